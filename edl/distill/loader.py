@@ -63,22 +63,13 @@ class DistillLoader(Generic[B], abc.ABC):
     labels the arrays are tensors.
 
     Args:
-        loader: yields batches.
         teachers: the services to ask; None to ask nobody, and yield `(batch, None)`.
-        getters: by input name, how to find it in a batch.
-        output_spec: what is asked for.
         batch_rows: rows of a request; None for the whole batch, see `edl.distill.torch.distill`.
-        combine: see `edl.distill.pipeline.answers.Combiner`.
         device: where to move batches and labels ahead of use; None to leave them.
-        options: deadlines, memory, retries.
         cache_config: the soft-label cache, None without.
-        ids: how to find the samples' ids in a batch; not looked at without a cache.
         tokens: of batches of padded sequences, how to find the mask of what is a token; None for batches of rows.
         ahead: batches that are read ahead in the training loop's own thread; None to read in another thread.
         router: which service labels what, by a field of the batch; None where all of them label everything.
-
-    Attributes:
-        loader: as given.
     """
 
     def __init__(
@@ -137,11 +128,7 @@ class DistillLoader(Generic[B], abc.ABC):
         return self.label(self.loader)
 
     def label(self, batches: Iterable[B]) -> Iterator[tuple[B, Any]]:
-        """Return an epoch over other batches than all of the loader's: what is left of an epoch, for example.
-
-        Args:
-            batches: like the loader's.
-        """
+        """Return an epoch over other batches than all of the loader's: what is left of an epoch, for example."""
         session = self._session
         if session is None:
             return EpochIterator(self._unlabelled(iter(batches)))
@@ -294,11 +281,6 @@ def no_teachers(teachers: TeachersLike) -> bool:
 def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, optional: bool = False) -> list[Teachers]:
     """Return the services that `teachers` names, in whichever way.
 
-    Args:
-        teachers: see `edl.distill.torch.distill`.
-        discovery: URL of the registry.
-        optional: whether an environment that names none is fine.
-
     Raises:
         SettingsError: it names none, or in a way that is not known.
     """
@@ -325,11 +307,7 @@ def resolve_routes(
 ) -> tuple[list[Teachers], Router | None]:
     """Return the services that `teachers` names, and which of them labels what.
 
-    Args:
-        teachers: see `edl.distill.torch.distill`.
-        route: where in a sample or batch the value is that `teachers` has as a key; None where all label everything.
-        discovery: URL of the registry.
-        optional: whether teachers need not be named.
+    `route`: where in a sample or batch the value is that `teachers` has as a key; None where all label everything.
 
     Raises:
         SettingsError: it names none, or in a way that is not known.
@@ -363,12 +341,6 @@ def resolve_services(
 ) -> tuple[list[Teachers] | None, Router | None]:
     """Return what `resolve_routes` returns, or None for the services where a program trains without teachers.
 
-    Args:
-        teachers: see `edl.distill.torch.distill`.
-        route: see `resolve_routes`.
-        discovery: see `resolve_routes`.
-        optional: see `resolve_routes`.
-
     Raises:
         SettingsError: it names none, or in a way that is not known.
     """
@@ -396,9 +368,6 @@ def output_names(outputs: str | Sequence[str]) -> tuple[str, ...]:
 
 def input_getters(inputs: Inputs) -> dict[str, Getter]:
     """Return by input name how to find it in a batch.
-
-    Args:
-        inputs: see `edl.distill.torch.distill`.
 
     Raises:
         SettingsError: it names no input.

@@ -14,9 +14,7 @@ __all__ = ["as_token_mask", "padded"]
 def as_token_mask(mask: Array, what: str) -> Array:
     """Return which elements of a batch are tokens, bool [sequences, length].
 
-    Args:
-        mask: 1 where a token is and 0 elsewhere, of any type.
-        what: the batch, for messages.
+    `mask`: 1 where a token is and 0 elsewhere, of any type.
 
     Raises:
         SourceError: it has another shape, or other numbers.
@@ -36,10 +34,6 @@ def as_token_mask(mask: Array, what: str) -> Array:
 
 def padded(output: Array | TopK, mask: Array) -> Array | TopK:
     """Return the rows of a batch of padded sequences in their places, and 0 everywhere else, as arrays of their own.
-
-    Args:
-        output: [rows, ...].
-        mask: bool [sequences, length], with as many elements set as there are rows.
 
     Returns:
         [sequences, length, ...].

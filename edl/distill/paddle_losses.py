@@ -192,11 +192,6 @@ def token_loss(
 def hard_cross_entropy(logits: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
     """Return the cross-entropy with hard labels, 0 where there is none (-100); a mean is over the rows that have one.
 
-    Args:
-        logits: [rows, ..., classes].
-        labels: whole numbers [rows, ...] or [rows, ..., 1], or probabilities of the shape of the logits.
-        reduction: see `soft_cross_entropy`.
-
     Raises:
         SettingsError: shapes that do not agree, or a label that is no class.
     """

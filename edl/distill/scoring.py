@@ -52,44 +52,28 @@ _IDLE_S = 3600.0  # nothing to do: calls and answers wake the thread
 
 @dataclass(eq=False)
 class ScoreCall:
-    """Sequences that are scored together.
+    """Sequences that are scored together."""
 
-    Attributes:
-        samples: tuples of arrays [tokens, ...]; with routes, of each behind them the number of the service.
-        future: of the labels of each sequence.
-        owner: kept alive until the call has ended.
-        deadline: on the monotonic clock, None for none.
-        timeout_s: as the user said it, for messages.
-        labels: makes what the user gets of a sequence's outputs.
-        longest: by route, tokens of the longest sequence.
-        began: on the monotonic clock.
-        item: where its rows are; None until it is cut.
-        unsent: chunks that wait for room.
-        sent: chunks on their way, or answered.
-    """
-
+    # tuples of arrays [tokens, ...]; with routes, of each behind them the number of the service
     samples: Sequence[tuple[Any, ...]]
-    future: Future[list[Any]]
-    owner: object
-    deadline: float | None
-    timeout_s: float | None
-    labels: Callable[[Mapping[str, Array | TopK]], Any]
-    longest: dict[int | None, int] = field(default_factory=dict)
-    began: float = field(default_factory=time.monotonic)
-    item: Item | None = None
-    unsent: deque[Chunk] = field(default_factory=deque)
-    sent: list[Chunk] = field(default_factory=list)
+    future: Future[list[Any]]  # of the labels of each sequence
+    owner: object  # kept alive until the call has ended
+    deadline: float | None  # on the monotonic clock, None for none
+    timeout_s: float | None  # as the user said it, for messages
+    labels: Callable[[Mapping[str, Array | TopK]], Any]  # makes what the user gets of a sequence's outputs
+    longest: dict[int | None, int] = field(default_factory=dict)  # by route, tokens of the longest sequence
+    began: float = field(default_factory=time.monotonic)  # on the monotonic clock
+    item: Item | None = None  # where its rows are; None until it is cut
+    unsent: deque[Chunk] = field(default_factory=deque)  # chunks that wait for room
+    sent: list[Chunk] = field(default_factory=list)  # chunks on their way, or answered
 
 
 class ScoreCalls:
     """Sends calls in the order in which they come, with a bound on the tokens under way.
 
     Args:
-        labeller: of a single service, or of several of which one labels a sequence.
-        getters: by input name, how to find it in a sample.
         router: finds in a sample which service labels it; None where there is one.
         request_tokens: of a request; None for what teachers take.
-        max_tokens: under way at most; a request that is larger goes alone.
     """
 
     def __init__(

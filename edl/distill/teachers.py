@@ -197,7 +197,6 @@ class TeacherWatcher:
     """Reports the teachers of a service whenever they change, from a thread of its own, until closed.
 
     Args:
-        teachers: The service; or fixed endpoints, which are reported once, before this returns.
         changed: Called with each snapshot and two arguments. `near` is "; did you mean …?" where the service has never
             had a teacher and the registry has a service of a similar name, otherwise empty. `whole` is false where the
             service has teachers that the snapshot leaves to other students (`max_teachers`).

@@ -77,22 +77,18 @@ class Dispatcher:
         policy: limits and deadlines; the defaults of `Policy` if None.
 
     Attributes:
-        policy: as given.
-        teachers: state by teacher id; read only.
-        sent: attempts so far.
         resent: tasks sent again after a failure.
         hedged: extra attempts for late tasks.
-        pauses: how often a teacher was given no work for a while, by the kind of its last failure.
-        full: whether, at the last event, no teacher could be given more.
-        busy: whether, at the last event, every teacher that could be given more had enough to do until its next answer.
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
-        self.teachers: dict[str, TeacherState] = {}
-        self.sent = self.resent = self.hedged = 0
+        self.teachers: dict[str, TeacherState] = {}  # state by teacher id; read only
+        self.sent = self.resent = self.hedged = 0  # attempts so far
+        # how often a teacher was given no work for a while, by the kind of its last failure
         self.pauses: Counter[FailureKind] = Counter()
-        self.full = True
+        self.full = True  # whether, at the last event, no teacher could be given more
+        # whether, at the last event, every teacher that could be given more had enough to do until its next answer
         self.busy = True
         self._tasks: dict[int, _Task] = {}
         self._attempts: dict[int, _Attempt] = {}
@@ -110,12 +106,7 @@ class Dispatcher:
     def add_task(self, task: int, now: float, rows: int = 0, nbytes: int = 0, longest: int = 0) -> list[Action]:
         """Take in a new task.
 
-        Args:
-            task: its number, rising in the order of delivery.
-            now: seconds.
-            rows: rows of its request.
-            nbytes: bytes of its request's tensors.
-            longest: rows of its longest sequence, 0 if its rows are no sequences.
+        `longest`: rows of its longest sequence, 0 if its rows are no sequences.
 
         Returns:
             What is to be done.
@@ -126,9 +117,6 @@ class Dispatcher:
 
     def drop_task(self, task: int) -> list[int]:
         """Forget a task.
-
-        Args:
-            task: its number; unknown numbers are ignored.
 
         Returns:
             The attempts under way, which the caller should cancel and need not report.
@@ -162,13 +150,9 @@ class Dispatcher:
     ) -> list[Action]:
         """Note that a teacher is connected, for the first time or again.
 
-        Args:
-            teacher: its id.
-            now: seconds.
-            max_rows: most rows that it takes in a request; 0 for any number.
-            max_nbytes: most bytes of tensors that it takes in a request; 0 for any number.
-            max_in_flight: most requests that it may have, 0 for what the policy says.
-            max_sequence: most rows of a sequence that it takes; 0 for any number.
+        `max_rows`: most rows that it takes in a request; 0 for any number. `max_nbytes`: most bytes of tensors
+        that it takes in a request; 0 for any number. `max_in_flight`: most requests that it may have, 0 for
+        what the policy says. `max_sequence`: most rows of a sequence that it takes; 0 for any number.
 
         Returns:
             What is to be done.
@@ -213,14 +197,7 @@ class Dispatcher:
             state.live = False
 
     def set_aside(self, teacher: str, kind: FailureKind, why: str, now: float) -> None:
-        """Give a teacher no work for `Policy.aside_s`.
-
-        Args:
-            teacher: its id.
-            kind: why, for the counters.
-            why: in words, for a person.
-            now: seconds.
-        """
+        """Give a teacher no work for `Policy.aside_s`."""
         state = self.teachers.get(teacher)
         if state is not None:
             self.pauses[kind] += 1
@@ -230,10 +207,6 @@ class Dispatcher:
 
     def attempt_answered(self, attempt: int, now: float) -> list[Action]:
         """Take in a good answer.
-
-        Args:
-            attempt: its number.
-            now: seconds.
 
         Returns:
             What is to be done; a `Deliver` is among it if this is the first answer to its task.
@@ -261,11 +234,6 @@ class Dispatcher:
 
     def attempt_failed(self, attempt: int, failure: RequestFailure, now: float) -> list[Action]:
         """Send the task of a failed attempt elsewhere, or give it up, and treat its teacher accordingly.
-
-        Args:
-            attempt: its number.
-            failure: what went wrong.
-            now: seconds.
 
         Returns:
             What is to be done.

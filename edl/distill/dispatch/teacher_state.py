@@ -34,24 +34,15 @@ _KEPT = 32
 
 @dataclass
 class Window:
-    """Window of a teacher.
+    """Window of a teacher."""
 
-    Attributes:
-        limit: most requests in flight.
-        size: requests to keep in flight.
-        probing: wait until the teacher is idle, then send a single request.
-        base_s: latency of a request that found the teacher idle.
-        median_s: median latency of the last answers, None before the first.
-        usual_s: a latency that three in four of the last answers stayed below, None before the third.
-        service_s: latency divided by the requests in flight, averaged: what a further request adds; 0 at first.
-    """
-
-    limit: int = 32
-    size: int = 1
-    probing: bool = True
-    base_s: float = float("inf")
-    median_s: float | None = None
-    usual_s: float | None = None
+    limit: int = 32  # most requests in flight
+    size: int = 1  # requests to keep in flight
+    probing: bool = True  # wait until the teacher is idle, then send a single request
+    base_s: float = float("inf")  # latency of a request that found the teacher idle
+    median_s: float | None = None  # median latency of the last answers, None before the first
+    usual_s: float | None = None  # a latency that three in four of the last answers stayed below, None before the third
+    # latency divided by the requests in flight, averaged: what a further request adds; 0 at first
     service_s: float = 0.0
     _probed_at: float = 0.0
     _since_change: int = 0
@@ -63,13 +54,7 @@ class Window:
         return 1 if self.probing else self.size
 
     def record_latency(self, latency_s: float, in_flight: int, now: float) -> None:
-        """Take in the latency of an answer.
-
-        Args:
-            latency_s: from sending to the answer.
-            in_flight: requests at this teacher when it was sent, itself included.
-            now: seconds on any clock that does not go back.
-        """
+        """Take in the latency of an answer."""
         self._latencies.append(latency_s)
         ordered = sorted(self._latencies)
         self.median_s = ordered[len(ordered) // 2]
@@ -118,40 +103,23 @@ class Window:
 
 @dataclass
 class TeacherState:
-    """What the dispatcher knows of a teacher; read it, do not write it.
+    """What the dispatcher knows of a teacher; read it, do not write it."""
 
-    Attributes:
-        window: how many requests it may have in flight.
-        live: connected, and known to serve the right model.
-        draining: takes no new requests.
-        closed_until: no requests before this time, in seconds.
-        no_room_until: the same where it has said that it has no room; it is live meanwhile.
-        why: why it is closed, in words for a person.
-        max_rows: most rows in a request, 0 if any number.
-        max_nbytes: most bytes of tensors in a request, 0 if any number.
-        max_sequence: most rows of a sequence, 0 if any number.
-        in_flight: numbers of its attempts.
-        last_progress_at: when it last answered, or began with something to do.
-        failures: failures in a row.
-        opened: how often in a row it was closed for its failures.
-        refusals_without_hint: how often in a row it had no room, without a hint when to come again.
-        half_open: whether it gets a single request until it has answered well (a circuit breaker's half-open state).
-    """
-
-    window: Window
-    live: bool = True
-    draining: bool = False
-    closed_until: float = 0.0
-    no_room_until: float = 0.0
-    why: str = ""
-    max_rows: int = 0
-    max_nbytes: int = 0
-    max_sequence: int = 0
-    in_flight: set[int] = field(default_factory=set)
-    last_progress_at: float = 0.0
-    failures: int = 0
-    opened: int = 0
-    refusals_without_hint: int = 0
+    window: Window  # how many requests it may have in flight
+    live: bool = True  # connected, and known to serve the right model
+    draining: bool = False  # takes no new requests
+    closed_until: float = 0.0  # no requests before this time, in seconds
+    no_room_until: float = 0.0  # the same where it has said that it has no room; it is live meanwhile
+    why: str = ""  # why it is closed, in words for a person
+    max_rows: int = 0  # most rows in a request, 0 if any number
+    max_nbytes: int = 0  # most bytes of tensors in a request, 0 if any number
+    max_sequence: int = 0  # most rows of a sequence, 0 if any number
+    in_flight: set[int] = field(default_factory=set)  # numbers of its attempts
+    last_progress_at: float = 0.0  # when it last answered, or began with something to do
+    failures: int = 0  # failures in a row
+    opened: int = 0  # how often in a row it was closed for its failures
+    refusals_without_hint: int = 0  # how often in a row it had no room, without a hint when to come again
+    # whether it gets a single request until it has answered well (a circuit breaker's half-open state)
     half_open: bool = False
 
     def is_usable(self, now: float) -> bool:

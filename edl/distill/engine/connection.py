@@ -56,24 +56,11 @@ class TeacherConnection:
     """Keeps a discovered instance connected, on the event loop.
 
     Args:
-        instance: Address, id and metadata of the teacher.
         output_spec: What is asked for; where it names no model, the instance's is used.
         shared_memory: Whether to use shared memory if the teacher is on this host.
-        files: Certificates and tokens; the client reconnects when they are replaced.
-        limits: Limits of messages.
-        compatibility: Says why a model cannot be used.
         on_connected: Called when requests may be sent.
         on_disconnected: Called when requests may no longer be sent.
         on_connect_failed: Called when an attempt to connect failed.
-
-    Attributes:
-        instance: The argument of that name.
-        state: "ready", "connecting" or "set aside".
-        why: Reason why it is not ready, for people.
-        lacks: Whether it has answered and lacks what is asked for, so that only a change of the server would help.
-        lapsed: Whether its registration lapsed. Another server may have taken its address since, so the client connects
-            only to a server with the same version of the model, and less often.
-        changed_spec: The model that `refresh` found, if it changed; connecting again may take a while.
     """
 
     def __init__(
@@ -90,12 +77,16 @@ class TeacherConnection:
         on_connect_failed: Callable[[TeacherConnection], None],
     ) -> None:
         self.instance = instance
-        self.state = "connecting"
-        self.why = ""
+        self.state = "connecting"  # "ready", "connecting" or "set aside"
+        self.why = ""  # Reason why it is not ready, for people
+        # Whether it has answered and lacks what is asked for, so that only a change of the server would help
         self.lacks = False
+        # Whether its registration lapsed. Another server may have taken its address since, so the client connects
+        # only to a server with the same version of the model, and less often.
         self.lapsed = False
         self._version = instance.meta.get("version", "")
         self._output_spec = _complete_spec(output_spec, instance)
+        # The model that `refresh` found, if it changed; connecting again may take a while
         self.changed_spec: ModelSpec | None = None
         self._shared_memory = shared_memory
         self._files = files
@@ -213,11 +204,7 @@ class TeacherConnection:
                 self.reconnect(exc.failure.message)
 
     def reconnect(self, why: str) -> None:
-        """Reconnect, and check again that the teacher can be used.
-
-        Args:
-            why: Reason for people.
-        """
+        """Reconnect, and check again that the teacher can be used."""
         if self._client is not None:
             self.why = why
             self._disconnect()
@@ -361,14 +348,7 @@ class ConnectionPool:
     """Connections of a service, on the event loop. Tells the dispatcher which teachers drain, are lost, or are gone.
 
     Args:
-        service: Name of the service, for messages.
-        dispatcher: Is told which teachers there are.
-        connect: Makes the connection to an instance, which calls `connection_lost` when it breaks.
         on_dropped: Called with a connection that is no longer needed, to close it.
-        spawn: Runs a coroutine until it ends or the engine does.
-
-    Attributes:
-        connections: Connections by the teacher's id.
     """
 
     def __init__(
@@ -390,7 +370,7 @@ class ConnectionPool:
         self._stale = ""
         self._near = ""
         self._is_whole = False
-        self.connections: dict[str, TeacherConnection] = {}
+        self.connections: dict[str, TeacherConnection] = {}  # Connections by the teacher's id
 
     @property
     def stale(self) -> str:
@@ -411,10 +391,7 @@ class ConnectionPool:
     def apply_snapshot(self, snapshot: Snapshot, near: str = "", whole: bool = True) -> None:
         """Connect to new teachers, and let go of those that left.
 
-        Args:
-            snapshot: The registry's present view.
-            near: "; did you mean …?" where the service may be misspelled, for errors.
-            whole: Whether the snapshot has all teachers of the service.
+        `near`: "; did you mean …?" where the service may be misspelled, for errors.
         """
         self._is_whole = False
         self._near = near

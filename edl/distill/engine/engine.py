@@ -54,22 +54,8 @@ class Engine:
     """All teachers of a service.
 
     Args:
-        name: Name of the service, or the fixed endpoints, for messages.
-        output_spec: What is asked for.
-        thread: The event loop.
         arena: Shared memory of the reader; None without.
-        policy: Limits of the dispatcher.
-        teacher_timeout_s: Seconds that work may wait while no teacher is live.
         files: Certificates and tokens, None for neither.
-        mixed_versions: See `TeacherCompatibility`.
-        limits: Limits of messages.
-
-    Attributes:
-        name: The argument of that name.
-        output_spec: The argument of that name.
-        limits: Limits of the live teachers. Replaced on the loop, read in any thread.
-        dispatched: Number of jobs that no longer wait for their first send: sent, cancelled or failed. Counted on the
-            loop, read in any thread; apart from `limits`, which is not replaced for each request.
     """
 
     def __init__(
@@ -105,7 +91,9 @@ class Engine:
         self._outage = Outage(teacher_timeout_s, policy.request_timeout_s)
         self._counters = EngineCounters()
         self._closed = False
-        self.limits = ServiceLimits()
+        self.limits = ServiceLimits()  # Limits of the live teachers. Replaced on the loop, read in any thread.
+        # Number of jobs that no longer wait for their first send: sent, cancelled or failed. Counted on the loop,
+        # read in any thread; apart from `limits`, which is not replaced for each request.
         self.dispatched = 0
 
     # Any thread

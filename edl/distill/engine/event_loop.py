@@ -44,7 +44,6 @@ class EventLoopThread:
     Attributes:
         used: whether a loop was ever taken for gRPC, in this process or in a process that it was forked from.
         inherited: whether that was before a fork.
-        loop: the event loop.
     """
 
     # No lock: a signal handler may close a reader in the middle of any of these functions. What several threads do at a
@@ -59,16 +58,13 @@ class EventLoopThread:
         self._first_start = threading.Lock()
         self._first_stop = threading.Lock()
         self._pid = os.getpid()
-        self.loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()  # the event loop
         # Not a `BackgroundLoop`: what it runs is asyncio's loop, which has wake-ups and an end of its own.
         self._thread = threading.Thread(target=self._run, name="edl-distill", daemon=True)
 
     @classmethod
     def acquire(cls, *, for_grpc: bool = True) -> EventLoopThread:
         """Return the process's loop, and start it if need be.
-
-        Args:
-            for_grpc: whether gRPC will be used on it.
 
         Raises:
             ClosedError: it is for gRPC, in a process forked from a process that has used gRPC.
@@ -127,9 +123,7 @@ class EventLoopThread:
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Run a function on the loop soon, from any thread. Takes no lock: finalizers call it as well.
 
-        Args:
-            function: called with `args`; its result is dropped.
-            *args: of the function.
+        `function`: called with `args`; its result is dropped.
 
         Raises:
             ClosedError: the loop has ended.
@@ -144,10 +138,6 @@ class EventLoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run a coroutine on the loop and wait for its result.
-
-        Args:
-            coroutine: to run.
-            timeout_s: how long to wait, in seconds.
 
         Raises:
             TimeoutError: it took longer than `timeout_s`; it is cancelled then.

@@ -34,25 +34,16 @@ _LONGEST_GAP_S = 4 * _PATIENCE_S  # longer gaps count as this, so that one hiccu
 
 @dataclass(eq=False)
 class LabelJob:
-    """A request's worth of rows.
+    """A request's worth of rows."""
 
-    Attributes:
-        number: Number of the job, rising in the order of delivery.
-        payload: The tensors.
-        on_done: Called on the loop, once, with the outputs or an error, and the model's version.
-        on_started: Called on the loop when the job is sent for the first time.
-        open_attempts: Number of its requests under way.
-        sent: Whether it was sent at least once.
-        finished: Whether `on_done` was called, or never will be.
-    """
-
-    number: int
-    payload: Payload
+    number: int  # Number of the job, rising in the order of delivery
+    payload: Payload  # The tensors
+    # Called on the loop, once, with the outputs or an error, and the model's version
     on_done: Callable[[Outputs | EDLError, str], None]
-    on_started: Callable[[], None]
-    open_attempts: int = 0
-    sent: bool = False
-    finished: bool = False
+    on_started: Callable[[], None]  # Called on the loop when the job is sent for the first time
+    open_attempts: int = 0  # Number of its requests under way
+    sent: bool = False  # Whether it was sent at least once
+    finished: bool = False  # Whether `on_done` was called, or never will be
 
 
 def give_up_error(action: GiveUp) -> PermanentError:
@@ -69,21 +60,16 @@ class ServiceLimits:
     """Limits of the live teachers of a service at one moment.
 
     It is replaced as a whole, so that other threads never see half of a change.
-
-    Attributes:
-        capacity: Requests that the teachers together want in flight, as of some milliseconds ago.
-        gather_limit: Number of jobs worth sending together, where all teachers are quick and on this host; else 0.
-        max_rows: Most rows in a request that every teacher accepts, as of when the last teacher came or left; 0 without
-            a limit.
-        max_nbytes: Most bytes of tensors in a request that every teacher accepts; 0 without a limit.
-        max_sequence: Rows of the longest sequence that at least one teacher accepts, since a long sequence is sent to a
-            teacher that accepts it; 0 without a limit.
     """
 
-    capacity: int = 0
+    capacity: int = 0  # Requests that the teachers together want in flight, as of some milliseconds ago
+    # Number of jobs worth sending together, where all teachers are quick and on this host; else 0
     gather_limit: int = 0
+    # Most rows in a request that every teacher accepts, as of when the last teacher came or left; 0 without a limit
     max_rows: int = 0
-    max_nbytes: int = 0
+    max_nbytes: int = 0  # Most bytes of tensors in a request that every teacher accepts; 0 without a limit
+    # Rows of the longest sequence that at least one teacher accepts, since a long sequence is sent to a teacher that
+    # accepts it; 0 without a limit
     max_sequence: int = 0
 
 
@@ -110,8 +96,6 @@ class JobQueue:
     """Jobs that the loop has not taken yet.
 
     Args:
-        thread: The event loop.
-        demand: Says how busy the teachers are.
         take: Called with every job, on the loop.
         clock: Returns the time in seconds, from which the gap between jobs is measured.
     """
@@ -241,10 +225,7 @@ class EngineCounters:
     def stats(self, dispatcher: Dispatcher, state_of: Callable[[str], tuple[str, str]], stale: str) -> ReaderStats:
         """Return all counters, with the dispatcher's gauges.
 
-        Args:
-            dispatcher: of the same service.
-            state_of: returns a teacher's state, and why.
-            stale: what is wrong with discovery; empty if it works.
+        `stale`: what is wrong with discovery; empty if it works.
         """
         counted = self._teachers
         teachers = {name: _seen(counts) for name, counts in counted.gone.items()}
@@ -288,28 +269,17 @@ _SILENT_S = 5.0
 
 @dataclass(frozen=True)
 class OutageStatus:
-    """State of open work during an outage.
+    """State of open work during an outage."""
 
-    Attributes:
-        expired: whether the work has waited for too long, and fails.
-        check_at: when to check again, in seconds.
-        message: how long the work waits for a live teacher, in words for a person; empty without news.
-        silent_s: seconds for which live teachers have not answered; 0 where that is not worth a word, or was reported.
-    """
-
-    expired: bool
-    check_at: float
-    message: str = ""
+    expired: bool  # whether the work has waited for too long, and fails
+    check_at: float  # when to check again, in seconds
+    message: str = ""  # how long the work waits for a live teacher, in words for a person; empty without news
+    # seconds for which live teachers have not answered; 0 where that is not worth a word, or was reported
     silent_s: float = 0.0
 
 
 class Outage:
-    """Keeps track of a time without teachers, or without an answer. Every method takes the time `now` in seconds.
-
-    Args:
-        timeout_s: how long work may wait while no teacher is live.
-        request_timeout_s: how much longer it may wait for an answer while a teacher is live.
-    """
+    """Keeps track of a time without teachers, or without an answer. Every method takes the time `now` in seconds."""
 
     def __init__(self, timeout_s: float, request_timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -338,12 +308,7 @@ class Outage:
         self._outage_since = None
 
     def check(self, now: float, live: int) -> OutageStatus:
-        """Return the state of open work.
-
-        Args:
-            now: seconds.
-            live: teachers that may be given work.
-        """
+        """Return the state of open work."""
         stuck_at = self._progress_at + self._timeout_s + self._request_timeout_s
         if live:
             self._outage_since = None

@@ -143,12 +143,6 @@ def bucket_log_probabilities(
 ) -> tuple[Tensor, Tensor]:
     """Return the logarithms of the teacher's and the student's probabilities at the labels' temperature.
 
-    Args:
-        student_logits: floating-point [rows, ..., classes].
-        teacher: labels of as many rows.
-        padded_vocabulary: whether student and teacher may have different numbers of classes. Classes that the student
-            does not have count in the teacher's tail, those that the teacher does not have in the student's.
-
     Returns:
         Two tensors [rows, ..., k + 1], the tail last; [rows, ..., k] where every class is kept.
 

@@ -137,12 +137,8 @@ def hard_targets(
 ) -> Tensor | None:
     """Return the hard labels that have a part in the loss, int64 on `device`; None where they have no weight.
 
-    Args:
-        hard_labels: whole numbers of the shape of `rows`, -100 for none; or None.
-        hard_weight: their share.
-        rows: the shape of the logits without the vocabulary.
-        kept: the mask as `kept_rows` returns it: where it leaves a row out, its label may be anything.
-        device: of the logits.
+    `hard_labels`: whole numbers of the shape of `rows`, -100 for none; or None. `kept`: the mask as `kept_rows`
+    returns it: where it leaves a row out, its label may be anything.
 
     Raises:
         SettingsError: a share that cannot be, labels that are missing, or of another shape or type.
@@ -167,12 +163,6 @@ def hard_targets(
 def mixed_losses(losses: Tensor, student_logits: Tensor, targets: Tensor | None, hard_weight: float) -> Tensor:
     """Return losses [rows, ...] in which the cross-entropy with hard labels has a share.
 
-    Args:
-        losses: of the tokens, against the teacher.
-        student_logits: [rows, ..., vocabulary].
-        targets: as `hard_targets` returns them.
-        hard_weight: the share.
-
     Raises:
         SettingsError: a hard label that is no token of the student's.
     """
@@ -193,10 +183,7 @@ def mixed_losses(losses: Tensor, student_logits: Tensor, targets: Tensor | None,
 def kept_rows(mask: Tensor | None, rows: torch.Size, device: torch.device) -> Tensor | None:
     """Return the mask as booleans on `device`, None without.
 
-    Args:
-        mask: bool or integer, of the shape of `rows`, or None.
-        rows: the shape of the logits without the vocabulary.
-        device: of the logits.
+    `mask`: bool or integer, of the shape of `rows`, or None.
 
     Raises:
         SettingsError: another shape or type, or numbers below 0 (on the CPU; elsewhere they are left out).

@@ -36,11 +36,7 @@ def outputs_nbytes(outputs: Outputs) -> int:
 
 
 class AnswerSizeEstimator:
-    """Estimates the bytes of a service's answers: from past answers, or from the model's metadata before the first.
-
-    Args:
-        output_spec: what is asked for.
-    """
+    """Estimates the bytes of a service's answers: from past answers, or from the model's metadata before the first."""
 
     def __init__(self, output_spec: OutputSpec) -> None:
         self._output_spec = output_spec
@@ -56,12 +52,7 @@ class AnswerSizeEstimator:
         return rows * sum(known) if len(known) == len(row_nbytes) else None
 
     def came(self, rows: int, nbytes: int) -> None:
-        """Take in the size of an answer.
-
-        Args:
-            rows: of the answer.
-            nbytes: that it holds.
-        """
+        """Take in the size of an answer."""
         row_nbytes = nbytes / rows
         before = row_nbytes if self._row_nbytes is None else self._row_nbytes
         self._row_nbytes = max(row_nbytes, before + _FORGET * (row_nbytes - before))
@@ -92,10 +83,6 @@ def empty_like(outputs: Outputs) -> Outputs:
 
 def empty_outputs(spec: ModelSpec, output_spec: OutputSpec) -> Outputs:
     """Return outputs of no rows, by what the model says of them.
-
-    Args:
-        spec: the model.
-        output_spec: what is asked for.
 
     Raises:
         SourceError: it leaves the size of a row open.
@@ -168,12 +155,6 @@ def _joined(name: str, pieces: Sequence[Array | TopK]) -> Array | TopK:
 
 class Combiner:
     """Makes a single value of each output from the answers of several services.
-
-    Args:
-        how: `"each"` delivers them side by side; `"mean"` averages the outputs as they are; `"mean_probabilities"`
-            averages softmax(outputs) over the last axis and delivers its logarithm, which is logits again; a function
-            gets the list of outputs, in the order of the services.
-        weights: of the services, scaled to sum to 1.
 
     Raises:
         SettingsError: `how` is none of these.

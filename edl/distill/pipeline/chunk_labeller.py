@@ -61,21 +61,9 @@ class ChunkLabeller:
     """Connections, shared memory and cache of a reader. `submit` is for the feeding thread, the rest for any.
 
     Args:
-        teachers: a group per service; without teachers, the cache must have all labels.
-        output_spec: what is asked for.
-        options: deadlines, memory, retries.
         cache_config: the soft-label cache, None without.
         routes: by value of the field that says which group labels what (`Chunk.route`), the group's number; None where
             all of them label every chunk.
-
-    Attributes:
-        teachers: as given.
-        routes: as given.
-        limits: what the teachers take, once there are some.
-        thread: the event loop.
-        closed: whether no more work is taken.
-        memory_bytes: as in `Options`.
-        linger_s: as in `Options`.
 
     Raises:
         SettingsError: wrong credentials or discovery, or a cache without fitting labels where there are no teachers.
@@ -96,7 +84,7 @@ class ChunkLabeller:
         credentials = Credentials.of() if options.credentials is None else options.credentials
         # What is wrong with them shows here and now.
         self._files = CredentialFiles.of(credentials) if teachers else None
-        self.thread = EventLoopThread.acquire(for_grpc=bool(teachers))
+        self.thread = EventLoopThread.acquire(for_grpc=bool(teachers))  # the event loop
         self._cache_config = cache_config
         self._offline: CacheView | None = None
         self._cache_queue: CacheQueue | None = None
@@ -105,7 +93,7 @@ class ChunkLabeller:
         self.linger_s = options.linger_s
         self._options = options
         self._pid = os.getpid()
-        self.closed = False
+        self.closed = False  # whether no more work is taken
         self._numbers = itertools.count()
         self._delivered = self._cached = 0
         self._wait_s = 0.0
@@ -114,6 +102,7 @@ class ChunkLabeller:
         self._progress_rows = 0
         keep_freed_memory(min(options.memory_bytes, 512 << 20))  # who bounds memory does not want it kept either
         self._engines: list[Engine] = []
+        # what the teachers take, once there are some
         self.limits = TeacherLimits(teachers, self._engines, options.teacher_timeout_s)
         self._cache_keys: list[CacheKeyTemplate] = []
         self._views: dict[tuple[int, str, str], CacheView] = {}  # by engine, model and version
@@ -212,10 +201,8 @@ class ChunkLabeller:
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
         """Ask every service, or that of its route, for the chunk's labels.
 
-        Args:
-            chunk: sealed.
-            changed: called when the chunk may be done, or was sent; for an answer, with the bytes beyond the estimate.
-            stopped: whether the epoch was closed, which ends all waiting.
+        `changed`: called when the chunk may be done, or was sent; for an answer, with the bytes beyond the
+        estimate.
 
         Raises:
             NoTeacherError: no teacher told what its model looks like within `teacher_timeout_s`.
@@ -341,10 +328,6 @@ class ChunkLabeller:
 
     def view(self, cache: SoftLabelCache, inputs: tuple[str, ...]) -> CacheView:
         """Return where the labels of the only service are kept; waits for its first teacher.
-
-        Args:
-            cache: of the labels.
-            inputs: names of all inputs that may be sent.
 
         Raises:
             NoTeacherError: no teacher told within `teacher_timeout_s` what its model is.

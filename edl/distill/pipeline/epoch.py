@@ -37,11 +37,7 @@ class SourceClock:
         self._drawing: tuple[float, float | None] = (0.0, None)  # seconds before this value; when it was asked for
 
     def begin(self, now: float) -> None:
-        """Note that the source is asked for a value.
-
-        Args:
-            now: seconds of `time.monotonic()`.
-        """
+        """Note that the source is asked for a value."""
         self._drawing = (self._drawing[0], now)
 
     def end(self) -> None:
@@ -57,14 +53,7 @@ class SourceClock:
 
 
 def source_wait_s(waited_s: float, source_s: float, clock: SourceClock, chunks: Collection[Chunk]) -> float:
-    """Return how much of a wait was for the data source: until the last of the chunks was sent.
-
-    Args:
-        waited_s: how long the training loop has waited.
-        source_s: what the clock showed when the wait began.
-        clock: of the source.
-        chunks: that the training loop waits for, or has waited for; none while the source has not made their rows.
-    """
+    """Return how much of a wait was for the data source: until the last of the chunks was sent."""
     if chunks and all(chunk.sent for chunk in chunks):
         until_s = max(chunk.source_s for chunk in chunks)
     else:
@@ -166,9 +155,6 @@ class Epoch:
     was raised in the training loop, whose traceback leads to the reader.
 
     Args:
-        labeller: labels the chunks.
-        source: yields items.
-        cutter: cuts them into chunks.
         end_source: ends a source that waits for the training loop. Called by `close`, so it neither waits nor locks.
     """
 

@@ -42,32 +42,21 @@ logger = logging.getLogger("edl.distill")
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Which cache, and what its ids mean.
-
-    Attributes:
-        dataset: tells data sets, their versions and augmentations apart; see `CacheKey`.
-    """
+    """Which cache, and what its ids mean."""
 
     cache: SoftLabelCache
-    dataset: str = ""
+    dataset: str = ""  # tells data sets, their versions and augmentations apart; see `CacheKey`
 
 
 @dataclass(frozen=True)
 class CacheKeyTemplate:
-    """Key of a service's labels, but for the model's version.
+    """Key of a service's labels, but for the model's version."""
 
-    Attributes:
-        output_spec: what is asked for.
-        dataset: see `CacheKey`.
-        service: see `CacheKey`.
-        inputs: names of all inputs that may be sent.
-        weights_versions: versions that are hashes of the weights, as teachers of the service have said.
-    """
-
-    output_spec: OutputSpec
-    dataset: str
-    service: str
-    inputs: tuple[str, ...] = ()
+    output_spec: OutputSpec  # what is asked for
+    dataset: str  # see `CacheKey`
+    service: str  # see `CacheKey`
+    inputs: tuple[str, ...] = ()  # names of all inputs that may be sent
+    # versions that are hashes of the weights, as teachers of the service have said
     weights_versions: Collection[str] = ()
 
     def key(self, spec: ModelSpec, version: str) -> CacheKey:
@@ -87,13 +76,7 @@ class CacheKeyTemplate:
 
 
 def open_view(cache: SoftLabelCache, key: CacheKey, own: Collection[str]) -> CacheView:
-    """Return the rows of a key. If there are none yet, warn of labels of the same model from another service.
-
-    Args:
-        cache: to look in.
-        key: of the rows.
-        own: the services of the ensemble, whose labels lie side by side as they should.
-    """
+    """Return the rows of a key. If there are none yet, warn of labels of the same model from another service."""
     there = cache.keys()
     beside = [other for other in there if replace(other, service=key.service) == key and other.service not in own]
     if beside and key not in there:
@@ -148,10 +131,6 @@ def offline_view(cache_config: CacheConfig, output_spec: OutputSpec) -> CacheVie
 def look_up_offline(view: CacheView, chunk: Chunk) -> Found:
     """Return the labels of all rows from the cache alone.
 
-    Args:
-        view: of the labels.
-        chunk: with sample ids.
-
     Raises:
         NoTeacherError: some are not there.
         SettingsError: labels are of sequences and the chunk is not, or of other inputs.
@@ -171,11 +150,7 @@ def chunk_ids(
 ) -> Sequence[Any] | SequenceIds:
     """Return what a chunk's labels are looked up by.
 
-    Args:
-        chunk: with sample ids.
-        fields: what is sent, [rows, ...] by name.
-        position: the name of the input that holds the rows' positions.
-        inputs: of sequences, the names that labels were kept for; None for all of `fields`.
+    `inputs`: of sequences, the names that labels were kept for; None for all of `fields`.
 
     Raises:
         SettingsError: one of `inputs` is not among the fields.
@@ -196,23 +171,14 @@ def chunk_ids(
 
 @dataclass(frozen=True)
 class CacheMiss:
-    """Rows, or sequences, of a chunk that the cache does not have, to be completed with their answer.
+    """Rows, or sequences, of a chunk that the cache does not have, to be completed with their answer."""
 
-    Attributes:
-        found: rows that the cache has.
-        view: where they were looked up.
-        ids: of those that it does not have.
-        cache: of the view.
-        labels: key of the labels, but for the version.
-        spec: the model for whose version the rows were looked up; labels of another version are kept apart.
-    """
-
-    found: Found
-    view: CacheView
-    ids: Sequence[Any] | SequenceIds
-    cache: SoftLabelCache
-    labels: CacheKeyTemplate
-    spec: ModelSpec
+    found: Found  # rows that the cache has
+    view: CacheView  # where they were looked up
+    ids: Sequence[Any] | SequenceIds  # of those that it does not have
+    cache: SoftLabelCache  # of the view
+    labels: CacheKeyTemplate  # key of the labels, but for the version
+    spec: ModelSpec  # the model for whose version the rows were looked up; labels of another version are kept apart
 
     def key(self, version: str) -> CacheKey:
         """Return the key that an answer of this version is kept under."""
@@ -232,16 +198,13 @@ _ENTRY_NBYTES = 512
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """Rows to put into a view.
-
-    Attributes:
-        of: cache and key of another view to put them in, as far as it does not have them.
-    """
+    """Rows to put into a view."""
 
     view: CacheView
     ids: Sequence[Any] | SequenceIds
     outputs: Outputs
     nbytes: int
+    # cache and key of another view to put them in, as far as it does not have them
     of: tuple[SoftLabelCache, CacheKey] | None
 
     @property
@@ -250,19 +213,11 @@ class _Entry:
 
 
 class CacheQueue:
-    """A thread that puts answers into the cache, and the queue before it.
-
-    Args:
-        limit_bytes: of answers that wait. A larger answer waits alone.
-
-    Attributes:
-        limit_bytes: as given.
-        failed: whether the thread met an unforeseen error: no rows are put from then on.
-    """
+    """A thread that puts answers into the cache, and the queue before it."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.failed = False
+        self.failed = False  # whether the thread met an unforeseen error: no rows are put from then on
         self._changed = Notifier()
         self._entries: deque[_Entry] = deque()
         # Each number has one thread that writes it, the one that gives or the one that puts: none needs a lock.
@@ -285,12 +240,9 @@ class CacheQueue:
 
         Never waits: when the disk cannot follow, rows are dropped, and asked for again later.
 
-        Args:
-            view: where to put them.
-            ids: [rows], or those of sequences.
-            outputs: [rows, ...] by name.
-            of: cache and key of the view to put them in, if it is not `view`: labels of another version of the model
-                than was looked up. Rows that it has are left alone: they would be written in every epoch.
+        `view`: where to put them. `of`: cache and key of the view to put them in, if it is not `view`: labels
+        of another version of the model than was looked up. Rows that it has are left alone: they would be
+        written in every epoch.
         """
         entry = _Entry(view, ids, outputs, _ENTRY_NBYTES + outputs_nbytes(outputs), of)
         if self._ended or self._closing:
@@ -427,12 +379,7 @@ class CacheQueue:
 
 
 def select_ids(ids: Sequence[Any] | SequenceIds, mask: Array) -> Sequence[Any] | SequenceIds:
-    """Return some of the ids.
-
-    Args:
-        ids: [rows], or those of sequences.
-        mask: bool [ids], which of them.
-    """
+    """Return some of the ids."""
     if isinstance(ids, SequenceIds):
         return ids.select(mask)
     found = [sample for sample, wanted in zip(ids, mask, strict=True) if wanted]

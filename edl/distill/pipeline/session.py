@@ -37,12 +37,7 @@ logger = logging.getLogger("edl.distill")
 
 
 class StudentWaits:
-    """Seconds that a reader's training loop waited, with the wait that goes on. For a single thread.
-
-    Args:
-        finished: returns the seconds of waits that have ended, and how many of them were for the data source.
-        open_wait: returns the same of the wait that goes on.
-    """
+    """Seconds that a reader's training loop waited, with the wait that goes on. For a single thread."""
 
     def __init__(
         self, finished: Callable[[], tuple[float, float]], open_wait: Callable[[], tuple[float, float]]
@@ -69,11 +64,6 @@ def load_publishers(
     labeller: ChunkLabeller, open_wait: Callable[[], tuple[float, float]], settings: LoadSettings
 ) -> list[LoadPublisher]:
     """Start publishing a reader's load: a record for each of its services, in that service's discovery.
-
-    Args:
-        labeller: of the reader.
-        open_wait: returns the seconds that the training loop waits by now, and how many of them for the data source.
-        settings: whether, and how often.
 
     Returns:
         The publishers, which the caller closes; none where teachers are fixed endpoints.
@@ -114,14 +104,7 @@ class LabelSession:
     """The epochs of a reader, of which a single one runs at a time.
 
     Args:
-        teachers: see `ChunkLabeller`, as for the others.
-        output_spec: what is asked for.
-        options: deadlines, memory, retries.
         cache_config: the soft-label cache, None without.
-        routes: see `ChunkLabeller`.
-
-    Attributes:
-        labeller: labels the chunks of all epochs.
 
     Raises:
         SettingsError: wrong credentials or discovery, or a cache without fitting labels where there are no teachers.
@@ -136,6 +119,7 @@ class LabelSession:
         routes: Mapping[Any, int] | None = None,
     ) -> None:
         load = LoadSettings.of(options.publish_load)
+        # labels the chunks of all epochs
         self.labeller = ChunkLabeller(teachers, output_spec, options, cache_config, routes)
         self._options = options
         self._pid = os.getpid()
@@ -161,11 +145,6 @@ class LabelSession:
         self, source: Callable[[], Iterable[Any]], cutter: Cutter, end_source: Callable[[], None] | None = None
     ) -> Epoch:
         """Start an epoch, with an iterator made in the calling thread, after the epoch before it has ended.
-
-        Args:
-            source: makes the iterable.
-            cutter: cuts its values into chunks.
-            end_source: see `Epoch`.
 
         Raises:
             ClosedError: the reader is closed, or this is its own source.

@@ -17,51 +17,29 @@ __all__ = ["Chunk", "Item", "Reading", "ReuseDetector"]
 
 @dataclass(eq=False)
 class Chunk:
-    """Rows that are asked for together, and their answers.
+    """Rows that are asked for together, and their answers."""
 
-    Attributes:
-        services: how many services are asked.
-        rows: of the request.
-        left: rows that the training loop has not taken yet.
-        nbytes: of its inputs.
-        rest_nbytes: of what its items hold besides, which waits for the training loop as well.
-        fields: inputs [rows, ...] by name.
-        positions: int32 [rows], of each row in its sequence; None if rows are no sequences.
-        longest_sequence: rows of the longest sequence, 0 if rows are no sequences.
-        ids: of the samples, [rows] or [sequences]; None without a cache.
-        lengths: int64 [sequences], rows of each sequence; None if rows are no sequences.
-        outputs: by service, None until its answer is there.
-        jobs: (service, number of the job there).
-        error: why there are no outputs; then the chunk counts as done.
-        sent: whether teachers were, or are being, asked for it.
-        copied: whether `fields` are the chunk's own, and not the source's arrays.
-        answers_nbytes: bytes of each service's answer, estimated until it is there.
-        foreseen: whether all of them could be estimated.
-        surplus_nbytes: by how much answers from a cache exceed the estimate.
-        route: number of the only service that is asked; None for all of them.
-        source_s: seconds that the epoch's source had taken when it was sent.
-    """
-
-    services: int
-    rows: int = 0
-    left: int = 0
-    nbytes: int = 0
-    rest_nbytes: int = 0
-    fields: dict[str, Array] = field(default_factory=dict)
-    positions: Array | None = None
-    longest_sequence: int = 0
-    ids: Sequence[Any] | None = None
-    lengths: Array | None = None
-    outputs: list[Outputs | None] = field(default_factory=list)
+    services: int  # how many services are asked
+    rows: int = 0  # of the request
+    left: int = 0  # rows that the training loop has not taken yet
+    nbytes: int = 0  # of its inputs
+    rest_nbytes: int = 0  # of what its items hold besides, which waits for the training loop as well
+    fields: dict[str, Array] = field(default_factory=dict)  # inputs [rows, ...] by name
+    positions: Array | None = None  # int32 [rows], of each row in its sequence; None if rows are no sequences
+    longest_sequence: int = 0  # rows of the longest sequence, 0 if rows are no sequences
+    ids: Sequence[Any] | None = None  # of the samples, [rows] or [sequences]; None without a cache
+    lengths: Array | None = None  # int64 [sequences], rows of each sequence; None if rows are no sequences
+    outputs: list[Outputs | None] = field(default_factory=list)  # by service, None until its answer is there
     jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, number of the job there)
-    error: BaseException | None = None
-    sent: bool = False
-    copied: bool = False
+    error: BaseException | None = None  # why there are no outputs; then the chunk counts as done
+    sent: bool = False  # whether teachers were, or are being, asked for it
+    copied: bool = False  # whether `fields` are the chunk's own, and not the source's arrays
+    # bytes of each service's answer, estimated until it is there
     answers_nbytes: list[int] = field(default_factory=list)
-    foreseen: bool = True
-    surplus_nbytes: int = 0
-    route: int | None = None
-    source_s: float = 0.0
+    foreseen: bool = True  # whether all of them could be estimated
+    surplus_nbytes: int = 0  # by how much answers from a cache exceed the estimate
+    route: int | None = None  # number of the only service that is asked; None for all of them
+    source_s: float = 0.0  # seconds that the epoch's source had taken when it was sent
 
     def __post_init__(self) -> None:
         self.outputs = [None] * self.services
@@ -94,18 +72,12 @@ class Chunk:
 
 @dataclass(eq=False)
 class Item:
-    """A value that the source yielded, and where its rows are.
+    """A value that the source yielded, and where its rows are."""
 
-    Attributes:
-        value: as the source yielded it.
-        parts: (chunk, first row, behind the last row).
-        fingerprints: of the value, or of its samples.
-        mask: of a batch of padded sequences, bool [sequences, length]: which elements have rows; else None.
-    """
-
-    value: Any
-    parts: list[tuple[Chunk, int, int]]
-    fingerprints: tuple[ItemFingerprint, ...] = ()
+    value: Any  # as the source yielded it
+    parts: list[tuple[Chunk, int, int]]  # (chunk, first row, behind the last row)
+    fingerprints: tuple[ItemFingerprint, ...] = ()  # of the value, or of its samples
+    # of a batch of padded sequences, bool [sequences, length]: which elements have rows; else None
     mask: Array | None = None
 
     @property
@@ -116,17 +88,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Reading:
-    """A value that the source yielded, and what a cutter has read of it before it cuts it.
+    """A value that the source yielded, and what a cutter has read of it before it cuts it."""
 
-    Attributes:
-        value: as the source yielded it.
-        longest: by route, rows of the longest sequence that goes there; 0 if rows are no sequences.
-        found: for the cutter that has read it.
-    """
-
-    value: Any
+    value: Any  # as the source yielded it
+    # by route, rows of the longest sequence that goes there; 0 if rows are no sequences
     longest: Mapping[int | None, int] = field(default_factory=lambda: {None: 0})
-    found: Any = None
+    found: Any = None  # for the cutter that has read it
 
 
 class ReuseDetector:

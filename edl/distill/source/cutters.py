@@ -33,22 +33,17 @@ class Cutter(abc.ABC):
     """Turns what a source yields into items and the chunks that are ready to be sent.
 
     Args:
-        getters: by input name, how to find it in a sample or batch.
         chunk_rows: rows of a request; None for as many as is good, which is never more than teachers take.
-        services: how many services are asked for a chunk.
         ids: how to find the sample ids, None without a cache.
 
     Attributes:
-        seen: items so far.
         max_rows: rows that teachers take in a request, 0 if any number.
         max_sequence: rows of the longest sequence that teachers take, 0 if any number.
-        time_budget: of the epoch, for checking that whole items are delivered as they were sent.
-        fit: returns how many rows like its argument teachers take in a request, by their bytes; 0 if any number.
-        usual_rows: most rows of a request where the user does not say.
     """
 
+    # returns how many rows like its argument teachers take in a request, by their bytes; 0 if any number
     fit: Callable[[Mapping[str, Array]], int] = staticmethod(lambda _: 0)
-    usual_rows: int
+    usual_rows: int  # most rows of a request where the user does not say
 
     def __init__(
         self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
@@ -56,7 +51,8 @@ class Cutter(abc.ABC):
         self.getters = getters
         self.services = services
         self.ids = ids
-        self.seen = self.max_rows = self.max_sequence = 0
+        self.seen = self.max_rows = self.max_sequence = 0  # items so far
+        # of the epoch, for checking that whole items are delivered as they were sent
         self.time_budget = TimeBudget(_CHECKING_SHARE)
         self._chunk_rows = chunk_rows
 

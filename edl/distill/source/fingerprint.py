@@ -105,7 +105,6 @@ class TimeBudget:
 
     Args:
         share: of the time, from 0 to 1.
-        always: look at whole arrays, however long it takes.
     """
 
     def __init__(self, share: float, *, always: bool = False) -> None:
@@ -140,21 +139,14 @@ class TimeBudget:
 
 @dataclass(frozen=True, eq=False)
 class Checksum:
-    """What an array was like.
+    """What an array was like."""
 
-    Attributes:
-        nbytes: in all.
-        content: all bytes of a small array, the last few of a larger array.
-        positions: of the words that were looked at, random, at least one in every of as many equal pieces.
-        words: 8 bytes from each of these positions.
-        columns: sums of words, modulo 2**64; empty where only some words were looked at.
-    """
-
-    nbytes: int
-    content: bytes
+    nbytes: int  # in all
+    content: bytes  # all bytes of a small array, the last few of a larger array
+    # of the words that were looked at, random, at least one in every of as many equal pieces
     positions: Array | None = None
-    words: bytes = b""
-    columns: bytes = b""
+    words: bytes = b""  # 8 bytes from each of these positions
+    columns: bytes = b""  # sums of words, modulo 2**64; empty where only some words were looked at
 
     @classmethod
     def of(cls, array: Array, time_budget: TimeBudget) -> Checksum:
@@ -244,7 +236,6 @@ class FingerprintPart:
     """A part of an item, and what it was like.
 
     Attributes:
-        path: keys and positions on the way to it, for messages.
         costly: whether comparing it takes longer than finding its location.
     """
 
@@ -252,7 +243,7 @@ class FingerprintPart:
     costly = False
 
     def __init__(self, path: KeyPath, holder: Any, same: Callable[[], bool]) -> None:
-        self.path = path
+        self.path = path  # keys and positions on the way to it, for messages
         self._holder = holder
         self._same = same
 
@@ -337,14 +328,7 @@ class ItemFingerprint:
     """What an item was like.
 
     Args:
-        what: the item, for messages.
-        item: as the source yielded it.
         inputs: what was found in it for the teachers, by name; no longer looked at where only this mapping holds it.
-        time_budget: for whole arrays.
-
-    Attributes:
-        conversions_matter: whether it holds objects of unknown types, so that `add_sent` is to be called.
-        rest_nbytes: of what the item holds besides the inputs, as far as that is known.
     """
 
     __slots__ = ("_inputs", "_parts", "_time", "_what", "conversions_matter", "rest_nbytes")
@@ -353,8 +337,8 @@ class ItemFingerprint:
         self._what = what
         self._time = time_budget
         self._parts: list[FingerprintPart] = []
-        self.conversions_matter = False
-        self.rest_nbytes = 0
+        self.conversions_matter = False  # whether it holds objects of unknown types, so that `add_sent` is to be called
+        self.rest_nbytes = 0  # of what the item holds besides the inputs, as far as that is known
         self._inputs = frozenset(map(id, inputs.values()))
         seen: set[int] = set()  # identities of what the item or `inputs` holds, until this is done
         self._add(item, (), seen)
@@ -370,13 +354,7 @@ class ItemFingerprint:
         self.rest_nbytes = rest_nbytes
 
     def add_sent(self, inputs: Mapping[str, Any], sent: Mapping[str, Array], convert: Callable[[Any], Array]) -> None:
-        """Keep what was sent of inputs that may hold objects of unknown types.
-
-        Args:
-            inputs: as they were found, by name.
-            sent: the arrays made of them.
-            convert: makes such an array.
-        """
+        """Keep what was sent of inputs that may hold objects of unknown types."""
         for name, found in inputs.items():
             looked_at = isinstance(found, np.ndarray) or (is_tensor(found) and _shared_memory(found) is not None)
             if not looked_at and not isinstance(found, _PLAIN):

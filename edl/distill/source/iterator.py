@@ -29,9 +29,6 @@ class SourceIterator(Iterator[Any]):
     That batch is read at once, in the caller's thread: another thread would draw beside the training's own draws, and
     the same seed would give another order.
 
-    Args:
-        source: any iterable, a `DataLoader` say; or an object with `__getitem__` alone.
-
     Raises:
         SourceError: from `__next__`, where the source stopped before its end.
     """

@@ -27,22 +27,13 @@ __all__ = ["Router", "routed_cutter"]
 
 @dataclass(frozen=True)
 class Router:
-    """Which service labels what.
+    """Which service labels what."""
 
-    Attributes:
-        find: finds the value in a sample, or the values of all rows in a batch.
-        routes: by value, the service's number. `None` is that of all other values.
-    """
-
-    find: Callable[[Any], Any]
-    routes: Mapping[Any, int]
+    find: Callable[[Any], Any]  # finds the value in a sample, or the values of all rows in a batch
+    routes: Mapping[Any, int]  # by value, the service's number. `None` is that of all other values.
 
     def of_sample(self, sample: Any, what: str) -> int:
         """Return the number of the service that labels a sample.
-
-        Args:
-            sample: as the source yielded it.
-            what: its place in the source, for messages.
 
         Raises:
             SourceError: it has no such field, or a value that no service is named for.
@@ -51,11 +42,6 @@ class Router:
 
     def of_batch(self, batch: Any, rows: int, what: str) -> list[int]:
         """Return by row the number of the service that labels it.
-
-        Args:
-            batch: with a value for each row, or a single one for all of them.
-            rows: of the batch.
-            what: its place in the source, for messages.
 
         Raises:
             SourceError: it has no such field, another number of values, or one that no service is named for.
@@ -115,12 +101,7 @@ C = TypeVar("C", bound=Cutter)
 
 
 def routed_cutter(router: Router, make: Callable[[], Cutter]) -> Cutter:
-    """Return a cutter for all routes.
-
-    Args:
-        router: says which service labels what.
-        make: makes a cutter for one service.
-    """
+    """Return a cutter for all routes."""
     parts = [make() for _ in set(router.routes.values())]
     batches = [part for part in parts if isinstance(part, BatchCutter)]
     padded = [part for part in parts if isinstance(part, PaddedBatchCutter)]
@@ -134,12 +115,7 @@ def routed_cutter(router: Router, make: Callable[[], Cutter]) -> Cutter:
 
 
 class _RoutedCutter(Cutter, Generic[C], abc.ABC):
-    """Has a cutter for each route.
-
-    Args:
-        router: says which service labels what.
-        parts: the cutters, by route.
-    """
+    """Has a cutter for each route."""
 
     def __init__(self, router: Router, parts: Sequence[C]) -> None:
         super().__init__(parts[0].getters, None, parts[0].services, parts[0].ids)

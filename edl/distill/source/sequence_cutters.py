@@ -41,10 +41,6 @@ _OTHER_SHAPE = "the rows of all sequences must have one shape; only the number o
 def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
     """Return a chunk's fields, with the positions of its rows where the source has none.
 
-    Args:
-        spec: the model.
-        chunk: sealed.
-
     Raises:
         SourceError: the chunk holds sequences, and the model does not say that its rows belong to some; or it does, and
             these rows do not begin one.
@@ -79,38 +75,24 @@ def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
 
 @dataclass(frozen=True)
 class SequenceReading:
-    """A sequence that was read.
+    """A sequence that was read."""
 
-    Attributes:
-        what: its place in the source, for messages.
-        arrays: by input [tokens, ...].
-        rows: its tokens.
-        sample_id: None without a cache.
-        rest_nbytes: bytes of its item that are not sent.
-        fingerprint: what tells whether it changes; None where that is looked at for all of a batch, or not at all.
-    """
-
-    what: str
-    arrays: Mapping[str, Array]
-    rows: int
-    sample_id: Any = None
-    rest_nbytes: int = 0
+    what: str  # its place in the source, for messages
+    arrays: Mapping[str, Array]  # by input [tokens, ...]
+    rows: int  # its tokens
+    sample_id: Any = None  # None without a cache
+    rest_nbytes: int = 0  # bytes of its item that are not sent
+    # what tells whether it changes; None where that is looked at for all of a batch, or not at all
     fingerprint: ItemFingerprint | None = None
 
 
 @dataclass(frozen=True)
 class PaddedReading:
-    """A batch of padded sequences that was read.
+    """A batch of padded sequences that was read."""
 
-    Attributes:
-        texts: by row, the sequences that have tokens.
-        mask: bool [sequences, length], what is a token.
-        fingerprint: what tells whether the batch changes.
-    """
-
-    texts: Mapping[int, SequenceReading]
-    mask: Array
-    fingerprint: ItemFingerprint
+    texts: Mapping[int, SequenceReading]  # by row, the sequences that have tokens
+    mask: Array  # bool [sequences, length], what is a token
+    fingerprint: ItemFingerprint  # what tells whether the batch changes
 
 
 class SequenceCutter(Cutter):
@@ -241,10 +223,7 @@ class PaddedBatchCutter(SequenceCutter):
     """Gathers sequences out of batches that are padded to one length; a request may hold sequences of several batches.
 
     Args:
-        getters: by input name, how to find it in a batch, [sequences, length, ...].
         mask: how to find what is a token in a batch, [sequences, length], of any type: 1 where one is, else 0.
-        chunk_rows: see `Cutter`.
-        services: see `Cutter`.
         ids: how to find the ids of a batch's sequences, None without a cache.
 
     Attributes:

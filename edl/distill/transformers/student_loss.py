@@ -107,13 +107,8 @@ def student_loss(
 ) -> Tensor:
     """Compute the loss of a batch: the sum over its rows, divided by the rows of the whole step.
 
-    Args:
-        arguments: which loss.
-        batch: with the labels of its own, if `hard_weight` needs them.
-        labels: the teachers', a row for each of the student's.
-        count: rows of the whole step that are learned; or two: these, and those of them with a label of the batch's.
-        logits: the student's, [rows, ..., classes]; with `head` its states before that.
-        head: makes logits of states, for some rows at a time; None where `logits` are the logits.
+    `batch`: with the labels of its own, if `hard_weight` needs them. `head`: makes logits of states, for some rows
+    at a time; None where `logits` are the logits.
 
     Raises:
         SettingsError: labels and logits that do not go together.
@@ -143,11 +138,8 @@ def hard_labels(
 ) -> TopK:
     """Return the batch's own labels as distributions that are sure of a class: the KL to them is the cross-entropy.
 
-    Args:
-        arguments: what a row is.
-        batch: with its labels, -100 for rows that have none.
-        class_count: the student's, None where that is not known yet.
-        mask: the rows that are learned, None for all: labels of others may be anything.
+    `class_count`: the student's, None where that is not known yet. `mask`: the rows that are learned, None for all:
+    labels of others may be anything.
 
     Raises:
         SettingsError: they are no numbers of classes.
@@ -199,11 +191,6 @@ def logits_of(outputs: Any) -> Tensor:
 
 def check_head(states: Tensor, logits: Tensor, head: Callable[[Tensor], Tensor]) -> None:
     """Check that a head alone makes the model's logits of its last states.
-
-    Args:
-        states: [rows, length, features], before the head.
-        logits: [rows, some, classes], the model's own of the last tokens.
-        head: the head.
 
     Raises:
         SettingsError: it does not.

@@ -47,15 +47,12 @@ __all__ = [
 
 
 class RequestIds(Iterator[str]):
-    """Ids of the requests over a connection: 8 hexadecimal digits drawn for it, and the request's number in 8.
-
-    Attributes:
-        traceparent: for a request without a span of the user's: the trace of this process, the parent this connection.
-    """
+    """Ids of the requests over a connection: 8 hexadecimal digits drawn for it, and the request's number in 8."""
 
     def __init__(self) -> None:
         self._prefix = f"{secrets.randbelow(2**32 - 1) + 1:08x}"  # not 0, which is no valid span
         self._numbers = itertools.count()
+        # for a request without a span of the user's: the trace of this process, the parent this connection
         self.traceparent = f"00-{_trace_of(os.getpid())}-{self._prefix}00000000-00"
 
     def __next__(self) -> str:
@@ -102,15 +99,10 @@ _SHARED_MEMORY = ("SystemSharedMemoryRegister", "SystemSharedMemoryUnregister")
 
 @dataclass(frozen=True)
 class MessageLimits:
-    """Largest sizes of messages, in bytes.
+    """Largest sizes of messages, in bytes."""
 
-    Attributes:
-        answer_bytes: of an answer, where what was asked for allows as much.
-        request_bytes: of a request's tensors, where the teacher does not say that it takes less.
-    """
-
-    answer_bytes: int = 1 << 30
-    request_bytes: int = 1 << 30
+    answer_bytes: int = 1 << 30  # of an answer, where what was asked for allows as much
+    request_bytes: int = 1 << 30  # of a request's tensors, where the teacher does not say that it takes less
 
 
 MESSAGE_LIMITS = MessageLimits()
@@ -139,13 +131,7 @@ def max_answer_nbytes(spec: ModelSpec, limits: MessageLimits) -> int:
 
 
 def rows_that_fit(fields: Mapping[str, Array], spec: ModelSpec, nbytes: int) -> int:
-    """Return how many rows like these a request of so many bytes can hold, in the model's types; at least 1.
-
-    Args:
-        fields: arrays [rows, ...] by name.
-        spec: the model.
-        nbytes: of the request's tensors.
-    """
+    """Return how many rows like these a request of so many bytes can hold, in the model's types; at least 1."""
     total = rows = 0
     for name, array in fields.items():
         wanted = spec.inputs.get(name)
@@ -219,11 +205,7 @@ def failure_from_status(
 ) -> RequestFailed:
     """Return the failure that a status stands for.
 
-    Args:
-        code: Code of the status.
-        details: Text of the status.
-        retry_after_ms: Milliseconds that the teacher sent beside the status, None if it sent none.
-        endpoint: Address of the teacher, for messages.
+    `retry_after_ms`: milliseconds that the teacher sent beside the status, None if it sent none.
     """
     message = f"{endpoint}: {details or code.name}"
     if any(words in details for words in _NOT_TAKEN_HERE):

@@ -94,12 +94,8 @@ class TeacherClient:
     """A connection to a teacher. All methods run on the event loop of the reader.
 
     Args:
-        endpoint: `host:port`, or `unix:` and a path.
-        output_spec: what is asked for.
         shared_memory: whether to use it if the teacher is on this host.
-        region_names: under which the teacher knows shared memory, on connections before this as well.
         files: certificates and tokens, None for neither.
-        limits: of messages.
     """
 
     def __init__(
@@ -277,10 +273,8 @@ class TeacherClient:
     ) -> Callable[[], None] | None:
         """Ask for the outputs of `payload` over the stream, without a task for it.
 
-        Args:
-            payload: the tensors.
-            timeout_s: seconds until the request fails.
-            done: called once, not before this returns, with what `infer` returns or why not; with None if cancelled.
+        `done`: called once, not before this returns, with what `infer` returns or why not; with None if
+        cancelled.
 
         Returns:
             What cancels the request. None, without any effect, if the stream cannot take it: then `infer` can.

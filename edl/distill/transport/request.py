@@ -23,10 +23,6 @@ __all__ = ["Payload", "request_header", "select_inputs"]
 def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Array]:
     """Return the fields that the model wants, in the types that it wants.
 
-    Args:
-        spec: the model.
-        fields: arrays [rows, ...] by name.
-
     Raises:
         SourceError: a field is missing, has another shape, or a type or value that the model's type does not have.
     """
@@ -129,24 +125,16 @@ def _refuse(array: Array, wanted: TensorMetadata, model: str, value: str = "") -
 
 @dataclass
 class Payload:
-    """The input tensors of a request, ready to send to any teacher of a service.
+    """The input tensors of a request, ready to send to any teacher of a service."""
 
-    Attributes:
-        rows: of every tensor.
-        inputs: name, datatype, shape with rows.
-        raw: the user's own arrays, or views of a slot of shared memory. A message is made of them when it is sent, not
-            ahead of time, so that the few messages under way use the same, warm memory over and over.
-        slot: shared memory that holds `raw`; None without.
-        traceparent: that of `tracing.current_traceparent`.
-        longest_sequence: rows of the longest sequence, 0 if rows are no sequences.
-    """
-
-    rows: int
+    rows: int  # of every tensor
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape with rows
+    # the user's own arrays, or views of a slot of shared memory. A message is made of them when it is sent, not ahead
+    # of time, so that the few messages under way use the same, warm memory over and over.
     raw: Sequence[codec.Buffer]
-    slot: ShmSlot | None = None
-    traceparent: str = ""
-    longest_sequence: int = 0
+    slot: ShmSlot | None = None  # shared memory that holds `raw`; None without
+    traceparent: str = ""  # that of `tracing.current_traceparent`
+    longest_sequence: int = 0  # rows of the longest sequence, 0 if rows are no sequences
 
     @property
     def nbytes(self) -> int:
@@ -157,10 +145,7 @@ class Payload:
     def of(cls, arrays: Mapping[str, Array], arena: Arena | None, *, copy: bool = False) -> Payload:
         """Take in arrays [rows, ...]. With an arena, they are copied into its shared memory, if it has room.
 
-        Args:
-            arrays: by input name.
-            arena: shared memory, None without.
-            copy: copy them in any case, so that what is sent later on is what they hold now.
+        `arena`: shared memory, None without.
         """
         rows = next(iter(arrays.values())).shape[0]
         inputs = tuple((name, tensors.datatype_of(array.dtype), array.shape) for name, array in arrays.items())
@@ -201,15 +186,9 @@ def request_header(
 ) -> bytes:
     """Return a serialized ModelInferRequest with everything but raw tensors.
 
-    Args:
-        output_spec: what is asked for.
-        model: its name.
-        payload: the tensors.
-        compressed: ask the server for `top_k`; else it sends whole outputs.
-        region: the name under which the server knows the payload's shared memory, which is named in place of raw
-            tensors; None to send raw tensors.
-        version: of the model; empty to leave it to the server.
-        priority: Triton's parameter; 0 for none.
+    `region`: the name under which the server knows the payload's shared memory, which is named in place of raw
+    tensors; None to send raw tensors. `version`: of the model; empty to leave it to the server. `priority`:
+    triton's parameter; 0 for none.
     """
     header = kserve.ModelInferRequest(model_name=model, model_version=version)
     at = payload.slot.offset if payload.slot is not None else 0

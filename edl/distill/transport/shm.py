@@ -48,26 +48,15 @@ _NAME = re.compile(names.LOCKED_MEMORY + r"\d+-[0-9a-f]+")
 class ShmRegion:
     """A shared-memory file, cut into slots of equal size.
 
-    Args:
-        slot_nbytes: bytes of a slot.
-        slots: how many.
-
-    Attributes:
-        slot_nbytes: as given.
-        nbytes: of the file.
-        name: of the file in /dev/shm.
-        path: of the file.
-        memory: uint8 [nbytes].
-
     Raises:
         OSError: there is no room.
     """
 
     def __init__(self, slot_nbytes: int, slots: int) -> None:
         self.slot_nbytes = slot_nbytes
-        self.nbytes = slot_nbytes * slots
-        self.name = f"{names.LOCKED_MEMORY}{os.getpid()}-{secrets.token_hex(6)}"
-        self.path = SHM_FOLDER / self.name
+        self.nbytes = slot_nbytes * slots  # of the file
+        self.name = f"{names.LOCKED_MEMORY}{os.getpid()}-{secrets.token_hex(6)}"  # of the file in /dev/shm
+        self.path = SHM_FOLDER / self.name  # of the file
         file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             # Of the open file, which the mapping keeps: the kernel lets go of it with the last process that has it.
@@ -81,7 +70,7 @@ class ShmRegion:
             raise
         finally:
             os.close(file)
-        self.memory: Array = np.frombuffer(self._map, np.uint8)
+        self.memory: Array = np.frombuffer(self._map, np.uint8)  # uint8 [nbytes]
 
     @property
     def key(self) -> str:
@@ -111,11 +100,7 @@ class ShmSlot:
 
 
 class Arena:
-    """Hands out slots of shared memory. Thread-safe.
-
-    Args:
-        limit_bytes: of all slots together.
-    """
+    """Hands out slots of shared memory. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -202,11 +187,6 @@ class ShmRegistrations:
 
     A name is random, so that only its holder can name the memory, and differs from teacher to teacher, so that two
     which share a server do not take each other's away.
-
-    Args:
-        call: calls a method of KServe v2 by name, with its request and deadline, and raises `RequestFailed`.
-        endpoint: for messages.
-        names: of this teacher, also on connections before this. Triton takes no memory under a second name.
     """
 
     def __init__(self, call: Callable[[str, Any, float], Awaitable[Any]], endpoint: str, names: RegionNames) -> None:

@@ -65,18 +65,7 @@ class InferStream:
     into a single message; none waits for another.
 
     Args:
-        channel: to the teacher.
-        endpoint: for messages.
-        in_bundles: the server has `names.EXTENSION_BUNDLE`.
-        in_fragments: the server has `names.EXTENSION_FRAGMENT`.
-        metadata: of the call, beside the stream's own.
         ids: for its requests; new ids if left out.
-
-    Attributes:
-        broken: whether the stream has ended; open another then.
-        answering: the id of the request whose answer is being handed over.
-        refused: whether the stream ended because the server had no room for it: nothing is wrong with the connection.
-        in_fragments: as given; may be set to false while the stream is open.
     """
 
     def __init__(
@@ -105,19 +94,17 @@ class InferStream:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._tasks = [self._loop.create_task(self._write()), self._loop.create_task(self._read())]
-        self.broken = False
-        self.answering = ""
+        self.broken = False  # whether the stream has ended; open another then
+        self.answering = ""  # the id of the request whose answer is being handed over
+        # whether the stream ended because the server had no room for it: nothing is wrong with the connection
         self.refused = False
         self.in_fragments = in_fragments
 
     def start(self, header: bytes, raw: Sequence[Buffer], timeout_s: float, done: Done) -> str:
         """Send a request.
 
-        Args:
-            header: a serialized ModelInferRequest without an id.
-            raw: its `raw_input_contents`; read until `done` is called.
-            timeout_s: seconds until it ends with TIMEOUT.
-            done: not called before this returns. LOST if the stream ends.
+        `raw`: its `raw_input_contents`; read until `done` is called. `done`: not called before this returns.
+        LOST if the stream ends.
 
         Returns:
             The request's id, for `cancel`; the teacher's log shows it.

@@ -9,21 +9,10 @@ from typing import Any, Literal, TypeVar
 import paddle
 
 from edl.distill.cache import SoftLabelCache
-from edl.distill.loader import (
-    DistillLoader,
-    Inputs,
-    TeachersLike,
-    field_getter,
-    input_getters,
-    output_names,
-    resolve_services,
-)
+from edl.distill.loader import DistillLoader, Inputs, TeachersLike, batch_request
 from edl.distill.options import Options
 from edl.distill.pipeline.answers import Combine
-from edl.distill.pipeline.label_cache import CacheConfig
-from edl.distill.transport.schema import OutputSpec
 from edl.protocol.tensors import Array
-from edl.tokenizer_hash import resolve_tokenizer
 
 __all__ = ["PaddleLoader", "distill"]
 
@@ -82,28 +71,26 @@ def distill(
     Raises:
         SettingsError: an argument that cannot be.
     """
-    groups, router = resolve_services(teachers, route, discovery, optional=cache is not None)
-    return PaddleLoader(
-        loader,
-        groups,
-        getters=input_getters(inputs),
-        output_spec=OutputSpec(
-            output_names(outputs),
-            top_k=top_k,
-            temperature=temperature,
-            dtype=dtype,
-            version=version,
-            tokenizer=resolve_tokenizer(os.fspath(tokenizer)),
-        ),
+    request = batch_request(
+        teachers,
+        inputs=inputs,
+        outputs=outputs,
+        discovery=discovery,
+        route=route,
+        tokens=tokens,
+        tokenizer=tokenizer,
         batch_rows=batch_rows,
         combine=combine,
-        device=None,
-        options=options or Options(),
-        cache_config=CacheConfig(cache, dataset) if cache is not None else None,
-        ids=ids if ids is None or callable(ids) else field_getter(ids),
-        tokens=tokens if tokens is None or callable(tokens) else field_getter(tokens),
-        router=router,
+        top_k=top_k,
+        temperature=temperature,
+        dtype=dtype,
+        version=version,
+        cache=cache,
+        ids=ids,
+        dataset=dataset,
+        options=options,
     )
+    return PaddleLoader(loader, request)
 
 
 class PaddleLoader(DistillLoader[B]):

@@ -17,11 +17,12 @@ import numpy as np
 
 from edl.distill.cache import SoftLabelCache
 from edl.distill.compress import TopK
-from edl.distill.loader import TeachersLike, check_routed_combine, resolve_routes
+from edl.distill.loader import TeachersLike, resolve_routes
 from edl.distill.options import Options
-from edl.distill.pipeline.answers import Combine, Combiner, item_outputs, values_by_name
+from edl.distill.pipeline.answers import Combine, item_outputs, values_by_name
 from edl.distill.pipeline.epoch import Epoch, EpochIterator
 from edl.distill.pipeline.label_cache import CacheConfig
+from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
@@ -114,30 +115,33 @@ class DistillReader:
             raise SettingsError(f"ins={ins!r}: name at least one input of the teachers, as a list")
         if isinstance(predicts, str) or not isinstance(predicts, Sequence):
             raise SettingsError(f"predicts={predicts!r}: expected a list of output names")
-        self._ins = tuple(ins)
-        self._output_spec = OutputSpec(
-            tuple(predicts),
-            top_k=top_k,
-            temperature=temperature,
-            dtype=dtype,
-            version=version,
-            tokenizer=resolve_tokenizer(os.fspath(tokenizer)),
-        )
-        self._options = options or Options()
-        self._combine = combine
         if cache is not None and id_field is None:
             raise SettingsError(
                 "cache without id_field: name the field with the samples' ids, by which it finds labels"
             )
-        self._cache_config = CacheConfig(cache, dataset) if cache is not None else None
-        self._id_field = id_field if cache is not None else None
-        self._router: Router | None = None
+        self._ins = tuple(ins)
+        router: Router | None = None
         self._teachers: list[Teachers] = []
         if teachers is not None or route is not None:
-            groups, router = resolve_routes(teachers, route)
-            self._teachers = groups
-            self._router = router
-        check_routed_combine(self._router, combine)
+            self._teachers, router = resolve_routes(teachers, route)
+        # Completed when the first epoch starts, with what was set by then.
+        self._request = LabelRequest(
+            OutputSpec(
+                tuple(predicts),
+                top_k=top_k,
+                temperature=temperature,
+                dtype=dtype,
+                version=version,
+                tokenizer=resolve_tokenizer(os.fspath(tokenizer)),
+            ),
+            [],
+            options or Options(),
+            CacheConfig(cache, dataset) if cache is not None else None,
+            router,
+            combine,
+            {name: _field(index) for index, name in enumerate(ins) if name},
+            ids=_field(id_field) if cache is not None and id_field is not None else None,
+        )
         self._max_teachers: int | None = None
         self._batch_size = self._checked_batch_size(teacher_batch_size)
         self._kind: _Kind | None = None
@@ -320,21 +324,24 @@ class DistillReader:
 
     def print_config(self) -> None:
         """Print what is set."""
+        request = self._request
         config = {
             "ins": list(self._ins),
-            "predicts": list(self._output_spec.outputs),
+            "predicts": list(request.output_spec.outputs),
             "source": self._kind or "not set",
             "teacher_batch_size": self._batch_size or "the source's",
             "teachers": ", ".join(group.name for group in self._teachers) or "from the environment",
             "discovery": ", ".join(str(group.discovery or "default") for group in self._teachers if group.service),
             "require_max_teacher": self._max_teachers or "no limit",
-            "route": f"by field, {listed([repr(value) for value in self._router.routes])}" if self._router else None,
-            "combine": self._combine,
-            "top_k": self._output_spec.top_k,
-            "dtype": self._output_spec.dtype,
-            "version": self._output_spec.version or "any",
-            "cache": (self._cache_config.cache.path or "in memory") if self._cache_config else None,
-            "options": self._options,
+            "route": f"by field, {listed([repr(value) for value in request.router.routes])}"
+            if request.router
+            else None,
+            "combine": request.combine,
+            "top_k": request.output_spec.top_k,
+            "dtype": request.output_spec.dtype,
+            "version": request.output_spec.version or "any",
+            "cache": (request.cache_config.cache.path or "in memory") if request.cache_config else None,
+            "options": request.options,
         }
         print("DistillReader:")  # noqa: T201 - printing is what this is for
         for name, value in config.items():
@@ -360,13 +367,12 @@ class DistillReader:
         source = self._source
         session = self._start()
         session.labeller.check()
-        getters = {name: _field(index) for index, name in enumerate(self._ins) if name}
-        ids = _field(self._id_field) if self._id_field is not None else None
-        make = functools.partial(_CUTTERS[self._kind], getters, self._batch_size, session.labeller.services, ids)
-        cutter = make() if self._router is None else routed_cutter(self._router, make)
-        epoch = session.begin(lambda: _checked(source()), cutter)
-        weights = [group.weight for group in session.labeller.teachers] or [1.0]
-        return EpochIterator(self._deliver(epoch, Combiner(self._combine, weights), session.labeller.services))
+        request = session.labeller.request
+        make = functools.partial(
+            _CUTTERS[self._kind], request.getters, request.batch_rows, request.services, request.ids
+        )
+        epoch = session.begin(lambda: _checked(source()), routed_cutter(request.router, make))
+        return EpochIterator(self._deliver(epoch, request))
 
     def stats(self) -> ReaderStats:
         """Return what has been done so far; may be called from any thread while the reader runs."""
@@ -386,32 +392,28 @@ class DistillReader:
 
     def _start(self) -> LabelSession:
         if self._session is None:
-            groups = self._teachers or teachers_from_env(optional=self._cache_config is not None)
+            groups = self._teachers or teachers_from_env(optional=self._request.cache_config is not None)
             if self._max_teachers is not None:
                 groups = [_limited(group, self._max_teachers) for group in groups]
-            session = self._session = LabelSession(
-                groups,
-                self._output_spec,
-                self._options,
-                self._cache_config,
-                self._router.routes if self._router is not None else None,
-            )
-            if self._closed:  # by a signal handler, before there was a session to close
+            request = replace(self._request, teachers=groups, batch_rows=self._batch_size)
+            session = self._session = LabelSession(request)
+            if self._closed:  # by another thread, before there was a session to close
                 session.close()
             weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the session sees to that
         return self._session
 
-    def _deliver(self, epoch: Epoch, combiner: Combiner, services: int) -> Generator[Any, None, None]:
+    def _deliver(self, epoch: Epoch, request: LabelRequest) -> Generator[Any, None, None]:
         shape = _SHAPES[self._kind or "batch"]
+        combiner = request.combiner()
         try:
             for item in epoch:
                 if not item.parts:  # an empty list of samples
                     epoch.taken(item)
                     yield shape(item, [])
                     continue
-                combined = combiner([item_outputs(item, service) for service in range(services)])
+                combined = combiner([item_outputs(item, service) for service in range(request.services)])
                 epoch.taken(item)
-                predictions = [values_by_name(outputs, self._output_spec.outputs) for outputs in combined]
+                predictions = [values_by_name(outputs, request.output_spec.outputs) for outputs in combined]
                 yield shape(item, list(itertools.chain.from_iterable(predictions)))
         finally:
             epoch.close()
@@ -432,7 +434,7 @@ class DistillReader:
             raise SettingsError(f"{method} after the first epoch has started: make a new reader")
 
     def _not_routed(self, method: str) -> None:
-        if self._router is not None:
+        if self._request.router is not None:
             raise SettingsError(f"{method} with route=: name the teachers of each value with teachers=")
 
     @staticmethod

@@ -27,6 +27,7 @@ from edl.distill.compress import TopK
 from edl.distill.loader import Route, TeachersLike, field_getter, resolve_routes, resolve_teachers
 from edl.distill.options import Options
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
+from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.cutters import Getter
@@ -217,7 +218,7 @@ class ScoreCalls:
         )
 
     def _cut(self, call: ScoreCall) -> None:
-        cutter = self._cutter() if self._router is None else routed_cutter(self._router, self._cutter)
+        cutter = routed_cutter(self._router, self._cutter)
         limits = self._labeller.limits
         reading = cutter.read(call.samples)
         for route, part in cutter.by_route():
@@ -393,9 +394,9 @@ class Scorer:
         )
         names = (IDS, TARGETS) if targets else (IDS,)
         getters: Mapping[str, Getter] = {name: _field(index) for index, name in enumerate(names)}
-        routes = self._router.routes if self._router is not None else None
-        self._session = LabelSession(groups, output_spec, options or Options(), routes=routes)
-        numbers = Router(_field(-1), {index: index for index in range(len(groups))}) if routes is not None else None
+        self._session = LabelSession(LabelRequest(output_spec, groups, options or Options(), router=self._router))
+        # Sequences are sent with the number of the service that labels them behind their arrays.
+        numbers = Router(_field(-1), {index: index for index in range(len(groups))}) if self._router else None
         self._calls = ScoreCalls(self._session.labeller, getters, request_tokens, max_tokens, numbers)
         weakref.finalize(self, _let_go, self._session, self._calls).atexit = False  # the session sees to that
 

@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import random
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
 from edl.discovery.registry import Instance, Snapshot
-from edl.distill.dispatch.actions import FailureKind, RequestFailure
+from edl.distill.dispatch.actions import FailureKind
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.engine.compatibility import TeacherCompatibility
-from edl.distill.transport.calls import MESSAGE_LIMITS, MessageLimits
-from edl.distill.transport.client import RequestFailed, TeacherClient, TeacherLacks
+from edl.distill.transport.calls import MESSAGE_LIMITS, MessageLimits, RequestFailed, TeacherLacks
+from edl.distill.transport.client import Done, TeacherClient
 from edl.distill.transport.request import Payload
-from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply, parse_priority
+from edl.distill.transport.schema import ModelSpec, OutputSpec, parse_priority
 from edl.distill.transport.shm import RegionNames
 from edl.errors import SettingsError
 from edl.notifier import wait_within
@@ -97,8 +97,7 @@ class TeacherConnection:
         self._on_connect_failed = on_connect_failed
         self._client: TeacherClient | None = None
         self._names: RegionNames = {}
-        self._open_requests: dict[TeacherClient, int] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._retired: weakref.WeakSet[TeacherClient] = weakref.WeakSet()  # their last requests may still succeed
         self._broken = asyncio.Event()
         self._retry_now = asyncio.Event()  # cuts the wait before the next attempt short
         self._attempted = asyncio.Event()  # whether an attempt to connect has ended since the connection was lost
@@ -119,56 +118,14 @@ class TeacherConnection:
         """The teacher's model, None while it is not connected."""
         return self._client.spec if self._client is not None else None
 
-    def start(
-        self, payload: Payload, timeout_s: float, done: Callable[[Reply | RequestFailure | None], None]
-    ) -> Callable[[], None] | None:
-        """Send a request without a task for it; see `TeacherClient.start`."""
-        client = self._client
-        cancel = client.start(payload, timeout_s, functools.partial(self._done, client, done)) if client else None
-        if client is not None and cancel is not None:
-            self._open_requests[client] = self._open_requests.get(client, 0) + 1
-        return cancel
+    def start(self, payload: Payload, timeout_s: float, done: Done) -> Callable[[], None] | None:
+        """Send a request; see `TeacherClient.start`. None while there is no connection."""
+        return self._client.start(payload, timeout_s, done) if self._client is not None else None
 
-    async def infer(self, payload: Payload, timeout_s: float) -> Reply:
-        """Send a request; see `TeacherClient.infer`. A lost connection is restored in the background."""
-        client = self._client
-        if client is None:
-            raise RequestFailed(FailureKind.LOST, f"{self.instance.endpoint}: {self.why or 'not connected'}")
-        self._open_requests[client] = self._open_requests.get(client, 0) + 1
-        failure: RequestFailure | None = None
-        try:
-            return await client.infer(payload, timeout_s)
-        except RequestFailed as exc:
-            failure = exc.failure
-            raise
-        finally:
-            self._request_ended(client, failure)
-
-    def _done(
-        self,
-        client: TeacherClient,
-        done: Callable[[Reply | RequestFailure | None], None],
-        result: Reply | RequestFailure | None,
-    ) -> None:
-        self._request_ended(client, result if isinstance(result, RequestFailure) else None)
-        done(result)
-
-    def _request_ended(self, client: TeacherClient, failure: RequestFailure | None) -> None:
-        """Count one request less on a connection, which may be lost or replaced by now."""
-        if failure is not None and failure.kind is FailureKind.LOST and client is self._client:
-            self.why = failure.message
-            self._disconnect()
-        self._open_requests[client] -= 1
-        if not self._open_requests[client]:
-            del self._open_requests[client]
-            if client is not self._client:
-                self._close_soon(client)
-
-    def _close_soon(self, client: TeacherClient) -> None:
-        # The next connection, which may be to the same server, goes on using the shared memory.
-        task = asyncio.get_running_loop().create_task(client.close(unregister=False))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+    def _lost(self, client: TeacherClient, why: str) -> None:
+        """Drop a connection that a request found lost, unless another one has taken its place."""
+        if client is self._client:
+            self.reconnect(why)
 
     async def refresh(self) -> None:
         """Check that the model is unchanged, and reconnect if not. Returns when that has been tried.
@@ -215,12 +172,10 @@ class TeacherConnection:
         await asyncio.gather(self._task, return_exceptions=True)
         last = self._client
         self._client = None
-        clients = [client for client in self._open_requests if client is not last]
+        for client in list(self._retired):
+            await client.close(unregister=False)
         if last is not None:
-            clients.append(last)
-        for client in clients:
-            await client.close(unregister=client is last)
-        await asyncio.gather(*self._closing)
+            await last.close()
 
     def _disconnect(self) -> None:
         """Stop using the present connection; its requests under way may still succeed."""
@@ -230,8 +185,9 @@ class TeacherConnection:
         self._attempted.clear()
         self._on_disconnected(self)
         self._broken.set()
-        if client is not None and client not in self._open_requests:
-            self._close_soon(client)
+        if client is not None:
+            self._retired.add(client)
+            client.retire()
 
     async def _run(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -244,6 +200,7 @@ class TeacherConnection:
                 region_names=self._names,
                 files=self._files,
                 limits=self._limits,
+                on_lost=self._lost,
             )
             connected = lacks = False
             try:

@@ -32,7 +32,6 @@ from edl.distill.engine.jobs import (
 from edl.distill.options import Policy
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.calls import MESSAGE_LIMITS, MessageLimits
-from edl.distill.transport.client import RequestFailed
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply
 from edl.distill.transport.shm import Arena
 from edl.errors import EDLError, NoTeacherError, SettingsError
@@ -377,44 +376,15 @@ class Engine:
         self._set_timer()
 
     def _start(self, send: Send, job: LabelJob) -> Callable[[], object]:
-        """Send a request; return what cancels it.
-
-        Most need no task of their own, which spares the loop some of its turns.
-        """
+        """Send a request; return what cancels it."""
+        ended = functools.partial(self._attempt_ended, send, job)
         connection = self._pool.connections.get(send.teacher)
-        if connection is not None and connection.spec is not None:
-            ended = functools.partial(self._attempt_ended, send, job)
-            cancel = connection.start(job.payload, send.timeout_s, ended)
-            if cancel is not None:
-                return cancel
-        task = self._spawn(self._attempt(send, job, connection))
-        task.add_done_callback(lambda _: self._attempt_never_began(send, job))
-        return task.cancel
-
-    def _attempt_never_began(self, send: Send, job: LabelJob) -> None:
-        """End an attempt whose task was cancelled before its first step, and so ran no `finally`."""
-        if send.attempt in self._attempts and not self._closed:
-            self._attempt_ended(send, job, None)
-
-    async def _attempt(self, send: Send, job: LabelJob, connection: TeacherConnection | None) -> None:
-        result: Reply | RequestFailure | None = None
-        try:
-            if connection is None or connection.spec is None:
-                raise RequestFailed(FailureKind.LOST, f"teacher {send.teacher} left")
-            result = await connection.infer(job.payload, send.timeout_s)
-        except RequestFailed as exc:
-            result = exc.failure
-        except asyncio.CancelledError:
-            if self._closed or not self._dispatcher.is_running(send.attempt):
-                raise  # the result is no longer wanted
-            # gRPC cancels what is under way on a connection that is closed.
-            result = RequestFailure(FailureKind.LOST, f"the connection to {send.teacher} was closed")
-        except Exception as exc:
-            # Whatever it was, the request has ended, and its task must go elsewhere.
-            logger.exception("a request to teacher %s of %s failed in a way not foreseen", send.teacher, self.name)
-            result = RequestFailure(FailureKind.ERROR, f"{type(exc).__name__}: {exc}")
-        finally:
-            self._attempt_ended(send, job, result)
+        cancel = connection.start(job.payload, send.timeout_s, ended) if connection is not None else None
+        if cancel is not None:
+            return cancel
+        left = RequestFailure(FailureKind.LOST, f"teacher {send.teacher} left")
+        self._thread.loop.call_soon(ended, left)
+        return lambda: None
 
     def _attempt_ended(self, send: Send, job: LabelJob, result: Reply | RequestFailure | None) -> None:
         """Take in the end of an attempt: a reply, a failure, or None where it was cancelled."""

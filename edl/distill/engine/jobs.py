@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from edl.distill.dispatch.actions import FailureKind, GiveUp
 from edl.distill.dispatch.dispatcher import Dispatcher
@@ -22,6 +22,9 @@ from edl.distill.stats import ReaderStats, TeacherStats
 from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import Outputs
 from edl.errors import BadOutputError, EDLError, PermanentError, RejectedError
+
+if TYPE_CHECKING:
+    from edl.distill.engine.engine import Engine
 
 __all__ = ["EngineCounters", "JobQueue", "LabelJob", "Outage", "OutageStatus", "ServiceLimits", "give_up_error"]
 
@@ -73,25 +76,6 @@ class ServiceLimits:
     max_sequence: int = 0
 
 
-class TeacherDemand(Protocol):
-    """Answers a job queue's questions about the teachers.
-
-    Read in any thread; changed on the event loop, before a call of `JobQueue.drain_if_due`.
-    """
-
-    @property
-    def full(self) -> bool:
-        """Whether no teacher could be given more, and an answer is on its way."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether all teachers have something to do, and an answer is on its way."""
-
-    @property
-    def limits(self) -> ServiceLimits:
-        """The limits of the live teachers; `gather_limit` says how many jobs to collect before sending."""
-
-
 class JobQueue:
     """Jobs that the loop has not taken yet.
 
@@ -103,7 +87,7 @@ class JobQueue:
     def __init__(
         self,
         thread: EventLoopThread,
-        demand: TeacherDemand,
+        demand: Engine,
         take: Callable[[LabelJob], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -182,8 +166,7 @@ class _Teachers:
 class EngineCounters:
     """Rows, by what became of them. Written on the event loop only, read from any thread.
 
-    Without a lock, which a signal handler that asks for `stats` could find taken by the very thread that it interrupts:
-    a teacher that comes or goes makes another `_Teachers`, so that its counts are neither doubled nor missing.
+    A teacher that comes or goes makes another `_Teachers`, so that its counts are neither doubled nor missing.
     """
 
     asked: int = 0

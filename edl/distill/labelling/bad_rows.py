@@ -13,6 +13,7 @@ from edl.distill.cache import SoftLabelCache
 from edl.distill.labelling.data_set import batch_cutter
 from edl.distill.labelling.plan import LabelPlan
 from edl.distill.pipeline.label_cache import CacheConfig
+from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession
 from edl.errors import BadOutputError, EDLError, RejectedError, SourceError
 from edl.protocol.tensors import Array
@@ -99,9 +100,8 @@ def label_singly(
     policy = replace(
         plan.options.policy, failures_to_open=_NEVER, open_min_s=_PAUSE_S, aside_s=_PAUSE_S, task_failures=2
     )
-    session = LabelSession(
-        [plan.teachers], plan.output_spec, replace(plan.options, policy=policy), CacheConfig(cache, plan.dataset)
-    )
+    options, cache_config = replace(plan.options, policy=policy), CacheConfig(cache, plan.dataset)
+    session = LabelSession(LabelRequest(plan.output_spec, [plan.teachers], options, cache_config))
 
     def attempt(part: Array) -> str:
         epoch = session.start(loaded(data, [part]), batch_cutter(data, session.labeller.services))

@@ -14,6 +14,7 @@ from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache, fingerprin
 from edl.distill.labelling.fingerprint import DataFingerprint
 from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
 from edl.distill.pipeline.label_cache import CacheConfig
+from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.cutters import BatchCutter, Cutter, Getter
 from edl.distill.source.sequence_cutters import SequenceColumnsCutter
@@ -64,7 +65,8 @@ def label(
         NoTeacherError: no teacher was live for `teacher_timeout_s`.
         TemporaryError: some labels could not be kept.
     """
-    session = LabelSession([plan.teachers], plan.output_spec, plan.options, CacheConfig(cache, plan.dataset))
+    cache_config = CacheConfig(cache, plan.dataset)
+    session = LabelSession(LabelRequest(plan.output_spec, [plan.teachers], plan.options, cache_config))
     try:
         check_sequences(data, session)
         view = session.labeller.view(cache, tuple(data.inputs))

@@ -25,6 +25,7 @@ from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
 from edl.distill.labelling.shard_tracker import RowShard, ShardTracker
 from edl.distill.pipeline.epoch import Epoch
 from edl.distill.pipeline.label_cache import CacheConfig
+from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession
 from edl.errors import ClosedError, EDLError, PermanentError, TemporaryError
 from edl.protocol.tensors import Array
@@ -116,7 +117,8 @@ class ShardLabeller:
         self._cache = cache
         policy = replace(plan.options.policy, open_max_s=min(plan.options.policy.open_max_s, _LONGEST_PAUSE_S))
         options = replace(plan.options, policy=policy)
-        self._session = LabelSession([plan.teachers], plan.output_spec, options, CacheConfig(cache, plan.dataset))
+        cache_config = CacheConfig(cache, plan.dataset)
+        self._session = LabelSession(LabelRequest(plan.output_spec, [plan.teachers], options, cache_config))
 
     def key(self, fingerprint: DataFingerprint | None = None) -> CacheKey:
         """Return what the labels are kept under; waits for the first teacher.

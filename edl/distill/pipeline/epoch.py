@@ -147,15 +147,14 @@ class Epoch:
 
     The feeding thread takes from `source` only while fewer chunks are open than the teachers can use, and less memory
     is held than the session allows. It lends the cutter out while the source makes the next value. Where the training
-    loop waits for a request that is not full, and the source has been silent for `linger_s`, a second thread seals and
-    sends it.
+    loop waits for a request that is not full, and the source has been silent for `linger_s`, the training loop's thread
+    seals and sends it.
 
     The session keeps its epoch, and the finalizer of a reader keeps the session. So an epoch that has ended may hold no
     object of the user's, which may hold the reader: neither the source, which only the thread has, nor an error that
     was raised in the training loop, whose traceback leads to the reader.
 
-    Args:
-        end_source: ends a source that waits for the training loop. Called by `close`, so it neither waits nor locks.
+    `end_source` ends a source that waits for the training loop. `close` calls it, so it neither waits nor locks.
     """
 
     def __init__(
@@ -170,7 +169,6 @@ class Epoch:
         self._pid = os.getpid()
         self._for_loop = Notifier()  # where the training loop waits
         self._for_feeder = Notifier()  # where the feeding thread waits
-        self._for_flusher = Notifier()
         self._awaited: Chunk | None = None
         self._unsent: Chunk | None = None
         self._needed: frozenset[Chunk] = frozenset()  # of the item that the training loop waits for
@@ -185,7 +183,6 @@ class Epoch:
         self._fed = False
         self._failure: BaseException | None = None
         self._closed = False
-        self._flusher: threading.Thread | None = None
         # Not a `BackgroundLoop`: the source is the user's code, and what it raises belongs into the training loop.
         self._feeder = threading.Thread(target=self._feed, args=(source, cutter), name="edl-feed", daemon=True)
 
@@ -258,16 +255,15 @@ class Epoch:
     def close(self) -> None:
         """Drop what is under way. May be called twice; has no effect in a forked child, whose parent goes on.
 
-        Never waits, and takes no lock: it is called by the garbage collector and by signal handlers as well, in the
-        middle of anything.
+        Never waits, and takes no lock: the garbage collector calls it as well, in the middle of anything.
         """
         if os.getpid() != self._pid:
             return
         self._closed = True
         if self._end_source is not None:
             self._end_source()
-        for notifier in (self._for_loop, self._for_feeder, self._for_flusher):
-            notifier.notify()
+        self._for_loop.notify()
+        self._for_feeder.notify()
         chunks = self._open.copy()
         self._open.clear()  # what came between these two lines is cancelled by the thread that sent it
         self._items.clear()
@@ -290,13 +286,8 @@ class Epoch:
         """
         if self.is_feeding() or os.getpid() != self._pid:
             return True
-        deadline = time.monotonic() + timeout_s
         with contextlib.suppress(RuntimeError):  # it was closed before it was started
             self._feeder.join(timeout_s)
-        flusher = self._flusher
-        if flusher is not None and flusher is not threading.current_thread():
-            with contextlib.suppress(RuntimeError):  # a signal came before it was started; it ends at once
-                flusher.join(max(deadline - time.monotonic(), 0))
         return not self._feeder.is_alive()
 
     # The training loop's thread
@@ -338,8 +329,8 @@ class Epoch:
         if not self._for_loop.wait_for(ended, _PATIENCE_S):
             self._labeller.set_awaited(chunk)
             if not chunk.sent:
-                self._wake_flusher()
                 self._for_feeder.notify()
+                self._await_sent(chunk)
             # The source ends or fails in its own time. The engine answers every chunk that was sent, with an error
             # at the latest when its own deadlines have passed.
             self._for_loop.wait_for(ended)
@@ -347,6 +338,33 @@ class Epoch:
         self._check_open()
         # Where there is no answer, and no error in its place, the source failed before the chunk was full.
         return chunk.error if chunk.done else self._failure
+
+    def _await_sent(self, chunk: Chunk) -> None:
+        """Wait until a request that is not full was sent, and send it here where the source is silent for long."""
+
+        def over() -> bool:
+            return chunk.sent or self._closed or self._fed
+
+        while not over():
+            left_s = self._asked_at + self._labeller.linger_s - time.monotonic()
+            if left_s <= 0:
+                self._flush(chunk)
+            self._for_loop.wait_for(over, max(left_s, _SHORTEST_LOOK_S))
+
+    def _flush(self, chunk: Chunk) -> None:
+        """Send a request that is not full, unless the feeding thread is at work."""
+        try:
+            cutter = self._lent.pop()
+        except IndexError:
+            return
+        try:
+            if not chunk.sent and not self._closed and not self._fed:
+                self._submit(cutter, cutter.seal(chunk))
+        except Exception as exc:  # noqa: BLE001 - raised for this chunk, as any other reason why it has no labels
+            chunk.error = _failure_of(exc)
+        finally:
+            self._lent.append(cutter)
+            self._for_feeder.notify()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -422,7 +440,7 @@ class Epoch:
         return not self._closed
 
     def _take_back(self) -> bool:
-        """Wait for the cutter, which the flushing thread may be using; False if the epoch is closed."""
+        """Wait for the cutter, which the training loop may be using; False if the epoch is closed."""
         while True:
             try:
                 self._lent.pop()
@@ -443,7 +461,6 @@ class Epoch:
             self._failure = None
         self._fed = True
         self._for_loop.notify()
-        self._for_flusher.notify()
 
     def _offer(self, item: Item) -> None:
         self._items.append(item)
@@ -522,58 +539,14 @@ class Epoch:
             return False
         return self._labeller.backlog(chunk.route) < backlog and self._open_chunks.chunks < self._labeller.depth
 
-    # The flushing thread, started when the training loop waits for a request that is not full
-
-    def _wake_flusher(self) -> None:
-        if self._flusher is None:
-            # Not a `BackgroundLoop`, as the feeding thread; a signal handler may close the epoch before it is started.
-            self._flusher = threading.Thread(target=self._flush, name="edl-flush", daemon=True)
-            self._flusher.start()
-        self._for_flusher.notify()
-
-    def _flush(self) -> None:
-        while not self._over:
-            self._for_flusher.wait_for(lambda: self._over or self._waits_for_source)
-            left_s = self._asked_at + self._labeller.linger_s - time.monotonic()
-            if left_s <= 0:
-                self._flush_now()
-            self._for_flusher.wait_for(lambda: self._over, max(left_s, _SHORTEST_LOOK_S))
-
-    def _flush_now(self) -> None:
-        """Send what is not full, unless the feeding thread is at work."""
-        try:
-            cutter = self._lent.pop()
-        except IndexError:
-            return
-        chunk = self._awaited
-        try:
-            if chunk is not None and not chunk.sent and not self._over:
-                self._submit(cutter, cutter.seal(chunk))
-        except BaseException as exc:  # noqa: BLE001 - raised again in the training loop, which waits for this chunk
-            if chunk is not None and not self._closed:
-                chunk.error = _failure_of(exc)
-                self._for_loop.notify()
-        finally:
-            self._lent.append(cutter)
-            self._for_feeder.notify()
-
-    @property
-    def _over(self) -> bool:
-        return self._closed or self._fed
-
-    @property
-    def _waits_for_source(self) -> bool:
-        chunk = self._awaited
-        return chunk is not None and not chunk.sent
-
     # The event loop's thread
 
     def _notify(self, surplus_nbytes: int = 0) -> None:
         """Wake threads that wait for a chunk that was sent, or answered with so many bytes more than were estimated."""
         if surplus_nbytes:
             self._open_chunks.add_answer(surplus_nbytes)
-        # Whoever waits has said for what before it looked whether that is so, so this look misses nobody. Most of the
-        # time there is nobody to wake.
+        # A waiting thread has said what for before it looked whether that is so, so this look misses none. Most of the
+        # time there is none to wake.
         awaited = self._awaited
         if awaited is not None and awaited.done:
             self._for_loop.notify()

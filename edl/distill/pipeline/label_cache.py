@@ -6,7 +6,6 @@ is bounded in bytes. What is left out is counted, and asked for again in the nex
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import deque
@@ -21,7 +20,6 @@ from edl.distill.pipeline.answers import outputs_nbytes
 from edl.distill.source.chunk import Chunk
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.errors import EDLError, NoTeacherError, SettingsError
-from edl.notifier import Notifier
 from edl.protocol.names import POSITION
 from edl.protocol.tensors import Array
 
@@ -213,17 +211,16 @@ class _Entry:
 
 
 class CacheQueue:
-    """A thread that puts answers into the cache, and the queue before it."""
+    """A thread that puts answers into the cache, and the queue before it: of `limit_bytes`, or one larger answer."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.failed = False  # whether the thread met an unforeseen error: no rows are put from then on
-        self._changed = Notifier()
+        self.queued_bytes = 0  # of the answers that wait, including the answer that is being put
+        self.dropped_rows = 0  # that were not put, for any reason
+        self._changed = threading.Condition()
         self._entries: deque[_Entry] = deque()
-        # Each number has one thread that writes it, the one that gives or the one that puts: none needs a lock.
-        self._given_bytes = self._put_bytes = 0
-        self._not_taken_rows = self._not_put_rows = 0
-        self._busy = self._closing = self._ended = self._reported_full = False
+        self._closing = self._reported_full = False
         self._reported: set[str] = set()
         # Not a `BackgroundLoop`, which goes on after errors and ends without a last step: this thread puts what waits.
         self._thread = threading.Thread(target=self._run, name="edl-cache", daemon=True)
@@ -240,39 +237,35 @@ class CacheQueue:
 
         Never waits: when the disk cannot follow, rows are dropped, and asked for again later.
 
-        `view`: where to put them. `of`: cache and key of the view to put them in, if it is not `view`: labels
-        of another version of the model than was looked up. Rows that it has are left alone: they would be
-        written in every epoch.
+        `of`: cache and key of the view to put them in, if it is not `view`: labels of another version of the model than
+        was looked up. Rows that it has are left alone: they would be written in every epoch.
         """
         entry = _Entry(view, ids, outputs, _ENTRY_NBYTES + outputs_nbytes(outputs), of)
-        if self._ended or self._closing:
-            self._not_taken_rows += entry.rows
-            return
-        queued_bytes = self.queued_bytes
-        if not queued_bytes or queued_bytes + entry.nbytes <= self.limit_bytes:
-            self._given_bytes += entry.nbytes
-            self._entries.append(entry)
-            self._changed.notify()
-            if self._ended:  # maybe before the entry was there to be left out as well
-                self._not_taken_rows += self._drop_waiting()
-            return
-        self._not_taken_rows += entry.rows
-        if self._reported_full:
-            return
-        self._reported_full = True
-        logger.warning(
-            "the soft-label cache cannot follow: some labels are not kept, and will be asked for again "
-            "(stats().rows_not_cached counts them). A faster disk helps, or a larger cache_queue_bytes=%d",
-            self.limit_bytes,
-        )
+        with self._changed:
+            is_full = self.queued_bytes > 0 and self.queued_bytes + entry.nbytes > self.limit_bytes
+            if is_full or self.failed or self._closing:
+                self.dropped_rows += entry.rows
+            else:
+                self.queued_bytes += entry.nbytes
+                self._entries.append(entry)
+                self._changed.notify_all()
+        if is_full and not self._reported_full:
+            self._reported_full = True
+            logger.warning(
+                "the soft-label cache cannot follow: some labels are not kept, and will be asked for again "
+                "(stats().rows_not_cached counts them). A faster disk helps, or a larger cache_queue_bytes=%d",
+                self.limit_bytes,
+            )
 
     def count_dropped(self, rows: int) -> None:
         """Count rows that cannot be put."""
-        self._not_taken_rows += rows
+        with self._changed:
+            self.dropped_rows += rows
 
     def drain(self) -> bool:
         """Wait until all rows given before are in the cache, for a minute at most; return whether they are."""
-        settled = self._changed.wait_for(self._is_idle, _SETTLE_S)
+        with self._changed:
+            settled = self._changed.wait_for(lambda: not self.queued_bytes, _SETTLE_S)
         if not settled:
             logger.warning(
                 "%.1f MB of labels are still on their way into the soft-label cache after %g s: going on without them",
@@ -283,69 +276,42 @@ class CacheQueue:
 
     def close(self) -> None:
         """Put what waits, and end the thread. May be called twice."""
-        self._closing = True
-        self._changed.notify()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(_SETTLE_S)
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of the answers that wait, including the answer that is being put."""
-        return 0 if self._ended else self._given_bytes - self._put_bytes
-
-    @property
-    def dropped_rows(self) -> int:
-        """Rows that were not put, for any reason."""
-        return self._not_taken_rows + self._not_put_rows
-
-    def _is_idle(self) -> bool:
-        # In this order: the thread is busy before it takes an entry out.
-        """Return whether no row waits or is being put."""
-        return self._ended or not (self._entries or self._busy)
-
-    def _drop_waiting(self) -> int:
-        """Drop what waits; return how many rows that is."""
-        rows = 0
-        with contextlib.suppress(IndexError):
-            while True:
-                rows += self._entries.popleft().rows
-        return rows
 
     # The thread
 
     def _run(self) -> None:
-        why: BaseException | None = None
         entry: _Entry | None = None
         try:
             while (entry := self._next()) is not None:
                 self._put(entry)
-                self._put_bytes += entry.nbytes
-                self._busy = False
-                self._changed.notify()
+                with self._changed:
+                    self.queued_bytes -= entry.nbytes
+                    self._changed.notify_all()
         except BaseException as exc:
-            why = exc
+            with self._changed:
+                self.failed = True
+                self.dropped_rows += sum(left.rows for left in (entry, *self._entries) if left is not None)
+                self._entries.clear()
+                self.queued_bytes = 0
+                self._changed.notify_all()
+            logger.exception(
+                "no more labels are kept in the soft-label cache until the reader is made anew, and they will be asked "
+                "for again: %s: %s, which was not foreseen",
+                type(exc).__name__,
+                exc,
+            )
             if not isinstance(exc, Exception):
                 raise
-        finally:
-            if why is not None:
-                self._log_failure(why)
-                self._not_put_rows += entry.rows if entry is not None else 0
-                self.failed = True
-            self._ended = True
-            self._not_put_rows += self._drop_waiting()
-            self._busy = False
-            self._changed.notify()
 
     def _next(self) -> _Entry | None:
-        while True:
-            self._busy = True
-            with contextlib.suppress(IndexError):
-                return self._entries.popleft()
-            self._busy = False
-            self._changed.notify()
-            if self._closing and not self._entries:
-                return None
+        with self._changed:
             self._changed.wait_for(lambda: self._entries or self._closing)
+            return self._entries.popleft() if self._entries else None
 
     def _put(self, entry: _Entry) -> None:
         view, ids, outputs = entry.view, entry.ids, entry.outputs
@@ -362,20 +328,11 @@ class CacheQueue:
                     outputs = {name: output[rows] for name, output in outputs.items()}
             view.put(ids, outputs)
         except (EDLError, OSError) as exc:
-            self._not_put_rows += _rows(ids)
+            self.count_dropped(_rows(ids))
             words = str(exc)
             if words not in self._reported and len(self._reported) < 64:  # as many as a person reads
                 self._reported.add(words)
                 logger.warning("labels are not kept in the cache: %s", words)
-
-    def _log_failure(self, why: BaseException) -> None:
-        logger.error(
-            "no more labels are kept in the soft-label cache until the reader is made anew, and they will be asked for "
-            "again: %s: %s, which was not foreseen",
-            type(why).__name__,
-            why,
-            exc_info=why,
-        )
 
 
 def select_ids(ids: Sequence[Any] | SequenceIds, mask: Array) -> Sequence[Any] | SequenceIds:

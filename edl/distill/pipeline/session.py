@@ -17,15 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from edl.distill.options import Options
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.epoch import Epoch
-from edl.distill.pipeline.label_cache import CacheConfig
+from edl.distill.pipeline.request import LabelRequest
 from edl.distill.source.cutters import Cutter
 from edl.distill.source.iterator import SourceIterator
 from edl.distill.stats import ReaderStats
-from edl.distill.teachers import Teachers
-from edl.distill.transport.schema import OutputSpec
 from edl.errors import ClosedError, TemporaryError
 from edl.load_reporting import LoadPublisher, LoadSource
 from edl.load_reporting.records import MAX_TEACHERS
@@ -71,7 +68,7 @@ def load_publishers(
     if not settings.publish:
         return []
     sources: dict[str, list[LoadSource]] = defaultdict(list)
-    for index, group in enumerate(labeller.teachers):
+    for index, group in enumerate(labeller.request.teachers):
         if group.service is not None:
             url = DiscoverySettings.of(group.discovery).url
             sources[url].append(_source(labeller, index, group.service, open_wait, settings.job))
@@ -103,25 +100,14 @@ _SAY_AFTER_S = 5.0
 class LabelSession:
     """The epochs of a reader, of which a single one runs at a time.
 
-    Args:
-        cache_config: the soft-label cache, None without.
-
     Raises:
         SettingsError: wrong credentials or discovery, or a cache without fitting labels where there are no teachers.
     """
 
-    def __init__(
-        self,
-        teachers: list[Teachers],
-        output_spec: OutputSpec,
-        options: Options,
-        cache_config: CacheConfig | None = None,
-        routes: Mapping[Any, int] | None = None,
-    ) -> None:
-        load = LoadSettings.of(options.publish_load)
-        # labels the chunks of all epochs
-        self.labeller = ChunkLabeller(teachers, output_spec, options, cache_config, routes)
-        self._options = options
+    def __init__(self, request: LabelRequest) -> None:
+        load = LoadSettings.of(request.options.publish_load)
+        self.labeller = ChunkLabeller(request)
+        self._options = request.options
         self._pid = os.getpid()
         self._first_close = threading.Lock()  # taken by the first call of `close`, without waiting, and never released
         self._epoch: Epoch | None = None
@@ -164,7 +150,7 @@ class LabelSession:
         for route, part in cutter.by_route():
             part.fit = functools.partial(self.labeller.limits.rows_that_fit, route=route)
         epoch = self._epoch = Epoch(self.labeller, source, cutter, end_source)
-        # By a signal handler, or another thread, before the epoch was there to be closed as well.
+        # By another thread, before the epoch was there to be closed as well.
         if self.labeller.closed:
             epoch.close()
             self.labeller.check()
@@ -209,13 +195,10 @@ class LabelSession:
         threading.Thread(target=self.close, name="edl-close").start()
 
     def close(self) -> None:
-        """End the epoch and the labeller. Has no effect in a forked child, whose parent owns them.
-
-        May be called by a signal handler, in the middle of any of these methods.
-        """
+        """End the epoch and the labeller. Has no effect in a forked child, whose parent owns them."""
         if os.getpid() != self._pid or not self._first_close.acquire(blocking=False):
             return
-        self.labeller.refuse_work()
+        self.labeller.closed = True
         _OPEN_SESSIONS.discard(self)
         for publisher in self._load_publishers:
             publisher.begin_close()

@@ -141,7 +141,7 @@ def _came_through_fetching(traceback: TracebackType | None) -> bool:
 class Handover:
     """An iterator over what another thread puts in; ended by that thread, at the latest when it closes.
 
-    It takes no lock, so a finalizer or a signal handler may close it in the middle of any function.
+    It takes no lock, so the garbage collector may close it in the middle of any function.
     """
 
     def __init__(self) -> None:

@@ -100,8 +100,10 @@ the time of four until the training loop is there; with fewer, the requests of r
 C = TypeVar("C", bound=Cutter)
 
 
-def routed_cutter(router: Router, make: Callable[[], Cutter]) -> Cutter:
-    """Return a cutter for all routes."""
+def routed_cutter(router: Router | None, make: Callable[[], Cutter]) -> Cutter:
+    """Return a cutter for all routes, of cutters for one service each; that of the only service without a router."""
+    if router is None:
+        return make()
     parts = [make() for _ in set(router.routes.values())]
     batches = [part for part in parts if isinstance(part, BatchCutter)]
     padded = [part for part in parts if isinstance(part, PaddedBatchCutter)]

@@ -18,31 +18,48 @@ import math
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.transport.schema import ModelSpec
-from edl.errors import ProtocolError
-from edl.protocol import names, tensors
+from edl.errors import ProtocolError, SettingsError
+from edl.protocol import codec, kserve, names, tensors
+from edl.protocol.channel import Metadata, aio_channel, call_metadata
 from edl.protocol.tensors import Array
+from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 
 __all__ = [
-    "ACCESS_DENIED",
-    "FIRST_ANSWER_NBYTES",
     "HEADER_NBYTES",
     "MESSAGE_LIMITS",
     "MessageLimits",
     "RequestFailed",
     "RequestIds",
+    "ServerCalls",
     "TeacherLacks",
-    "channel_options",
+    "UnknownModel",
+    "compression_hint",
     "current_traceparent",
     "failure_from_status",
+    "failure_of_call",
     "max_answer_nbytes",
     "rows_that_fit",
+]
+
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # readers do not share, and so do not break, each other's connections
+    ("grpc.enable_retries", 0),  # the dispatcher decides that
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # of gRPC's own pings, which keepalive waits behind: by default a minute
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
 
@@ -84,7 +101,7 @@ def current_traceparent() -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
-FIRST_ANSWER_NBYTES = 64 << 20
+_FIRST_ANSWER_NBYTES = 64 << 20
 """What a channel takes before it is known what the model answers. Most models need no more, and no second channel."""
 HEADER_NBYTES = 64 << 10  # of a request beside its tensors: names, shapes and options, a few hundred bytes mostly
 _METADATA_NBYTES = 4 << 20  # of an answer about the server or its model: gRPC's own default for any message
@@ -149,8 +166,7 @@ def rows_that_fit(fields: Mapping[str, Array], spec: ModelSpec, nbytes: int) -> 
     return max(nbytes * rows // total, 1) if total else nbytes
 
 
-def channel_options(nbytes: int) -> list[tuple[str, Any]]:
-    """Return the options of a channel on which an answer may have so many bytes."""
+def _channel_options(nbytes: int) -> list[tuple[str, Any]]:
     few = {
         "name": [{"service": names.SERVICE, "method": method} for method in (*_METADATA, *_SHARED_MEMORY)],
         "maxResponseMessageBytes": min(nbytes, _METADATA_NBYTES),
@@ -171,7 +187,7 @@ _REJECTED = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.OUT_OF_RANGE,
 }
-ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+_ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 """The teacher refuses this student, whatever it asks: another teacher may answer the request."""
 
 
@@ -218,7 +234,7 @@ def failure_from_status(
         return RequestFailed(FailureKind.OVERLOADED, message)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestFailed(FailureKind.TIMEOUT, message)
-    if code in ACCESS_DENIED:
+    if code in _ACCESS_DENIED:
         return RequestFailed(
             FailureKind.LOST, f"{endpoint} refuses this student ({code.name}): {details or 'no words'}"
         )
@@ -237,3 +253,98 @@ def _hinted_s(milliseconds: str | bytes | int) -> float:
     except (ValueError, OverflowError):
         return 0.0
     return min(seconds, _LONGEST_HINT_S) if math.isfinite(seconds) and seconds > 0 else 0.0
+
+
+def failure_of_call(exc: grpc.aio.AioRpcError, endpoint: str, number: str = "") -> RequestFailed:
+    """Return the failure that the error of a call stands for."""
+    hint = dict(exc.trailing_metadata() or ()).get(names.RETRY_AFTER_MS)
+    details = exc.details() or exc.code().name
+    return failure_from_status(exc.code(), f"{details} (request {number})" if number else details, hint, endpoint)
+
+
+def compression_hint(data: codec.Buffer) -> str:
+    """Return words for an answer that is no message because it is compressed; empty if it is not."""
+    compressed = codec.is_compressed(data)
+    return " (it is compressed, which this student never asks for, and does not take)" if compressed else ""
+
+
+class UnknownModel(RequestFailed):
+    """Raised for a server that does not know the model, or its version."""
+
+
+_RESTRICTED = "protocol is restricted"
+"""Triton's words for a method that is closed to others (`--grpc-restricted-protocol`); its code says UNAVAILABLE."""
+
+
+class ServerCalls:
+    """The channel to a server, and the methods of KServe v2 on it. Used on the event loop."""
+
+    def __init__(
+        self, endpoint: str, files: CredentialFiles | None = None, limits: MessageLimits = MESSAGE_LIMITS
+    ) -> None:
+        self.endpoint = endpoint
+        self.limits = limits
+        self.metadata: Metadata = ()  # of every call
+        self._files = files
+        self._answer_nbytes = min(_FIRST_ANSWER_NBYTES, limits.answer_bytes)
+        self.channel = self._open_channel()
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        return aio_channel(self.endpoint, self._files, [*_OPTIONS, *_channel_options(self._answer_nbytes)])
+
+    def authorize(self) -> None:
+        """Show the token of this student with every call from now on."""
+        try:
+            self.metadata = call_metadata(self.endpoint, self._files)
+        except SettingsError as exc:
+            raise TeacherLacks(str(exc)) from exc
+
+    async def allow_answers(self, nbytes: int) -> bool:
+        """Take answers of so many bytes; return whether that needed another channel, on which the limit is fixed."""
+        if nbytes <= self._answer_nbytes:
+            return False
+        await self.channel.close()
+        self._answer_nbytes = nbytes
+        self.channel = self._open_channel()
+        return True
+
+    async def call(self, method: str, request: Any, deadline: float) -> Any:
+        """Call a method by its name in KServe v2, with a deadline on the monotonic clock.
+
+        Raises:
+            RequestFailed: LOST if waiting may help.
+            TeacherLacks: The server refuses the method to this student, or does not have it.
+        """
+        answer_type = getattr(kserve, f"{method}Response")
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(names.method(method))
+        timeout_s = deadline - time.monotonic()
+        try:
+            data = await call(request.SerializeToString(), timeout=max(timeout_s, 0.001), metadata=self.metadata)
+            return answer_type.FromString(data)
+        except grpc.aio.AioRpcError as exc:
+            # An exception kept in a local variable would be a cycle that keeps the channel's thread alive.
+            if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise RequestFailed(FailureKind.LOST, f"{self.endpoint} does not answer {method}") from exc
+            raise self._refusal(method, exc) from exc
+        except DecodeError as exc:
+            what = f"{self.endpoint}: its answer to {method} is no message of KServe v2{compression_hint(data)}"
+            raise RequestFailed(FailureKind.REJECTED, what) from exc
+
+    def _refusal(self, method: str, exc: grpc.aio.AioRpcError) -> RequestFailed:
+        """Return the error for a method that the server refuses: whether waiting may help, and what to do."""
+        code, words = exc.code(), str(failure_of_call(exc, self.endpoint))
+        remedy = ": name the model, Teachers(model=...)" if method == "RepositoryIndex" else ""
+        if code is grpc.StatusCode.UNIMPLEMENTED:  # whose details, "Method not implemented!", name none
+            what = f"{self.endpoint} does not implement {method}{remedy}"
+            # A load balancer says that, too, while no server is behind it.
+            return RequestFailed(FailureKind.REJECTED, what) if method == "ServerReady" else TeacherLacks(what)
+        if _RESTRICTED in (exc.details() or "") or (remedy and code is grpc.StatusCode.PERMISSION_DENIED):
+            return TeacherLacks(f"{words} ({method}){remedy}")
+        if code is grpc.StatusCode.UNAUTHENTICATED and (self._files is None or not self._files.settings.token_file):
+            what = f"{words}: this student shows no token (EDL_TOKEN_FILE, token_file=, --token-file)"
+            return TeacherLacks(f"{what}{remedy}")
+        if code in _ACCESS_DENIED:  # said aloud, where a teacher that is merely away is not
+            return RequestFailed(FailureKind.REJECTED, f"{words}{remedy}")
+        if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
+            return UnknownModel(FailureKind.REJECTED, words)
+        return failure_of_call(exc, self.endpoint)

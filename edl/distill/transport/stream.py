@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
-from edl.distill.transport.calls import RequestFailed, RequestIds, failure_from_status
+from edl.distill.transport.calls import RequestFailed, RequestIds, compression_hint, failure_from_status
 from edl.errors import ProtocolError
 from edl.notifier import wait_within
 from edl.protocol import bundles, codec, fragments, kserve, names
@@ -22,7 +22,7 @@ from edl.protocol.channel import Metadata
 from edl.protocol.codec import Buffer
 from edl.protocol.transport import grpc
 
-__all__ = ["RawResponse", "InferStream", "compression_hint"]
+__all__ = ["RawResponse", "InferStream"]
 
 RawResponse: TypeAlias = tuple[bytes, list[memoryview]]
 """An answer's header, serialized and without its id, and its `raw_output_contents`."""
@@ -95,7 +95,6 @@ class InferStream:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks = [self._loop.create_task(self._write()), self._loop.create_task(self._read())]
         self.broken = False  # whether the stream has ended; open another then
-        self.answering = ""  # the id of the request whose answer is being handed over
         # whether the stream ended because the server had no room for it: nothing is wrong with the connection
         self.refused = False
         self.in_fragments = in_fragments
@@ -275,7 +274,6 @@ class InferStream:
             waiting = self._waiting.pop(number, None)
             if waiting is None:
                 continue  # nobody waits for it any more
-            self.answering = number
             answer: RawResponse | RequestFailure = (header, raw)
             if error:
                 try:
@@ -290,13 +288,6 @@ class InferStream:
         hint = parameters[names.RETRY_AFTER].int64_param if names.RETRY_AFTER in parameters else None
         code = grpc.StatusCode.__members__.get(name, grpc.StatusCode.UNKNOWN)
         return failure_from_status(code, error, hint, self._endpoint).failure
-
-
-def compression_hint(data: Buffer) -> str:
-    """Return words for an answer that is no message because it is compressed; empty if it is not."""
-    return (
-        " (it is compressed, which this student never asks for, and does not take)" if codec.is_compressed(data) else ""
-    )
 
 
 def _nbytes(header: bytes, raw: Sequence[Buffer]) -> int:

@@ -260,11 +260,7 @@ def batch_request(
     dataset: str,
     options: Options | None,
 ) -> LabelRequest | None:
-    """Return what the arguments of a framework's `distill` ask for, None where nobody is to be asked.
-
-    Raises:
-        SettingsError: an argument that cannot be.
-    """
+    """Return what the arguments of a framework's `distill` ask for, None where nobody is to be asked."""
     if isinstance(outputs, bytes) or not isinstance(outputs, Sequence):
         raise SettingsError(f"outputs={outputs!r}: expected the name of the teachers' output, or a list of several")
     if cache is not None and ids is None:
@@ -299,11 +295,7 @@ def no_teachers(teachers: TeachersLike) -> bool:
 
 
 def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, optional: bool = False) -> list[Teachers]:
-    """Return the services that `teachers` names, in whichever way.
-
-    Raises:
-        SettingsError: it names none, or in a way that is not known.
-    """
+    """Return the services that `teachers` names, in whichever way."""
     if teachers is None:
         return teachers_from_env(optional=optional)
     if isinstance(teachers, Mapping):
@@ -328,9 +320,6 @@ def resolve_routes(
     """Return the services that `teachers` names, and which of them labels what.
 
     `route`: where in a sample or batch the value is that `teachers` has as a key; None where all label everything.
-
-    Raises:
-        SettingsError: it names none, or in a way that is not known.
     """
     if route is None:
         return resolve_teachers(teachers, discovery, optional=optional), None
@@ -357,11 +346,7 @@ def resolve_routes(
 
 
 def input_getters(inputs: Inputs) -> dict[str, Getter]:
-    """Return by input name how to find it in a batch.
-
-    Raises:
-        SettingsError: it names no input.
-    """
+    """Return by input name how to find it in a batch."""
     if isinstance(inputs, str):
         return {inputs: lambda batch: batch[0] if isinstance(batch, tuple | list) else batch}
     if isinstance(inputs, Mapping):

@@ -15,9 +15,6 @@ def as_token_mask(mask: Array, what: str) -> Array:
     """Return which elements of a batch are tokens, bool [sequences, length].
 
     `mask`: 1 where a token is and 0 elsewhere, of any type.
-
-    Raises:
-        SourceError: it has another shape, or other numbers.
     """
     if mask.ndim != 2:
         raise SourceError(f"{what}: its mask has shape {list(mask.shape)}, and must be [sequences, length]")
@@ -33,11 +30,7 @@ def as_token_mask(mask: Array, what: str) -> Array:
 
 
 def padded(output: Array | TopK, mask: Array) -> Array | TopK:
-    """Return the rows of a batch of padded sequences in their places, and 0 everywhere else, as arrays of their own.
-
-    Returns:
-        [sequences, length, ...].
-    """
+    """Return the rows of a batch of padded sequences in their places, and 0 everywhere else, as arrays of their own."""
     if isinstance(output, TopK):
         return output.map(lambda array: _scattered(array, mask))
     return _scattered(np.asarray(output), mask)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from typing_extensions import Self
 
 from edl.distill.cache import SoftLabelCache
 from edl.distill.compress import TopK
@@ -61,6 +62,9 @@ class DistillReader:
 
     The source runs in a background thread, ahead of the training loop; what it yields is passed on as it is, so it must
     yield new arrays every time, not a buffer filled again and again.
+
+    Methods that set something return this reader. They raise `SettingsError` for values that cannot be, for a second
+    source, and once the first epoch has started.
 
     Args:
         ins: by field of a sample, the name of the teachers' input that it is, or None if it only passes through. Fields
@@ -151,7 +155,7 @@ class DistillReader:
 
     # Configuration
 
-    def set_sample_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+    def set_sample_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
         """Set a source of samples: tuples of fields. Delivered: the tuple with the predictions behind it.
 
         A sample's prediction is an array without the axis of rows; with `top_k` a `TopK` likewise, ids and values [k].
@@ -159,46 +163,28 @@ class DistillReader:
 
         Args:
             reader: called once an epoch; returns an iterable of samples.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: a source is set already, or `reader` cannot be called.
         """
         return self._set_source("sample", reader)
 
-    def set_sample_list_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+    def set_sample_list_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
         """Set a source of lists of samples.
 
         Delivered: lists of the same lengths, of samples as `set_sample_generator` has them.
 
         Args:
             reader: called once an epoch; returns an iterable of lists.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: a source is set already, or `reader` cannot be called.
         """
         return self._set_source("sample_list", reader)
 
-    def set_batch_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+    def set_batch_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
         """Set a source of batches: tuples of arrays [rows, ...]. Delivered: the same with predictions behind.
 
         Args:
             reader: called once an epoch; returns an iterable of batches.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: a source is set already, or `reader` cannot be called.
         """
         return self._set_source("batch", reader)
 
-    def set_sequence_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+    def set_sequence_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
         """Set a source of sequences: tuples of fields; of those named in `ins`, arrays [tokens, ...] of equal length.
 
         Sequences may differ in length, and nothing is padded: a sequence of T tokens is T rows; row t holds token t and
@@ -209,42 +195,24 @@ class DistillReader:
 
         Args:
             reader: called once an epoch; returns an iterable of sequences.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: a source is set already, or `reader` cannot be called.
         """
         return self._set_source("sequence", reader)
 
-    def set_sequence_list_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+    def set_sequence_list_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
         """Set a source of lists of sequences.
 
         Delivered: lists of the same lengths, of sequences as `set_sequence_generator` has them.
 
         Args:
             reader: called once an epoch; returns an iterable of lists.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: a source is set already, or `reader` cannot be called.
         """
         return self._set_source("sequence_list", reader)
 
-    def set_fixed_teacher(self, teachers: str | Sequence[str]) -> DistillReader:
+    def set_fixed_teacher(self, teachers: str | Sequence[str]) -> Self:
         """Use these teachers.
 
         Args:
             teachers: `host:port`, separated by commas or as a list.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: the first epoch has started, or an endpoint cannot be.
         """
         parts = teachers.split(",") if isinstance(teachers, str) else list(teachers)
         self._not_started("set_fixed_teacher")
@@ -257,7 +225,7 @@ class DistillReader:
         discovery_servers: str | Sequence[str] | None,
         teacher_service_name: str,
         require_max_teacher: int | None = None,
-    ) -> DistillReader:
+    ) -> Self:
         """Use the teachers that register as `teacher_service_name`.
 
         Args:
@@ -265,12 +233,6 @@ class DistillReader:
                 for `EDL_DISCOVERY` or this machine's SQLite file. Of a list, the first is used.
             teacher_service_name: of the service.
             require_max_teacher: use so many at most, None for all.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: the first epoch has started.
         """
         self._not_started("set_dynamic_teacher")
         self._not_routed("set_dynamic_teacher")
@@ -284,14 +246,11 @@ class DistillReader:
         ]
         return self
 
-    def set_require_max_teacher(self, require_max_teacher: int) -> DistillReader:
+    def set_require_max_teacher(self, require_max_teacher: int) -> Self:
         """Use so many teachers of a dynamic service at most.
 
         Args:
             require_max_teacher: at least 1.
-
-        Returns:
-            This reader.
 
         Raises:
             SettingsError: the first epoch has started, or the number is below 1.
@@ -302,7 +261,7 @@ class DistillReader:
         self._max_teachers = require_max_teacher
         return self
 
-    def set_teacher_batch_size(self, teacher_batch_size: int) -> DistillReader:
+    def set_teacher_batch_size(self, teacher_batch_size: int) -> Self:
         """Set the rows of a request.
 
         Default: 32 with samples; with batches the whole batch, or pieces of 256 if it is larger; with sequences 2,048
@@ -311,9 +270,6 @@ class DistillReader:
 
         Args:
             teacher_batch_size: at least 1.
-
-        Returns:
-            This reader.
 
         Raises:
             SettingsError: the first epoch has started, or the number is below 1.
@@ -384,7 +340,7 @@ class DistillReader:
         if self._session is not None:
             self._session.close()
 
-    def __enter__(self) -> DistillReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -418,7 +374,7 @@ class DistillReader:
         finally:
             epoch.close()
 
-    def _set_source(self, kind: _Kind, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+    def _set_source(self, kind: _Kind, reader: Callable[[], Iterable[Any]]) -> Self:
         if self._source is not None:
             raise SettingsError(f"the data source is set already (as {self._kind})")
         if not callable(reader):

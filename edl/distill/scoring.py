@@ -157,11 +157,7 @@ class ScoreCalls:
         return max(min([wait_s, *(deadline - now for deadline in deadlines)]), 0.0)
 
     def _follow_versions(self, now: float) -> float:
-        """Follow the teachers to another version before a call whose labels would not be mixed with those of this.
-
-        Returns:
-            Seconds until the next look.
-        """
+        """Follow the teachers to another version before a call whose labels would not be mixed with those of this."""
         routes = {route for call in self._calls for route in call.longest}
         services = {index for route in routes for index in self._labeller.limits.asked(route)}
         return min((self._follow_version(index, now) for index in services), default=_IDLE_S)

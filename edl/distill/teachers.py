@@ -172,11 +172,7 @@ def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
 
 
 def fixed_instance(endpoint: str) -> Instance:
-    """Return an endpoint, `host:port` or `unix:/path`, as an instance.
-
-    Raises:
-        SettingsError: It is neither.
-    """
+    """Return an endpoint, `host:port` or `unix:/path`, as an instance."""
     if not _is_endpoint(endpoint):
         other = " (name a service with Teachers(service=...) or set_dynamic_teacher)" if is_service(endpoint) else ""
         raise SettingsError(f"teacher {endpoint!r}: expected host:port, such as 10.0.0.7:8500{other}")

@@ -107,9 +107,6 @@ class Dispatcher:
         """Take in a new task.
 
         `longest`: rows of its longest sequence, 0 if its rows are no sequences.
-
-        Returns:
-            What is to be done.
         """
         self._tasks[task] = _Task(rows, nbytes, longest)
         heapq.heappush(self._waiting, task)
@@ -153,9 +150,6 @@ class Dispatcher:
         `max_rows`: most rows that it takes in a request; 0 for any number. `max_nbytes`: most bytes of tensors
         that it takes in a request; 0 for any number. `max_in_flight`: most requests that it may have, 0 for
         what the policy says. `max_sequence`: most rows of a sequence that it takes; 0 for any number.
-
-        Returns:
-            What is to be done.
         """
         self._connecting.discard(teacher)
         state = self.teachers.setdefault(teacher, TeacherState(Window(self.policy.window)))
@@ -233,11 +227,7 @@ class Dispatcher:
         return actions + self._assign(now)
 
     def attempt_failed(self, attempt: int, failure: RequestFailure, now: float) -> list[Action]:
-        """Send the task of a failed attempt elsewhere, or give it up, and treat its teacher accordingly.
-
-        Returns:
-            What is to be done.
-        """
+        """Send the task of a failed attempt elsewhere, or give it up, and treat its teacher accordingly."""
         ended = self._end(attempt)
         if ended is None:
             return []
@@ -438,11 +428,7 @@ class Dispatcher:
         self._changed = False
 
     def _place_waiting(self, now: float) -> tuple[list[Action], list[tuple[str, TeacherState]]]:
-        """Send waiting tasks, the oldest first, to teachers that have room.
-
-        Returns:
-            The actions, and the teachers that still have room.
-        """
+        """Send waiting tasks, the oldest first, to teachers that have room."""
         actions: list[Action] = []
         put_back: list[int] = []
         free = [(name, state) for name, state in self.teachers.items() if state.has_room(now)]

@@ -241,11 +241,7 @@ class TeacherCompatibility:
         self._confirmed_by.discard(teacher)
 
     def check_output(self, teacher: str, inputs: InputTensors, outputs: Outputs) -> RequestFailure | None:
-        """Check that an answer fits the answers before it.
-
-        Returns:
-            BAD_OUTPUT with the difference, None without a difference.
-        """
+        """Check that an answer fits the answers before it."""
         why = self._difference(inputs, outputs)
         if why and not self._has_delivered and self._confirmed_by <= {teacher}:
             self._reset_shapes()  # none of those that gave such answers is left to give more of them

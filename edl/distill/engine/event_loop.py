@@ -53,11 +53,7 @@ class EventLoopThread:
 
     @classmethod
     def acquire(cls, *, for_grpc: bool = True) -> EventLoopThread:
-        """Return the process's loop, and start it if need be.
-
-        Raises:
-            ClosedError: it is for gRPC, in a process forked from a process that has used gRPC.
-        """
+        """Return the process's loop, and start it if need be."""
         if for_grpc and cls.inherited:
             raise ClosedError(
                 f"a reader cannot connect in process {os.getpid()}: a process that it was forked from has used a "
@@ -87,11 +83,7 @@ class EventLoopThread:
                 logger.warning("the event loop of the readers has not ended after %g s; left alone", _STOP_S)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run a function on the loop soon, from any thread. Takes no lock: finalizers call it as well.
-
-        Raises:
-            ClosedError: the loop has ended.
-        """
+        """Run a function on the loop soon, from any thread. Takes no lock: finalizers call it as well."""
         self.check()
         try:
             self.loop.call_soon_threadsafe(function, *args)

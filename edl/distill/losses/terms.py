@@ -145,9 +145,6 @@ def bucket_log_probabilities(
 
     Returns:
         Two tensors [rows, ..., k + 1], the tail last; [rows, ..., k] where every class is kept.
-
-    Raises:
-        SettingsError: rows or classes that do not agree.
     """
     student = widened(student_logits)
     ids = as_tensor(teacher.ids, student.device).long()

@@ -161,11 +161,7 @@ def hard_targets(
 
 
 def mixed_losses(losses: Tensor, student_logits: Tensor, targets: Tensor | None, hard_weight: float) -> Tensor:
-    """Return losses [rows, ...] in which the cross-entropy with hard labels has a share.
-
-    Raises:
-        SettingsError: a hard label that is no token of the student's.
-    """
+    """Return losses [rows, ...] in which the cross-entropy with hard labels has a share."""
     if targets is None:
         return losses
     classes = student_logits.shape[-1]
@@ -184,9 +180,6 @@ def kept_rows(mask: Tensor | None, rows: torch.Size, device: torch.device) -> Te
     """Return the mask as booleans on `device`, None without.
 
     `mask`: bool or integer, of the shape of `rows`, or None.
-
-    Raises:
-        SettingsError: another shape or type, or numbers below 0 (on the CPU; elsewhere they are left out).
     """
     if mask is None:
         return None

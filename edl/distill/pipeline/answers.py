@@ -82,11 +82,7 @@ def empty_like(outputs: Outputs) -> Outputs:
 
 
 def empty_outputs(spec: ModelSpec, output_spec: OutputSpec) -> Outputs:
-    """Return outputs of no rows, by what the model says of them.
-
-    Raises:
-        SourceError: it leaves the size of a row open.
-    """
+    """Return outputs of no rows, by what the model says of them."""
     return {name: _empty_output(name, spec.outputs.get(name), output_spec) for name in output_spec.outputs}
 
 
@@ -154,11 +150,7 @@ def _joined(name: str, pieces: Sequence[Array | TopK]) -> Array | TopK:
 
 
 class Combiner:
-    """Makes a single value of each output from the answers of several services.
-
-    Raises:
-        SettingsError: `how` is none of these.
-    """
+    """Makes a single value of each output from the answers of several services."""
 
     def __init__(self, how: Combine, weights: Sequence[float]) -> None:
         if not callable(how) and how not in ("each", "mean", "mean_probabilities"):

@@ -69,11 +69,7 @@ class _Service:
 
 
 class ChunkLabeller:
-    """Connections, shared memory and cache of a reader. `submit` is for the feeding thread, the rest for any.
-
-    Raises:
-        SettingsError: wrong credentials or discovery, or a cache without fitting labels where there are no teachers.
-    """
+    """Connections, shared memory and cache of a reader. `submit` is for the feeding thread, the rest for any."""
 
     def __init__(self, request: LabelRequest) -> None:
         options = request.options

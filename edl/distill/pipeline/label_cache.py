@@ -149,9 +149,6 @@ def chunk_ids(
     """Return what a chunk's labels are looked up by.
 
     `inputs`: of sequences, the names that labels were kept for; None for all of `fields`.
-
-    Raises:
-        SettingsError: one of `inputs` is not among the fields.
     """
     assert chunk.ids is not None
     if chunk.lengths is None:

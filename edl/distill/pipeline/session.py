@@ -98,11 +98,7 @@ _SAY_AFTER_S = 5.0
 
 
 class LabelSession:
-    """The epochs of a reader, of which a single one runs at a time.
-
-    Raises:
-        SettingsError: wrong credentials or discovery, or a cache without fitting labels where there are no teachers.
-    """
+    """The epochs of a reader, of which a single one runs at a time."""
 
     def __init__(self, request: LabelRequest) -> None:
         load = LoadSettings.of(request.options.publish_load)

@@ -119,11 +119,7 @@ class ReuseDetector:
         self._at_work = True
 
     def check_drawn(self, item: Item) -> None:
-        """Check that a new item does not share changed memory with items in use.
-
-        Raises:
-            SourceError: it does.
-        """
+        """Check that a new item does not share changed memory with items in use."""
         current = self._current  # before those released: `release` puts it there before it lets go of it
         earlier = [*self._released, *([current] if current is not None else [])]
         self._at_work = False
@@ -145,11 +141,7 @@ class ReuseDetector:
             raise
 
     def release(self) -> None:
-        """Note that the training loop is done with its item.
-
-        Raises:
-            SourceError: the source has changed it meanwhile.
-        """
+        """Note that the training loop is done with its item."""
         current = self._current
         if current is not None and self._at_work:
             self._released.append(current)
@@ -160,11 +152,7 @@ class ReuseDetector:
             raise error
 
     def check_delivered(self, item: Item) -> None:
-        """Note that the training loop gets this item next.
-
-        Raises:
-            SourceError: it has changed since it was sent.
-        """
+        """Note that the training loop gets this item next."""
         self._current = item
         for fingerprint in item.fingerprints:
             fingerprint.check()

@@ -76,11 +76,7 @@ class Cutter(abc.ABC):
 
     @abc.abstractmethod
     def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
-        """Take in an item that was read.
-
-        Returns:
-            The item, and the chunks that are full with it.
-        """
+        """Take in an item that was read."""
 
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         """Read and cut a further item of the source, where teachers' limits are known."""

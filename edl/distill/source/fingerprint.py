@@ -366,11 +366,7 @@ class ItemFingerprint:
         return {part.location for part in self._parts}
 
     def check(self) -> None:
-        """Check that the item is as it was.
-
-        Raises:
-            SourceError: it has changed.
-        """
+        """Check that the item is as it was."""
         for part in self._parts:
             if not part.is_unchanged():
                 raise self._error(part)

@@ -28,9 +28,6 @@ class SourceIterator(Iterator[Any]):
     A PyTorch `DataLoader` without workers draws its order from torch's global generator when its first batch is read.
     That batch is read at once, in the caller's thread: another thread would draw beside the training's own draws, and
     the same seed would give another order.
-
-    Raises:
-        SourceError: from `__next__`, where the source stopped before its end.
     """
 
     def __init__(self, source: Iterable[Any]) -> None:

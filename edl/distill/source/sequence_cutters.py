@@ -148,11 +148,7 @@ class SequenceCutter(Cutter):
         return SequenceReading(what, arrays, rows, sample_id, fingerprint.rest_nbytes, fingerprint)
 
     def add(self, text: SequenceReading, ready: list[Chunk]) -> tuple[Chunk, int, int]:
-        """Add a sequence to the open request; return where its rows are.
-
-        Raises:
-            SourceError: no teacher takes it.
-        """
+        """Add a sequence to the open request; return where its rows are."""
         rows = text.rows
         budget = self._budget(text.arrays, rows, text.what)
         if self._open.rows and self._open.rows + rows > budget:
@@ -172,11 +168,7 @@ class SequenceCutter(Cutter):
         return chunk, start, start + rows
 
     def _budget(self, arrays: Mapping[str, Array], rows: int, what: str) -> int:
-        """Return how many rows fill a request.
-
-        Raises:
-            SourceError: no teacher takes a sequence as long as this.
-        """
+        """Return how many rows fill a request."""
         if self.max_sequence and rows > self.max_sequence:
             raise SourceError(
                 f"{what} is a sequence of {rows} tokens, and teachers take at most {self.max_sequence}: cut it in your "

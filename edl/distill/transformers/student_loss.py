@@ -45,9 +45,6 @@ class DistillArguments:
         tokenizer: path or hash of the student's tokenizer: teachers of another are refused. None: that of
             `processing_class`, if it has one. Empty: any.
         ahead: batches that are read, and labelled, while the present step is trained.
-
-    Raises:
-        SettingsError: a value that cannot be.
     """
 
     task: Task = "causal-lm"
@@ -109,9 +106,6 @@ def student_loss(
 
     `batch`: with the labels of its own, if `hard_weight` needs them. `head`: makes logits of states, for some rows
     at a time; None where `logits` are the logits.
-
-    Raises:
-        SettingsError: labels and logits that do not go together.
     """
     mask = learned_rows(batch, shifted=arguments.task == "causal-lm") if arguments.of_tokens else None
 
@@ -140,9 +134,6 @@ def hard_labels(
 
     `class_count`: the student's, None where that is not known yet. `mask`: the rows that are learned, None for all:
     labels of others may be anything.
-
-    Raises:
-        SettingsError: they are no numbers of classes.
     """
     if arguments.of_tokens:
         classes = next_tokens(batch, shifted=arguments.task == "causal-lm")
@@ -175,11 +166,7 @@ def all_classes(logits: Tensor, temperature: float) -> TopK:
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Return the logits among a model's outputs.
-
-    Raises:
-        SettingsError: there are none.
-    """
+    """Return the logits among a model's outputs."""
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
     if isinstance(logits, tuple | list) and logits:
         logits = logits[0]
@@ -190,11 +177,7 @@ def logits_of(outputs: Any) -> Tensor:
 
 
 def check_head(states: Tensor, logits: Tensor, head: Callable[[Tensor], Tensor]) -> None:
-    """Check that a head alone makes the model's logits of its last states.
-
-    Raises:
-        SettingsError: it does not.
-    """
+    """Check that a head alone makes the model's logits of its last states."""
     with torch.no_grad():
         own = logits[:, -1].float()
         difference = (head(states[:, -1]).float() - own).abs().max()

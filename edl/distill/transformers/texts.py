@@ -82,11 +82,7 @@ def find_texts(batch: Mapping[str, Any]) -> Texts:
 
 
 def check_token_types(batch: Mapping[str, Any], texts: Texts) -> None:
-    """Check that a batch's texts are no pairs, whose second text has another token type: teachers get ids alone.
-
-    Raises:
-        SettingsError: a token of another type than 0.
-    """
+    """Check that a batch's texts are no pairs, whose second text has another token type: teachers get ids alone."""
     types = _array(batch, "token_type_ids")
     if types is None:
         return
@@ -102,11 +98,7 @@ def check_token_types(batch: Mapping[str, Any], texts: Texts) -> None:
 
 
 def text_bytes(batch: Mapping[str, Any]) -> Array:
-    """Return each text's token ids as little-endian int32 in bytes, as `edl serve --hf` takes texts to classify.
-
-    Raises:
-        SettingsError: see `find_texts` and `check_token_types`.
-    """
+    """Return each text's token ids as little-endian int32 in bytes, as `edl serve --hf` takes texts to classify."""
     texts = find_texts(batch)
     check_token_types(batch, texts)
     rows = zip(texts.ids, texts.mask, strict=True)

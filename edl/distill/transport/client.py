@@ -183,11 +183,7 @@ class TeacherClient:
         return functools.partial(self._cancel, request)
 
     async def infer(self, payload: Payload, timeout_s: float) -> Reply:
-        """Ask as `start`, and wait for the outputs. Cancelling cancels the request.
-
-        Raises:
-            RequestFailed: There is no usable answer.
-        """
+        """Ask as `start`, and wait for the outputs. Cancelling cancels the request."""
         found: asyncio.Future[Reply | RequestFailure | None] = asyncio.get_running_loop().create_future()
         cancel = self.start(payload, timeout_s, lambda result: None if found.done() else found.set_result(result))
         try:

@@ -113,11 +113,7 @@ def _with_priority(server: ServerModel, config: kserve.ModelConfig | None, outpu
 async def fetch_spec(
     calls: ServerCalls, output_spec: OutputSpec, server: ServerModel, known: ModelSpec, deadline: float
 ) -> ModelSpec:
-    """Return the model with its present metadata. `known` is what answers have said of its version so far.
-
-    Raises:
-        RequestFailed: see `probe_model`.
-    """
+    """Return the model with its present metadata. `known` is what answers have said of its version so far."""
     model = known.name
     meta = await calls.call(
         "ModelMetadata", kserve.ModelMetadataRequest(name=model, version=server.named_version), deadline

@@ -53,22 +53,14 @@ class RequestPriority:
 
 
 def check_priority(priority: object) -> None:
-    """Check that a value is a priority.
-
-    Raises:
-        SettingsError: it is none.
-    """
+    """Check that a value is a priority."""
     number = isinstance(priority, int) and not isinstance(priority, bool) and 1 <= priority < _MOST_LEVELS
     if not number and not (isinstance(priority, str) and priority in _WORDS):
         raise SettingsError(f"priority={priority!r}: must be 'lowest', 'default', 'auto', or a level from 1 on")
 
 
 def parse_priority(text: str) -> Priority:
-    """Return a priority from text, such as an option's or that of a registration.
-
-    Raises:
-        SettingsError: it is none.
-    """
+    """Return a priority from text, such as an option's or that of a registration."""
     value: object = int(text) if text.isascii() and text.isdigit() and len(text) < 11 else text
     check_priority(value)
     return value  # type: ignore[return-value]
@@ -111,22 +103,14 @@ class Reply(NamedTuple):
 
 
 def check_version(version: object) -> None:
-    """Check that a version is a string: 2 is not "2" in a cache, nor on the wire.
-
-    Raises:
-        SettingsError: it is no string.
-    """
+    """Check that a version is a string: 2 is not "2" in a cache, nor on the wire."""
     if not isinstance(version, str):
         raise SettingsError(f"version={version!r}: must be a string, such as {str(version)!r}; empty for any")
 
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """What a student asks teachers for.
-
-    Raises:
-        SettingsError: a value that cannot be.
-    """
+    """What a student asks teachers for."""
 
     outputs: tuple[str, ...]  # names of the model's outputs
     model: str = ""  # the model's name in KServe v2 requests; empty for the only model of the server

@@ -20,6 +20,8 @@ from edl.notifier import Notifier
 __all__ = ["Handover", "SourceIterator"]
 
 _FRAMEWORKS = ("torch", "paddle")
+_APPLIES = (map, filter, zip, itertools.starmap, itertools.chain, itertools.takewhile, itertools.dropwhile)
+"""Iterators that may call functions of the user's, and have no frame of their own in a traceback."""
 
 
 class SourceIterator(Iterator[Any]):
@@ -59,6 +61,8 @@ class SourceIterator(Iterator[Any]):
             what = f"after {self._seen} batches the data set"
         elif self._expected is not None and self._seen < self._expected:
             what = f"the data loader ended after {self._seen} of its {self._expected} batches: its data set"
+        elif isinstance(self._iterator, _APPLIES) and _raised_by_function(end.__traceback__):
+            what = f"after {self._seen} items of the source, a function that it applies"
         else:
             return
         raise SourceError(
@@ -120,6 +124,12 @@ def _batches_of(source: Any) -> int | None:
 
 def _is_framework(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] in _FRAMEWORKS
+
+
+def _raised_by_function(traceback: TracebackType | None) -> bool:
+    """Return whether an error was raised in a function that an iterator applies, and not in another's `__next__`."""
+    below = traceback.tb_next if traceback is not None else None
+    return below is not None and below.tb_frame.f_code.co_name != "__next__"
 
 
 def _came_through_fetching(traceback: TracebackType | None) -> bool:

@@ -14,7 +14,8 @@ from edl.distill.dispatch.actions import FailureKind
 from edl.distill.engine.connection import _complete_spec
 from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.teachers import Teachers
-from edl.distill.transport.client import RequestFailed, TeacherClient
+from edl.distill.transport.calls import RequestFailed
+from edl.distill.transport.client import TeacherClient
 from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import OutputSpec, Priority, RequestPriority, choose_priority, parse_priority
 from edl.errors import SettingsError
@@ -117,6 +118,17 @@ def test_close_while_a_request_is_sent(serve: Serve, with_client: WithClient) ->
         assert await asyncio.gather(*tasks) == [FailureKind.LOST] * 3
 
     with_client(serve("echo"), test)
+
+
+def test_closed_client_says_lost(serve: Serve, with_client: WithClient, caplog: pytest.LogCaptureFixture) -> None:
+    """What gRPC says of a channel that was closed on purpose is no news."""
+
+    async def test(client: TeacherClient) -> None:
+        await client.close()
+        assert await kind_of(infer(client, 1)) is FailureKind.LOST
+
+    with_client(serve("echo"), test)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize(

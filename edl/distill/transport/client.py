@@ -300,7 +300,7 @@ class TeacherClient:
     async def _send(self, request: _Request) -> Reply:
         """Send a request that cannot simply go over the stream: the first of its size, or to a server without one."""
         if self._is_lost:
-            raise RequestFailed(FailureKind.LOST, f"{self.endpoint}: the connection was lost while nobody asked")
+            raise RequestFailed(FailureKind.LOST, f"{self.endpoint}: the connection was lost, or closed, while nobody asked")
         slot = request.payload.slot
         if slot is not None and self.shares_memory:
             request.region = await self._regions.register(slot.region, request.deadline)
@@ -403,7 +403,7 @@ class TeacherClient:
     @property
     def _is_lost(self) -> bool:
         """Whether the stream has ended: another server may answer at this address now, and know no region of ours."""
-        return self._stream is not None and self._stream.broken and not self._stream.refused
+        return self._closed or (self._stream is not None and self._stream.broken and not self._stream.refused)
 
     def _open_stream(self) -> InferStream:
         if self._stream is None or self._stream.refused:

@@ -103,7 +103,7 @@ class Countdown:
     ],
 )
 def test_a_stop_in_an_applied_function(source: Callable[[], Any]) -> None:
-    with pytest.raises(SourceError, match="a function that it applies.* raised StopIteration"):
+    with pytest.raises(SourceError, match=r"a function that it applies.* raised StopIteration"):
         list(SourceIterator(source()))
     assert list(SourceIterator(map(str, Countdown()))) == ["2", "1", "0"]
 

@@ -265,10 +265,6 @@ class Dispatcher:
         self._awaited_task = task
         return self._assign(now)
 
-    def is_running(self, attempt: int) -> bool:
-        """Return whether the end of this attempt is still to be reported."""
-        return attempt in self._attempts
-
     # Questions
 
     def next_event(self, now: float) -> float | None:
@@ -334,11 +330,6 @@ class Dispatcher:
 
     def _has_unassigned(self) -> bool:
         return any(task in self._tasks and not self._tasks[task].attempts for task in self._waiting)
-
-    @property
-    def open_tasks(self) -> int:
-        """Tasks without an answer."""
-        return len(self._tasks)
 
     @property
     def capacity(self) -> int:

@@ -9,10 +9,11 @@ I/O, when work has waited too long for a teacher. Sending, retrying and answerin
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edl.distill.dispatch.actions import FailureKind, GiveUp
@@ -153,66 +154,48 @@ class _Counts:
     failures: int = 0
 
 
-@dataclass(frozen=True)
-class _Teachers:
-    """Counts by id, of teachers that are there and that left last, and sums over all that left."""
-
-    present: Mapping[str, _Counts] = field(default_factory=dict)
-    gone: Mapping[str, _Counts] = field(default_factory=dict)
-    departed: _Counts = field(default_factory=lambda: _Counts(""))
-
-
-@dataclass
 class EngineCounters:
-    """Rows, by what became of them. Written on the event loop only, read from any thread.
+    """Rows, by what became of them. Written on the event loop only, read from any thread."""
 
-    A teacher that comes or goes makes another `_Teachers`, so that its counts are neither doubled nor missing.
-    """
-
-    asked: int = 0
-    received: int = 0
-    resent: int = 0
-    hedged: int = 0
-    _teachers: _Teachers = field(default_factory=_Teachers)
+    def __init__(self) -> None:
+        self.asked = self.received = self.resent = self.hedged = 0
+        self._lock = threading.Lock()  # so that the counts of a teacher that leaves are neither doubled nor missing
+        self._present: dict[str, _Counts] = {}
+        self._gone: dict[str, _Counts] = {}  # of those that left last
+        self._departed = _Counts("")  # sums over all that left
 
     def add_teacher(self, teacher: str, endpoint: str) -> None:
         """Count for a teacher that comes, from 0 on."""
-        before = self._teachers
-        gone = {name: counts for name, counts in before.gone.items() if name != teacher}
-        self._teachers = replace(before, present={**before.present, teacher: _Counts(endpoint)}, gone=gone)
+        with self._lock:
+            self._gone.pop(teacher, None)
+            self._present[teacher] = _Counts(endpoint)
 
     def remove_teacher(self, teacher: str) -> None:
         """Add the counts of a teacher that left to the sums of departed teachers."""
-        before = self._teachers
-        if teacher not in before.present:
-            return
-        counts = before.present[teacher]
-        departed = _Counts(
-            "",
-            before.departed.rows + counts.rows,
-            before.departed.requests + counts.requests,
-            before.departed.failures + counts.failures,
-        )
-        present = {name: counts for name, counts in before.present.items() if name != teacher}
-        gone = dict([*before.gone.items(), (teacher, counts)][-_MOST_GONE:])
-        self._teachers = _Teachers(present, gone, departed)
+        with self._lock:
+            counts = self._present.pop(teacher, None)
+            if counts is None:
+                return
+            self._departed.rows += counts.rows
+            self._departed.requests += counts.requests
+            self._departed.failures += counts.failures
+            self._gone[teacher] = counts
+            if len(self._gone) > _MOST_GONE:
+                del self._gone[next(iter(self._gone))]
 
     def teacher(self, teacher: str) -> _Counts:
         """Return the counts of a teacher, for writing.
 
         If it left before its last request ended, these are the sums of departed teachers.
         """
-        teachers = self._teachers
-        return teachers.present.get(teacher, teachers.departed)
+        return self._present.get(teacher, self._departed)
 
     def stats(self, dispatcher: Dispatcher, state_of: Callable[[str], tuple[str, str]], stale: str) -> ReaderStats:
-        """Return all counters, with the dispatcher's gauges.
-
-        `stale`: what is wrong with discovery; empty if it works.
-        """
-        counted = self._teachers
-        teachers = {name: _seen(counts) for name, counts in counted.gone.items()}
-        for name, counts in counted.present.items():
+        """Return all counters, with the dispatcher's gauges. `stale` says what is wrong with discovery."""
+        with self._lock:
+            teachers = {name: _seen(counts) for name, counts in self._gone.items()}
+            present, departed = self._present.copy(), _seen(self._departed)
+        for name, counts in present.items():
             state = dispatcher.teachers.get(name)
             status, why = state_of(name)
             teachers[name] = TeacherStats(
@@ -235,7 +218,7 @@ class EngineCounters:
             set_aside={kind.value: count for kind, count in dispatcher.pauses.copy().items()},
             teachers_live=dispatcher.count_serving(time.monotonic()),
             teachers=teachers,
-            departed=_seen(counted.departed),
+            departed=departed,
             discovery=stale,
         )
 

@@ -33,30 +33,6 @@ __all__ = ["LabelSession", "load_publishers"]
 logger = logging.getLogger("edl.distill")
 
 
-class StudentWaits:
-    """Seconds that a reader's training loop waited, with the wait that goes on. For a single thread."""
-
-    def __init__(
-        self, finished: Callable[[], tuple[float, float]], open_wait: Callable[[], tuple[float, float]]
-    ) -> None:
-        self._finished = finished
-        self._open_wait = open_wait
-        self._label_s = 0.0
-        self._source_s = 0.0
-
-    def read(self) -> tuple[float, float]:
-        """Return the seconds waited for labels and for the data source, neither of which ever falls.
-
-        In this order a wait that ends between the two looks is missing for a moment, and counts at the next read; in
-        the other order it would count twice, for good.
-        """
-        waited_s, source_s = self._finished()
-        open_s, open_source_s = self._open_wait()
-        self._label_s = max(self._label_s, waited_s + open_s - source_s - open_source_s)
-        self._source_s = max(self._source_s, source_s + open_source_s)
-        return self._label_s, self._source_s
-
-
 def load_publishers(
     labeller: ChunkLabeller, open_wait: Callable[[], tuple[float, float]], settings: LoadSettings
 ) -> list[LoadPublisher]:
@@ -78,11 +54,20 @@ def load_publishers(
 def _source(
     labeller: ChunkLabeller, index: int, service: str, open_wait: Callable[[], tuple[float, float]], job: str
 ) -> LoadSource:
-    waits = StudentWaits(lambda: labeller.waits_s, open_wait)
+    label_s = total_source_s = 0.0
 
     def read() -> Mapping[str, float]:
-        label_s, source_s = waits.read()
-        return {"rows_asked": labeller.rows_asked(index), "wait_s": label_s, "source_wait_s": source_s}
+        """Return seconds that never fall.
+
+        In this order a wait that ends between the two looks is missing for a moment, and counts at the next read; in
+        the other order it would count twice, for good.
+        """
+        nonlocal label_s, total_source_s
+        waited_s, source_s = labeller.waits_s
+        open_s, open_source_s = open_wait()
+        label_s = max(label_s, waited_s + open_s - source_s - open_source_s)
+        total_source_s = max(total_source_s, source_s + open_source_s)
+        return {"rows_asked": labeller.rows_asked(index), "wait_s": label_s, "source_wait_s": total_source_s}
 
     def describe() -> Mapping[str, Any]:
         return {"job": job, "teachers": labeller.ready_teachers(index)[:MAX_TEACHERS]}

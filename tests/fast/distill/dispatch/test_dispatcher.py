@@ -376,7 +376,7 @@ def test_dropped_tasks_answer_is_ignored() -> None:
     (send,) = sends(dispatcher.add_task(1, 0.0))
     assert dispatcher.drop_task(1) == [send.attempt]
     assert dispatcher.attempt_answered(send.attempt, 1.0) == []
-    assert dispatcher.open_tasks == 0
+    assert not dispatcher._tasks
 
 
 def test_oldest_task_is_sent_again_first() -> None:

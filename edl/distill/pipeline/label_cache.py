@@ -290,18 +290,18 @@ class CacheQueue:
                     self.queued_bytes -= entry.nbytes
                     self._changed.notify_all()
         except BaseException as exc:
-            with self._changed:
-                self.failed = True
-                self.dropped_rows += sum(left.rows for left in (entry, *self._entries) if left is not None)
-                self._entries.clear()
-                self.queued_bytes = 0
-                self._changed.notify_all()
             logger.exception(
                 "no more labels are kept in the soft-label cache until the reader is made anew, and they will be asked "
                 "for again: %s: %s, which was not foreseen",
                 type(exc).__name__,
                 exc,
             )
+            with self._changed:
+                self.failed = True
+                self.dropped_rows += sum(left.rows for left in (entry, *self._entries) if left is not None)
+                self._entries.clear()
+                self.queued_bytes = 0
+                self._changed.notify_all()
             if not isinstance(exc, Exception):
                 raise
 

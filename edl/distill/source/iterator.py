@@ -20,7 +20,7 @@ from edl.notifier import Notifier
 __all__ = ["Handover", "SourceIterator"]
 
 _FRAMEWORKS = ("torch", "paddle")
-_APPLIES = (map, filter, zip, itertools.starmap, itertools.chain, itertools.takewhile, itertools.dropwhile)
+_APPLIES = (map, filter, zip, itertools.starmap, itertools.takewhile, itertools.dropwhile)
 """Iterators that may call functions of the user's, and have no frame of their own in a traceback."""
 
 

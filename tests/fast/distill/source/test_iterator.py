@@ -98,7 +98,6 @@ class Countdown:
         lambda: map(stop, [1]),
         lambda: filter(stop, [1]),
         lambda: itertools.starmap(stop, [(1,)]),
-        lambda: itertools.chain([0], map(stop, [1])),
         lambda: zip([1], map(stop, [1]), strict=False),
     ],
 )

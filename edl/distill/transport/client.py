@@ -300,7 +300,9 @@ class TeacherClient:
     async def _send(self, request: _Request) -> Reply:
         """Send a request that cannot simply go over the stream: the first of its size, or to a server without one."""
         if self._is_lost:
-            raise RequestFailed(FailureKind.LOST, f"{self.endpoint}: the connection was lost, or closed, while nobody asked")
+            raise RequestFailed(
+                FailureKind.LOST, f"{self.endpoint}: the connection was lost or closed before this request"
+            )
         slot = request.payload.slot
         if slot is not None and self.shares_memory:
             request.region = await self._regions.register(slot.region, request.deadline)

@@ -232,96 +232,48 @@ MemoryLocation: TypeAlias = tuple[str, int]
 """Where something lies: the address of an array's first element, or the identity of a list or dictionary."""
 
 
-class FingerprintPart:
-    """A part of an item, and what it was like.
+class _Part:
+    """A part of an item, and what tells whether it is as it was."""
 
-    Attributes:
-        costly: whether comparing it takes longer than finding its location.
-    """
+    __slots__ = ("_holder", "_is_array", "costly", "is_unchanged", "path")
 
-    __slots__ = ("_holder", "_same", "path")
-    costly = False
-
-    def __init__(self, path: KeyPath, holder: Any, same: Callable[[], bool]) -> None:
+    def __init__(
+        self, path: KeyPath, holder: Any, is_unchanged: Callable[[], bool], is_array: bool = False, costly: bool = False
+    ) -> None:
         self.path = path  # keys and positions on the way to it, for messages
+        self.is_unchanged = is_unchanged
+        self.costly = costly  # whether comparing it takes longer than finding its location
         self._holder = holder
-        self._same = same
-
-    def is_unchanged(self) -> bool:
-        """Return whether it is as it was."""
-        return self._same()
+        self._is_array = is_array
 
     @property
     def location(self) -> MemoryLocation:
         """Where it lies; parts of items that are both alive lie in the same location if they share it."""
+        if self._is_array:
+            return "memory", self._holder.__array_interface__["data"][0]
         return "object", id(self._holder)
 
 
-class SmallArrayPart(FingerprintPart):
-    """An array that is cheap to copy; in a class of its own, since most samples have some."""
+def _converted_part(
+    name: str, found: Any, sent: Array, convert: Callable[[Any], Array], time_budget: TimeBudget
+) -> _Part:
+    """Return an input that holds objects of unknown types: what was sent for it is kept, or a checksum of that."""
+    shape, dtype = sent.shape, sent.dtype
+    before = list(sent.flat) if dtype.hasobject else Checksum.of(sent, time_budget)
 
-    __slots__ = ("_content",)
-
-    def __init__(self, path: KeyPath, array: Array) -> None:
-        self.path = path
-        self._holder = array
-        self._content = array.tobytes()
-
-    def is_unchanged(self) -> bool:
-        return bool(self._holder.tobytes() == self._content)
-
-    @property
-    def location(self) -> MemoryLocation:
-        return "memory", self._holder.__array_interface__["data"][0]
-
-
-class LargeArrayPart(SmallArrayPart):
-    """An array of which a checksum is kept."""
-
-    __slots__ = ("_checksum", "_time")
-    costly = True
-
-    def __init__(self, path: KeyPath, array: Array, time_budget: TimeBudget) -> None:
-        self.path = path
-        self._holder = array
-        self._time = time_budget
-        self._checksum = Checksum.of(array, time_budget)
-
-    def is_unchanged(self) -> bool:
-        return self._checksum.matches(self._holder, self._time)
-
-
-class ConvertedPart(FingerprintPart):
-    """An input that holds objects of unknown types: what was sent for it is kept, or a checksum of that."""
-
-    __slots__ = ("_before", "_convert", "_time")
-    costly = True
-
-    def __init__(
-        self, path: KeyPath, holder: Any, sent: Array, convert: Callable[[Any], Array], time_budget: TimeBudget
-    ) -> None:
-        self.path = path
-        self._holder = holder
-        self._convert = convert
-        self._time = time_budget
-        self._before = self._content(sent)
-
-    def is_unchanged(self) -> bool:
+    def is_unchanged() -> bool:
         try:
-            array = self._convert(self._holder)
+            array = convert(found)
         except Exception as exc:  # the user's own code, of a file that is closed by now, say
             raise SourceError(
-                f"input {self.path[0]!r} was sent to the teachers, but it cannot be looked at again, to see that it "
-                f"did not change while its soft labels were on their way: {exc!r}; yield numpy.array(value) for example"
+                f"input {name!r} was sent to the teachers, but it cannot be looked at again, to see that it did not "
+                f"change while its soft labels were on their way: {exc!r}; yield numpy.array(value) for example"
             ) from exc
-        shape, dtype, content = self._before
         if (array.shape, array.dtype) != (shape, dtype):
             return False
-        return content.matches(array, self._time) if isinstance(content, Checksum) else list(array.flat) == content
+        return before.matches(array, time_budget) if isinstance(before, Checksum) else list(array.flat) == before
 
-    def _content(self, array: Array) -> tuple[tuple[int, ...], np.dtype[Any], Checksum | list[Any]]:
-        content = list(array.flat) if array.dtype.hasobject else Checksum.of(array, self._time)
-        return array.shape, array.dtype, content
+    return _Part((name,), found, is_unchanged, costly=True)
 
 
 class ItemFingerprint:
@@ -336,7 +288,7 @@ class ItemFingerprint:
     def __init__(self, what: str, item: Any, inputs: Mapping[str, Any], time_budget: TimeBudget) -> None:
         self._what = what
         self._time = time_budget
-        self._parts: list[FingerprintPart] = []
+        self._parts: list[_Part] = []
         self.conversions_matter = False  # whether it holds objects of unknown types, so that `add_sent` is to be called
         self.rest_nbytes = 0  # of what the item holds besides the inputs, as far as that is known
         self._inputs = frozenset(map(id, inputs.values()))
@@ -358,7 +310,7 @@ class ItemFingerprint:
         for name, found in inputs.items():
             looked_at = isinstance(found, np.ndarray) or (is_tensor(found) and _shared_memory(found) is not None)
             if not looked_at and not isinstance(found, _PLAIN):
-                self._parts.append(ConvertedPart((name,), found, sent[name], convert, self._time))
+                self._parts.append(_converted_part(name, found, sent[name], convert, self._time))
 
     @property
     def locations(self) -> set[MemoryLocation]:
@@ -380,7 +332,7 @@ class ItemFingerprint:
             elif not part.is_unchanged() and part.location in places():
                 raise self._error(part)
 
-    def _error(self, part: FingerprintPart) -> SourceError:
+    def _error(self, part: _Part) -> SourceError:
         where = f" ({''.join(f'[{key!r}]' for key in part.path)})" if part.path else ""
         return SourceError(
             f"{self._what} changed while its soft labels were on their way, or while it was in use{where}: yield a new "
@@ -449,21 +401,25 @@ class ItemFingerprint:
             self.rest_nbytes += sum(map(object_nbytes, array.flat))
             self._add_elements(array, lambda: list(array.flat), path)
         elif array.nbytes <= SMALL_NBYTES:
-            self._parts.append(SmallArrayPart(path, array))
+            content = array.tobytes()
+            self._parts.append(_Part(path, array, lambda: bool(array.tobytes() == content), is_array=True))
         else:
-            self._parts.append(LargeArrayPart(path, array, self._time))
+            time_budget = self._time
+            checksum = Checksum.of(array, time_budget)
+            unchanged = functools.partial(checksum.matches, array, time_budget)
+            self._parts.append(_Part(path, array, unchanged, is_array=True, costly=True))
 
     def _add_tensor(self, tensor: Any, path: KeyPath) -> None:
         memory = _shared_memory(tensor)
         if memory is not None:
             begin = tensor.data_ptr()  # which becomes another one where the source gives it other memory
-            self._parts.append(FingerprintPart(path, tensor, lambda: tensor.data_ptr() == begin))
+            self._parts.append(_Part(path, tensor, lambda: tensor.data_ptr() == begin))
             self._add_array(memory, path)
             return
         self.rest_nbytes += object_nbytes(tensor)
         version = _version(tensor)
         if version is not None:
-            self._parts.append(FingerprintPart(path, tensor, lambda: _version(tensor) == version))
+            self._parts.append(_Part(path, tensor, lambda: _version(tensor) == version))
         else:
             self.conversions_matter = True
 
@@ -474,11 +430,11 @@ class ItemFingerprint:
         def is_unchanged() -> bool:  # an array that was kept would not let the source resize its buffer
             return before.matches(np.asarray(memoryview(buffer)), self._time) if before is not None else not len(buffer)
 
-        self._parts.append(FingerprintPart(path, buffer, is_unchanged))
+        self._parts.append(_Part(path, buffer, is_unchanged))
 
     def _add_elements(self, holder: Any, elements: Callable[[], list[Any]], path: KeyPath) -> None:
         before = elements()
-        self._parts.append(FingerprintPart(path, holder, lambda: _same_objects(before, elements())))
+        self._parts.append(_Part(path, holder, lambda: _same_objects(before, elements())))
 
     def _add_attribute(self, item: Any, found: Any) -> None:
         """Add the attributes of an object of the user's that are inputs."""
@@ -486,7 +442,7 @@ class ItemFingerprint:
         if isinstance(attributes, dict):
             for key, value in attributes.items():
                 if value is found:
-                    self._parts.append(FingerprintPart((key,), item, functools.partial(_holds, attributes, key, value)))
+                    self._parts.append(_Part((key,), item, functools.partial(_holds, attributes, key, value)))
 
 
 def _holds(attributes: dict[str, Any], key: str, value: Any) -> bool:

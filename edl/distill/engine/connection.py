@@ -23,7 +23,8 @@ from edl.discovery.registry import Instance, Snapshot
 from edl.distill.dispatch.actions import FailureKind
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.engine.compatibility import TeacherCompatibility
-from edl.distill.transport.calls import MESSAGE_LIMITS, MessageLimits, RequestFailed, TeacherLacks
+from edl.distill.options import Options
+from edl.distill.transport.calls import RequestFailed, TeacherLacks
 from edl.distill.transport.client import Done, TeacherClient
 from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, OutputSpec, parse_priority
@@ -67,10 +68,10 @@ class TeacherConnection:
         self,
         instance: Instance,
         output_spec: OutputSpec,
+        options: Options,
         *,
         shared_memory: bool,
         files: CredentialFiles | None = None,
-        limits: MessageLimits = MESSAGE_LIMITS,
         compatibility: TeacherCompatibility,
         on_connected: Callable[[TeacherConnection], None],
         on_disconnected: Callable[[TeacherConnection], None],
@@ -90,7 +91,7 @@ class TeacherConnection:
         self.changed_spec: ModelSpec | None = None
         self._shared_memory = shared_memory
         self._files = files
-        self._limits = limits
+        self._options = options
         self._compatibility = compatibility
         self._on_connected = on_connected
         self._on_disconnected = on_disconnected
@@ -199,7 +200,7 @@ class TeacherConnection:
                 shared_memory=self._shared_memory,
                 region_names=self._names,
                 files=self._files,
-                limits=self._limits,
+                options=self._options,
                 on_lost=self._lost,
             )
             connected = lacks = False

@@ -12,7 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from edl.discovery.registry import Instance, Snapshot
 from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
@@ -29,9 +29,8 @@ from edl.distill.engine.jobs import (
     ServiceLimits,
     give_up_error,
 )
-from edl.distill.options import Policy
+from edl.distill.options import Options
 from edl.distill.stats import ReaderStats
-from edl.distill.transport.calls import MESSAGE_LIMITS, MessageLimits
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply
 from edl.distill.transport.shm import Arena
 from edl.errors import EDLError, NoTeacherError, SettingsError
@@ -61,24 +60,21 @@ class Engine:
         self,
         name: str,
         output_spec: OutputSpec,
+        options: Options,
         *,
         thread: EventLoopThread,
         arena: Arena | None,
-        policy: Policy,
-        teacher_timeout_s: float,
         files: CredentialFiles | None = None,
-        mixed_versions: Literal["warn", "refuse"] = "warn",
-        limits: MessageLimits = MESSAGE_LIMITS,
     ) -> None:
         self.name = name
         self.output_spec = output_spec
         self._thread = thread
         self._arena = arena
-        self._timeout_s = teacher_timeout_s
+        self._options = options
+        self._timeout_s = options.teacher_timeout_s
         self._files = files
-        self._limits = limits
-        self._dispatcher = Dispatcher(policy)
-        self._compatibility = TeacherCompatibility(name, output_spec, mixed_versions)
+        self._dispatcher = Dispatcher(options.policy)
+        self._compatibility = TeacherCompatibility(name, output_spec, options.mixed_versions)
         self._pool = ConnectionPool(name, self._dispatcher, self._connect, self._connection_dropped, self._spawn)
         self._jobs: dict[int, LabelJob] = {}
         self._spec_known = Notifier()
@@ -87,7 +83,7 @@ class Engine:
         self._timer: asyncio.TimerHandle | None = None
         self._polled_at = 0.0
         self._job_queue = JobQueue(thread, self, self._submit)
-        self._outage = Outage(teacher_timeout_s, policy.request_timeout_s)
+        self._outage = Outage(options.teacher_timeout_s, options.policy.request_timeout_s)
         self._counters = EngineCounters()
         self._closed = False
         self.limits = ServiceLimits()  # Limits of the live teachers. Replaced on the loop, read in any thread.
@@ -280,9 +276,9 @@ class Engine:
         return TeacherConnection(
             instance,
             self.output_spec,
+            self._options,
             shared_memory=self._arena is not None,
             files=self._files,
-            limits=self._limits,
             compatibility=self._compatibility,
             on_connected=self._teacher_up,
             on_disconnected=self._teacher_down,

@@ -46,10 +46,8 @@ class AnswerSizeEstimator:
         """Return the bytes of an answer to so many rows; None while that cannot be told."""
         if self._row_nbytes is not None:
             return math.ceil(rows * self._row_nbytes)
-        outputs = [spec.outputs.get(name) if spec is not None else None for name in self._output_spec.outputs]
-        row_nbytes = [self._specified(output) for output in outputs]
-        known = [nbytes for nbytes in row_nbytes if nbytes is not None]
-        return rows * sum(known) if len(known) == len(row_nbytes) else None
+        row_nbytes = _specified_nbytes(spec, self._output_spec) if spec is not None else None
+        return rows * row_nbytes if row_nbytes is not None else None
 
     def came(self, rows: int, nbytes: int) -> None:
         """Take in the size of an answer."""
@@ -57,20 +55,21 @@ class AnswerSizeEstimator:
         before = row_nbytes if self._row_nbytes is None else self._row_nbytes
         self._row_nbytes = max(row_nbytes, before + _FORGET * (row_nbytes - before))
 
-    def _specified(self, spec: TensorMetadata | None) -> int | None:
-        """Return the bytes of a row of an output, None where its metadata leaves them open."""
-        if spec is None or -1 in spec.shape or spec.datatype == "BYTES":
-            return None
-        try:
-            dtype = tensors.dtype_of(spec.datatype)
-        except ProtocolError:
-            return None
-        if dtype.kind == "f" and self._output_spec.dtype is not None:
-            dtype = np.dtype(self._output_spec.dtype)
-        if self._output_spec.top_k is None or not spec.shape:
-            return math.prod(spec.shape) * dtype.itemsize
-        k = min(self._output_spec.top_k, spec.shape[-1])
-        return math.prod(spec.shape[:-1]) * (k * (4 + dtype.itemsize) + 4)  # int32 ids, values, float32 tail
+
+def _specified_nbytes(spec: ModelSpec, output_spec: OutputSpec) -> int | None:
+    """Return the bytes of a row by what the model says of its outputs; None where that leaves them open."""
+    try:
+        outputs = empty_outputs(spec, output_spec).values()
+    except SourceError:
+        return None
+    arrays = [
+        part
+        for each in outputs
+        for part in ([each.ids, each.values, each.tail_lse] if isinstance(each, TopK) else [each])
+    ]
+    if any(array.dtype.hasobject for array in arrays):
+        return None
+    return sum(math.prod(array.shape[1:]) * array.itemsize for array in arrays)
 
 
 def empty_like(outputs: Outputs) -> Outputs:

@@ -36,7 +36,7 @@ from edl.distill.source.chunk import Chunk
 from edl.distill.source.sequence_cutters import sequence_fields
 from edl.distill.stats import ReaderStats, merged
 from edl.distill.teachers import Teachers, TeacherWatcher, service_identities
-from edl.distill.transport.calls import MessageLimits, current_traceparent
+from edl.distill.transport.calls import current_traceparent
 from edl.distill.transport.request import Payload, select_inputs
 from edl.distill.transport.schema import ModelSpec, Outputs
 from edl.distill.transport.shm import Arena
@@ -112,7 +112,7 @@ class ChunkLabeller:
             raise
 
     def _add_service(self, group: Teachers, identity: str) -> None:
-        request, options = self.request, self.request.options
+        request = self.request
         output_spec = replace(
             request.output_spec,
             model=group.model or request.output_spec.model,
@@ -122,13 +122,10 @@ class ChunkLabeller:
         engine = Engine(
             group.described,
             output_spec,
+            request.options,
             thread=self.thread,
             arena=self._arena,
-            policy=options.policy,
-            teacher_timeout_s=options.teacher_timeout_s,
             files=self._files,
-            mixed_versions=options.mixed_versions,
-            limits=MessageLimits(options.max_answer_bytes, options.max_request_bytes),
         )
         self._engines.append(engine)
         dataset = request.cache_config.dataset if request.cache_config is not None else ""

@@ -20,12 +20,12 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
+from edl.distill.options import Options
 from edl.distill.transport.schema import ModelSpec
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol import codec, kserve, names, tensors
@@ -36,8 +36,6 @@ from edl.protocol.transport import grpc
 
 __all__ = [
     "HEADER_NBYTES",
-    "MESSAGE_LIMITS",
-    "MessageLimits",
     "RequestFailed",
     "RequestIds",
     "ServerCalls",
@@ -114,37 +112,26 @@ _METADATA = ("ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "Mo
 _SHARED_MEMORY = ("SystemSharedMemoryRegister", "SystemSharedMemoryUnregister")
 
 
-@dataclass(frozen=True)
-class MessageLimits:
-    """Largest sizes of messages, in bytes."""
-
-    answer_bytes: int = 1 << 30  # of an answer, where what was asked for allows as much
-    request_bytes: int = 1 << 30  # of a request's tensors, where the teacher does not say that it takes less
-
-
-MESSAGE_LIMITS = MessageLimits()
-
-
-def max_answer_nbytes(spec: ModelSpec, limits: MessageLimits) -> int:
+def max_answer_nbytes(spec: ModelSpec, limit: int) -> int:
     """Return the bytes that an answer of this model may have, for the most rows in a request.
 
-    That is `limits.answer_bytes` where the model's metadata leave it open.
+    That is `limit` where the model's metadata leave it open, and never more.
     """
     row = 0.0
     for output in spec.outputs.values():
         try:
             dtype = tensors.dtype_of(output.datatype)
         except ProtocolError:  # of an output that nobody asks for, or the answers will say so
-            return limits.answer_bytes
+            return limit
         if dtype.kind == "O" or -1 in output.shape:
-            return limits.answer_bytes
+            return limit
         shape = output.shape
         if spec.max_top_k and shape and shape[-1] > spec.max_top_k:  # sent as the top k alone
             shape = (*shape[:-1], spec.max_top_k)
         row += max(dtype.itemsize, 2) * math.prod(shape)
     if not spec.outputs or not spec.max_rows:
-        return limits.answer_bytes
-    return int(min(_MARGIN * spec.max_rows * row + _BESIDE_NBYTES, limits.answer_bytes))
+        return limit
+    return int(min(_MARGIN * spec.max_rows * row + _BESIDE_NBYTES, limit))
 
 
 def rows_that_fit(fields: Mapping[str, Array], spec: ModelSpec, nbytes: int) -> int:
@@ -279,14 +266,12 @@ _RESTRICTED = "protocol is restricted"
 class ServerCalls:
     """The channel to a server, and the methods of KServe v2 on it. Used on the event loop."""
 
-    def __init__(
-        self, endpoint: str, files: CredentialFiles | None = None, limits: MessageLimits = MESSAGE_LIMITS
-    ) -> None:
+    def __init__(self, endpoint: str, files: CredentialFiles | None = None, options: Options | None = None) -> None:
         self.endpoint = endpoint
-        self.limits = limits
+        self.options = options or Options()
         self.metadata: Metadata = ()  # of every call
         self._files = files
-        self._answer_nbytes = min(_FIRST_ANSWER_NBYTES, limits.answer_bytes)
+        self._answer_nbytes = min(_FIRST_ANSWER_NBYTES, self.options.max_answer_bytes)
         self.channel = self._open_channel()
 
     def _open_channel(self) -> grpc.aio.Channel:

@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
+from edl.distill.options import Options
 from edl.distill.transport.calls import (
-    MESSAGE_LIMITS,
-    MessageLimits,
     RequestFailed,
     RequestIds,
     ServerCalls,
@@ -78,7 +77,7 @@ class TeacherClient:
         shared_memory: Whether to use it if the teacher is on this host.
         region_names: Under which the teacher knows shared memory, on connections before this as well.
         files: Certificates and tokens, None for neither.
-        limits: Limits of messages.
+        options: Says how large messages may be.
         on_lost: Called with this client and the reason when a request finds the connection lost.
     """
 
@@ -90,14 +89,14 @@ class TeacherClient:
         shared_memory: bool = True,
         region_names: RegionNames | None = None,
         files: CredentialFiles | None = None,
-        limits: MessageLimits = MESSAGE_LIMITS,
+        options: Options | None = None,
         on_lost: Callable[[TeacherClient, str], None] = lambda client, why: None,
     ) -> None:
         self.endpoint = endpoint
         self.output_spec = output_spec
         self.shares_memory = shared_memory and _is_local(endpoint)
         self._on_lost = on_lost
-        self._calls = ServerCalls(endpoint, files, limits)
+        self._calls = ServerCalls(endpoint, files, options)
         self._server = ServerModel(ModelSpec("", "", {}, {}))
         self._replies = ReplyReader(endpoint, output_spec, self._server)
         self._regions = ShmRegistrations(self._calls.call, endpoint, {} if region_names is None else region_names)
@@ -132,7 +131,7 @@ class TeacherClient:
         deadline = time.monotonic() + timeout_s
         self._calls.authorize()
         server = await probe_model(self._calls, self.output_spec, deadline)
-        if await self._calls.allow_answers(max_answer_nbytes(server.spec, self._calls.limits)):
+        if await self._calls.allow_answers(max_answer_nbytes(server.spec, self._calls.options.max_answer_bytes)):
             server = await probe_model(self._calls, self.output_spec, deadline)
         if self.output_spec.version and not server.named_version:
             logger.warning(

@@ -59,14 +59,14 @@ async def probe_model(calls: ServerCalls, output_spec: OutputSpec, deadline: flo
     model = output_spec.model or await _only_model(calls, deadline)
     versions = await _check_model_ready(calls, model, output_spec.version, deadline)
     server = ServerModel(
-        ModelSpec(model, "", {}, {}, max_nbytes=calls.limits.request_bytes),
+        ModelSpec(model, "", {}, {}, max_nbytes=calls.options.max_request_bytes),
         frozenset(metadata.extensions),
         output_spec.version if versions else "",
         len(versions) > 1,
     )
     config = await _fetch_config(calls, model, deadline) if _CONFIGURATION in server.extensions else None
     if config is not None and server.streams:
-        server = _with_own_config(server, config, calls.limits.request_bytes, output_spec)
+        server = _with_own_config(server, config, calls.options.max_request_bytes, output_spec)
     elif not server.streams:  # a teacher of ours is nobody else's, and asked without a priority
         server = _with_priority(server, config, output_spec)
         if server.priority.warning:

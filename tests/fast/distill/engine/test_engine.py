@@ -24,7 +24,7 @@ from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread, _GarbageGuard
 from edl.distill.engine.jobs import EngineCounters, JobQueue, LabelJob, ServiceLimits
 from edl.distill.metrics import export
-from edl.distill.options import Policy
+from edl.distill.options import Options, Policy
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata
@@ -37,7 +37,7 @@ PAYLOAD = Payload.of({"x": np.zeros((1, 1), np.float32)}, None)
 def test_request_cancelled_unstarted_ends() -> None:
     """A reader breaks out of an epoch in the same turn of the loop: a task that never began runs no `finally`."""
     thread = EventLoopThread.acquire()
-    engine = Engine("x", OutputSpec(("y",)), thread=thread, arena=None, policy=Policy(), teacher_timeout_s=DEADLINE_S)
+    engine = Engine("x", OutputSpec(("y",)), Options(teacher_timeout_s=DEADLINE_S), thread=thread, arena=None)
     job = LabelJob(0, PAYLOAD, lambda *_: None, lambda: None, open_attempts=1)
 
     async def cancel_at_once() -> None:

@@ -93,7 +93,7 @@ class TopK:
         classes: how many classes there are, None if unknown.
 
     Raises:
-        SettingsError: arrays that do not fit together, or a class id that cannot be.
+        SettingsError: arrays that do not fit together, or a class id that is invalid.
     """
 
     ids: Array
@@ -259,7 +259,7 @@ def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:
         Labels whose values have the dtype of `logits`.
 
     Raises:
-        SettingsError: a value that cannot be.
+        SettingsError: A value is invalid.
     """
     logits = np.asarray(logits)
     if logits.ndim < 2 or logits.dtype.kind != "f":

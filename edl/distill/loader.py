@@ -64,7 +64,7 @@ class DistillLoader(Generic[B], abc.ABC):
 
     Args:
         loader: Yields batches.
-        request: What is asked for; None to ask nobody, and yield `(batch, None)`.
+        request: What is asked for; None for no teachers: `(batch, None)` is yielded.
         device: Where to move batches and labels ahead of use; None to leave them.
         ahead: Batches that are read ahead in the training loop's own thread; None to read in another thread.
     """
@@ -180,7 +180,7 @@ class DistillLoader(Generic[B], abc.ABC):
         left = True
         try:
             while True:
-                while left and len(before) <= self._batches_ahead:  # type: ignore[operator]  # it is no None
+                while left and len(before) <= self._batches_ahead:  # type: ignore[operator]  # it is not None
                     try:
                         handover.put(next(batches))
                         before.append(self._reading_state())
@@ -260,7 +260,7 @@ def batch_request(
     dataset: str,
     options: Options | None,
 ) -> LabelRequest | None:
-    """Return what the arguments of a framework's `distill` ask for, None where nobody is to be asked."""
+    """Return what the arguments of a framework's `distill` ask for, None if there are no teachers to ask."""
     if isinstance(outputs, bytes) or not isinstance(outputs, Sequence):
         raise SettingsError(f"outputs={outputs!r}: expected the name of the teachers' output, or a list of several")
     if cache is not None and ids is None:

@@ -46,30 +46,30 @@ def distill(
     current device. What each is, is said there.
 
     Args:
-        loader: yields batches, such as a `paddle.io.DataLoader`.
-        teachers: whom to ask; an empty list for none: `(batch, None)`.
-        inputs: see there.
-        outputs: see there.
-        discovery: see there.
-        route: see there.
-        tokens: see there.
-        tokenizer: see there.
-        batch_rows: see there.
-        combine: see there.
-        top_k: see there.
-        temperature: see there.
-        dtype: see there.
-        version: see there.
-        cache: see there.
-        ids: see there.
-        dataset: see there.
-        options: see there.
+        loader: Yields batches, such as a `paddle.io.DataLoader`.
+        teachers: Teachers to ask; an empty list for none: `(batch, None)`.
+        inputs: See there.
+        outputs: See there.
+        discovery: See there.
+        route: See there.
+        tokens: See there.
+        tokenizer: See there.
+        batch_rows: See there.
+        combine: See there.
+        top_k: See there.
+        temperature: See there.
+        dtype: See there.
+        version: See there.
+        cache: See there.
+        ids: See there.
+        dataset: See there.
+        options: See there.
 
     Returns:
         An iterable with the loader's length, of batches and their labels as Paddle's tensors.
 
     Raises:
-        SettingsError: an argument that cannot be.
+        SettingsError: An argument is invalid.
     """
     request = batch_request(
         teachers,

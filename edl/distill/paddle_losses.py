@@ -21,7 +21,7 @@ from edl.settings import is_above_zero, is_share
 __all__ = ["DistillLoss", "kl_divergence", "logit_mse", "soft_cross_entropy", "token_loss", "top_k_kl"]
 
 _NO_LABEL = -100
-"""Of a row without part in the hard loss: what PyTorch and PaddlePaddle ignore."""
+"""The label of a row that has no part in the hard loss: PyTorch and PaddlePaddle ignore it."""
 
 Tensor: TypeAlias = Any  # paddle ships no types
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -49,7 +49,7 @@ def soft_cross_entropy(
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
     return _reduced(-_expected(log_p, log_q) * temperature**2, reduction)
@@ -76,7 +76,7 @@ def kl_divergence(
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
     return _reduced(_expected(log_p, log_p - log_q) * temperature**2, reduction)
@@ -94,7 +94,7 @@ def logit_mse(student_logits: Tensor, teacher_logits: Tensor, *, reduction: Redu
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes that differ.
+        SettingsError: The shapes differ.
     """
     student, teacher = _alike(student_logits, teacher_logits)
     return _reduced((student - teacher).square().mean(axis=-1), reduction)
@@ -112,7 +112,7 @@ def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "m
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: rows or classes that do not agree.
+        SettingsError: The rows or classes do not agree.
     """
     log_p, log_q = _bucket_log_probabilities(student_logits, teacher)
     return _reduced(_expected(log_p, log_p - log_q) * teacher.temperature**2, reduction)
@@ -152,7 +152,7 @@ def token_loss(
         The loss, or losses [rows, ...] with reduction "none"; 0 where the mask keeps nothing.
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     if not is_share(beta):
         raise SettingsError(f"beta={beta!r}: must be from 0 (forward KL) to 1 (reverse KL)")
@@ -356,7 +356,7 @@ class DistillLoss(nn.Layer):
         reduction: see `soft_cross_entropy`.
 
     Raises:
-        SettingsError: a value that cannot be.
+        SettingsError: A value is invalid.
     """
 
     def __init__(

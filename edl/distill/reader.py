@@ -67,32 +67,31 @@ class DistillReader:
     source, and once the first epoch has started.
 
     Args:
-        ins: by field of a sample, the name of the teachers' input that it is, or None if it only passes through. Fields
-            behind the last name pass through, too; a name that the teachers' model does not have is not sent.
-        predicts: names of the teachers' outputs, which are added behind the fields.
-        teachers: in place of `set_fixed_teacher` and `set_dynamic_teacher`: a service's name, endpoints, `Teachers`, or
-            a list of `Teachers` for an ensemble.
-        teacher_batch_size: see `set_teacher_batch_size`.
-        route: position of the field by whose value teachers are found, or a function of the sample; of a batch, each
-            row has its value, or all have one. `teachers` is a mapping then, from value to a service, endpoints or
-            `Teachers`; what stands under None labels all other values.
-        combine: what to make of an ensemble's answers; see `edl.distill.pipeline.answers.Combiner`. With "each" the
+        ins: Name of the teachers' input that each field of a sample is, or None for a field that only passes through.
+            Fields behind the last name pass through, too; a name that the teachers' model does not have is not sent.
+        predicts: Names of the teachers' outputs, which are added behind the fields.
+        teachers: Alternative to `set_fixed_teacher` and `set_dynamic_teacher`: a service's name, endpoints, `Teachers`,
+            or a list of `Teachers` for an ensemble.
+        teacher_batch_size: Rows of a request; see `set_teacher_batch_size`.
+        route: Position of the field whose value says which teachers label a sample, or a function of the sample; in a
+            batch, each row has its value, or all have one. `teachers` is then a mapping from value to a service,
+            endpoints or `Teachers`; the key None labels all other values.
+        combine: What to make of an ensemble's answers; see `edl.distill.pipeline.answers.Combiner`. With "each" the
             predictions of all services follow one another, in the order of `teachers`.
-        top_k: deliver the k largest logits of a row as `TopK`; None for whole outputs.
-        temperature: at which the tail's mass is summed up with `top_k`.
-        dtype: "float16" or "float32" for floating-point outputs, None as the model gives them.
-        version: labels of this version of the model only; empty for any.
-        tokenizer: path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash: teachers of
-            another are refused by name. Empty for any.
-        cache: keeps soft labels, so that samples seen before are not asked for again. With a cache that has them all,
-            no teachers need be named.
-        id_field: with a cache, the position of the field that holds a sample's id (an integer or a string); not looked
-            at without.
-        dataset: with a cache, what the ids mean; see `edl.distill.cache.CacheKey`.
-        options: deadlines, memory, hedging; see `Options`.
+        top_k: Deliver the k largest logits of a row as `TopK`; None for whole outputs.
+        temperature: Temperature at which the tail's mass is summed up with `top_k`.
+        dtype: "float16" or "float32" for floating-point outputs, None for the model's own.
+        version: Use labels of this version of the model only; empty for any.
+        tokenizer: Path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash: teachers with
+            another tokenizer are refused by name. Empty for any.
+        cache: Keeps soft labels, so that samples seen before are not asked for again. If the cache has all labels, no
+            teachers need to be named.
+        id_field: Position of the field that holds a sample's id (an integer or a string); used only with a cache.
+        dataset: What the ids mean, with a cache; see `edl.distill.cache.CacheKey`.
+        options: Deadlines, memory, hedging; see `Options`.
 
     Raises:
-        SettingsError: an argument that cannot be.
+        SettingsError: An argument is invalid.
     """
 
     def __init__(

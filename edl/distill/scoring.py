@@ -119,12 +119,12 @@ class ScoreCalls:
             _fail(call, _closed_error())
 
     def _ended(self, future: Future[list[Any]]) -> None:
-        """Let go of what was asked for a call that nobody waits for any more."""
+        """Drop the requests of a call that was cancelled."""
         if future.cancelled():
             self._loop.wake()
 
     def let_go(self) -> None:
-        """End, where nobody is left to call: a finalizer may do this, in the middle of anything."""
+        """End after the last user is gone. Only sets a flag and wakes the thread: a finalizer calls it."""
         self._abandoned = True
         self._loop.wake()
 
@@ -278,7 +278,7 @@ class ScoreCalls:
         call.owner = None
 
     def _end_all(self) -> None:
-        """End all calls, and take in no more. In the loop's thread, or when that has ended."""
+        """End all calls, and refuse new ones. In the loop's thread, or when that has ended."""
         with self._lock:
             self._closed = True
             calls = [*self._calls, *self._added]
@@ -347,7 +347,7 @@ class Scorer:
         targets: as given.
 
     Raises:
-        SettingsError: an argument that cannot be.
+        SettingsError: An argument is invalid.
     """
 
     def __init__(
@@ -422,7 +422,7 @@ class Scorer:
 
         Raises:
             ClosedError: the scorer is closed.
-            SettingsError: `targets`, `route` or `timeout_s` cannot be.
+            SettingsError: `targets`, `route` or `timeout_s` is invalid.
             SourceError: `sequences` or `targets` cannot be sent, or no teachers are named for a domain.
         """
         self._session.labeller.check()

@@ -106,7 +106,7 @@ class Dispatcher:
     def add_task(self, task: int, now: float, rows: int = 0, nbytes: int = 0, longest: int = 0) -> list[Action]:
         """Take in a new task.
 
-        `longest`: rows of its longest sequence, 0 if its rows are no sequences.
+        `longest`: rows of its longest sequence, 0 if its rows are not sequences.
         """
         self._tasks[task] = _Task(rows, nbytes, longest)
         heapq.heappush(self._waiting, task)
@@ -170,7 +170,7 @@ class Dispatcher:
         return self._assign(now)
 
     def teacher_draining(self, teacher: str) -> None:
-        """Note that a teacher finishes what it has and takes no more."""
+        """Note that a teacher finishes its requests and accepts no new ones."""
         self._connecting.discard(teacher)
         self._changed = True
         if teacher in self.teachers:
@@ -203,7 +203,7 @@ class Dispatcher:
         """Take in a good answer.
 
         Returns:
-            What is to be done; a `Deliver` is among it if this is the first answer to its task.
+            The actions to take, with a `Deliver` if this is the first answer to its task.
         """
         ended = self._end(attempt)
         if ended is None:

@@ -103,7 +103,7 @@ class Window:
 
 @dataclass
 class TeacherState:
-    """What the dispatcher knows of a teacher; read it, do not write it."""
+    """State of a teacher; only the dispatcher writes it."""
 
     window: Window  # how many requests it may have in flight
     live: bool = True  # connected, and known to serve the right model
@@ -131,7 +131,7 @@ class TeacherState:
         return self.live and not self.draining and (now >= self.closed_until or self.no_room_until >= self.closed_until)
 
     def accepts(self, rows: float, nbytes: float, longest: float = 0) -> bool:
-        """Return whether it takes a request of so many rows and bytes, whose longest sequence has `longest` rows."""
+        """Return whether it accepts a request of this size, whose longest sequence has `longest` rows."""
         return (
             (not self.max_rows or rows <= self.max_rows)
             and (not self.max_nbytes or nbytes <= self.max_nbytes)

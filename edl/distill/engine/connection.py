@@ -120,7 +120,7 @@ class TeacherConnection:
         return self._client.spec if self._client is not None else None
 
     def start(self, payload: Payload, timeout_s: float, done: Done) -> Callable[[], None] | None:
-        """Send a request; see `TeacherClient.start`. None while there is no connection."""
+        """Send a request; see `TeacherClient.start`. None while it is not connected."""
         return self._client.start(payload, timeout_s, done) if self._client is not None else None
 
     def _lost(self, client: TeacherClient, why: str) -> None:

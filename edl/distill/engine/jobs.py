@@ -270,7 +270,7 @@ class Outage:
         self._silence_reported = self._had_outage = False
 
     def finish_work(self) -> None:
-        """Stop the clock: there is no work any more."""
+        """Stop the clock: all work is done."""
         self._outage_since = None
 
     def check(self, now: float, live: int) -> OutageStatus:

@@ -46,7 +46,7 @@ def feature_mse(
         The loss, or losses [rows] with reduction "none".
 
     Raises:
-        SettingsError: shapes that differ.
+        SettingsError: The shapes differ.
     """
     projected, target = _projected(student, teacher, projection)
     return reduced((projected - target).square().flatten(1).mean(dim=1), reduction)
@@ -73,7 +73,7 @@ def feature_cosine(
         The loss, from 0 to 2, or losses [rows, ...] with reduction "none". An embedding of zeros has cosine 0.
 
     Raises:
-        SettingsError: shapes that differ.
+        SettingsError: The shapes differ.
     """
     projected, target = _projected(student, teacher, projection)
     return reduced(1 - (unit_vectors(projected) * unit_vectors(target)).sum(dim=-1), reduction)
@@ -109,7 +109,7 @@ def contrastive(
         The loss, or losses [rows] with reduction "none".
 
     Raises:
-        SettingsError: shapes or a temperature that cannot be.
+        SettingsError: A shape or the temperature is invalid.
     """
     check_temperature(temperature)
     projected, target = _projected(student, teacher, projection)
@@ -146,7 +146,7 @@ def attention_transfer(student: Tensor, teacher: Tensor | Array, *, reduction: R
         The loss, or losses [rows] with reduction "none". Sum it over layers, times about 1,000 beside a hard loss.
 
     Raises:
-        SettingsError: shapes that do not agree.
+        SettingsError: The shapes do not agree.
     """
     ours = widened(student)
     theirs = as_tensor(teacher, ours.device).detach().to(ours.dtype)
@@ -211,7 +211,7 @@ def decoupled_kl(
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     check_temperature(temperature)
     _check_weights(alpha=alpha, beta=beta)
@@ -268,7 +268,7 @@ def correlation_loss(
         The loss of the batch, from 0 to 2 T² (`beta` + `gamma`); rows have none of their own.
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     check_temperature(temperature)
     _check_weights(beta=beta, gamma=gamma)

@@ -53,7 +53,7 @@ def soft_cross_entropy(
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     log_p, log_q = log_probabilities(student_logits, teacher, temperature, teacher_is)
     return reduced(-expected(log_p, log_q) * temperature**2, reduction)
@@ -80,7 +80,7 @@ def kl_divergence(
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     log_p, log_q = log_probabilities(student_logits, teacher, temperature, teacher_is)
     return reduced(expected(log_p, log_p - log_q) * temperature**2, reduction)
@@ -105,7 +105,7 @@ def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "m
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: rows or classes that do not agree.
+        SettingsError: The rows or classes do not agree.
     """
     log_p, log_q = bucket_log_probabilities(student_logits, teacher)
     return reduced(expected(log_p, log_p - log_q) * teacher.temperature**2, reduction)
@@ -126,7 +126,7 @@ def logit_mse(student_logits: Tensor, teacher_logits: Tensor | Array, *, reducti
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes that differ.
+        SettingsError: The shapes differ.
     """
     student = widened(student_logits)
     teacher = as_tensor(teacher_logits, student.device).detach().to(student.dtype)
@@ -135,7 +135,7 @@ def logit_mse(student_logits: Tensor, teacher_logits: Tensor | Array, *, reducti
 
 
 _NO_LABEL = -100
-"""Of a row without part in the hard loss: PyTorch's `ignore_index`."""
+"""The label of a row that has no part in the hard loss: PyTorch's `ignore_index`."""
 
 
 def mix(hard: Tensor, soft: Tensor, alpha: float) -> Tensor:
@@ -171,7 +171,7 @@ class DistillLoss(nn.Module):
         reduction: see the module.
 
     Raises:
-        SettingsError: a value that cannot be.
+        SettingsError: A value is invalid.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _NO_LABEL = -100
-"""Of a token without a hard label: PyTorch's `ignore_index`."""
+"""The label of a token without a hard label: PyTorch's `ignore_index`."""
 
 TokenCount = int | float | Tensor | None
 """What a sum over tokens is divided by: None for the tokens of this call that the mask keeps."""
@@ -100,7 +100,7 @@ def token_loss(
         The loss, or losses [rows, ...] with reduction "none"; 0 where the mask keeps nothing.
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     check_divergence(labels, beta, temperature, floor)
     check_reduction(reduction)
@@ -195,7 +195,7 @@ def kept_rows(mask: Tensor | None, rows: torch.Size, device: torch.device) -> Te
 
 
 def masked_labels(labels: TopK, kept: Tensor) -> TopK:
-    """Return labels whose left out rows are zeros: padding may hold ids and values that cannot be."""
+    """Return labels whose left out rows are zeros: padding may hold invalid ids and values."""
     if labels.ids.shape[:-1] != kept.shape:
         raise SettingsError(
             f"logits have rows {list(kept.shape)}, top-k labels are {list(labels.ids.shape)}: the rows do not agree"
@@ -231,7 +231,7 @@ def _divisor(token_count: TokenCount, here: int | Tensor, losses: Tensor) -> Ten
 
 
 def check_divergence(labels: TopK, beta: float, temperature: float | None, floor: float) -> None:
-    """Raise a `SettingsError` for labels or settings that cannot be."""
+    """Raise a `SettingsError` for invalid labels or settings."""
     if not isinstance(labels, TopK):
         raise SettingsError(f"labels are {type(labels).__name__}: expected TopK; edl.distill.compress.top_k makes them")
     if not is_share(beta):
@@ -292,7 +292,7 @@ def chunked_token_loss(
         The sum over tokens divided by their count, as `token_loss` with reduction "mean".
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     check_divergence(labels, beta, temperature, floor)
     if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.ndim < 2:
@@ -363,7 +363,7 @@ def token_log_probabilities(student_logits: Tensor, targets: Tensor, *, temperat
         Of the shape of `targets`, float32 at least.
 
     Raises:
-        SettingsError: shapes that do not agree.
+        SettingsError: The shapes do not agree.
     """
     student = widened(student_logits)
     scaled = student if temperature == 1 else student / temperature
@@ -408,7 +408,7 @@ def sampled_kl(
         The estimate, or estimates [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     check_reduction(reduction)
     if estimator not in ("k1", "k3"):

@@ -43,7 +43,7 @@ class AnswerSizeEstimator:
         self._row_nbytes: float | None = None
 
     def expected(self, rows: int, spec: ModelSpec | None) -> int | None:
-        """Return the bytes of an answer to so many rows; None while that cannot be told."""
+        """Return the bytes of an answer to `rows` rows; None while that is unknown."""
         if self._row_nbytes is not None:
             return math.ceil(rows * self._row_nbytes)
         row_nbytes = _specified_nbytes(spec, self._output_spec) if spec is not None else None

@@ -84,7 +84,7 @@ class ChunkLabeller:
         self._cache_queue: CacheQueue | None = None
         self._arena: Arena | None = None
         self._pid = os.getpid()
-        self.closed = False  # whether no more work is taken
+        self.closed = False  # whether new work is refused
         self._numbers = itertools.count()
         self._delivered = self._cached = 0
         self._wait_s = self._source_wait_s = 0.0
@@ -235,7 +235,7 @@ class ChunkLabeller:
         chunk.outputs[slot] = outputs
 
     def follow_version(self, service: int) -> None:
-        """Follow a service's version, where there are no epochs that do: what was asked for has been answered."""
+        """Follow a service's version, where no epoch does: all requests have been answered."""
         engine = self._engines[service]
         with contextlib.suppress(ClosedError):  # by another thread, meanwhile
             self.thread.call(engine.begin_epoch)

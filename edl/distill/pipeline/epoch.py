@@ -176,7 +176,7 @@ class Epoch:
         self._reuse = ReuseDetector()
         self._open: set[Chunk] = set()
         self._open_chunks = OpenChunks()
-        self._lent: deque[Cutter] = deque()  # holds the cutter while nobody uses it
+        self._lent: deque[Cutter] = deque()  # holds the cutter while no thread uses it
         self._asked_at = 0.0  # when the source was asked for the value that it makes now
         self._source_clock = SourceClock()
         self._waiting: tuple[float, float] | None = None  # since when the training loop waits; the source's clock then
@@ -280,7 +280,7 @@ class Epoch:
         return threading.current_thread() is self._feeder
 
     def join(self, timeout_s: float) -> bool:
-        """Wait, after `close`, until no thread uses the source any more; return False if a thread still does.
+        """Wait, after `close`, until the feeding thread no longer uses the source; return False if it still does.
 
         Returns at once in the feeding thread itself, where the source closes its own reader.
         """
@@ -534,7 +534,7 @@ class Epoch:
     def _has_room(self, chunk: Chunk, backlog: float = 1.0) -> bool:
         if self._open_chunks.chunks < 2 or chunk in self._needed:
             return True
-        # Of answers that nobody can estimate, one at a time is asked for ahead, until the first of them is there.
+        # Of answers whose size is unknown, one at a time is asked for ahead, until the first of them is there.
         if not chunk.foreseen or self._open_chunks.nbytes + chunk.weight > self._labeller.memory_bytes:
             return False
         return self._labeller.backlog(chunk.route) < backlog and self._open_chunks.chunks < self._labeller.depth
@@ -542,7 +542,7 @@ class Epoch:
     # The event loop's thread
 
     def _notify(self, surplus_nbytes: int = 0) -> None:
-        """Wake threads that wait for a chunk that was sent, or answered with so many bytes more than were estimated."""
+        """Wake threads that wait for a chunk that was sent, or answered with this many bytes more than estimated."""
         if surplus_nbytes:
             self._open_chunks.add_answer(surplus_nbytes)
         # A waiting thread has said what for before it looked whether that is so, so this look misses none. Most of the

@@ -197,7 +197,7 @@ class LabelSession:
 
 
 _OPEN_SESSIONS: set[LabelSession] = set()
-"""Those that are to be closed when the program ends."""
+"""Sessions to close when the program ends."""
 
 
 @atexit.register

@@ -25,10 +25,10 @@ class Chunk:
     nbytes: int = 0  # of its inputs
     rest_nbytes: int = 0  # of what its items hold besides, which waits for the training loop as well
     fields: dict[str, Array] = field(default_factory=dict)  # inputs [rows, ...] by name
-    positions: Array | None = None  # int32 [rows], of each row in its sequence; None if rows are no sequences
-    longest_sequence: int = 0  # rows of the longest sequence, 0 if rows are no sequences
+    positions: Array | None = None  # int32 [rows], of each row in its sequence; None if the rows are not sequences
+    longest_sequence: int = 0  # rows of the longest sequence, 0 if the rows are not sequences
     ids: Sequence[Any] | None = None  # of the samples, [rows] or [sequences]; None without a cache
-    lengths: Array | None = None  # int64 [sequences], rows of each sequence; None if rows are no sequences
+    lengths: Array | None = None  # int64 [sequences], rows of each sequence; None if the rows are not sequences
     outputs: list[Outputs | None] = field(default_factory=list)  # by service, None until its answer is there
     jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, number of the job there)
     error: BaseException | None = None  # why there are no outputs; then the chunk counts as done
@@ -91,7 +91,7 @@ class Reading:
     """A value that the source yielded, and what a cutter has read of it before it cuts it."""
 
     value: Any  # as the source yielded it
-    # by route, rows of the longest sequence that goes there; 0 if rows are no sequences
+    # by route, rows of the longest sequence that goes there; 0 if the rows are not sequences
     longest: Mapping[int | None, int] = field(default_factory=lambda: {None: 0})
     found: Any = None  # for the cutter that has read it
 
@@ -128,7 +128,7 @@ class ReuseDetector:
         found: list[set[MemoryLocation]] = []
 
         def locations() -> set[MemoryLocation]:
-            if not found:  # most of the time nobody asks
+            if not found:  # rarely needed
                 found.append({location for fingerprint in item.fingerprints for location in fingerprint.locations})
             return found[0]
 

@@ -84,7 +84,7 @@ class Cutter(abc.ABC):
 
     @property
     def wants_limits(self) -> bool:
-        """Whether `max_rows` and `max_sequence` are to be set before the next item; that takes its time."""
+        """Whether `max_rows` and `max_sequence` must be set before the next item; that takes its time."""
         return self.empty
 
     @property

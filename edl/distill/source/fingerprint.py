@@ -289,7 +289,7 @@ class ItemFingerprint:
         self._what = what
         self._time = time_budget
         self._parts: list[_Part] = []
-        self.conversions_matter = False  # whether it holds objects of unknown types, so that `add_sent` is to be called
+        self.conversions_matter = False  # whether it holds objects of unknown types, so that `add_sent` must be called
         self.rest_nbytes = 0  # of what the item holds besides the inputs, as far as that is known
         self._inputs = frozenset(map(id, inputs.values()))
         seen: set[int] = set()  # identities of what the item or `inputs` holds, until this is done

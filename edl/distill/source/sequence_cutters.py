@@ -107,7 +107,7 @@ class SequenceCutter(Gatherer):
 
     @property
     def wants_limits(self) -> bool:
-        """Whether `max_rows` and `max_sequence` are to be set before the next item."""
+        """Whether `max_rows` and `max_sequence` must be set before the next item."""
         return True
 
     def read(self, value: Any) -> Reading:

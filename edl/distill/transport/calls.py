@@ -100,7 +100,7 @@ def current_traceparent() -> str:
 
 
 _FIRST_ANSWER_NBYTES = 64 << 20
-"""What a channel takes before it is known what the model answers. Most models need no more, and no second channel."""
+"""Largest answer that a channel accepts before the model is known. Most models need no larger one."""
 HEADER_NBYTES = 64 << 10  # of a request beside its tensors: names, shapes and options, a few hundred bytes mostly
 _METADATA_NBYTES = 4 << 20  # of an answer about the server or its model: gRPC's own default for any message
 _MARGIN = 4
@@ -135,7 +135,7 @@ def max_answer_nbytes(spec: ModelSpec, limit: int) -> int:
 
 
 def rows_that_fit(fields: Mapping[str, Array], spec: ModelSpec, nbytes: int) -> int:
-    """Return how many rows like these a request of so many bytes can hold, in the model's types; at least 1."""
+    """Return how many rows like these fit a request of `nbytes`, in the model's types; at least 1."""
     total = rows = 0
     for name, array in fields.items():
         wanted = spec.inputs.get(name)
@@ -285,7 +285,7 @@ class ServerCalls:
             raise TeacherLacks(str(exc)) from exc
 
     async def allow_answers(self, nbytes: int) -> bool:
-        """Take answers of so many bytes; return whether that needed another channel, on which the limit is fixed."""
+        """Accept answers of `nbytes`; return whether that needed another channel, whose limit is fixed."""
         if nbytes <= self._answer_nbytes:
             return False
         await self.channel.close()

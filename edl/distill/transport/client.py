@@ -181,19 +181,6 @@ class TeacherClient:
             self._start_task(request, self._send(request))
         return functools.partial(self._cancel, request)
 
-    async def infer(self, payload: Payload, timeout_s: float) -> Reply:
-        """Ask as `start`, and wait for the outputs. Cancelling cancels the request."""
-        found: asyncio.Future[Reply | RequestFailure | None] = asyncio.get_running_loop().create_future()
-        cancel = self.start(payload, timeout_s, lambda result: None if found.done() else found.set_result(result))
-        try:
-            result = await found
-        finally:
-            cancel()
-        if isinstance(result, Reply):
-            return result
-        assert result is not None, "only this coroutine cancels it"
-        raise RequestFailed(result.kind, result.message, result.retry_after_s)
-
     def retire(self) -> None:
         """Close the connection when its last request has ended. Another one goes on using the shared memory."""
         self._retired = True

@@ -23,9 +23,9 @@ __all__ = ["ServerModel", "fetch_spec", "is_name", "probe_model"]
 logger = logging.getLogger("edl.distill")
 
 _CONFIGURATION = "model_configuration"  # Triton's extension
-_LONGEST_NAME = 512  # of a model, tensor or version; longer ones are no names
+_LONGEST_NAME = 512  # of a model, tensor or version; longer text is not a name
 _MOST_DIGITS = 18  # of a number in text: what 64 bits hold; of thousands of digits Python makes an error
-_MOST_NAMES = 1000  # of a model's metadata; what no model has, and nobody could read
+_MOST_NAMES = 1000  # of a model's metadata: more than any model has, or a person can read
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ async def probe_model(calls: ServerCalls, output_spec: OutputSpec, deadline: flo
     config = await _fetch_config(calls, model, deadline) if _CONFIGURATION in server.extensions else None
     if config is not None and server.streams:
         server = _with_own_config(server, config, calls.options.max_request_bytes, output_spec)
-    elif not server.streams:  # a teacher of ours is nobody else's, and asked without a priority
+    elif not server.streams:  # a teacher of ours has no other clients, and is asked without a priority
         server = _with_priority(server, config, output_spec)
         if server.priority.warning:
             logger.warning("%s (model %r): %s", calls.endpoint, model, server.priority.warning)

@@ -38,7 +38,7 @@ class ReplyReader:
         self._headers: dict[bytes, tuple[str, list[tuple[str, str, tuple[int, ...]]]]] = {}
 
     def read(self, answer: RawResponse, rows: int) -> Reply:
-        """Return the outputs of so many rows, and the version that they are of."""
+        """Return the outputs of `rows` rows, and their version."""
         try:
             version, arrays = self._arrays(*answer)
             return Reply({name: self._output(name, arrays, rows) for name in self._output_spec.outputs}, version)

@@ -134,7 +134,7 @@ class Payload:
     raw: Sequence[codec.Buffer]
     slot: ShmSlot | None = None  # shared memory that holds `raw`; None without
     traceparent: str = ""  # that of `tracing.current_traceparent`
-    longest_sequence: int = 0  # rows of the longest sequence, 0 if rows are no sequences
+    longest_sequence: int = 0  # rows of the longest sequence, 0 if the rows are not sequences
 
     @property
     def nbytes(self) -> int:

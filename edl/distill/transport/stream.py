@@ -164,7 +164,7 @@ class InferStream:
         waiting = self._waiting.pop(number, None)
         if waiting is not None:
             if waiting.written:
-                self._queue(number)  # a number that nobody waits for is a cancellation
+                self._queue(number)  # a number without a waiting request is a cancellation
             waiting.done(why)
 
     def _arm_timer(self, deadline: float) -> None:
@@ -273,7 +273,7 @@ class InferStream:
         for header, raw, number, error in bundles.split_responses(data):
             waiting = self._waiting.pop(number, None)
             if waiting is None:
-                continue  # nobody waits for it any more
+                continue  # its answer is no longer awaited
             answer: RawResponse | RequestFailure = (header, raw)
             if error:
                 try:

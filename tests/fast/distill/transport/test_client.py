@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edl.discovery.registry import Instance
-from edl.distill.dispatch.actions import FailureKind
+from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.engine.connection import _complete_spec
 from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.teachers import Teachers
@@ -52,12 +52,22 @@ def with_client() -> Iterator[WithClient]:
     thread.release()
 
 
-def infer(client: TeacherClient, value: float, rows: int = 1, timeout_s: float = DEADLINE_S) -> asyncio.Task[Any]:
-    async def ask() -> Any:
-        payload = Payload.of({"x": np.full((rows, WIDTH), value, np.float32)}, None)
-        return (await client.infer(payload, timeout_s)).outputs["y"]
+async def ask(client: TeacherClient, payload: Payload, timeout_s: float = DEADLINE_S) -> Any:
+    """Send a request, and wait for its `y`. Cancelling cancels the request."""
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    cancel = client.start(payload, timeout_s, lambda result: answer.done() or answer.set_result(result))
+    try:
+        result = await answer
+    finally:
+        cancel()
+    if isinstance(result, RequestFailure):
+        raise RequestFailed(result.kind, result.message)
+    return result.outputs["y"]
 
-    return asyncio.create_task(ask())
+
+def infer(client: TeacherClient, value: float, timeout_s: float = DEADLINE_S) -> asyncio.Task[Any]:
+    payload = Payload.of({"x": np.full((1, WIDTH), value, np.float32)}, None)
+    return asyncio.create_task(ask(client, payload, timeout_s))
 
 
 async def kind_of(answer: Awaitable[Any]) -> FailureKind:

@@ -62,7 +62,7 @@ def _specified_nbytes(spec: ModelSpec, output_spec: OutputSpec) -> int | None:
         outputs = empty_outputs(spec, output_spec).values()
     except SourceError:
         return None
-    arrays = [
+    arrays: list[Array] = [
         part
         for each in outputs
         for part in ([each.ids, each.values, each.tail_lse] if isinstance(each, TopK) else [each])

@@ -21,7 +21,7 @@ import tritonclient.grpc as triton_client
 
 from edl.distill import DistillReader, Options
 from edl.distill.teachers import Teachers
-from edl.distill.transport.priority import Priority
+from edl.distill.transport.schema import Priority
 from tests.plugins_triton import TritonFactory, TritonServer
 
 __all__ = ["CONFIG", "LEVELS", "MAX_BATCH", "Model", "ask_as_its_clients", "p99", "start", "student", "undisturbed"]

@@ -23,7 +23,7 @@ from benchmarks._child import WARM_UP_S, Window, answer
 from benchmarks._load import ROWS
 from benchmarks._models import label_of
 from edl.distill import DistillReader, Options
-from edl.distill.dispatch.policy import Policy
+from edl.distill.options import Policy
 from edl.protocol import codec, kserve, names
 
 _BARE_IN_FLIGHT = 8

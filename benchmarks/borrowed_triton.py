@@ -14,7 +14,7 @@ from functools import partial
 
 from benchmarks._borrowed import Model, ask_as_its_clients, p99, start, student, undisturbed
 from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_turns
-from edl.distill.transport.priority import Priority
+from edl.distill.transport.schema import Priority
 from tests.plugins_triton import TritonFactory
 
 GOALS = [Goal("batch_auto", 1.2, "at most"), Goal("row_lowest", 1.2, "at most")]

@@ -17,8 +17,7 @@ from benchmarks.cache_before.namespace import Namespace, RowRange
 from benchmarks.cache_before.segment import BadSegmentError, FileHandles
 from benchmarks.cache_before.writer import SegmentWriter
 from edl.distill.cache import CacheKey, SequenceIds
-from edl.distill.clamping import ClampWarnings
-from edl.distill.compress import TopK, to_float16
+from edl.distill.compress import ClampWarnings, TopK, to_float16
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 

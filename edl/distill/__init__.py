@@ -15,8 +15,7 @@ What does not belong here: serving a model, and training loops.
 from __future__ import annotations
 
 from edl.distill.compress import TopK
-from edl.distill.dispatch.policy import Policy
-from edl.distill.options import Options
+from edl.distill.options import Options, Policy
 from edl.distill.reader import DistillReader
 from edl.distill.scoring import Scorer, on_policy
 from edl.distill.stats import ReaderStats

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import abc
 import logging
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
+from edl.distill.cache import SoftLabelCache
 from edl.distill.compress import TopK
 from edl.distill.options import Options
 from edl.distill.padding import padded
-from edl.distill.pipeline.cache_lookup import CacheConfig
-from edl.distill.pipeline.chunk_labeller import ChunkLabeller
-from edl.distill.pipeline.combine import Combine, Combiner, item_outputs, values_by_name
-from edl.distill.pipeline.epoch import Epoch
-from edl.distill.pipeline.epoch_iterator import EpochIterator
+from edl.distill.pipeline.answers import Combine, item_outputs, values_by_name
+from edl.distill.pipeline.epoch import Epoch, EpochIterator
+from edl.distill.pipeline.label_cache import CacheConfig
+from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import BatchCutter, Cutter, Getter
-from edl.distill.source.handover import Handover
-from edl.distill.source.iterator import SourceIterator
-from edl.distill.source.routed_cutters import routed_cutter
-from edl.distill.source.routes import Router
+from edl.distill.source.iterator import Handover, SourceIterator
+from edl.distill.source.routes import Router, routed_cutter
 from edl.distill.source.sequence_cutters import PaddedBatchCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
@@ -33,20 +32,18 @@ from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.protocol.transport import FORK_HANDLERS
 from edl.settings import is_count
+from edl.tokenizer_hash import resolve_tokenizer
 
 __all__ = [
     "DistillLoader",
     "Inputs",
-    "TeachersLike",
-    "field_getter",
-    "input_getters",
-    "no_teachers",
     "Route",
-    "check_routed_combine",
+    "TeachersLike",
+    "batch_request",
+    "field_getter",
+    "no_teachers",
     "resolve_routes",
-    "resolve_services",
     "resolve_teachers",
-    "output_names",
 ]
 
 logger = logging.getLogger("edl.distill")
@@ -66,71 +63,32 @@ class DistillLoader(Generic[B], abc.ABC):
     labels the arrays are tensors.
 
     Args:
-        loader: yields batches.
-        teachers: the services to ask; None to ask nobody, and yield `(batch, None)`.
-        getters: by input name, how to find it in a batch.
-        output_spec: what is asked for.
-        batch_rows: rows of a request; None for the whole batch, see `edl.distill.torch.distill`.
-        combine: see `edl.distill.pipeline.combine.Combiner`.
-        device: where to move batches and labels ahead of use; None to leave them.
-        options: deadlines, memory, retries.
-        cache_config: the soft-label cache, None without.
-        ids: how to find the samples' ids in a batch; not looked at without a cache.
-        tokens: of batches of padded sequences, how to find the mask of what is a token; None for batches of rows.
-        ahead: batches that are read ahead in the training loop's own thread; None to read in another thread.
-        router: which service labels what, by a field of the batch; None where all of them label everything.
-
-    Attributes:
-        loader: as given.
+        loader: Yields batches.
+        request: What is asked for; None for no teachers: `(batch, None)` is yielded.
+        device: Where to move batches and labels ahead of use; None to leave them.
+        ahead: Batches that are read ahead in the training loop's own thread; None to read in another thread.
     """
 
     def __init__(
-        self,
-        loader: Iterable[B],
-        teachers: list[Teachers] | None,
-        *,
-        getters: Mapping[str, Getter],
-        output_spec: OutputSpec,
-        batch_rows: int | None,
-        combine: Combine,
-        device: Any,
-        options: Options,
-        cache_config: CacheConfig | None = None,
-        ids: Getter | None = None,
-        tokens: Getter | None = None,
-        ahead: int | None = None,
-        router: Router | None = None,
+        self, loader: Iterable[B], request: LabelRequest | None, *, device: Any = None, ahead: int | None = None
     ) -> None:
         if FORK_HANDLERS and getattr(loader, "num_workers", False):
             logger.warning(
                 "grpc was imported before edl, with its fork handlers on, which can crash the loader's workers: "
                 "import edl.distill first, or set GRPC_ENABLE_FORK_SUPPORT=0"
             )
-        if batch_rows is not None and not is_count(batch_rows):
-            raise SettingsError(f"batch_rows={batch_rows!r}: must be a whole number of at least 1, or None")
         if ahead is not None and not is_count(ahead) and (isinstance(ahead, bool) or ahead != 0):
             raise SettingsError(f"ahead={ahead!r}: must be a whole number of batches, 0 or more, or None")
         self.loader = loader
-        self._batches_ahead = ahead
-        self._getters = getters
-        self._batch_rows = batch_rows
+        self._request = request
         self._device = device
-        self._outputs = output_spec.outputs
-        check_routed_combine(router, combine)
-        self._router = router
-        self._combiner = Combiner(combine, [group.weight for group in teachers or ()] or [1.0])
-        if cache_config is not None and ids is None:
-            raise SettingsError(
-                "cache without ids: say where the samples' ids are in a batch, by which it finds labels"
-            )
-        self._ids = ids if cache_config is not None else None
-        self._tokens = tokens
-        routes = router.routes if router is not None else None
+        self._batches_ahead = ahead
         self._session: LabelSession | None = None
-        if teachers is None:
+        if request is None:
             logger.info("no teachers: batches come without soft labels")
             return
-        self._session = LabelSession(teachers, output_spec, options, cache_config, routes)
+        self._combiner = request.combiner()
+        self._session = LabelSession(request)
         weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the session sees to that
 
     def __len__(self) -> int:
@@ -143,34 +101,28 @@ class DistillLoader(Generic[B], abc.ABC):
         """Return an epoch over other batches than all of the loader's: what is left of an epoch, for example.
 
         Args:
-            batches: like the loader's.
+            batches: Like the loader's.
         """
-        session = self._session
-        if session is None:
+        session, request = self._session, self._request
+        if session is None or request is None:
             return EpochIterator(self._unlabelled(iter(batches)))
         session.labeller.check()
-        labeller = session.labeller
-        cutter = (
-            self._cutter(labeller)
-            if self._router is None
-            else routed_cutter(self._router, partial(self._cutter, labeller))
-        )
+        cutter = routed_cutter(request.router, partial(self._cutter, request))
         if self._batches_ahead is None:
             # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
-            return EpochIterator(self._ahead(self._labelled(session.begin(lambda: batches, cutter), labeller)))
+            return EpochIterator(self._ahead(self._labelled(session.begin(lambda: batches, cutter), request)))
         handover = Handover()
-        labelled = self._labelled(session.begin(lambda: handover, cutter, handover.close), labeller)
+        labelled = self._labelled(session.begin(lambda: handover, cutter, handover.close), request)
         return EpochIterator(self._read_here(SourceIterator(batches), handover, labelled))
 
     def _unlabelled(self, batches: Iterator[B]) -> Generator[tuple[B, Any], None, None]:
         for batch in batches:
             yield (batch if self._device is None else self._moved(batch)), None
 
-    def _cutter(self, labeller: ChunkLabeller) -> Cutter:
-        services = labeller.services
-        if self._tokens is None:
-            return BatchCutter(self._getters, self._batch_rows, services, self._ids)
-        cutter = PaddedBatchCutter(self._getters, self._tokens, self._batch_rows, services, self._ids)
+    def _cutter(self, request: LabelRequest) -> Cutter:
+        if request.tokens is None:
+            return BatchCutter(request.getters, request.batch_rows, request.services, request.ids)
+        cutter = PaddedBatchCutter(request.getters, request.tokens, request.batch_rows, request.services, request.ids)
         cutter.whole_batches = self._batches_ahead is not None
         return cutter
 
@@ -197,20 +149,28 @@ class DistillLoader(Generic[B], abc.ABC):
     def move(self, value: Any, device: Any) -> Any:
         """Return a tensor on its way to `device`; any other value as it is."""
 
-    def _labelled(self, epoch: Epoch, labeller: ChunkLabeller) -> Iterator[tuple[B, Any]]:
+    def _labelled(self, epoch: Epoch, request: LabelRequest) -> Iterator[tuple[B, Any]]:
         try:
             for item in epoch:
-                combined = self._combiner(
-                    [_outputs_of(labeller, item, service) for service in range(labeller.services)]
-                )
+                combined = self._combiner([self._outputs(item, service) for service in range(request.services)])
                 epoch.taken(item)
-                found = [value for outputs in combined for value in values_by_name(outputs, self._outputs)]
+                names = request.output_spec.outputs
+                found = [value for outputs in combined for value in values_by_name(outputs, names)]
                 if item.mask is not None:
                     found = [padded(value, item.mask) for value in found]
                 labels = [self._tensors(value) for value in found]
                 yield item.value, labels[0] if len(labels) == 1 else tuple(labels)
         finally:
             epoch.close()
+
+    def _outputs(self, item: Item, service: int) -> Outputs:
+        assert self._session is not None
+        if not item.parts:  # a batch whose texts are all empty
+            return self._session.labeller.empty_outputs(service)
+        outputs = item_outputs(item, service)
+        if item.mask is not None:
+            self._session.labeller.note_outputs(service, outputs)
+        return outputs
 
     def _read_here(
         self, batches: Iterator[B], handover: Handover, labelled: Iterator[tuple[B, Any]]
@@ -220,7 +180,7 @@ class DistillLoader(Generic[B], abc.ABC):
         left = True
         try:
             while True:
-                while left and len(before) <= self._batches_ahead:  # type: ignore[operator]  # it is no None
+                while left and len(before) <= self._batches_ahead:  # type: ignore[operator]  # it is not None
                     try:
                         handover.put(next(batches))
                         before.append(self._reading_state())
@@ -280,13 +240,53 @@ class DistillLoader(Generic[B], abc.ABC):
         return self.move(value, self._device)
 
 
-def _outputs_of(labeller: ChunkLabeller, item: Item, service: int) -> Outputs:
-    if not item.parts:  # a batch whose texts are all empty
-        return labeller.empty_outputs(service)
-    outputs = item_outputs(item, service)
-    if item.mask is not None:
-        labeller.note_outputs(service, outputs)
-    return outputs
+def batch_request(
+    teachers: TeachersLike,
+    *,
+    inputs: Inputs,
+    outputs: str | Sequence[str],
+    discovery: str | None,
+    route: Route,
+    tokens: Route,
+    tokenizer: str | os.PathLike[str],
+    batch_rows: int | None,
+    combine: Combine,
+    top_k: int | None,
+    temperature: float,
+    dtype: Literal["float16", "float32"] | None,
+    version: str,
+    cache: SoftLabelCache | None,
+    ids: Route,
+    dataset: str,
+    options: Options | None,
+) -> LabelRequest | None:
+    """Return what the arguments of a framework's `distill` ask for, None if there are no teachers to ask."""
+    if isinstance(outputs, bytes) or not isinstance(outputs, Sequence):
+        raise SettingsError(f"outputs={outputs!r}: expected the name of the teachers' output, or a list of several")
+    if cache is not None and ids is None:
+        raise SettingsError("cache without ids: say where the samples' ids are in a batch, by which it finds labels")
+    unasked = no_teachers(teachers)
+    groups, router = ([], None) if unasked else resolve_routes(teachers, route, discovery, optional=cache is not None)
+    request = LabelRequest(
+        output_spec=OutputSpec(
+            (outputs,) if isinstance(outputs, str) else tuple(outputs),
+            top_k=top_k,
+            temperature=temperature,
+            dtype=dtype,
+            version=version,
+            tokenizer=resolve_tokenizer(os.fspath(tokenizer)),
+        ),
+        teachers=groups,
+        options=options or Options(),
+        cache_config=CacheConfig(cache, dataset) if cache is not None else None,
+        router=router,
+        combine=combine,
+        getters=input_getters(inputs),
+        batch_rows=batch_rows,
+        ids=None if cache is None else _getter(ids),
+        tokens=_getter(tokens),
+    )
+    return None if unasked else request
 
 
 def no_teachers(teachers: TeachersLike) -> bool:
@@ -295,16 +295,7 @@ def no_teachers(teachers: TeachersLike) -> bool:
 
 
 def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, optional: bool = False) -> list[Teachers]:
-    """Return the services that `teachers` names, in whichever way.
-
-    Args:
-        teachers: see `edl.distill.torch.distill`.
-        discovery: URL of the registry.
-        optional: whether an environment that names none is fine.
-
-    Raises:
-        SettingsError: it names none, or in a way that is not known.
-    """
+    """Return the services that `teachers` names, in whichever way."""
     if teachers is None:
         return teachers_from_env(optional=optional)
     if isinstance(teachers, Mapping):
@@ -328,14 +319,7 @@ def resolve_routes(
 ) -> tuple[list[Teachers], Router | None]:
     """Return the services that `teachers` names, and which of them labels what.
 
-    Args:
-        teachers: see `edl.distill.torch.distill`.
-        route: where in a sample or batch the value is that `teachers` has as a key; None where all label everything.
-        discovery: URL of the registry.
-        optional: whether teachers need not be named.
-
-    Raises:
-        SettingsError: it names none, or in a way that is not known.
+    `route`: where in a sample or batch the value is that `teachers` has as a key; None where all label everything.
     """
     if route is None:
         return resolve_teachers(teachers, discovery, optional=optional), None
@@ -361,51 +345,8 @@ def resolve_routes(
     return groups, Router(route if callable(route) else field_getter(route), routes)
 
 
-def resolve_services(
-    teachers: TeachersLike, route: Route, discovery: str | None = None, *, optional: bool = False
-) -> tuple[list[Teachers] | None, Router | None]:
-    """Return what `resolve_routes` returns, or None for the services where a program trains without teachers.
-
-    Args:
-        teachers: see `edl.distill.torch.distill`.
-        route: see `resolve_routes`.
-        discovery: see `resolve_routes`.
-        optional: see `resolve_routes`.
-
-    Raises:
-        SettingsError: it names none, or in a way that is not known.
-    """
-    if no_teachers(teachers):
-        return None, None
-    return resolve_routes(teachers, route, discovery, optional=optional)
-
-
-def check_routed_combine(router: Router | None, combine: Combine) -> None:
-    """Raise a `SettingsError` where answers are to be combined and there is only one of each row."""
-    if router is not None and combine != "each":
-        raise SettingsError(
-            f"combine={combine!r} and route=: each row is labelled by one service, so leave combine out"
-        )
-
-
-def output_names(outputs: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the outputs' names as a tuple."""
-    if isinstance(outputs, str):
-        return (outputs,)
-    if isinstance(outputs, bytes) or not isinstance(outputs, Sequence):
-        raise SettingsError(f"outputs={outputs!r}: expected the name of the teachers' output, or a list of several")
-    return tuple(outputs)
-
-
 def input_getters(inputs: Inputs) -> dict[str, Getter]:
-    """Return by input name how to find it in a batch.
-
-    Args:
-        inputs: see `edl.distill.torch.distill`.
-
-    Raises:
-        SettingsError: it names no input.
-    """
+    """Return by input name how to find it in a batch."""
     if isinstance(inputs, str):
         return {inputs: lambda batch: batch[0] if isinstance(batch, tuple | list) else batch}
     if isinstance(inputs, Mapping):
@@ -424,3 +365,7 @@ def input_getters(inputs: Inputs) -> dict[str, Getter]:
 def field_getter(key: str | int) -> Getter:
     """Return a function that finds the field at `key`."""
     return lambda batch: batch[key]
+
+
+def _getter(key: Route) -> Getter | None:
+    return key if key is None or callable(key) else field_getter(key)

@@ -1,15 +1,50 @@
-"""`Options`: deadlines, memory and retries of a reader."""
+"""`Options` and `Policy`: deadlines, memory, retries and hedging of a reader."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from edl.distill.dispatch.policy import Policy
 from edl.errors import SettingsError
 from edl.settings import Credentials, is_above_zero
 
-__all__ = ["Options"]
+__all__ = ["Options", "Policy"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Limits and deadlines of the dispatcher. Durations in seconds.
+
+    Attributes:
+        window: Largest number of requests in flight at a teacher.
+        hedge_after: A request older than this many median latencies of its teacher is sent to a second teacher.
+        hedge_budget: Extra requests by hedging, as a share of all; 0 turns hedging off. Only a request that the
+            training loop stands still for, and that is late for a second and more, goes beyond it.
+        hedge_min_s: A younger request is never hedged.
+        request_timeout_s: A request without an answer after this time is sent elsewhere.
+        failures_to_open: Number of failures in a row that take a teacher out for a while.
+        open_min_s: How long a teacher is taken out the first time. A task that failed at all live teachers waits as
+            long before a teacher that failed is asked again.
+        open_max_s: The longest such time; it doubles until an answer is good.
+        coming_s: How long a task that failed waits, from its first failure, for teachers that are being connected to,
+            before it is sent again where it failed, or given up.
+        aside_s: How long a teacher with unusable outputs is left out.
+        task_failures: A task that failed this often, at any teachers, is given up.
+        task_losses: A task whose teacher was lost more often than this is given up: the task may be what kills them.
+    """
+
+    window: int = 32
+    hedge_after: float = 2.0
+    hedge_budget: float = 0.05
+    hedge_min_s: float = 0.02
+    request_timeout_s: float = 60.0
+    failures_to_open: int = 3
+    open_min_s: float = 0.5
+    open_max_s: float = 30.0
+    coming_s: float = 5.0
+    aside_s: float = 30.0
+    task_failures: int = 3
+    task_losses: int = 20
 
 
 @dataclass(frozen=True)
@@ -17,33 +52,34 @@ class Options:
     """Deadlines, memory and retries of a reader. Durations in seconds.
 
     Attributes:
-        teacher_timeout_s: raise `NoTeacherError` when no teacher was live for so long.
-        memory_bytes: items and answers held ahead of the training loop, at most; answers that are still to come count
-            by the size of answers before them. Two requests, and the batch that the training loop waits for, are asked
-            for however large they are.
-        cache_queue_bytes: labels that wait to be put into the cache, at most. Where its disk cannot follow, labels
+        teacher_timeout_s: How long to wait without a live teacher before `NoTeacherError` is raised.
+        memory_bytes: Most bytes of items and answers held ahead of the training loop; answers that are still to come
+            count by the size of earlier answers. Two requests, and the batch that the training loop waits for, are
+            asked for however large they are.
+        cache_queue_bytes: Most bytes of labels that wait to be put into the cache. Where its disk cannot follow, labels
             beyond that are not kept (`stats().rows_not_cached`), and are asked for again.
-        linger_s: a request of samples that is not full is sent when the training loop waits for it and the source has
-            been silent for so long.
-        source_timeout_s: an epoch that is started while the source is still busy with the epoch before waits so long,
-            and raises `TemporaryError` then.
-        max_request_bytes: of the inputs of a request, at most, where a teacher does not say that it takes less: batches
-            beyond that are sent in pieces.
-        max_answer_bytes: of an answer, at most; less where a model's metadata tell how large answers can be.
-        shared_memory: use it for teachers on this host.
-        mixed_versions: "warn" takes labels of several versions of a model in an epoch and says so; "refuse" takes only
+        linger_s: A request of samples that is not full is sent when the training loop waits for it and the source has
+            been silent this long.
+        source_timeout_s: How long a new epoch waits while the source is still busy with the epoch before;
+            `TemporaryError` is raised then.
+        max_request_bytes: Most bytes of inputs in a request, where a teacher does not say that it accepts less: larger
+            batches are sent in pieces.
+        max_answer_bytes: Most bytes of an answer; less where a model's metadata say how large answers can be.
+        shared_memory: Whether to use it for teachers on this host.
+        mixed_versions: "warn" uses labels of several versions of a model in an epoch and says so; "refuse" uses only
             those of the first teacher's version, or of the version named with `version=`. See docs/students.md.
-        progress_s: log a line of progress (logger `edl.distill`, level INFO) every so often.
-        check_all_bytes: check that all bytes of an item are the same when it is delivered as when it was sent, however
-            long that takes; else at least a sample of larger arrays, and all bytes within 2% of the time.
-        publish_load: publish through discovery what is asked of a service, and how long training waits for it, so that
-            EDL can say how many teachers would do (docs/scaling.md). None for what `EDL_PUBLISH_LOAD` says, or yes.
+        progress_s: Interval between log lines of progress (logger `edl.distill`, level INFO).
+        check_all_bytes: Whether to check that all bytes of an item are the same when it is delivered as when it was
+            sent, however long that takes. If not, a sample of larger arrays is checked at least, and all bytes within
+            2% of the time.
+        publish_load: Whether to publish through discovery what is asked of a service, and how long training waits for
+            it, so that EDL can say how many teachers are needed (docs/scaling.md). None for `EDL_PUBLISH_LOAD`, or yes.
             Never with fixed endpoints.
-        policy: windows, hedging, retries.
-        credentials: TLS and tokens; None for what `EDL_TLS_CA`, `EDL_TOKEN_FILE` and their like say.
+        policy: Windows, hedging, retries.
+        credentials: TLS and tokens; None for `EDL_TLS_CA`, `EDL_TOKEN_FILE` and the related variables.
 
     Raises:
-        SettingsError: a value that cannot be.
+        SettingsError: A value is invalid.
     """
 
     teacher_timeout_s: float = 60.0

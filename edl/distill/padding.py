@@ -14,12 +14,7 @@ __all__ = ["as_token_mask", "padded"]
 def as_token_mask(mask: Array, what: str) -> Array:
     """Return which elements of a batch are tokens, bool [sequences, length].
 
-    Args:
-        mask: 1 where a token is and 0 elsewhere, of any type.
-        what: the batch, for messages.
-
-    Raises:
-        SourceError: it has another shape, or other numbers.
+    `mask`: 1 where a token is and 0 elsewhere, of any type.
     """
     if mask.ndim != 2:
         raise SourceError(f"{what}: its mask has shape {list(mask.shape)}, and must be [sequences, length]")
@@ -35,15 +30,7 @@ def as_token_mask(mask: Array, what: str) -> Array:
 
 
 def padded(output: Array | TopK, mask: Array) -> Array | TopK:
-    """Return the rows of a batch of padded sequences in their places, and 0 everywhere else, as arrays of their own.
-
-    Args:
-        output: [rows, ...].
-        mask: bool [sequences, length], with as many elements set as there are rows.
-
-    Returns:
-        [sequences, length, ...].
-    """
+    """Return the rows of a batch of padded sequences in their places, and 0 everywhere else, as arrays of their own."""
     if isinstance(output, TopK):
         return output.map(lambda array: _scattered(array, mask))
     return _scattered(np.asarray(output), mask)

@@ -9,21 +9,10 @@ from typing import Any, Literal, TypeVar
 import paddle
 
 from edl.distill.cache import SoftLabelCache
-from edl.distill.loader import (
-    DistillLoader,
-    Inputs,
-    TeachersLike,
-    field_getter,
-    input_getters,
-    output_names,
-    resolve_services,
-)
+from edl.distill.loader import DistillLoader, Inputs, TeachersLike, batch_request
 from edl.distill.options import Options
-from edl.distill.pipeline.cache_lookup import CacheConfig
-from edl.distill.pipeline.combine import Combine
-from edl.distill.transport.schema import OutputSpec
+from edl.distill.pipeline.answers import Combine
 from edl.protocol.tensors import Array
-from edl.tokenizer_hash import resolve_tokenizer
 
 __all__ = ["PaddleLoader", "distill"]
 
@@ -57,53 +46,51 @@ def distill(
     current device. What each is, is said there.
 
     Args:
-        loader: yields batches, such as a `paddle.io.DataLoader`.
-        teachers: whom to ask; an empty list for none: `(batch, None)`.
-        inputs: see there.
-        outputs: see there.
-        discovery: see there.
-        route: see there.
-        tokens: see there.
-        tokenizer: see there.
-        batch_rows: see there.
-        combine: see there.
-        top_k: see there.
-        temperature: see there.
-        dtype: see there.
-        version: see there.
-        cache: see there.
-        ids: see there.
-        dataset: see there.
-        options: see there.
+        loader: Yields batches, such as a `paddle.io.DataLoader`.
+        teachers: Teachers to ask; an empty list for none: `(batch, None)`.
+        inputs: See there.
+        outputs: See there.
+        discovery: See there.
+        route: See there.
+        tokens: See there.
+        tokenizer: See there.
+        batch_rows: See there.
+        combine: See there.
+        top_k: See there.
+        temperature: See there.
+        dtype: See there.
+        version: See there.
+        cache: See there.
+        ids: See there.
+        dataset: See there.
+        options: See there.
 
     Returns:
         An iterable with the loader's length, of batches and their labels as Paddle's tensors.
 
     Raises:
-        SettingsError: an argument that cannot be.
+        SettingsError: An argument is invalid.
     """
-    groups, router = resolve_services(teachers, route, discovery, optional=cache is not None)
-    return PaddleLoader(
-        loader,
-        groups,
-        getters=input_getters(inputs),
-        output_spec=OutputSpec(
-            output_names(outputs),
-            top_k=top_k,
-            temperature=temperature,
-            dtype=dtype,
-            version=version,
-            tokenizer=resolve_tokenizer(os.fspath(tokenizer)),
-        ),
+    request = batch_request(
+        teachers,
+        inputs=inputs,
+        outputs=outputs,
+        discovery=discovery,
+        route=route,
+        tokens=tokens,
+        tokenizer=tokenizer,
         batch_rows=batch_rows,
         combine=combine,
-        device=None,
-        options=options or Options(),
-        cache_config=CacheConfig(cache, dataset) if cache is not None else None,
-        ids=ids if ids is None or callable(ids) else field_getter(ids),
-        tokens=tokens if tokens is None or callable(tokens) else field_getter(tokens),
-        router=router,
+        top_k=top_k,
+        temperature=temperature,
+        dtype=dtype,
+        version=version,
+        cache=cache,
+        ids=ids,
+        dataset=dataset,
+        options=options,
     )
+    return PaddleLoader(loader, request)
 
 
 class PaddleLoader(DistillLoader[B]):

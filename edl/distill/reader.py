@@ -14,20 +14,20 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from typing_extensions import Self
 
 from edl.distill.cache import SoftLabelCache
 from edl.distill.compress import TopK
-from edl.distill.loader import TeachersLike, check_routed_combine, resolve_routes
+from edl.distill.loader import TeachersLike, resolve_routes
 from edl.distill.options import Options
-from edl.distill.pipeline.cache_lookup import CacheConfig
-from edl.distill.pipeline.combine import Combine, Combiner, item_outputs, values_by_name
-from edl.distill.pipeline.epoch import Epoch
-from edl.distill.pipeline.epoch_iterator import EpochIterator
+from edl.distill.pipeline.answers import Combine, item_outputs, values_by_name
+from edl.distill.pipeline.epoch import Epoch, EpochIterator
+from edl.distill.pipeline.label_cache import CacheConfig
+from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
-from edl.distill.source.routed_cutters import routed_cutter
-from edl.distill.source.routes import Router
+from edl.distill.source.routes import Router, routed_cutter
 from edl.distill.source.sequence_cutters import SequenceCutter, SequenceListCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
@@ -63,33 +63,35 @@ class DistillReader:
     The source runs in a background thread, ahead of the training loop; what it yields is passed on as it is, so it must
     yield new arrays every time, not a buffer filled again and again.
 
+    Methods that set something return this reader. They raise `SettingsError` for values that cannot be, for a second
+    source, and once the first epoch has started.
+
     Args:
-        ins: by field of a sample, the name of the teachers' input that it is, or None if it only passes through. Fields
-            behind the last name pass through, too; a name that the teachers' model does not have is not sent.
-        predicts: names of the teachers' outputs, which are added behind the fields.
-        teachers: in place of `set_fixed_teacher` and `set_dynamic_teacher`: a service's name, endpoints, `Teachers`, or
-            a list of `Teachers` for an ensemble.
-        teacher_batch_size: see `set_teacher_batch_size`.
-        route: position of the field by whose value teachers are found, or a function of the sample; of a batch, each
-            row has its value, or all have one. `teachers` is a mapping then, from value to a service, endpoints or
-            `Teachers`; what stands under None labels all other values.
-        combine: what to make of an ensemble's answers; see `edl.distill.pipeline.combine.Combiner`. With "each" the
+        ins: Name of the teachers' input that each field of a sample is, or None for a field that only passes through.
+            Fields behind the last name pass through, too; a name that the teachers' model does not have is not sent.
+        predicts: Names of the teachers' outputs, which are added behind the fields.
+        teachers: Alternative to `set_fixed_teacher` and `set_dynamic_teacher`: a service's name, endpoints, `Teachers`,
+            or a list of `Teachers` for an ensemble.
+        teacher_batch_size: Rows of a request; see `set_teacher_batch_size`.
+        route: Position of the field whose value says which teachers label a sample, or a function of the sample; in a
+            batch, each row has its value, or all have one. `teachers` is then a mapping from value to a service,
+            endpoints or `Teachers`; the key None labels all other values.
+        combine: What to make of an ensemble's answers; see `edl.distill.pipeline.answers.Combiner`. With "each" the
             predictions of all services follow one another, in the order of `teachers`.
-        top_k: deliver the k largest logits of a row as `TopK`; None for whole outputs.
-        temperature: at which the tail's mass is summed up with `top_k`.
-        dtype: "float16" or "float32" for floating-point outputs, None as the model gives them.
-        version: labels of this version of the model only; empty for any.
-        tokenizer: path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash: teachers of
-            another are refused by name. Empty for any.
-        cache: keeps soft labels, so that samples seen before are not asked for again. With a cache that has them all,
-            no teachers need be named.
-        id_field: with a cache, the position of the field that holds a sample's id (an integer or a string); not looked
-            at without.
-        dataset: with a cache, what the ids mean; see `edl.distill.cache.CacheKey`.
-        options: deadlines, memory, hedging; see `Options`.
+        top_k: Deliver the k largest logits of a row as `TopK`; None for whole outputs.
+        temperature: Temperature at which the tail's mass is summed up with `top_k`.
+        dtype: "float16" or "float32" for floating-point outputs, None for the model's own.
+        version: Use labels of this version of the model only; empty for any.
+        tokenizer: Path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash: teachers with
+            another tokenizer are refused by name. Empty for any.
+        cache: Keeps soft labels, so that samples seen before are not asked for again. If the cache has all labels, no
+            teachers need to be named.
+        id_field: Position of the field that holds a sample's id (an integer or a string); used only with a cache.
+        dataset: What the ids mean, with a cache; see `edl.distill.cache.CacheKey`.
+        options: Deadlines, memory, hedging; see `Options`.
 
     Raises:
-        SettingsError: an argument that cannot be.
+        SettingsError: An argument is invalid.
     """
 
     def __init__(
@@ -116,30 +118,33 @@ class DistillReader:
             raise SettingsError(f"ins={ins!r}: name at least one input of the teachers, as a list")
         if isinstance(predicts, str) or not isinstance(predicts, Sequence):
             raise SettingsError(f"predicts={predicts!r}: expected a list of output names")
-        self._ins = tuple(ins)
-        self._output_spec = OutputSpec(
-            tuple(predicts),
-            top_k=top_k,
-            temperature=temperature,
-            dtype=dtype,
-            version=version,
-            tokenizer=resolve_tokenizer(os.fspath(tokenizer)),
-        )
-        self._options = options or Options()
-        self._combine = combine
         if cache is not None and id_field is None:
             raise SettingsError(
                 "cache without id_field: name the field with the samples' ids, by which it finds labels"
             )
-        self._cache_config = CacheConfig(cache, dataset) if cache is not None else None
-        self._id_field = id_field if cache is not None else None
-        self._router: Router | None = None
+        self._ins = tuple(ins)
+        router: Router | None = None
         self._teachers: list[Teachers] = []
         if teachers is not None or route is not None:
-            groups, router = resolve_routes(teachers, route)
-            self._teachers = groups
-            self._router = router
-        check_routed_combine(self._router, combine)
+            self._teachers, router = resolve_routes(teachers, route)
+        # Completed when the first epoch starts, with what was set by then.
+        self._request = LabelRequest(
+            OutputSpec(
+                tuple(predicts),
+                top_k=top_k,
+                temperature=temperature,
+                dtype=dtype,
+                version=version,
+                tokenizer=resolve_tokenizer(os.fspath(tokenizer)),
+            ),
+            [],
+            options or Options(),
+            CacheConfig(cache, dataset) if cache is not None else None,
+            router,
+            combine,
+            {name: _field(index) for index, name in enumerate(ins) if name},
+            ids=_field(id_field) if cache is not None and id_field is not None else None,
+        )
         self._max_teachers: int | None = None
         self._batch_size = self._checked_batch_size(teacher_batch_size)
         self._kind: _Kind | None = None
@@ -149,7 +154,7 @@ class DistillReader:
 
     # Configuration
 
-    def set_sample_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+    def set_sample_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
         """Set a source of samples: tuples of fields. Delivered: the tuple with the predictions behind it.
 
         A sample's prediction is an array without the axis of rows; with `top_k` a `TopK` likewise, ids and values [k].
@@ -157,46 +162,28 @@ class DistillReader:
 
         Args:
             reader: called once an epoch; returns an iterable of samples.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: a source is set already, or `reader` cannot be called.
         """
         return self._set_source("sample", reader)
 
-    def set_sample_list_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+    def set_sample_list_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
         """Set a source of lists of samples.
 
         Delivered: lists of the same lengths, of samples as `set_sample_generator` has them.
 
         Args:
             reader: called once an epoch; returns an iterable of lists.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: a source is set already, or `reader` cannot be called.
         """
         return self._set_source("sample_list", reader)
 
-    def set_batch_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+    def set_batch_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
         """Set a source of batches: tuples of arrays [rows, ...]. Delivered: the same with predictions behind.
 
         Args:
             reader: called once an epoch; returns an iterable of batches.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: a source is set already, or `reader` cannot be called.
         """
         return self._set_source("batch", reader)
 
-    def set_sequence_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+    def set_sequence_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
         """Set a source of sequences: tuples of fields; of those named in `ins`, arrays [tokens, ...] of equal length.
 
         Sequences may differ in length, and nothing is padded: a sequence of T tokens is T rows; row t holds token t and
@@ -207,42 +194,24 @@ class DistillReader:
 
         Args:
             reader: called once an epoch; returns an iterable of sequences.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: a source is set already, or `reader` cannot be called.
         """
         return self._set_source("sequence", reader)
 
-    def set_sequence_list_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+    def set_sequence_list_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
         """Set a source of lists of sequences.
 
         Delivered: lists of the same lengths, of sequences as `set_sequence_generator` has them.
 
         Args:
             reader: called once an epoch; returns an iterable of lists.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: a source is set already, or `reader` cannot be called.
         """
         return self._set_source("sequence_list", reader)
 
-    def set_fixed_teacher(self, teachers: str | Sequence[str]) -> DistillReader:
+    def set_fixed_teacher(self, teachers: str | Sequence[str]) -> Self:
         """Use these teachers.
 
         Args:
             teachers: `host:port`, separated by commas or as a list.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: the first epoch has started, or an endpoint cannot be.
         """
         parts = teachers.split(",") if isinstance(teachers, str) else list(teachers)
         self._not_started("set_fixed_teacher")
@@ -255,7 +224,7 @@ class DistillReader:
         discovery_servers: str | Sequence[str] | None,
         teacher_service_name: str,
         require_max_teacher: int | None = None,
-    ) -> DistillReader:
+    ) -> Self:
         """Use the teachers that register as `teacher_service_name`.
 
         Args:
@@ -263,12 +232,6 @@ class DistillReader:
                 for `EDL_DISCOVERY` or this machine's SQLite file. Of a list, the first is used.
             teacher_service_name: of the service.
             require_max_teacher: use so many at most, None for all.
-
-        Returns:
-            This reader.
-
-        Raises:
-            SettingsError: the first epoch has started.
         """
         self._not_started("set_dynamic_teacher")
         self._not_routed("set_dynamic_teacher")
@@ -282,14 +245,11 @@ class DistillReader:
         ]
         return self
 
-    def set_require_max_teacher(self, require_max_teacher: int) -> DistillReader:
+    def set_require_max_teacher(self, require_max_teacher: int) -> Self:
         """Use so many teachers of a dynamic service at most.
 
         Args:
             require_max_teacher: at least 1.
-
-        Returns:
-            This reader.
 
         Raises:
             SettingsError: the first epoch has started, or the number is below 1.
@@ -300,7 +260,7 @@ class DistillReader:
         self._max_teachers = require_max_teacher
         return self
 
-    def set_teacher_batch_size(self, teacher_batch_size: int) -> DistillReader:
+    def set_teacher_batch_size(self, teacher_batch_size: int) -> Self:
         """Set the rows of a request.
 
         Default: 32 with samples; with batches the whole batch, or pieces of 256 if it is larger; with sequences 2,048
@@ -309,9 +269,6 @@ class DistillReader:
 
         Args:
             teacher_batch_size: at least 1.
-
-        Returns:
-            This reader.
 
         Raises:
             SettingsError: the first epoch has started, or the number is below 1.
@@ -322,21 +279,24 @@ class DistillReader:
 
     def print_config(self) -> None:
         """Print what is set."""
+        request = self._request
         config = {
             "ins": list(self._ins),
-            "predicts": list(self._output_spec.outputs),
+            "predicts": list(request.output_spec.outputs),
             "source": self._kind or "not set",
             "teacher_batch_size": self._batch_size or "the source's",
             "teachers": ", ".join(group.name for group in self._teachers) or "from the environment",
             "discovery": ", ".join(str(group.discovery or "default") for group in self._teachers if group.service),
             "require_max_teacher": self._max_teachers or "no limit",
-            "route": f"by field, {listed([repr(value) for value in self._router.routes])}" if self._router else None,
-            "combine": self._combine,
-            "top_k": self._output_spec.top_k,
-            "dtype": self._output_spec.dtype,
-            "version": self._output_spec.version or "any",
-            "cache": (self._cache_config.cache.path or "in memory") if self._cache_config else None,
-            "options": self._options,
+            "route": f"by field, {listed([repr(value) for value in request.router.routes])}"
+            if request.router
+            else None,
+            "combine": request.combine,
+            "top_k": request.output_spec.top_k,
+            "dtype": request.output_spec.dtype,
+            "version": request.output_spec.version or "any",
+            "cache": (request.cache_config.cache.path or "in memory") if request.cache_config else None,
+            "options": request.options,
         }
         print("DistillReader:")  # noqa: T201 - printing is what this is for
         for name, value in config.items():
@@ -362,13 +322,12 @@ class DistillReader:
         source = self._source
         session = self._start()
         session.labeller.check()
-        getters = {name: _field(index) for index, name in enumerate(self._ins) if name}
-        ids = _field(self._id_field) if self._id_field is not None else None
-        make = functools.partial(_CUTTERS[self._kind], getters, self._batch_size, session.labeller.services, ids)
-        cutter = make() if self._router is None else routed_cutter(self._router, make)
-        epoch = session.begin(lambda: _checked(source()), cutter)
-        weights = [group.weight for group in session.labeller.teachers] or [1.0]
-        return EpochIterator(self._deliver(epoch, Combiner(self._combine, weights), session.labeller.services))
+        request = session.labeller.request
+        make = functools.partial(
+            _CUTTERS[self._kind], request.getters, request.batch_rows, request.services, request.ids
+        )
+        epoch = session.begin(lambda: _checked(source()), routed_cutter(request.router, make))
+        return EpochIterator(self._deliver(epoch, request))
 
     def stats(self) -> ReaderStats:
         """Return what has been done so far; may be called from any thread while the reader runs."""
@@ -380,7 +339,7 @@ class DistillReader:
         if self._session is not None:
             self._session.close()
 
-    def __enter__(self) -> DistillReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -388,37 +347,33 @@ class DistillReader:
 
     def _start(self) -> LabelSession:
         if self._session is None:
-            groups = self._teachers or teachers_from_env(optional=self._cache_config is not None)
+            groups = self._teachers or teachers_from_env(optional=self._request.cache_config is not None)
             if self._max_teachers is not None:
                 groups = [_limited(group, self._max_teachers) for group in groups]
-            session = self._session = LabelSession(
-                groups,
-                self._output_spec,
-                self._options,
-                self._cache_config,
-                self._router.routes if self._router is not None else None,
-            )
-            if self._closed:  # by a signal handler, before there was a session to close
+            request = replace(self._request, teachers=groups, batch_rows=self._batch_size)
+            session = self._session = LabelSession(request)
+            if self._closed:  # by another thread, before there was a session to close
                 session.close()
             weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the session sees to that
         return self._session
 
-    def _deliver(self, epoch: Epoch, combiner: Combiner, services: int) -> Generator[Any, None, None]:
+    def _deliver(self, epoch: Epoch, request: LabelRequest) -> Generator[Any, None, None]:
         shape = _SHAPES[self._kind or "batch"]
+        combiner = request.combiner()
         try:
             for item in epoch:
                 if not item.parts:  # an empty list of samples
                     epoch.taken(item)
                     yield shape(item, [])
                     continue
-                combined = combiner([item_outputs(item, service) for service in range(services)])
+                combined = combiner([item_outputs(item, service) for service in range(request.services)])
                 epoch.taken(item)
-                predictions = [values_by_name(outputs, self._output_spec.outputs) for outputs in combined]
+                predictions = [values_by_name(outputs, request.output_spec.outputs) for outputs in combined]
                 yield shape(item, list(itertools.chain.from_iterable(predictions)))
         finally:
             epoch.close()
 
-    def _set_source(self, kind: _Kind, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+    def _set_source(self, kind: _Kind, reader: Callable[[], Iterable[Any]]) -> Self:
         if self._source is not None:
             raise SettingsError(f"the data source is set already (as {self._kind})")
         if not callable(reader):
@@ -434,7 +389,7 @@ class DistillReader:
             raise SettingsError(f"{method} after the first epoch has started: make a new reader")
 
     def _not_routed(self, method: str) -> None:
-        if self._router is not None:
+        if self._request.router is not None:
             raise SettingsError(f"{method} with route=: name the teachers of each value with teachers=")
 
     @staticmethod

@@ -30,8 +30,7 @@ from edl.background import BackgroundLoop
 from edl.discovery import Registry, Snapshot, open_registry, open_store
 from edl.discovery.records import check_service, is_service
 from edl.discovery.registry import Instance
-from edl.distill.transport.priority import Priority, check_priority
-from edl.distill.transport.schema import check_version
+from edl.distill.transport.schema import Priority, check_priority, check_version
 from edl.errors import EDLError, SettingsError
 from edl.quoting import did_you_mean
 from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_count
@@ -173,11 +172,7 @@ def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
 
 
 def fixed_instance(endpoint: str) -> Instance:
-    """Return an endpoint, `host:port` or `unix:/path`, as an instance.
-
-    Raises:
-        SettingsError: It is neither.
-    """
+    """Return an endpoint, `host:port` or `unix:/path`, as an instance."""
     if not _is_endpoint(endpoint):
         other = " (name a service with Teachers(service=...) or set_dynamic_teacher)" if is_service(endpoint) else ""
         raise SettingsError(f"teacher {endpoint!r}: expected host:port, such as 10.0.0.7:8500{other}")
@@ -198,7 +193,6 @@ class TeacherWatcher:
     """Reports the teachers of a service whenever they change, from a thread of its own, until closed.
 
     Args:
-        teachers: The service; or fixed endpoints, which are reported once, before this returns.
         changed: Called with each snapshot and two arguments. `near` is "; did you mean …?" where the service has never
             had a teacher and the registry has a service of a similar name, otherwise empty. `whole` is false where the
             service has teachers that the snapshot leaves to other students (`max_teachers`).

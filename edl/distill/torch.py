@@ -9,21 +9,10 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from edl.distill.cache import SoftLabelCache
-from edl.distill.loader import (
-    DistillLoader,
-    Inputs,
-    TeachersLike,
-    field_getter,
-    input_getters,
-    output_names,
-    resolve_services,
-)
+from edl.distill.loader import DistillLoader, Inputs, TeachersLike, batch_request
 from edl.distill.options import Options
-from edl.distill.pipeline.cache_lookup import CacheConfig
-from edl.distill.pipeline.combine import Combine
-from edl.distill.transport.schema import OutputSpec
+from edl.distill.pipeline.answers import Combine
 from edl.protocol.tensors import Array
-from edl.tokenizer_hash import resolve_tokenizer
 
 __all__ = ["TorchLoader", "distill"]
 
@@ -64,39 +53,41 @@ def distill(
             ...
 
     Args:
-        loader: yields batches: a tensor, a tuple or list of tensors, or a mapping. Its workers, pinning and `len` work.
-        teachers: a service's name, `host:port` of teachers, `Teachers`, or a list of `Teachers` for an ensemble; None
-            for what the environment says (`EDL_SERVICE`, `EDL_TEACHERS`). An empty list for none at all: batches come
-            in the same order as `(batch, None)`, nobody is asked, and of the other arguments `device` alone counts.
-        inputs: which parts of a batch the teachers need: names by position (None: not sent), a single name for a batch
+        loader: Yields batches: a tensor, a tuple or list of tensors, or a mapping. Its workers, pinning and `len` work.
+        teachers: A service's name, `host:port` of teachers, `Teachers`, or a list of `Teachers` for an ensemble; None
+            for what the environment says (`EDL_SERVICE`, `EDL_TEACHERS`). With an empty list no teacher is asked:
+            batches come in the same order as `(batch, None)`, and of the other arguments only `device` counts.
+        inputs: Parts of a batch that the teachers need: names by position (None: not sent), a single name for a batch
             that is a tensor or whose first part is meant, or a mapping from name to key, position or function of the
             batch.
-        outputs: the teachers' output, or several.
-        discovery: URL of the registry that `teachers` names a service of.
-        route: where in a batch each row has the value by which its teachers are found (a key such as "domain", a
-            position or a function): a list, an array or a tensor, or one value for the whole batch. `teachers` is a
-            mapping then, from value to a service, endpoints or `Teachers`; what stands under None labels all other
-            values. None where all services label everything.
-        tokens: of batches of padded sequences, as collators for language models make them: where the mask of what is a
-            token is (a key such as "attention_mask", a position or a function), 0 and 1 [sequences, length]. The inputs
-            are [sequences, length, ...] then, what the mask keeps is sent, a token a row, and labels come as
+        outputs: Name of the teachers' output, or several names.
+        discovery: URL of the registry that has the service named by `teachers`.
+        route: Where in a batch each row has the value by which its teachers are found (a key such as "domain", a
+            position or a function): a list, an array or a tensor, or one value for the whole batch. `teachers` is then
+            a mapping from value to a service, endpoints or `Teachers`; the key None labels all other values. None
+            where all services label everything.
+        tokens: Where a batch of padded sequences, as collators for language models make it, has the mask of what is a
+            token (a key such as "attention_mask", a position or a function), 0 and 1 [sequences, length]. The inputs
+            are then [sequences, length, ...], what the mask keeps is sent, a token a row, and labels come as
             [sequences, length, ...], with 0 where the mask has 0. None for batches of rows.
-        tokenizer: path of the student's tokenizer, or its hash: teachers of another are refused by name. Empty for any.
-        batch_rows: rows of a request; None for the whole batch, in pieces where it has more than 256 rows or a teacher
-            takes fewer; with `tokens`, None is 2,048 tokens, or a quarter of what a teacher lets wait.
-        combine: see `DistillReader`.
-        top_k: keep the k largest logits of a row, as `TopK` of tensors; None for whole outputs.
-        temperature: at which the tail's mass is summed up with `top_k`.
-        dtype: "float16" or "float32" for floating-point outputs, None as the model gives them.
-        version: labels of this version of the model only; empty for any.
-        device: move tensors there a batch ahead of use; pinned batches without waiting.
-        cache: keeps soft labels by sample id. See `DistillReader`.
-        ids: with a cache, how to find the ids in a batch: a key, a position or a function; not looked at without.
-        dataset: with a cache, what the ids mean. See `DistillReader`.
-        ahead: read so many batches ahead in the training loop's own thread, so that all ranks do it at the same place.
-            None: in another thread, as far ahead as teachers can use. What Accelerate has prepared is read in the
-            loop's thread in any case, 16 batches ahead: its loaders exchange with other ranks, and count batches.
-        options: deadlines, memory, hedging.
+        tokenizer: Path of the student's tokenizer, or its hash: teachers with another one are refused by name. Empty
+            for any.
+        batch_rows: Rows of a request; None for the whole batch, in pieces where it has more than 256 rows or a teacher
+            accepts fewer; with `tokens`, None is 2,048 tokens, or a quarter of what a teacher lets wait.
+        combine: What to make of an ensemble's answers; see `DistillReader`.
+        top_k: Keep the k largest logits of a row, as `TopK` of tensors; None for whole outputs.
+        temperature: Temperature at which the tail's mass is summed up with `top_k`.
+        dtype: "float16" or "float32" for floating-point outputs, None for the model's own.
+        version: Use labels of this version of the model only; empty for any.
+        device: Device to move tensors to a batch before they are used; pinned batches without waiting.
+        cache: Keeps soft labels by sample id. See `DistillReader`.
+        ids: How to find the ids in a batch, with a cache: a key, a position or a function.
+        dataset: What the ids mean, with a cache. See `DistillReader`.
+        ahead: Number of batches to read ahead in the training loop's own thread, so that all ranks do it at the same
+            place. None reads in another thread, as far ahead as teachers can use. What Accelerate has prepared is
+            always read in the loop's thread, 16 batches ahead: its loaders exchange with other ranks, and count
+            batches.
+        options: Deadlines, memory, hedging.
 
     Returns:
         An iterable with the loader's length. Soft labels are a tensor [rows, ...] for a single output, a tuple for
@@ -104,31 +95,29 @@ def distill(
         `teachers` is an empty list.
 
     Raises:
-        SettingsError: an argument that cannot be.
+        SettingsError: An argument is invalid.
     """
-    groups, router = resolve_services(teachers, route, discovery, optional=cache is not None)
-    return TorchLoader(
-        loader,
-        groups,
-        getters=input_getters(inputs),
-        output_spec=OutputSpec(
-            output_names(outputs),
-            top_k=top_k,
-            temperature=temperature,
-            dtype=dtype,
-            version=version,
-            tokenizer=resolve_tokenizer(os.fspath(tokenizer)),
-        ),
+    request = batch_request(
+        teachers,
+        inputs=inputs,
+        outputs=outputs,
+        discovery=discovery,
+        route=route,
+        tokens=tokens,
+        tokenizer=tokenizer,
         batch_rows=batch_rows,
         combine=combine,
-        device=torch.device(device) if device is not None else None,
-        options=options or Options(),
-        cache_config=CacheConfig(cache, dataset) if cache is not None else None,
-        ids=ids if ids is None or callable(ids) else field_getter(ids),
-        tokens=tokens if tokens is None or callable(tokens) else field_getter(tokens),
-        router=router,
-        ahead=_BATCHES_AHEAD if ahead is None and _is_prepared(loader) else ahead,
+        top_k=top_k,
+        temperature=temperature,
+        dtype=dtype,
+        version=version,
+        cache=cache,
+        ids=ids,
+        dataset=dataset,
+        options=options,
     )
+    ahead = _BATCHES_AHEAD if ahead is None and _is_prepared(loader) else ahead
+    return TorchLoader(loader, request, device=torch.device(device) if device is not None else None, ahead=ahead)
 
 
 class TorchLoader(DistillLoader[B]):

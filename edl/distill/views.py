@@ -53,7 +53,7 @@ def view_seed(sample_id: int | str, view: int, seed: int = 0) -> int:
         seed: tells runs with other augmentations of the same samples apart.
 
     Raises:
-        SettingsError: an id or a number that cannot be.
+        SettingsError: The id or the number is invalid.
     """
     sample_id = _checked_id(sample_id)
     text = f"edl-view-1/{int(seed)}/{_checked_view(view)}/{type(sample_id).__name__}/{sample_id}"
@@ -71,7 +71,7 @@ def view_id(sample_id: int | str, view: int) -> int | str:
         view: number of the view, from 0.
 
     Raises:
-        SettingsError: an id or a number that cannot be.
+        SettingsError: The id or the number is invalid.
     """
     sample_id = _checked_id(sample_id)
     view = _checked_view(view)
@@ -150,7 +150,7 @@ class AugmentedViews(Dataset[Any]):
             epoch: from 0.
 
         Raises:
-            SettingsError: a number that cannot be.
+            SettingsError: The number is invalid.
         """
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise SettingsError(f"epoch={epoch!r}: must be a whole number of at least 0")

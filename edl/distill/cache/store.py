@@ -22,8 +22,7 @@ from edl.distill.cache.folder import LabelFolder, LabelWriter, Namespace
 from edl.distill.cache.key import UNKNOWN, CacheKey, Head, Ids, RowIds, SampleId, SequenceIds, as_ids
 from edl.distill.cache.memory import MemoryTier
 from edl.distill.cache.records import Found, Outputs, RowLayout, flatten
-from edl.distill.clamping import ClampWarnings
-from edl.distill.compress import TopK
+from edl.distill.compress import ClampWarnings, TopK
 from edl.errors import ClosedError, SettingsError, TemporaryError
 from edl.protocol.tensors import Array
 

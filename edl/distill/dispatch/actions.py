@@ -27,16 +27,11 @@ class RequestFailure:
     """Describe a failed request. Values only.
 
     `message` is a single printable line of limited length, whatever text the teacher sent.
-
-    Attributes:
-        kind: decides what the dispatcher does about it.
-        message: for logs and errors.
-        retry_after_s: seconds after which the teacher asks to be tried again; 0 without such a hint.
     """
 
-    kind: FailureKind
-    message: str
-    retry_after_s: float = 0.0
+    kind: FailureKind  # decides what the dispatcher does about it
+    message: str  # for logs and errors
+    retry_after_s: float = 0.0  # seconds after which the teacher asks to be tried again; 0 without such a hint
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message", shown(self.message))
@@ -44,34 +39,21 @@ class RequestFailure:
 
 @dataclass(frozen=True)
 class Send:
-    """Action: send task `task` to `teacher`, and report how attempt `attempt` ends.
+    """Action: send task `task` to `teacher`, and report how attempt `attempt` ends."""
 
-    Attributes:
-        attempt: number of the attempt.
-        task: number of the task.
-        teacher: the teacher's id.
-        timeout_s: seconds until the attempt fails with TIMEOUT.
-        extra: whether this is a hedge, beside an attempt that is late.
-    """
-
-    attempt: int
-    task: int
-    teacher: str
-    timeout_s: float
+    attempt: int  # number of the attempt
+    task: int  # number of the task
+    teacher: str  # the teacher's id
+    timeout_s: float  # seconds until the attempt fails with TIMEOUT
     extra: bool  # a hedge
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Action: fail task `task`.
+    """Action: fail task `task`."""
 
-    Attributes:
-        task: number of the task.
-        failures: (teacher, failure) in the order in which they came.
-    """
-
-    task: int
-    failures: tuple[tuple[str, RequestFailure], ...]
+    task: int  # number of the task
+    failures: tuple[tuple[str, RequestFailure], ...]  # (teacher, failure) in the order in which they came
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
-from edl.distill.dispatch.policy import Policy
-from edl.distill.dispatch.teacher_state import TeacherState
-from edl.distill.dispatch.window import Window
+from edl.distill.dispatch.teacher_state import TeacherState, Window
+from edl.distill.options import Policy
 
 __all__ = ["Dispatcher"]
 
@@ -27,7 +26,7 @@ _BUSY_REQUESTS = 2
 """Requests that keep a teacher busy: the first is computed while the second is received. With 1 it would idle between
 two; with more, work would wait at a teacher that may be lost."""
 _LOW_LATENCY_S = 0.002
-"""Seconds below which the way there and back is most of a latency, on one host; see `edl.distill.engine.job_queue`."""
+"""Seconds below which the way there and back is most of a latency, on one host; see `edl.distill.engine.jobs`."""
 _MIN_FULL_PAUSE_S = 0.01
 """The shortest pause of a teacher that has no room, whatever it hints: a hundred refusals a second cost little."""
 _FULL_PAUSE_S = 0.05
@@ -78,22 +77,18 @@ class Dispatcher:
         policy: limits and deadlines; the defaults of `Policy` if None.
 
     Attributes:
-        policy: as given.
-        teachers: state by teacher id; read only.
-        sent: attempts so far.
         resent: tasks sent again after a failure.
         hedged: extra attempts for late tasks.
-        pauses: how often a teacher was given no work for a while, by the kind of its last failure.
-        full: whether, at the last event, no teacher could be given more.
-        busy: whether, at the last event, every teacher that could be given more had enough to do until its next answer.
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
-        self.teachers: dict[str, TeacherState] = {}
-        self.sent = self.resent = self.hedged = 0
+        self.teachers: dict[str, TeacherState] = {}  # state by teacher id; read only
+        self.sent = self.resent = self.hedged = 0  # attempts so far
+        # how often a teacher was given no work for a while, by the kind of its last failure
         self.pauses: Counter[FailureKind] = Counter()
-        self.full = True
+        self.full = True  # whether, at the last event, no teacher could be given more
+        # whether, at the last event, every teacher that could be given more had enough to do until its next answer
         self.busy = True
         self._tasks: dict[int, _Task] = {}
         self._attempts: dict[int, _Attempt] = {}
@@ -111,15 +106,7 @@ class Dispatcher:
     def add_task(self, task: int, now: float, rows: int = 0, nbytes: int = 0, longest: int = 0) -> list[Action]:
         """Take in a new task.
 
-        Args:
-            task: its number, rising in the order of delivery.
-            now: seconds.
-            rows: rows of its request.
-            nbytes: bytes of its request's tensors.
-            longest: rows of its longest sequence, 0 if its rows are no sequences.
-
-        Returns:
-            What is to be done.
+        `longest`: rows of its longest sequence, 0 if its rows are not sequences.
         """
         self._tasks[task] = _Task(rows, nbytes, longest)
         heapq.heappush(self._waiting, task)
@@ -127,9 +114,6 @@ class Dispatcher:
 
     def drop_task(self, task: int) -> list[int]:
         """Forget a task.
-
-        Args:
-            task: its number; unknown numbers are ignored.
 
         Returns:
             The attempts under way, which the caller should cancel and need not report.
@@ -163,16 +147,9 @@ class Dispatcher:
     ) -> list[Action]:
         """Note that a teacher is connected, for the first time or again.
 
-        Args:
-            teacher: its id.
-            now: seconds.
-            max_rows: most rows that it takes in a request; 0 for any number.
-            max_nbytes: most bytes of tensors that it takes in a request; 0 for any number.
-            max_in_flight: most requests that it may have, 0 for what the policy says.
-            max_sequence: most rows of a sequence that it takes; 0 for any number.
-
-        Returns:
-            What is to be done.
+        `max_rows`: most rows that it takes in a request; 0 for any number. `max_nbytes`: most bytes of tensors
+        that it takes in a request; 0 for any number. `max_in_flight`: most requests that it may have, 0 for
+        what the policy says. `max_sequence`: most rows of a sequence that it takes; 0 for any number.
         """
         self._connecting.discard(teacher)
         state = self.teachers.setdefault(teacher, TeacherState(Window(self.policy.window)))
@@ -193,7 +170,7 @@ class Dispatcher:
         return self._assign(now)
 
     def teacher_draining(self, teacher: str) -> None:
-        """Note that a teacher finishes what it has and takes no more."""
+        """Note that a teacher finishes its requests and accepts no new ones."""
         self._connecting.discard(teacher)
         self._changed = True
         if teacher in self.teachers:
@@ -214,14 +191,7 @@ class Dispatcher:
             state.live = False
 
     def set_aside(self, teacher: str, kind: FailureKind, why: str, now: float) -> None:
-        """Give a teacher no work for `Policy.aside_s`.
-
-        Args:
-            teacher: its id.
-            kind: why, for the counters.
-            why: in words, for a person.
-            now: seconds.
-        """
+        """Give a teacher no work for `Policy.aside_s`."""
         state = self.teachers.get(teacher)
         if state is not None:
             self.pauses[kind] += 1
@@ -232,12 +202,8 @@ class Dispatcher:
     def attempt_answered(self, attempt: int, now: float) -> list[Action]:
         """Take in a good answer.
 
-        Args:
-            attempt: its number.
-            now: seconds.
-
         Returns:
-            What is to be done; a `Deliver` is among it if this is the first answer to its task.
+            The actions to take, with a `Deliver` if this is the first answer to its task.
         """
         ended = self._end(attempt)
         if ended is None:
@@ -261,16 +227,7 @@ class Dispatcher:
         return actions + self._assign(now)
 
     def attempt_failed(self, attempt: int, failure: RequestFailure, now: float) -> list[Action]:
-        """Send the task of a failed attempt elsewhere, or give it up, and treat its teacher accordingly.
-
-        Args:
-            attempt: its number.
-            failure: what went wrong.
-            now: seconds.
-
-        Returns:
-            What is to be done.
-        """
+        """Send the task of a failed attempt elsewhere, or give it up, and treat its teacher accordingly."""
         ended = self._end(attempt)
         if ended is None:
             return []
@@ -307,10 +264,6 @@ class Dispatcher:
         """Note that the training loop waits for `task` now."""
         self._awaited_task = task
         return self._assign(now)
-
-    def is_running(self, attempt: int) -> bool:
-        """Return whether the end of this attempt is still to be reported."""
-        return attempt in self._attempts
 
     # Questions
 
@@ -377,11 +330,6 @@ class Dispatcher:
 
     def _has_unassigned(self) -> bool:
         return any(task in self._tasks and not self._tasks[task].attempts for task in self._waiting)
-
-    @property
-    def open_tasks(self) -> int:
-        """Tasks without an answer."""
-        return len(self._tasks)
 
     @property
     def capacity(self) -> int:
@@ -471,11 +419,7 @@ class Dispatcher:
         self._changed = False
 
     def _place_waiting(self, now: float) -> tuple[list[Action], list[tuple[str, TeacherState]]]:
-        """Send waiting tasks, the oldest first, to teachers that have room.
-
-        Returns:
-            The actions, and the teachers that still have room.
-        """
+        """Send waiting tasks, the oldest first, to teachers that have room."""
         actions: list[Action] = []
         put_back: list[int] = []
         free = [(name, state) for name, state in self.teachers.items() if state.has_room(now)]

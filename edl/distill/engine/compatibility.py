@@ -2,7 +2,7 @@
 
 `lacking` compares a model with what the student asks for, `incompatibility` also with the teachers before it: inputs,
 outputs and rows must be like those of the first teacher. Only what a teacher lacks by itself can end a student's wait
-for its first teacher (`edl.distill.engine.connection_pool`).
+for its first teacher (`edl.distill.engine.connection`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from edl.discovery.registry import Instance
-from edl.distill.clamping import ClampWarnings
-from edl.distill.compress import TopK
+from edl.distill.compress import ClampWarnings, TopK
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.errors import SettingsError
@@ -40,17 +39,6 @@ class TeacherCompatibility:
 
     The first teacher's metadata says which dimensions of a row are fixed. Dimensions that it leaves open, such as the
     length of a text, may differ from answer to answer.
-
-    Args:
-        service: Name of the service, for messages.
-        output_spec: What the student asks for.
-        mixed_versions: "warn" uses labels of another model version than the epoch's, "refuse" does not.
-
-    Attributes:
-        spec: The first teacher's model, until `select_version` changes its version; None before the first teacher. All
-            teachers must have a model of this name.
-        selecting_version: Whether `select_version` comes next, which warns of several versions.
-        weights_versions: Versions of which a teacher said that they are hashes of the weights.
     """
 
     def __init__(
@@ -65,9 +53,11 @@ class TeacherCompatibility:
         self._confirmed_by: set[str] = set()  # present teachers whose answers were like that
         self._has_delivered = False  # whether there was such an answer in this epoch
         self._tokenizer = ""  # of the first teacher that told it
+        # The first teacher's model, until `select_version` changes its version; None before the first teacher. All
+        # teachers must have a model of this name.
         self.spec: ModelSpec | None = None
-        self.selecting_version = False
-        self.weights_versions: set[str] = set()
+        self.selecting_version = False  # Whether `select_version` comes next, which warns of several versions
+        self.weights_versions: set[str] = set()  # Versions of which a teacher said that they are hashes of the weights
         self._clamp_warnings = ClampWarnings(service, "ask for dtype=None, or dtype='float32'")
         self._mixed_versions: frozenset[str] = frozenset()
         # Versions that were warned of, in addition to that of `spec`; the empty one also next to an unknown version.
@@ -251,16 +241,7 @@ class TeacherCompatibility:
         self._confirmed_by.discard(teacher)
 
     def check_output(self, teacher: str, inputs: InputTensors, outputs: Outputs) -> RequestFailure | None:
-        """Check that an answer fits the answers before it.
-
-        Args:
-            teacher: The teacher's id.
-            inputs: The request's tensors.
-            outputs: Outputs of the answer.
-
-        Returns:
-            BAD_OUTPUT with the difference, None without a difference.
-        """
+        """Check that an answer fits the answers before it."""
         why = self._difference(inputs, outputs)
         if why and not self._has_delivered and self._confirmed_by <= {teacher}:
             self._reset_shapes()  # none of those that gave such answers is left to give more of them
@@ -304,9 +285,6 @@ class TeacherCompatibility:
 
         Where the shape of a label follows that of the inputs, a sample that is padded to another length than when its
         label was kept would get a label of the wrong length.
-
-        Args:
-            fields: Inputs [rows, ...] by name.
 
         Raises:
             SettingsError: Outputs have variable dimensions, and the inputs have other shapes than earlier inputs.
@@ -362,13 +340,7 @@ def _shapes_match(left: Sequence[int], right: Sequence[int]) -> bool:
 
 
 def outputs_disagreement(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> str:
-    """Return how the outputs of two services differ, where a batch may have labels of both; empty if they agree.
-
-    Args:
-        spec: The model of one service.
-        known: The model of the other service.
-        output_spec: What is asked for.
-    """
+    """Return how the outputs of two services differ, where a batch may have labels of both; empty if they agree."""
     if spec.tokenizer and known.tokenizer and spec.tokenizer != known.tokenizer:
         return (
             f"model {known.name!r} has tokenizer {known.tokenizer!r}, model {spec.name!r} {spec.tokenizer!r}: their "

@@ -1,33 +1,42 @@
-"""Keeps a teacher connected: connects, checks its model, and connects again until told to stop."""
+"""Keeps connections to the teachers of a service, from when discovery names them until their last request has ended.
+
+A `TeacherConnection` connects, checks the model, and connects again until told to stop. The `ConnectionPool` has one
+for each teacher. A lapsed registration does not end a connection: only the teacher itself can tell whether it is alive.
+A teacher that answers stays in use even when the registry has forgotten it; a teacher that does not is tried again
+while it is listed. The pool also knows when waiting for a first teacher is useless, because all have answered and none
+fits (`ConnectionPool.lacking`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import random
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from typing import Any
 
-from edl.discovery.registry import Instance
-from edl.distill.dispatch.actions import FailureKind, RequestFailure
+from edl.discovery.registry import Instance, Snapshot
+from edl.distill.dispatch.actions import FailureKind
+from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.engine.compatibility import TeacherCompatibility
-from edl.distill.transport.client import RequestFailed, TeacherClient, TeacherLacks
-from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
-from edl.distill.transport.priority import parse_priority
+from edl.distill.options import Options
+from edl.distill.transport.calls import RequestFailed, TeacherLacks
+from edl.distill.transport.client import Done, TeacherClient
 from edl.distill.transport.request import Payload
-from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply
-from edl.distill.transport.shm_registration import RegionNames
+from edl.distill.transport.schema import ModelSpec, OutputSpec, parse_priority
+from edl.distill.transport.shm import RegionNames
 from edl.errors import SettingsError
 from edl.notifier import wait_within
 from edl.protocol import names
 from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles
 from edl.protocol.tls.handshake import explain_handshake, looks_like_handshake
-from edl.quoting import shown
+from edl.quoting import listed, shown
 
-__all__ = ["TeacherConnection"]
+__all__ = ["ConnectionPool", "TeacherConnection"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -48,58 +57,48 @@ class TeacherConnection:
     """Keeps a discovered instance connected, on the event loop.
 
     Args:
-        instance: Address, id and metadata of the teacher.
         output_spec: What is asked for; where it names no model, the instance's is used.
         shared_memory: Whether to use shared memory if the teacher is on this host.
-        files: Certificates and tokens; the client reconnects when they are replaced.
-        limits: Limits of messages.
-        compatibility: Says why a model cannot be used.
         on_connected: Called when requests may be sent.
         on_disconnected: Called when requests may no longer be sent.
         on_connect_failed: Called when an attempt to connect failed.
-
-    Attributes:
-        instance: The argument of that name.
-        state: "ready", "connecting" or "set aside".
-        why: Reason why it is not ready, for people.
-        lacks: Whether it has answered and lacks what is asked for, so that only a change of the server would help.
-        lapsed: Whether its registration lapsed. Another server may have taken its address since, so the client connects
-            only to a server with the same version of the model, and less often.
-        changed_spec: The model that `refresh` found, if it changed; connecting again may take a while.
     """
 
     def __init__(
         self,
         instance: Instance,
         output_spec: OutputSpec,
+        options: Options,
         *,
         shared_memory: bool,
         files: CredentialFiles | None = None,
-        limits: MessageLimits = MESSAGE_LIMITS,
         compatibility: TeacherCompatibility,
         on_connected: Callable[[TeacherConnection], None],
         on_disconnected: Callable[[TeacherConnection], None],
         on_connect_failed: Callable[[TeacherConnection], None],
     ) -> None:
         self.instance = instance
-        self.state = "connecting"
-        self.why = ""
+        self.state = "connecting"  # "ready", "connecting" or "set aside"
+        self.why = ""  # Reason why it is not ready, for people
+        # Whether it has answered and lacks what is asked for, so that only a change of the server would help
         self.lacks = False
+        # Whether its registration lapsed. Another server may have taken its address since, so the client connects
+        # only to a server with the same version of the model, and less often.
         self.lapsed = False
         self._version = instance.meta.get("version", "")
         self._output_spec = _complete_spec(output_spec, instance)
+        # The model that `refresh` found, if it changed; connecting again may take a while
         self.changed_spec: ModelSpec | None = None
         self._shared_memory = shared_memory
         self._files = files
-        self._limits = limits
+        self._options = options
         self._compatibility = compatibility
         self._on_connected = on_connected
         self._on_disconnected = on_disconnected
         self._on_connect_failed = on_connect_failed
         self._client: TeacherClient | None = None
         self._names: RegionNames = {}
-        self._open_requests: dict[TeacherClient, int] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._retired: weakref.WeakSet[TeacherClient] = weakref.WeakSet()  # their last requests may still succeed
         self._broken = asyncio.Event()
         self._retry_now = asyncio.Event()  # cuts the wait before the next attempt short
         self._attempted = asyncio.Event()  # whether an attempt to connect has ended since the connection was lost
@@ -120,56 +119,14 @@ class TeacherConnection:
         """The teacher's model, None while it is not connected."""
         return self._client.spec if self._client is not None else None
 
-    def start(
-        self, payload: Payload, timeout_s: float, done: Callable[[Reply | RequestFailure | None], None]
-    ) -> Callable[[], None] | None:
-        """Send a request without a task for it; see `TeacherClient.start`."""
-        client = self._client
-        cancel = client.start(payload, timeout_s, functools.partial(self._done, client, done)) if client else None
-        if client is not None and cancel is not None:
-            self._open_requests[client] = self._open_requests.get(client, 0) + 1
-        return cancel
+    def start(self, payload: Payload, timeout_s: float, done: Done) -> Callable[[], None] | None:
+        """Send a request; see `TeacherClient.start`. None while it is not connected."""
+        return self._client.start(payload, timeout_s, done) if self._client is not None else None
 
-    async def infer(self, payload: Payload, timeout_s: float) -> Reply:
-        """Send a request; see `TeacherClient.infer`. A lost connection is restored in the background."""
-        client = self._client
-        if client is None:
-            raise RequestFailed(FailureKind.LOST, f"{self.instance.endpoint}: {self.why or 'not connected'}")
-        self._open_requests[client] = self._open_requests.get(client, 0) + 1
-        failure: RequestFailure | None = None
-        try:
-            return await client.infer(payload, timeout_s)
-        except RequestFailed as exc:
-            failure = exc.failure
-            raise
-        finally:
-            self._request_ended(client, failure)
-
-    def _done(
-        self,
-        client: TeacherClient,
-        done: Callable[[Reply | RequestFailure | None], None],
-        result: Reply | RequestFailure | None,
-    ) -> None:
-        self._request_ended(client, result if isinstance(result, RequestFailure) else None)
-        done(result)
-
-    def _request_ended(self, client: TeacherClient, failure: RequestFailure | None) -> None:
-        """Count one request less on a connection, which may be lost or replaced by now."""
-        if failure is not None and failure.kind is FailureKind.LOST and client is self._client:
-            self.why = failure.message
-            self._disconnect()
-        self._open_requests[client] -= 1
-        if not self._open_requests[client]:
-            del self._open_requests[client]
-            if client is not self._client:
-                self._close_soon(client)
-
-    def _close_soon(self, client: TeacherClient) -> None:
-        # The next connection, which may be to the same server, goes on using the shared memory.
-        task = asyncio.get_running_loop().create_task(client.close(unregister=False))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+    def _lost(self, client: TeacherClient, why: str) -> None:
+        """Drop a connection that a request found lost, unless another one has taken its place."""
+        if client is self._client:
+            self.reconnect(why)
 
     async def refresh(self) -> None:
         """Check that the model is unchanged, and reconnect if not. Returns when that has been tried.
@@ -205,11 +162,7 @@ class TeacherConnection:
                 self.reconnect(exc.failure.message)
 
     def reconnect(self, why: str) -> None:
-        """Reconnect, and check again that the teacher can be used.
-
-        Args:
-            why: Reason for people.
-        """
+        """Reconnect, and check again that the teacher can be used."""
         if self._client is not None:
             self.why = why
             self._disconnect()
@@ -220,12 +173,10 @@ class TeacherConnection:
         await asyncio.gather(self._task, return_exceptions=True)
         last = self._client
         self._client = None
-        clients = [client for client in self._open_requests if client is not last]
+        for client in list(self._retired):
+            await client.close(unregister=False)
         if last is not None:
-            clients.append(last)
-        for client in clients:
-            await client.close(unregister=client is last)
-        await asyncio.gather(*self._closing)
+            await last.close()
 
     def _disconnect(self) -> None:
         """Stop using the present connection; its requests under way may still succeed."""
@@ -235,8 +186,9 @@ class TeacherConnection:
         self._attempted.clear()
         self._on_disconnected(self)
         self._broken.set()
-        if client is not None and client not in self._open_requests:
-            self._close_soon(client)
+        if client is not None:
+            self._retired.add(client)
+            client.retire()
 
     async def _run(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -248,7 +200,8 @@ class TeacherConnection:
                 shared_memory=self._shared_memory,
                 region_names=self._names,
                 files=self._files,
-                limits=self._limits,
+                options=self._options,
+                on_lost=self._lost,
             )
             connected = lacks = False
             try:
@@ -341,3 +294,216 @@ def _complete_spec(output_spec: OutputSpec, instance: Instance) -> OutputSpec:
         except SettingsError as exc:
             logger.warning("the registration of %s: %s", instance.id, exc)
     return output_spec
+
+
+_CHECK_S = 2.0
+"""How often a teacher whose registration lapsed is asked whether it is ready, as the registry no longer tells."""
+_MOST_NAMES = 3  # teachers named in a line of the log
+_MOST_TEACHERS = 20  # teachers described in an error
+
+
+class ConnectionPool:
+    """Connections of a service, on the event loop. Tells the dispatcher which teachers drain, are lost, or are gone.
+
+    Args:
+        on_dropped: Called with a connection that is no longer needed, to close it.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        dispatcher: Dispatcher,
+        connect: Callable[[Instance], TeacherConnection],
+        on_dropped: Callable[[TeacherConnection], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._service = service
+        self._dispatcher = dispatcher
+        self._connect = connect
+        self._on_dropped = on_dropped
+        self._spawn = spawn
+        self._leaving: dict[str, str] = {}  # reason by name
+        self._unlisted: set[str] = set()  # lapsed, and no longer listed
+        self._checking: asyncio.Task[None] | None = None
+        self._stale = ""
+        self._near = ""
+        self._is_whole = False
+        self.connections: dict[str, TeacherConnection] = {}  # Connections by the teacher's id
+
+    @property
+    def stale(self) -> str:
+        """The reason why discovery does not work; empty if it does. Any thread."""
+        kept = sorted(
+            connection.instance.id
+            for connection in list(self.connections.values())
+            if connection.lapsed and connection.spec is not None
+        )
+        lapsed = ""
+        if kept:
+            lapsed = (
+                f"the registration of {listed(kept, _MOST_NAMES)} has lapsed, though the teacher answers: it stays in"
+                " use. It cannot renew it: its log says why (a full disk, a file or token that may not write)"
+            )
+        return "; ".join(filter(None, [self._stale, lapsed]))
+
+    def apply_snapshot(self, snapshot: Snapshot, near: str = "", whole: bool = True) -> None:
+        """Connect to new teachers, and let go of those that left.
+
+        `near`: "; did you mean …?" where the service may be misspelled, for errors.
+        """
+        self._is_whole = False
+        self._near = near
+        if snapshot.stale and snapshot.stale != self._stale:
+            logger.warning("discovery of %s: %s; going on with the teachers last known", self._service, snapshot.stale)
+        elif self._stale and not snapshot.stale:
+            logger.info("discovery of %s answers again", self._service)
+        self._stale = snapshot.stale
+        ready = {instance.id: instance for instance in snapshot.instances if instance.state == "ready"}
+        lapsed = {instance.id: instance for instance in snapshot.lapsed}
+        draining = {instance.id for instance in snapshot.instances if instance.state == "draining"}
+        listed = lapsed | ready
+        for name, connection in list(self.connections.items()):
+            if name in listed:
+                if listed[name].endpoint != connection.instance.endpoint:
+                    self._retire(name, "left")
+                    self._drop(name)
+            elif (
+                connection.lapsed
+                and connection.spec is not None
+                and name not in draining
+                and name not in snapshot.revoked
+            ):
+                self._unlisted.add(name)  # the registry has forgotten it, and the teacher answers
+            else:
+                self._retire(name, "draining" if name in draining else "left")
+        for name, instance in ready.items():
+            self._mark_renewed(name)
+            self._add(name, instance)
+        self._keep_lapsed(lapsed)
+        # Teachers that leave, or whose registration is invalid, may be about to be replaced.
+        self._is_whole = whole and not (snapshot.stale or lapsed or draining or snapshot.rejected)
+
+    def is_current(self, connection: TeacherConnection) -> bool:
+        """Return whether this is still the connection to its teacher, and the teacher is not leaving."""
+        name = connection.instance.id
+        return name not in self._leaving and self.connections.get(name) is connection
+
+    def connection_lost(self, connection: TeacherConnection) -> None:
+        """Note that a connection broke; it connects again by itself."""
+        level = logging.INFO if connection.instance.id in self._leaving else logging.WARNING
+        logger.log(level, "teacher %s of %s is lost: %s", connection.instance.id, self._service, connection.why)
+        self._dispatcher.teacher_down(connection.instance.id)
+        if connection.instance.id in self._unlisted and self.connections.get(connection.instance.id) is connection:
+            self._retire(connection.instance.id, "left")
+            self._drop(connection.instance.id)
+
+    def end_if_idle(self, name: str) -> None:
+        """Drop the connection to a leaving teacher whose last request has ended."""
+        state = self._dispatcher.teachers.get(name)
+        if name in self._leaving and (state is None or not state.in_flight):
+            self._drop(name)
+
+    def teacher_state(self, name: str) -> tuple[str, str]:
+        """Return a teacher's state, and the reason for people."""
+        connection = self.connections.get(name)
+        return self._state(connection) if connection is not None else ("gone", "")
+
+    def describe(self) -> str:
+        """Describe all teachers, for errors. Any thread."""
+        known = [
+            f"{each.instance.id}: {_LAPSED + '; ' if each.lapsed else ''}{self._state(each)[1] or 'connecting'}"
+            for each in list(self.connections.values())
+        ]
+        nobody = f"none is registered{self._near or ':'} `edl teachers` lists those that are"
+        found = listed(known, _MOST_TEACHERS, "; ") or nobody
+        return found + (f"; discovery: {self.stale}" if self.stale else "")
+
+    def lacking(self) -> str:
+        """Return what each teacher lacks, once all have answered and none has what is asked for. Any thread.
+
+        The result is empty while a teacher may still come: one is being connected to, cannot be reached, drains or is
+        left to other students, or the registry is away. A teacher that is being replaced drains first, so a rolling
+        update is waited for.
+        """
+        connections = list(self.connections.values())
+        if not self._is_whole or not connections or not all(connection.lacks for connection in connections):
+            return ""
+        return self.describe()
+
+    async def close(self) -> None:
+        """End all connections."""
+        await asyncio.gather(*(connection.close() for connection in self.connections.values()))
+
+    def _add(self, name: str, instance: Instance) -> None:
+        if name in self._leaving:
+            self._drop(name)
+        if name not in self.connections:
+            self.connections[name] = self._connect(instance)
+            self._dispatcher.teacher_connecting(name)
+
+    def _mark_renewed(self, name: str) -> None:
+        """Note that a teacher is registered, perhaps again."""
+        connection = self.connections.get(name)
+        if connection is None or not connection.lapsed:
+            return
+        connection.lapsed = False
+        self._unlisted.discard(name)
+        if connection.spec is None:
+            self._drop(name)  # the caller connects again at once
+        else:
+            logger.info("teacher %s of %s is registered again", name, self._service)
+
+    def _keep_lapsed(self, lapsed: Mapping[str, Instance]) -> None:
+        """Keep teachers that answer though their registration lapsed; try those that are new or do not answer."""
+        kept = []
+        for name, instance in lapsed.items():
+            if self._leaving.get(name) == "draining":
+                continue
+            self._add(name, instance)
+            connection = self.connections[name]
+            if not connection.lapsed:
+                connection.lapsed = True
+                if connection.spec is not None:
+                    kept.append(name)
+            self._unlisted.discard(name)
+        if kept:
+            logger.warning(
+                "discovery of %s: the registration of %s has lapsed; it is used for as long as it answers",
+                self._service,
+                listed(kept, _MOST_NAMES),
+            )
+        if lapsed and (self._checking is None or self._checking.done()):
+            self._checking = self._spawn(self._check_lapsed())
+
+    async def _check_lapsed(self) -> None:
+        while connections := [connection for connection in self.connections.values() if connection.lapsed]:
+            await asyncio.gather(*(connection.check() for connection in connections))
+            await asyncio.sleep(_CHECK_S)
+
+    def _retire(self, name: str, why: str) -> None:
+        """Send no new requests to a teacher; its connection ends with its last request."""
+        if name in self._leaving:
+            return
+        logger.info("teacher %s of %s: %s", name, self._service, why)
+        self._leaving[name] = why
+        self._dispatcher.teacher_draining(name)
+        self.end_if_idle(name)
+
+    def _drop(self, name: str) -> None:
+        connection = self.connections.pop(name, None)
+        self._leaving.pop(name, None)
+        self._unlisted.discard(name)
+        self._dispatcher.teacher_removed(name)
+        if connection is not None:
+            self._on_dropped(connection)
+
+    def _state(self, connection: TeacherConnection) -> tuple[str, str]:
+        state = self._dispatcher.teachers.get(connection.instance.id)
+        if connection.instance.id in self._leaving:
+            return "draining", ""
+        if state is not None and connection.state == "ready" and state.closed_until > time.monotonic():
+            return "set aside", state.why
+        return connection.state, connection.why
+
+
+_LAPSED = "its registration has lapsed"

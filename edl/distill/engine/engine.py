@@ -12,22 +12,25 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from edl.discovery.registry import Instance, Snapshot
 from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
-from edl.distill.dispatch.outage import Outage
-from edl.distill.dispatch.policy import Policy
 from edl.distill.engine.compatibility import TeacherCompatibility
-from edl.distill.engine.connection import TeacherConnection
-from edl.distill.engine.connection_pool import ConnectionPool
-from edl.distill.engine.counters import EngineCounters
+from edl.distill.engine.connection import ConnectionPool, TeacherConnection
 from edl.distill.engine.event_loop import EventLoopThread
-from edl.distill.engine.job_queue import MOST_GATHERED, JobQueue, LabelJob, ServiceLimits, give_up_error
+from edl.distill.engine.jobs import (
+    MOST_GATHERED,
+    EngineCounters,
+    JobQueue,
+    LabelJob,
+    Outage,
+    ServiceLimits,
+    give_up_error,
+)
+from edl.distill.options import Options
 from edl.distill.stats import ReaderStats
-from edl.distill.transport.client import RequestFailed
-from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply
 from edl.distill.transport.shm import Arena
 from edl.errors import EDLError, NoTeacherError, SettingsError
@@ -49,46 +52,29 @@ class Engine:
     """All teachers of a service.
 
     Args:
-        name: Name of the service, or the fixed endpoints, for messages.
-        output_spec: What is asked for.
-        thread: The event loop.
         arena: Shared memory of the reader; None without.
-        policy: Limits of the dispatcher.
-        teacher_timeout_s: Seconds that work may wait while no teacher is live.
         files: Certificates and tokens, None for neither.
-        mixed_versions: See `TeacherCompatibility`.
-        limits: Limits of messages.
-
-    Attributes:
-        name: The argument of that name.
-        output_spec: The argument of that name.
-        limits: Limits of the live teachers. Replaced on the loop, read in any thread.
-        dispatched: Number of jobs that no longer wait for their first send: sent, cancelled or failed. Counted on the
-            loop, read in any thread; apart from `limits`, which is not replaced for each request.
     """
 
     def __init__(
         self,
         name: str,
         output_spec: OutputSpec,
+        options: Options,
         *,
         thread: EventLoopThread,
         arena: Arena | None,
-        policy: Policy,
-        teacher_timeout_s: float,
         files: CredentialFiles | None = None,
-        mixed_versions: Literal["warn", "refuse"] = "warn",
-        limits: MessageLimits = MESSAGE_LIMITS,
     ) -> None:
         self.name = name
         self.output_spec = output_spec
         self._thread = thread
         self._arena = arena
-        self._timeout_s = teacher_timeout_s
+        self._options = options
+        self._timeout_s = options.teacher_timeout_s
         self._files = files
-        self._limits = limits
-        self._dispatcher = Dispatcher(policy)
-        self._compatibility = TeacherCompatibility(name, output_spec, mixed_versions)
+        self._dispatcher = Dispatcher(options.policy)
+        self._compatibility = TeacherCompatibility(name, output_spec, options.mixed_versions)
         self._pool = ConnectionPool(name, self._dispatcher, self._connect, self._connection_dropped, self._spawn)
         self._jobs: dict[int, LabelJob] = {}
         self._spec_known = Notifier()
@@ -97,10 +83,12 @@ class Engine:
         self._timer: asyncio.TimerHandle | None = None
         self._polled_at = 0.0
         self._job_queue = JobQueue(thread, self, self._submit)
-        self._outage = Outage(teacher_timeout_s, policy.request_timeout_s)
+        self._outage = Outage(options.teacher_timeout_s, options.policy.request_timeout_s)
         self._counters = EngineCounters()
         self._closed = False
-        self.limits = ServiceLimits()
+        self.limits = ServiceLimits()  # Limits of the live teachers. Replaced on the loop, read in any thread.
+        # Number of jobs that no longer wait for their first send: sent, cancelled or failed. Counted on the loop,
+        # read in any thread; apart from `limits`, which is not replaced for each request.
         self.dispatched = 0
 
     # Any thread
@@ -288,9 +276,9 @@ class Engine:
         return TeacherConnection(
             instance,
             self.output_spec,
+            self._options,
             shared_memory=self._arena is not None,
             files=self._files,
-            limits=self._limits,
             compatibility=self._compatibility,
             on_connected=self._teacher_up,
             on_disconnected=self._teacher_down,
@@ -384,44 +372,15 @@ class Engine:
         self._set_timer()
 
     def _start(self, send: Send, job: LabelJob) -> Callable[[], object]:
-        """Send a request; return what cancels it.
-
-        Most need no task of their own, which spares the loop some of its turns.
-        """
+        """Send a request; return what cancels it."""
+        ended = functools.partial(self._attempt_ended, send, job)
         connection = self._pool.connections.get(send.teacher)
-        if connection is not None and connection.spec is not None:
-            ended = functools.partial(self._attempt_ended, send, job)
-            cancel = connection.start(job.payload, send.timeout_s, ended)
-            if cancel is not None:
-                return cancel
-        task = self._spawn(self._attempt(send, job, connection))
-        task.add_done_callback(lambda _: self._attempt_never_began(send, job))
-        return task.cancel
-
-    def _attempt_never_began(self, send: Send, job: LabelJob) -> None:
-        """End an attempt whose task was cancelled before its first step, and so ran no `finally`."""
-        if send.attempt in self._attempts and not self._closed:
-            self._attempt_ended(send, job, None)
-
-    async def _attempt(self, send: Send, job: LabelJob, connection: TeacherConnection | None) -> None:
-        result: Reply | RequestFailure | None = None
-        try:
-            if connection is None or connection.spec is None:
-                raise RequestFailed(FailureKind.LOST, f"teacher {send.teacher} left")
-            result = await connection.infer(job.payload, send.timeout_s)
-        except RequestFailed as exc:
-            result = exc.failure
-        except asyncio.CancelledError:
-            if self._closed or not self._dispatcher.is_running(send.attempt):
-                raise  # the result is no longer wanted
-            # gRPC cancels what is under way on a connection that is closed.
-            result = RequestFailure(FailureKind.LOST, f"the connection to {send.teacher} was closed")
-        except Exception as exc:
-            # Whatever it was, the request has ended, and its task must go elsewhere.
-            logger.exception("a request to teacher %s of %s failed in a way not foreseen", send.teacher, self.name)
-            result = RequestFailure(FailureKind.ERROR, f"{type(exc).__name__}: {exc}")
-        finally:
-            self._attempt_ended(send, job, result)
+        cancel = connection.start(job.payload, send.timeout_s, ended) if connection is not None else None
+        if cancel is not None:
+            return cancel
+        left = RequestFailure(FailureKind.LOST, f"teacher {send.teacher} left")
+        self._thread.loop.call_soon(ended, left)
+        return lambda: None
 
     def _attempt_ended(self, send: Send, job: LabelJob, result: Reply | RequestFailure | None) -> None:
         """Take in the end of an attempt: a reply, a failure, or None where it was cancelled."""

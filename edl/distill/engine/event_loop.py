@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import gc
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -39,25 +37,15 @@ _REMEDY = (
 
 
 class EventLoopThread:
-    """A counted reference to the process's event loop. `acquire` takes a reference, `release` gives it back.
+    """A counted reference to the process's event loop. `acquire` takes a reference, `release` gives it back."""
 
-    Attributes:
-        used: whether a loop was ever taken for gRPC, in this process or in a process that it was forked from.
-        inherited: whether that was before a fork.
-        loop: the event loop.
-    """
-
-    # No lock: a signal handler may close a reader in the middle of any of these functions. What several threads do at a
-    # time comes down to single steps of a deque; a lock is only ever tried, to find out who comes first.
-    _loops: deque[EventLoopThread] = deque()  # the first that has not ended, of this process, is the one that is shared
-    used = False
-    inherited = False
+    _lock = threading.Lock()  # of what follows, and of `_users`
+    _shared: EventLoopThread | None = None
+    used = False  # whether a loop was ever taken for gRPC, in this process or in a process that it was forked from
+    inherited = False  # whether that was before a fork
 
     def __init__(self) -> None:
-        self._users: deque[None] = deque()
-        self._ended = False  # takes no more users
-        self._first_start = threading.Lock()
-        self._first_stop = threading.Lock()
+        self._users = 0
         self._pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         # Not a `BackgroundLoop`: what it runs is asyncio's loop, which has wake-ups and an end of its own.
@@ -65,59 +53,29 @@ class EventLoopThread:
 
     @classmethod
     def acquire(cls, *, for_grpc: bool = True) -> EventLoopThread:
-        """Return the process's loop, and start it if need be.
-
-        Args:
-            for_grpc: whether gRPC will be used on it.
-
-        Raises:
-            ClosedError: it is for gRPC, in a process forked from a process that has used gRPC.
-        """
+        """Return the process's loop, and start it if need be."""
         if for_grpc and cls.inherited:
             raise ClosedError(
                 f"a reader cannot connect in process {os.getpid()}: a process that it was forked from has used a "
                 f"reader, and {_REMEDY}"
             )
-        cls.used = cls.used or for_grpc
-        while True:
-            shared = cls._find() or cls._make()
-            shared._users.append(None)
-            if shared._ended:
-                shared.release()  # whose last user left at this moment
-                continue
-            if shared._first_start.acquire(blocking=False):
-                shared._thread.start()
-            return shared
-
-    @classmethod
-    def _find(cls) -> EventLoopThread | None:
-        pid = os.getpid()
-        return next((loop for loop in cls._loops.copy() if loop._pid == pid and not loop._ended), None)
-
-    @classmethod
-    def _make(cls) -> EventLoopThread:
-        made = cls()
-        cls._loops.append(made)
-        found = cls._find() or made
-        if found is not made:  # another thread made one at the same time, and it is the first
-            made._users.append(None)
-            made.release()
-        return found
+        with cls._lock:
+            cls.used = cls.used or for_grpc
+            if cls._shared is None:
+                cls._shared = cls()
+                cls._shared._thread.start()
+            cls._shared._users += 1
+            return cls._shared
 
     def release(self) -> None:
         """Give the reference back; the last user stops the loop and waits for its thread."""
-        self._users.pop()
-        if self._users or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return
-        self._ended = True
-        with contextlib.suppress(ValueError):
-            self._loops.remove(self)
-        # Who came before it had ended is still a user, and stops it in the end; who came later takes another one.
-        if self._users or not self._first_stop.acquire(blocking=False):
-            return
-        if self._first_start.acquire(blocking=False):
-            self.loop.close()
-            return
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            EventLoopThread._shared = None
         self.loop.call_soon_threadsafe(self.loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(_STOP_S)
@@ -125,15 +83,7 @@ class EventLoopThread:
                 logger.warning("the event loop of the readers has not ended after %g s; left alone", _STOP_S)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run a function on the loop soon, from any thread. Takes no lock: finalizers call it as well.
-
-        Args:
-            function: called with `args`; its result is dropped.
-            *args: of the function.
-
-        Raises:
-            ClosedError: the loop has ended.
-        """
+        """Run a function on the loop soon, from any thread. Takes no lock: finalizers call it as well."""
         self.check()
         try:
             self.loop.call_soon_threadsafe(function, *args)
@@ -144,10 +94,6 @@ class EventLoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run a coroutine on the loop and wait for its result.
-
-        Args:
-            coroutine: to run.
-            timeout_s: how long to wait, in seconds.
 
         Raises:
             TimeoutError: it took longer than `timeout_s`; it is cancelled then.
@@ -193,7 +139,7 @@ class _GarbageGuard:
     Several threads may fork at once: the first turns the parent's collector off, the last turns it on again.
     """
 
-    lock = threading.RLock()  # a signal handler may fork in the middle of a fork; it leaves `forks` as it was
+    lock = threading.Lock()
     forks = 0  # under way
     turned_off = False
 
@@ -215,7 +161,9 @@ class _GarbageGuard:
 
     @classmethod
     def after_in_child(cls) -> None:
-        cls.lock = threading.RLock()  # another thread of the parent may hold the one inherited
+        cls.lock = threading.Lock()  # another thread of the parent may hold those inherited
+        EventLoopThread._lock = threading.Lock()
+        EventLoopThread._shared = None  # its thread is not here
         turned_off = cls.turned_off
         cls.turned_off = False
         cls.forks = 0

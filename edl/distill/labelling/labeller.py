@@ -20,7 +20,8 @@ from edl.datasets.rows import Batch, LabelDataset, RaggedData, SampleId
 from edl.distill.cache import CacheKey, CacheView, SequenceIds, SoftLabelCache, fingerprints_of
 from edl.distill.labelling.fingerprint import DataGuard
 from edl.distill.options import Options
-from edl.distill.pipeline.cache_lookup import CacheConfig
+from edl.distill.pipeline.label_cache import CacheConfig
+from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.cutters import BatchCutter, Getter
 from edl.distill.source.sequence_cutters import SequenceColumnsCutter
@@ -221,7 +222,8 @@ class Labeller:
 
 def session_of(plan: LabelPlan, cache: SoftLabelCache) -> LabelSession:
     """Connect to the teachers of a plan."""
-    return LabelSession([plan.teachers], plan.output_spec, plan.options, CacheConfig(cache, plan.dataset))
+    cache_config = CacheConfig(cache, plan.dataset)
+    return LabelSession(LabelRequest(plan.output_spec, [plan.teachers], plan.options, cache_config))
 
 
 def label_batches(

@@ -9,14 +9,25 @@ multiplied by T², so that their gradients keep their size next to a hard loss w
 
 from __future__ import annotations
 
-from edl.distill.losses.chunked import chunked_token_loss
-from edl.distill.losses.features import attention_transfer, contrastive, feature_cosine, feature_mse
-from edl.distill.losses.mixture import DistillLoss, mix
-from edl.distill.losses.sampled import KLEstimator, sampled_kl, target_labels, token_log_probabilities
-from edl.distill.losses.soft import kl_divergence, logit_mse, soft_cross_entropy, top_k_kl
+from edl.distill.losses.features import (
+    attention_transfer,
+    contrastive,
+    correlation_loss,
+    decoupled_kl,
+    feature_cosine,
+    feature_mse,
+)
+from edl.distill.losses.soft import DistillLoss, kl_divergence, logit_mse, mix, soft_cross_entropy, top_k_kl
 from edl.distill.losses.terms import Reduction, TeacherIs
-from edl.distill.losses.tokens import TokenCount, token_loss
-from edl.distill.losses.vision import correlation_loss, decoupled_kl
+from edl.distill.losses.tokens import (
+    KLEstimator,
+    TokenCount,
+    chunked_token_loss,
+    sampled_kl,
+    target_labels,
+    token_log_probabilities,
+    token_loss,
+)
 
 __all__ = [
     "DistillLoss",

@@ -1,24 +1,32 @@
-"""Losses over whole distributions and over top-k labels."""
+"""Losses over whole distributions and over top-k labels, and `DistillLoss`, their mixture with a hard loss."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Literal
+
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
 
 from edl.distill.compress import TopK
-from edl.distill.losses.buckets import bucket_log_probabilities
 from edl.distill.losses.terms import (
     Reduction,
     TeacherIs,
     as_tensor,
+    bucket_log_probabilities,
+    check_reduction,
     check_same_shape,
+    check_teacher_is,
+    check_temperature,
     expected,
     log_probabilities,
     reduced,
     widened,
 )
+from edl.errors import SettingsError
 from edl.protocol.tensors import Array
+from edl.settings import is_share
 
-__all__ = ["kl_divergence", "logit_mse", "soft_cross_entropy", "top_k_kl"]
+__all__ = ["DistillLoss", "kl_divergence", "logit_mse", "mix", "soft_cross_entropy", "top_k_kl"]
 
 
 def soft_cross_entropy(
@@ -45,7 +53,7 @@ def soft_cross_entropy(
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     log_p, log_q = log_probabilities(student_logits, teacher, temperature, teacher_is)
     return reduced(-expected(log_p, log_q) * temperature**2, reduction)
@@ -72,7 +80,7 @@ def kl_divergence(
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     log_p, log_q = log_probabilities(student_logits, teacher, temperature, teacher_is)
     return reduced(expected(log_p, log_p - log_q) * temperature**2, reduction)
@@ -97,7 +105,7 @@ def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "m
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: rows or classes that do not agree.
+        SettingsError: The rows or classes do not agree.
     """
     log_p, log_q = bucket_log_probabilities(student_logits, teacher)
     return reduced(expected(log_p, log_p - log_q) * teacher.temperature**2, reduction)
@@ -118,9 +126,145 @@ def logit_mse(student_logits: Tensor, teacher_logits: Tensor | Array, *, reducti
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes that differ.
+        SettingsError: The shapes differ.
     """
     student = widened(student_logits)
     teacher = as_tensor(teacher_logits, student.device).detach().to(student.dtype)
     check_same_shape("logits", student, teacher)
     return reduced((student - teacher).square().mean(dim=-1), reduction)
+
+
+_NO_LABEL = -100
+"""The label of a row that has no part in the hard loss: PyTorch's `ignore_index`."""
+
+
+def mix(hard: Tensor, soft: Tensor, alpha: float) -> Tensor:
+    """Return `alpha` of the soft loss and 1 - `alpha` of the hard loss.
+
+    Args:
+        hard: loss against the true labels.
+        soft: loss against the teacher.
+        alpha: from 0 to 1.
+
+    Raises:
+        SettingsError: `alpha` is out of range.
+    """
+    if not is_share(alpha):
+        raise SettingsError(f"alpha={alpha!r}: the share of the soft loss must be from 0 to 1")
+    return alpha * soft + (1 - alpha) * hard
+
+
+class DistillLoss(nn.Module):
+    """A soft loss against the teacher mixed with the cross-entropy against the true labels.
+
+    ::
+
+        loss = DistillLoss(temperature=4.0, alpha=0.9)
+        loss(student(images), soft_labels, labels).backward()
+
+    Args:
+        temperature: T of the soft loss; not used by "mse". With `TopK` labels it must be the temperature that they were
+            made with.
+        alpha: share of the soft loss, from 0 to 1.
+        soft: "kl", "cross_entropy" or "mse" (of logits).
+        teacher_is: see `soft_cross_entropy`.
+        reduction: see the module.
+
+    Raises:
+        SettingsError: A value is invalid.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 4.0,
+        alpha: float = 0.9,
+        *,
+        soft: Literal["kl", "cross_entropy", "mse"] = "kl",
+        teacher_is: TeacherIs = "logits",
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__()
+        check_temperature(temperature)
+        if not is_share(alpha):
+            raise SettingsError(f"alpha={alpha!r}: the share of the soft loss must be from 0 to 1")
+        if soft not in ("kl", "cross_entropy", "mse"):
+            raise SettingsError(f"soft={soft!r}: must be 'kl', 'cross_entropy' or 'mse'")
+        check_teacher_is(teacher_is)
+        if soft == "mse" and teacher_is != "logits":
+            raise SettingsError("soft='mse' compares logits: it cannot use a teacher that gives probabilities")
+        check_reduction(reduction)
+        self.temperature = temperature
+        self.alpha = alpha
+        self.soft = soft
+        self.teacher_is: TeacherIs = teacher_is
+        self.reduction: Reduction = reduction
+
+    def forward(
+        self, student_logits: Tensor, teacher: Tensor | Array | TopK | None, labels: Tensor | None = None
+    ) -> Tensor:
+        """Compute the loss.
+
+        Args:
+            student_logits: [rows, ..., classes].
+            teacher: of the same shape, or `TopK`. None, as batches without teachers have it, for the hard loss alone.
+            labels: int64 [rows, ...], or probabilities of the shape of the logits; wanted unless `alpha` is 1 and there
+                is a teacher. Rows with label -100 have no part in the hard loss, which is 0 for a batch of such rows
+                only.
+
+        Returns:
+            The loss, or losses [rows, ...] with reduction "none".
+
+        Raises:
+            SettingsError: labels that are missing, or shapes that do not agree.
+        """
+        if self.alpha == 1 and teacher is not None:
+            return self._soft(student_logits, teacher)
+        if labels is None:
+            raise SettingsError(
+                f"labels are missing: alpha={self.alpha} mixes in a hard loss; with alpha=1 none is used"
+                if teacher is not None
+                else "there are neither a teacher's labels nor hard ones"
+            )
+        if teacher is None:
+            return self._hard(student_logits, labels)
+        return mix(self._hard(student_logits, labels), self._soft(student_logits, teacher), self.alpha)
+
+    def extra_repr(self) -> str:
+        """Return the settings, for `repr`."""
+        return f"temperature={self.temperature:g}, alpha={self.alpha:g}, soft={self.soft!r}"
+
+    def _soft(self, student_logits: Tensor, teacher: Tensor | Array | TopK) -> Tensor:
+        if isinstance(teacher, TopK):
+            if self.soft != "kl":
+                raise SettingsError(f"top-k labels go with soft='kl', not {self.soft!r}")
+            if teacher.temperature != self.temperature:
+                raise SettingsError(
+                    f"top-k labels were made at temperature {teacher.temperature:g}, the loss uses "
+                    f"{self.temperature:g}: ask the teachers for temperature={self.temperature:g}"
+                )
+            return top_k_kl(student_logits, teacher, reduction=self.reduction)
+        if self.soft == "mse":
+            return logit_mse(student_logits, teacher, reduction=self.reduction)
+        loss = kl_divergence if self.soft == "kl" else soft_cross_entropy
+        return loss(
+            student_logits,
+            teacher,
+            temperature=self.temperature,
+            teacher_is=self.teacher_is,
+            reduction=self.reduction,
+        )
+
+    def _hard(self, student_logits: Tensor, labels: Tensor) -> Tensor:
+        classes = student_logits.shape[-1]
+        target = labels.reshape(-1, classes) if labels.shape == student_logits.shape else labels.reshape(-1)
+        if target.shape[0] != student_logits.numel() // classes:
+            raise SettingsError(
+                f"labels are {list(labels.shape)}, logits {list(student_logits.shape)}: "
+                f"expected {list(student_logits.shape[:-1])}"
+            )
+        logits = widened(student_logits).reshape(-1, classes)
+        if self.reduction == "mean" and not target.is_floating_point():
+            labelled = (target != _NO_LABEL).sum().clamp(min=1)  # PyTorch's own mean of no rows is NaN
+            return F.cross_entropy(logits, target, reduction="sum") / labelled
+        loss = F.cross_entropy(logits, target, reduction=self.reduction)
+        return loss.reshape(student_logits.shape[:-1]) if self.reduction == "none" else loss

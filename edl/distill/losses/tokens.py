@@ -1,35 +1,40 @@
-"""Losses over the tokens of sequences: row t holds token t and the prediction of token t + 1."""
+"""Losses over the tokens of sequences: row t holds token t and the prediction of token t + 1.
+
+`token_loss` takes the student's logits; `chunked_token_loss` takes its states, and applies the head to some tokens at a
+time, so that the logits of all tokens never exist together. `sampled_kl` and `target_labels` are for tokens that the
+student chose: those that it sampled, or its own likeliest.
+"""
 
 from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
+import torch.nn.functional as F  # noqa: N812 - its usual name  # noqa: N812 - its usual name
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from edl.distill.compress import TopK
-from edl.distill.losses.buckets import bucket_log_probabilities
-from edl.distill.losses.terms import Reduction, as_tensor, check_reduction, expected, widened
+from edl.distill.losses.terms import Reduction, as_tensor, bucket_log_probabilities, check_reduction, expected, widened
 from edl.errors import SettingsError
-from edl.settings import is_above_zero, is_share
+from edl.protocol.tensors import Array
+from edl.settings import is_above_zero, is_count, is_share
 
 __all__ = [
-    "FLOOR",
+    "KLEstimator",
     "TokenCount",
-    "check_divergence",
-    "divergence",
-    "hard_targets",
-    "kept_rows",
-    "masked_labels",
-    "mixed_losses",
+    "chunked_token_loss",
+    "sampled_kl",
+    "target_labels",
+    "token_log_probabilities",
     "token_loss",
-    "total",
 ]
 
 _NO_LABEL = -100
-"""Of a token without a hard label: PyTorch's `ignore_index`."""
+"""The label of a token without a hard label: PyTorch's `ignore_index`."""
 
 TokenCount = int | float | Tensor | None
 """What a sum over tokens is divided by: None for the tokens of this call that the mask keeps."""
@@ -95,7 +100,7 @@ def token_loss(
         The loss, or losses [rows, ...] with reduction "none"; 0 where the mask keeps nothing.
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     check_divergence(labels, beta, temperature, floor)
     check_reduction(reduction)
@@ -132,12 +137,8 @@ def hard_targets(
 ) -> Tensor | None:
     """Return the hard labels that have a part in the loss, int64 on `device`; None where they have no weight.
 
-    Args:
-        hard_labels: whole numbers of the shape of `rows`, -100 for none; or None.
-        hard_weight: their share.
-        rows: the shape of the logits without the vocabulary.
-        kept: the mask as `kept_rows` returns it: where it leaves a row out, its label may be anything.
-        device: of the logits.
+    `hard_labels`: whole numbers of the shape of `rows`, -100 for none; or None. `kept`: the mask as `kept_rows`
+    returns it: where it leaves a row out, its label may be anything.
 
     Raises:
         SettingsError: a share that cannot be, labels that are missing, or of another shape or type.
@@ -160,17 +161,7 @@ def hard_targets(
 
 
 def mixed_losses(losses: Tensor, student_logits: Tensor, targets: Tensor | None, hard_weight: float) -> Tensor:
-    """Return losses [rows, ...] in which the cross-entropy with hard labels has a share.
-
-    Args:
-        losses: of the tokens, against the teacher.
-        student_logits: [rows, ..., vocabulary].
-        targets: as `hard_targets` returns them.
-        hard_weight: the share.
-
-    Raises:
-        SettingsError: a hard label that is no token of the student's.
-    """
+    """Return losses [rows, ...] in which the cross-entropy with hard labels has a share."""
     if targets is None:
         return losses
     classes = student_logits.shape[-1]
@@ -188,13 +179,7 @@ def mixed_losses(losses: Tensor, student_logits: Tensor, targets: Tensor | None,
 def kept_rows(mask: Tensor | None, rows: torch.Size, device: torch.device) -> Tensor | None:
     """Return the mask as booleans on `device`, None without.
 
-    Args:
-        mask: bool or integer, of the shape of `rows`, or None.
-        rows: the shape of the logits without the vocabulary.
-        device: of the logits.
-
-    Raises:
-        SettingsError: another shape or type, or numbers below 0 (on the CPU; elsewhere they are left out).
+    `mask`: bool or integer, of the shape of `rows`, or None.
     """
     if mask is None:
         return None
@@ -210,7 +195,7 @@ def kept_rows(mask: Tensor | None, rows: torch.Size, device: torch.device) -> Te
 
 
 def masked_labels(labels: TopK, kept: Tensor) -> TopK:
-    """Return labels whose left out rows are zeros: padding may hold ids and values that cannot be."""
+    """Return labels whose left out rows are zeros: padding may hold invalid ids and values."""
     if labels.ids.shape[:-1] != kept.shape:
         raise SettingsError(
             f"logits have rows {list(kept.shape)}, top-k labels are {list(labels.ids.shape)}: the rows do not agree"
@@ -246,7 +231,7 @@ def _divisor(token_count: TokenCount, here: int | Tensor, losses: Tensor) -> Ten
 
 
 def check_divergence(labels: TopK, beta: float, temperature: float | None, floor: float) -> None:
-    """Raise a `SettingsError` for labels or settings that cannot be."""
+    """Raise a `SettingsError` for invalid labels or settings."""
     if not isinstance(labels, TopK):
         raise SettingsError(f"labels are {type(labels).__name__}: expected TopK; edl.distill.compress.top_k makes them")
     if not is_share(beta):
@@ -258,3 +243,232 @@ def check_divergence(labels: TopK, beta: float, temperature: float | None, floor
             f"top-k labels were made at temperature {labels.temperature:g}, the loss uses {temperature!r}: "
             "ask the teachers for that temperature"
         )
+
+
+_CHUNK_LOGITS = 2**25
+"""Logits at a time: 128 MiB in float32, of which a handful are alive at once. More takes more memory; with some hundred
+tokens or fewer a chunk, the head's matrix product no longer fills an accelerator."""
+
+_USUAL_VOCABULARY = 2**17
+"""Size of a vocabulary where neither labels nor head say it; too small a guess makes chunks too large by as much."""
+
+
+def chunked_token_loss(
+    hidden: Tensor,
+    head: Tensor | Callable[[Tensor], Tensor],
+    labels: TopK,
+    *,
+    mask: Tensor | None = None,
+    beta: float = 0.0,
+    hard_labels: Tensor | None = None,
+    hard_weight: float = 0.0,
+    temperature: float | None = None,
+    token_count: TokenCount = None,
+    floor: float = FLOOR,
+    padded_vocabulary: bool = False,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """Compute `token_loss` of `head(hidden)`, while the logits of a chunk of tokens alone exist at a time.
+
+    The logits of 8,192 tokens over 152,000 are 5 GB in float32, and a loss keeps several copies of them. Here each
+    chunk's are computed, and computed again for the backward pass. Tokens that the mask leaves out cost nothing, not
+    even the head. The idea: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024.
+
+    Args:
+        hidden: states before the head, floating-point [rows, ..., features].
+        head: weight [vocabulary, features], or what makes logits of states, such as `model.lm_head`.
+        labels: of as many rows.
+        mask: see `token_loss`.
+        beta: see `token_loss`.
+        hard_labels: see `token_loss`.
+        hard_weight: see `token_loss`.
+        temperature: see `token_loss`.
+        token_count: see `token_loss`.
+        floor: see `token_loss`.
+        padded_vocabulary: see `token_loss`.
+        chunk_tokens: tokens at a time; None for as many as have 33 million logits together.
+
+    Returns:
+        The sum over tokens divided by their count, as `token_loss` with reduction "mean".
+
+    Raises:
+        SettingsError: A shape, type or value is invalid.
+    """
+    check_divergence(labels, beta, temperature, floor)
+    if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.ndim < 2:
+        found = f"{hidden.dtype} {list(hidden.shape)}" if isinstance(hidden, Tensor) else type(hidden).__name__
+        raise SettingsError(f"hidden states are {found}: expected floating-point [rows, ..., features]")
+    if hidden.shape[:-1] != labels.ids.shape[:-1]:
+        raise SettingsError(
+            f"hidden states are {list(hidden.shape)}, top-k labels {list(labels.ids.shape)}: the rows do not agree"
+        )
+    if chunk_tokens is not None and not is_count(chunk_tokens):
+        raise SettingsError(f"chunk_tokens={chunk_tokens!r}: must be a whole number of at least 1, or None")
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    parts = [
+        as_tensor(labels.ids, hidden.device).reshape(-1, labels.k),
+        as_tensor(labels.values, hidden.device).reshape(-1, labels.k),
+        as_tensor(labels.tail_lse, hidden.device).reshape(-1),
+    ]
+    kept = kept_rows(mask, hidden.shape[:-1], hidden.device)
+    targets = hard_targets(hard_labels, hard_weight, hidden.shape[:-1], kept, hidden.device)
+    if targets is not None:
+        parts.append(targets.reshape(-1))
+    if kept is not None:
+        positions = kept.reshape(-1).nonzero().squeeze(1)
+        rows = rows.index_select(0, positions)
+        parts = [part.index_select(0, positions) for part in parts]
+    logits_of = (lambda states: F.linear(states, head)) if isinstance(head, Tensor) else head
+
+    def chunk_loss(states: Tensor, ids: Tensor, values: Tensor, tail_lse: Tensor, hard: Tensor | None = None) -> Tensor:
+        chunk = TopK(ids, values, tail_lse, labels.temperature, labels.classes)  # type: ignore[arg-type]
+        logits = logits_of(states)
+        log_p, log_q = bucket_log_probabilities(logits, chunk, padded_vocabulary=padded_vocabulary)
+        losses = divergence(log_p, log_q, beta, floor) * labels.temperature**2
+        return mixed_losses(losses, logits, hard, hard_weight).sum()
+
+    size = chunk_tokens or max(1, _CHUNK_LOGITS // _vocabulary(head, labels))
+    # `split` gives a chunk also where no token is left: each parameter of the head has a gradient then, as DDP wants.
+    chunks = zip(*(torch.split(part, size) for part in (rows, *parts)), strict=True)
+    losses = torch.stack([checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks])
+    count = rows.shape[0] if token_count is None else token_count
+    return total(losses, None, count, "mean")
+
+
+def _vocabulary(head: Tensor | Callable[[Tensor], Tensor], labels: TopK) -> int:
+    if isinstance(head, Tensor):
+        return max(head.shape[0], 1)
+    found = getattr(head, "out_features", None)
+    return found if isinstance(found, int) and found > 0 else labels.classes or _USUAL_VOCABULARY
+
+
+KLEstimator: TypeAlias = Literal["k1", "k3"]
+"""How the value of a KL is estimated from samples, by Schulman's names."""
+
+_MOST_NATS = 20.0
+"""Largest log-ratio of a sampled token, either way, e^20 being 5e8. float32 overflows at e^88; long before that a
+single token, which one of the two finds all but impossible, would be all of the loss."""
+
+
+def token_log_probabilities(student_logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Return the student's log-probabilities of `targets`.
+
+    Args:
+        student_logits: floating-point [rows, ..., vocabulary].
+        targets: whole numbers [rows, ...], or [rows, ..., m] for m tokens each. What is negative, as -100 of padding,
+            is taken for token 0: leave it out by the loss's mask.
+        temperature: T, at which the student sampled them.
+
+    Returns:
+        Of the shape of `targets`, float32 at least.
+
+    Raises:
+        SettingsError: The shapes do not agree.
+    """
+    student = widened(student_logits)
+    scaled = student if temperature == 1 else student / temperature
+    single = targets.ndim == student.ndim - 1
+    ids = (targets.unsqueeze(-1) if single else targets).to(student.device).long().clamp(min=0)
+    if ids.shape[:-1] != student.shape[:-1]:
+        raise SettingsError(f"targets are {list(targets.shape)}, logits {list(student.shape)}: the rows do not agree")
+    found = scaled.gather(-1, ids) - scaled.logsumexp(dim=-1, keepdim=True)
+    return found.squeeze(-1) if single else found
+
+
+def sampled_kl(
+    student: Tensor,
+    teacher: Tensor | Array,
+    *,
+    estimator: KLEstimator = "k3",
+    mask: Tensor | None = None,
+    token_count: TokenCount = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Estimate KL(student ‖ teacher) from tokens that the student sampled, with the gradient of that KL.
+
+    With r = P(token) / Q(token), Q the student, the value is -log r (k1: without bias, and negative for some tokens) or
+    (r - 1) - log r (k3: without bias, never negative, of less variance). Source: Schulman, "Approximating KL
+    Divergence", 2020.
+
+    The gradient is (log Q - log P) ∇log Q with either, whose expectation over tokens of Q is the gradient of the KL at
+    that position. Differentiating the values would give another: that of k1 has expectation 0, that of k3 is the
+    gradient of the forward KL(teacher ‖ student). Source: Tang and Munos, "On a few pitfalls in KL divergence gradient
+    estimation for RL", 2025. What a token does to the ones after it is left out, as in on-policy distillation by token.
+
+    Args:
+        student: log-probabilities of the sampled tokens, floating-point [rows, ...]: `token_log_probabilities`.
+        teacher: the teacher's of the same tokens, at the same temperature. -inf is as improbable as e^-20 times the
+            student's probability, and so is anything below.
+        estimator: "k1" or "k3".
+        mask: see `token_loss`.
+        token_count: see `token_loss`.
+        reduction: "mean" over tokens, "sum", or "none" for [rows, ...].
+
+    Returns:
+        The estimate, or estimates [rows, ...] with reduction "none".
+
+    Raises:
+        SettingsError: A shape, type or value is invalid.
+    """
+    check_reduction(reduction)
+    if estimator not in ("k1", "k3"):
+        raise SettingsError(f"estimator={estimator!r}: must be 'k1' or 'k3'")
+    log_q = widened(student)
+    log_p = as_tensor(teacher, log_q.device).detach().to(log_q.dtype)
+    if log_p.shape != log_q.shape:
+        raise SettingsError(
+            f"log-probabilities of the student are {list(log_q.shape)}, of the teacher {list(log_p.shape)}: "
+            "both must be those of the sampled tokens [rows, ...]"
+        )
+    kept = kept_rows(mask, log_q.shape, log_q.device)
+    if kept is not None:
+        # The inputs, not only the losses: a gradient of 0 times NaN would be NaN.
+        log_q, log_p = torch.where(kept, log_q, 0.0), torch.where(kept, log_p, 0.0)
+    ratio = (log_q.detach() - log_p).clamp(-_MOST_NATS, _MOST_NATS)
+    value = ratio if estimator == "k1" else torch.expm1(-ratio) + ratio
+    slope = ratio * log_q
+    return total(value + (slope - slope.detach()), kept, token_count, reduction)
+
+
+def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *, classes: int | None = None) -> TopK:
+    """Return labels for tokens that the student chose, such as its own likeliest: `token_loss` takes them as any.
+
+    ::
+
+        targets = student_logits.topk(16).indices  # asked of the teachers: `targets` beside `ids`
+        labels = target_labels(targets, target_logprobs)
+        token_loss(student_logits, labels, mask=mask, beta=1).backward()
+
+    In the reverse direction it is the student's mass that weighs, so its own likeliest tokens tell more than the
+    teacher's. The tail is what the teacher's probabilities leave of 1. They are float32, so that a tail below 1e-6
+    or so is rounding error; the reverse direction's floor is no smaller. Half precision, by which a tail below 1e-3
+    would be, is refused.
+
+    Args:
+        targets: tokens, whole numbers [rows, ..., m], none twice in a row.
+        log_probabilities: the teacher's, at temperature 1, of the same shape; float32 or wider.
+        classes: how many tokens there are, None if unknown. With all of them as targets, the tail is empty.
+
+    Returns:
+        Labels of tensors with temperature 1, on the device of `targets`.
+
+    Raises:
+        SettingsError: shapes that do not agree, or log-probabilities of half precision.
+    """
+    ids = as_tensor(targets, targets.device if isinstance(targets, Tensor) else torch.device("cpu"))
+    values = as_tensor(log_probabilities, ids.device).detach()
+    if ids.ndim < 2 or ids.shape != values.shape or ids.is_floating_point() or not values.is_floating_point():
+        raise SettingsError(
+            f"targets are {ids.dtype} {list(ids.shape)}, log-probabilities {values.dtype} {list(values.shape)}: "
+            "expected whole numbers and floating-point, both [rows, ..., m]"
+        )
+    if values.element_size() < 4:
+        raise SettingsError(
+            f"log-probabilities are {values.dtype}: what their sum leaves of 1, the tail, would be rounding error. "
+            "Teachers answer float32; a model of your own takes its log_softmax in float32"
+        )
+    mass = widened(values).double().logsumexp(dim=-1)
+    # At 1 or, by rounding, above it nothing is left.
+    left = torch.where(mass < 0, torch.log(-torch.expm1(mass.clamp(max=0))), -torch.inf)
+    tail_lse = left.masked_fill(torch.isnan(mass), torch.nan).float()
+    return TopK(ids, values, tail_lse, 1.0, classes)  # type: ignore[arg-type]  # tensors, as after `TopK.map`

@@ -6,44 +6,40 @@ A `ChunkLabeller` belongs to a reader and lives across its epochs, of which it k
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from edl.discovery.registry import Snapshot
 from edl.distill.cache import CacheView, RowIds, SequenceIds, SoftLabelCache
 from edl.distill.engine.compatibility import outputs_disagreement
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread
-from edl.distill.engine.job_queue import LabelJob
-from edl.distill.options import Options
-from edl.distill.pipeline.answer_size import AnswerSizeEstimator, outputs_nbytes
-from edl.distill.pipeline.cache_lookup import (
-    CacheConfig,
+from edl.distill.engine.jobs import LabelJob
+from edl.distill.pipeline.answers import AnswerSizeEstimator, empty_like, empty_outputs, outputs_nbytes
+from edl.distill.pipeline.label_cache import (
     CacheKeyTemplate,
     CacheMiss,
+    CacheQueue,
     chunk_ids,
     look_up_offline,
     offline_view,
     open_view,
+    select_ids,
 )
-from edl.distill.pipeline.cache_queue import CacheQueue, select_ids
-from edl.distill.pipeline.empty_outputs import empty_like, empty_outputs
+from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.teacher_limits import TeacherLimits
 from edl.distill.source.chunk import Chunk
 from edl.distill.source.sequence_cutters import sequence_fields
 from edl.distill.stats import ReaderStats, merged
 from edl.distill.teachers import Teachers, TeacherWatcher, service_identities
-from edl.distill.transport.conversion import select_inputs
-from edl.distill.transport.message_limits import MessageLimits
-from edl.distill.transport.request import Payload
-from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
+from edl.distill.transport.calls import current_traceparent
+from edl.distill.transport.request import Payload, select_inputs
+from edl.distill.transport.schema import ModelSpec, Outputs
 from edl.distill.transport.shm import Arena
-from edl.distill.transport.tracing import current_traceparent
 from edl.errors import ClosedError, EDLError, SettingsError, SourceError
 from edl.memory import keep_freed_memory
 from edl.protocol.tensors import Array
@@ -59,132 +55,89 @@ _CLOSE_S = 10.0
 """How long `close` waits for the connections of a service: gRPC takes milliseconds, a stuck host is left alone."""
 
 
+@dataclass(eq=False)
+class _Service:
+    """A service that is asked."""
+
+    engine: Engine
+    labels: CacheKeyTemplate  # the key of its labels in the cache, but for the version
+    sizes: AnswerSizeEstimator
+    watcher: TeacherWatcher
+    submitted: int = 0  # chunks; written by the feeding thread only
+    agreed: tuple[ModelSpec, str] | None = None  # the model and its tokenizer whose outputs are like the other routes'
+    views: dict[tuple[str, str], CacheView] = field(default_factory=dict)  # by model and version
+
+
 class ChunkLabeller:
-    """Connections, shared memory and cache of a reader. `submit` is for the feeding thread, the rest for any.
+    """Connections, shared memory and cache of a reader. `submit` is for the feeding thread, the rest for any."""
 
-    Args:
-        teachers: a group per service; without teachers, the cache must have all labels.
-        output_spec: what is asked for.
-        options: deadlines, memory, retries.
-        cache_config: the soft-label cache, None without.
-        routes: by value of the field that says which group labels what (`Chunk.route`), the group's number; None where
-            all of them label every chunk.
-
-    Attributes:
-        teachers: as given.
-        routes: as given.
-        limits: what the teachers take, once there are some.
-        thread: the event loop.
-        closed: whether no more work is taken.
-        memory_bytes: as in `Options`.
-        linger_s: as in `Options`.
-
-    Raises:
-        SettingsError: wrong credentials or discovery, or a cache without fitting labels where there are no teachers.
-    """
-
-    def __init__(
-        self,
-        teachers: list[Teachers],
-        output_spec: OutputSpec,
-        options: Options,
-        cache_config: CacheConfig | None = None,
-        routes: Mapping[Any, int] | None = None,
-    ) -> None:
-        self.teachers = teachers
-        self.routes = routes
-        # By service, the model and its tokenizer, where its outputs are like those of the other routes.
-        self._agreed: list[tuple[ModelSpec, str] | None] = [None] * len(teachers)
+    def __init__(self, request: LabelRequest) -> None:
+        options = request.options
+        self.request = request
+        self.services = request.services  # how many answers a chunk gets
+        self.memory_bytes, self.linger_s = options.memory_bytes, options.linger_s
         credentials = Credentials.of() if options.credentials is None else options.credentials
         # What is wrong with them shows here and now.
-        self._files = CredentialFiles.of(credentials) if teachers else None
-        self.thread = EventLoopThread.acquire(for_grpc=bool(teachers))
-        self._cache_config = cache_config
+        self._files = CredentialFiles.of(credentials) if request.teachers else None
+        self.thread = EventLoopThread.acquire(for_grpc=bool(request.teachers))
         self._offline: CacheView | None = None
         self._cache_queue: CacheQueue | None = None
         self._arena: Arena | None = None
-        self.memory_bytes = options.memory_bytes
-        self.linger_s = options.linger_s
-        self._options = options
         self._pid = os.getpid()
-        self.closed = False
+        self.closed = False  # whether new work is refused
         self._numbers = itertools.count()
         self._delivered = self._cached = 0
-        self._wait_s = 0.0
-        self._source_wait_s = 0.0
+        self._wait_s = self._source_wait_s = 0.0
         self._progress_at = time.monotonic() + options.progress_s
         self._progress_rows = 0
         keep_freed_memory(min(options.memory_bytes, 512 << 20))  # who bounds memory does not want it kept either
         self._engines: list[Engine] = []
-        self.limits = TeacherLimits(teachers, self._engines, options.teacher_timeout_s)
-        self._cache_keys: list[CacheKeyTemplate] = []
-        self._views: dict[tuple[int, str, str], CacheView] = {}  # by engine, model and version
+        self._services: list[_Service] = []
+        self.limits = TeacherLimits(request.teachers, self._engines, options.teacher_timeout_s)
         self._warned_unversioned = False
-        self._watchers: list[TeacherWatcher] = []
-        self._answer_sizes: list[AnswerSizeEstimator] = []
-        self._empty: list[Outputs | None] = [None] * max(len(teachers), 1)  # by service, once there was an answer
+        self._empty: dict[int, Outputs] = {}  # by service, once there was an answer
         self._epoch_begins = False
         self._traceparent = ""
-        self._submitted = [0] * len(teachers)  # written by the feeding thread only
         try:
-            if cache_config is not None:
-                self._offline = offline_view(cache_config, output_spec) if not teachers else None
+            if request.cache_config is not None:
+                if not request.teachers:
+                    self._offline = offline_view(request.cache_config, request.output_spec)
                 self._cache_queue = CacheQueue(options.cache_queue_bytes)
             if options.shared_memory:
                 self._arena = Arena(2 * options.memory_bytes)
-            for group, identity in zip(teachers, service_identities(teachers), strict=True):
-                self._add_service(
-                    group,
-                    identity,
-                    replace(
-                        output_spec,
-                        model=group.model or output_spec.model,
-                        priority=group.priority,
-                        version=group.version or output_spec.version,
-                    ),
-                )
+            for group, identity in zip(request.teachers, service_identities(request.teachers), strict=True):
+                self._add_service(group, identity)
         except BaseException:
             self.close()
             raise
 
-    def _add_service(self, group: Teachers, identity: str, output_spec: OutputSpec) -> None:
+    def _add_service(self, group: Teachers, identity: str) -> None:
+        request = self.request
+        output_spec = replace(
+            request.output_spec,
+            model=group.model or request.output_spec.model,
+            priority=group.priority,
+            version=group.version or request.output_spec.version,
+        )
         engine = Engine(
             group.described,
             output_spec,
+            request.options,
             thread=self.thread,
             arena=self._arena,
-            policy=self._options.policy,
-            teacher_timeout_s=self._options.teacher_timeout_s,
             files=self._files,
-            mixed_versions=self._options.mixed_versions,
-            limits=MessageLimits(self._options.max_answer_bytes, self._options.max_request_bytes),
         )
         self._engines.append(engine)
-        self._cache_keys.append(
-            CacheKeyTemplate(
-                output_spec,
-                self._cache_config.dataset if self._cache_config else "",
-                identity,
-                weights_versions=engine.weights_versions,
-            )
-        )
-        self._answer_sizes.append(AnswerSizeEstimator(output_spec))
-
-        def changed(snapshot: Snapshot, near: str, whole: bool) -> None:
-            self.thread.call(engine.set_teachers, snapshot, near, whole)
-
-        self._watchers.append(TeacherWatcher(group, changed))
-
-    @property
-    def services(self) -> int:
-        """How many answers a chunk gets."""
-        return 1 if self.routes is not None else max(len(self.teachers), 1)
+        dataset = request.cache_config.dataset if request.cache_config is not None else ""
+        labels = CacheKeyTemplate(output_spec, dataset, identity, weights_versions=engine.weights_versions)
+        watcher = TeacherWatcher(group, functools.partial(self.thread.call, engine.set_teachers))
+        self._services.append(_Service(engine, labels, AnswerSizeEstimator(output_spec), watcher))
 
     @property
     def depth(self) -> int:
         """Chunks to have open: enough that a teacher four times slower than the rest does not stop them."""
         capacities = [engine.limits.capacity for engine in self._engines]
-        return max(8, 4 * (sum(capacities) if self.routes is not None else max(capacities, default=0)))
+        return max(8, 4 * (sum(capacities) if self.request.router is not None else max(capacities, default=0)))
 
     def backlog(self, route: int | None) -> float:
         """Return the chunks of a route, or of any, that wait to be sent, as a share of what is enough.
@@ -194,7 +147,7 @@ class ChunkLabeller:
         Where chunks gather to be sent together, it is enough when the next chunks are there by then.
         """
         asked = self.limits.asked(route)
-        waiting = max((self._submitted[index] - self._engines[index].dispatched for index in asked), default=0)
+        waiting = max((self._services[at].submitted - self._engines[at].dispatched for at in asked), default=0)
         together = max((engine.limits.gather_limit for engine in self._engines), default=0)
         return waiting / max(2 + self.depth // 16, 1 + together)
 
@@ -207,17 +160,15 @@ class ChunkLabeller:
     def estimate_answers(self, chunk: Chunk) -> None:
         """Estimate the bytes of the answers to a chunk, as far as can be told."""
         for answer, index in enumerate(self.limits.asked(chunk.route)):
-            nbytes = self._answer_sizes[index].expected(chunk.rows, self._engines[index].await_spec(0.0))
+            nbytes = self._services[index].sizes.expected(chunk.rows, self._engines[index].await_spec(0.0))
             chunk.answers_nbytes[answer] = nbytes or 0
             chunk.foreseen = chunk.foreseen and nbytes is not None
 
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
         """Ask every service, or that of its route, for the chunk's labels.
 
-        Args:
-            chunk: sealed.
-            changed: called when the chunk may be done, or was sent; for an answer, with the bytes beyond the estimate.
-            stopped: whether the epoch was closed, which ends all waiting.
+        `changed`: called when the chunk may be done, or was sent; for an answer, with the bytes beyond the
+        estimate.
 
         Raises:
             NoTeacherError: no teacher told what its model looks like within `teacher_timeout_s`.
@@ -225,21 +176,22 @@ class ChunkLabeller:
             SourceError: the model cannot take these inputs.
         """
         if self._offline is not None and chunk.ids is not None:
-            self._store_cached(chunk, 0, 0, look_up_offline(self._offline, chunk).outputs)
+            self._store_cached(chunk, 0, None, look_up_offline(self._offline, chunk).outputs)
             self._cached += chunk.rows
         for slot, index in enumerate(self.limits.asked(chunk.route)):
-            engine = self._engines[index]
+            service = self._services[index]
+            engine = service.engine
             spec = self.limits.await_spec(index, stopped)
             if spec is None:
                 return
-            if self.routes is not None and self._agreed[index] != (spec, engine.tokenizer):
+            if self.request.router is not None and service.agreed != (spec, engine.tokenizer):
                 self._check_agreement(index, spec)
             fields: Mapping[str, Array] = chunk.fields
             if chunk.lengths is not None or spec.sequences:
                 fields = sequence_fields(spec, chunk)
-            missing = self._look_up_cache(chunk, index, spec, fields)
+            missing = self._look_up_cache(chunk, service, spec, fields)
             if missing is not None and missing.found.complete:
-                self._store_cached(chunk, slot, index, dict(missing.found.outputs))
+                self._store_cached(chunk, slot, service, dict(missing.found.outputs))
                 continue
             fields = select_inputs(spec, fields)
             longest_sequence = chunk.longest_sequence
@@ -255,37 +207,35 @@ class ChunkLabeller:
             payload.longest_sequence = longest_sequence
             number = next(self._numbers)
             chunk.jobs.append((index, number))
-            self._submitted[index] += 1
-            answer = _AnswerHandler(chunk, slot, changed, missing, self._cache_queue, self._answer_sizes[index])
+            service.submitted += 1
+            answer = _AnswerHandler(chunk, slot, changed, missing, self._cache_queue, service.sizes)
             engine.submit(LabelJob(number, payload, answer, changed))
         changed()
 
     def _check_agreement(self, index: int, spec: ModelSpec) -> None:
         """Check that a route's outputs are like those of other routes: a batch may have rows of both."""
-        assert self.routes is not None
-        tokenizer, output_spec = self._engines[index].tokenizer, self._cache_keys[index].output_spec
-        spec_as_told = replace(spec, tokenizer=tokenizer)
-        for other, known in enumerate(self._agreed):
-            if known is None or other == index:
+        service = self._services[index]
+        tokenizer = service.engine.tokenizer
+        for other, known in enumerate(self._services):
+            if known.agreed is None or other == index:
                 continue
-            why = outputs_disagreement(spec_as_told, replace(known[0], tokenizer=known[1]), output_spec)
+            known_spec = replace(known.agreed[0], tokenizer=known.agreed[1])
+            why = outputs_disagreement(replace(spec, tokenizer=tokenizer), known_spec, service.labels.output_spec)
             if why:
                 values = f"{self._values_of(other)} and of {self._values_of(index)}"
                 raise SettingsError(f"the teachers of {values} do not go together: {why}")
-        self._agreed[index] = spec, tokenizer
+        service.agreed = spec, tokenizer
 
     def _values_of(self, route: int) -> str:
         """Return the values of a route, for people."""
-        return listed([repr(value) for value, index in (self.routes or {}).items() if index == route])
+        return listed([repr(value) for value, index in (self.request.routes or {}).items() if index == route])
 
-    def _store_cached(self, chunk: Chunk, slot: int, service: int, outputs: Outputs) -> None:
-        chunk.surplus_nbytes += _count_answer_nbytes(
-            chunk, slot, outputs, self._answer_sizes[service] if self._answer_sizes else None
-        )
+    def _store_cached(self, chunk: Chunk, slot: int, service: _Service | None, outputs: Outputs) -> None:
+        chunk.surplus_nbytes += _count_answer_nbytes(chunk, slot, outputs, service.sizes if service else None)
         chunk.outputs[slot] = outputs
 
     def follow_version(self, service: int) -> None:
-        """Follow a service's version, where there are no epochs that do: what was asked for has been answered."""
+        """Follow a service's version, where no epoch does: all requests have been answered."""
         engine = self._engines[service]
         with contextlib.suppress(ClosedError):  # by another thread, meanwhile
             self.thread.call(engine.begin_epoch)
@@ -298,15 +248,16 @@ class ChunkLabeller:
     @property
     def refuses_versions(self) -> bool:
         """Whether labels of several versions are not mixed."""
-        return self._options.mixed_versions == "refuse"
+        return self.request.options.mixed_versions == "refuse"
 
     def _look_up_cache(
-        self, chunk: Chunk, index: int, spec: ModelSpec, fields: Mapping[str, Array]
+        self, chunk: Chunk, service: _Service, spec: ModelSpec, fields: Mapping[str, Array]
     ) -> CacheMiss | None:
-        if self._cache_config is None or chunk.ids is None:
+        config = self.request.cache_config
+        if config is None or chunk.ids is None:
             return None
         if not spec.version:
-            self._warn_unversioned(index, chunk.rows)
+            self._warn_unversioned(service.engine, chunk.rows)
             return None
         if spec.sequences and chunk.lengths is None:
             raise SourceError(
@@ -314,23 +265,21 @@ class ChunkLabeller:
                 "depend on the rows before them, are not kept: set the source with set_sequence_generator or "
                 "set_sequence_list_generator, or give distill tokens=; or leave the cache out"
             )
-        self._engines[index].check_cacheable(chunk.fields)
-        cache = self._cache_config.cache
-        labels = self._cache_keys[index]
-        if not labels.inputs:
-            labels = self._cache_keys[index] = replace(labels, inputs=tuple(chunk.fields))
-        view = self._views.get((index, spec.name, spec.version))
+        service.engine.check_cacheable(chunk.fields)
+        if not service.labels.inputs:
+            service.labels = replace(service.labels, inputs=tuple(chunk.fields))
+        view = service.views.get((spec.name, spec.version))
         if view is None:
-            own = [each.service for each in self._cache_keys]
-            view = open_view(cache, labels.key(spec, spec.version), own)
-            self._views[index, spec.name, spec.version] = view
+            own = [each.labels.service for each in self._services]
+            view = open_view(config.cache, service.labels.key(spec, spec.version), own)
+            service.views[spec.name, spec.version] = view
         sent = {name: array for name, array in fields.items() if not spec.inputs or name in spec.inputs}
         ids = chunk_ids(chunk, sent, spec.sequences) if chunk.lengths is not None else RowIds.of(chunk.ids, sent)
         found = view.get(ids)
         self._cached += int(found.row_mask.sum())
-        return CacheMiss(found, view, select_ids(ids, ~found.mask), cache, labels, spec)
+        return CacheMiss(found, view, select_ids(ids, ~found.mask), config.cache, service.labels, spec)
 
-    def _warn_unversioned(self, index: int, rows: int) -> None:
+    def _warn_unversioned(self, engine: Engine, rows: int) -> None:
         if self._cache_queue is not None:
             self._cache_queue.count_dropped(rows)
         if not self._warned_unversioned:
@@ -338,27 +287,25 @@ class ChunkLabeller:
             logger.warning(
                 "the teachers of %s do not say which version of the model they have: their labels are not kept in the "
                 "cache, since those of another model could not be told from them. Name the version with version=",
-                self._engines[index].name,
+                engine.name,
             )
 
     def view(self, cache: SoftLabelCache, inputs: tuple[str, ...]) -> CacheView:
         """Return where the labels of the only service are kept; waits for its first teacher.
 
-        Args:
-            cache: of the labels.
-            inputs: names of all inputs that may be sent.
+        `inputs` names all inputs that may be sent.
 
         Raises:
             NoTeacherError: no teacher told within `teacher_timeout_s` what its model is.
             SettingsError: it does not say the model's version.
         """
-        spec = self.model_spec()
+        spec, service = self.model_spec(), self._services[0]
         if not spec.version:
             raise SettingsError(
-                f"the teachers of {self._engines[0].name} do not say which version of model {spec.name!r} they have, "
+                f"the teachers of {service.engine.name} do not say which version of model {spec.name!r} they have, "
                 "which labels are kept by: name it with --model-version (version=)"
             )
-        return open_view(cache, replace(self._cache_keys[0], inputs=inputs).key(spec, spec.version), ())
+        return open_view(cache, replace(service.labels, inputs=inputs).key(spec, spec.version), ())
 
     def model_spec(self, service: int = 0) -> ModelSpec:
         """Return what the teachers of a service say of their model; waits for the first of them.
@@ -375,7 +322,7 @@ class ChunkLabeller:
         """Let the cache take in the answers of the epoch before, and follow the teachers' version."""
         if self._cache_queue is not None:
             self._cache_queue.drain()
-        elif self._options.mixed_versions != "refuse":
+        elif not self.refuses_versions:
             return
         if self._epoch_begins:
             self._epoch_begins = False
@@ -384,7 +331,7 @@ class ChunkLabeller:
 
     def note_outputs(self, service: int, outputs: Outputs) -> None:
         """Note what outputs of a service look like, for `empty_outputs`."""
-        if self._empty[service] is None:
+        if service not in self._empty:
             self._empty[service] = empty_like(outputs)
 
     def empty_outputs(self, service: int) -> Outputs:
@@ -394,16 +341,16 @@ class ChunkLabeller:
             NoTeacherError: no teacher told within `teacher_timeout_s` what its model is.
             SourceError: there was no answer yet, and the model does not say how large its outputs are.
         """
-        found = self._empty[service]
+        found = self._empty.get(service)
         if found is not None:
             return found
         if self._offline is not None:
             layout = self._offline.layout
             return {} if layout is None else layout.restore(layout.unpack([])[0])
-        if self.routes is not None:  # their outputs are alike, and not all of them have a teacher
+        if self.request.router is not None:  # their outputs are alike, and not all of them have a teacher
             known = self.limits.await_any(lambda: self.closed)
             service = service if known is None else known
-        return empty_outputs(self.model_spec(service), self._cache_keys[service].output_spec)
+        return empty_outputs(self.model_spec(service), self._services[service].labels.output_spec)
 
     def set_awaited(self, chunk: Chunk) -> None:
         """Note that the training loop waits for this chunk now."""
@@ -427,9 +374,9 @@ class ChunkLabeller:
         self._delivered += rows
         now = time.monotonic()
         if now >= self._progress_at:
-            rate = (self._delivered - self._progress_rows) / (now - self._progress_at + self._options.progress_s)
+            rate = (self._delivered - self._progress_rows) / (now - self._progress_at + self.request.options.progress_s)
             logger.info("%s, %.0f rows/s", self.stats().line(), rate)
-            self._progress_at = now + self._options.progress_s
+            self._progress_at = now + self.request.options.progress_s
             self._progress_rows = self._delivered
 
     def record_wait(self, seconds: float, source_s: float) -> None:
@@ -456,7 +403,7 @@ class ChunkLabeller:
         services = [engine.stats() for engine in self._engines]
         return replace(
             merged(services),
-            routes={value: services[index] for value, index in (self.routes or {}).items()},
+            routes={value: services[index] for value, index in (self.request.routes or {}).items()},
             rows_cached=self._cached,
             rows_delivered=self._delivered,
             wait_s=self._wait_s,
@@ -472,10 +419,6 @@ class ChunkLabeller:
         for engine in self._engines:
             self.thread.call(engine.begin_epoch)
 
-    def refuse_work(self) -> None:
-        """Raise `ClosedError` in `check` from now on, and have `cancel` leave all to `close`."""
-        self.closed = True
-
     def close(self) -> None:
         """End connections, threads and shared memory. Is called once, in the process that made this."""
         self.closed = True
@@ -487,8 +430,8 @@ class ChunkLabeller:
             stack.callback(self.thread.release)
             for engine in self._engines:
                 stack.callback(self._close_engine, engine)
-            for watcher in self._watchers:
-                stack.callback(watcher.close)
+            for service in self._services:
+                stack.callback(service.watcher.close)
 
     def _close_engine(self, engine: Engine) -> None:
         self.thread.run(engine.close(), _CLOSE_S)

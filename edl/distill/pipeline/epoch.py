@@ -1,8 +1,7 @@
 """Runs a pass over the user's data: a thread feeds the teachers ahead of the training loop, which takes items in order.
 
-No lock is taken here. An abandoned iterator is closed wherever the garbage collector runs, and a reader wherever a
-signal handler is called: in the middle of any function below, in the thread that is in it. So every piece of state has
-a single writer, or is changed by single steps that Python makes atomic, and threads wait on a `Notifier`.
+An abandoned iterator is closed wherever the garbage collector runs, so nothing here takes a lock: every piece of state
+has a single writer, or is changed by single steps that Python makes atomic, and threads wait on a `Notifier`.
 """
 
 from __future__ import annotations
@@ -13,21 +12,125 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
-from edl.distill.pipeline.open_chunks import OpenChunks
-from edl.distill.pipeline.waiting import SourceClock, source_wait_s
-from edl.distill.source.chunk import Chunk, Item, Reading
+from edl.distill.source.chunk import Chunk, Item, Reading, ReuseDetector
 from edl.distill.source.cutters import Cutter
-from edl.distill.source.reuse import ReuseDetector
 from edl.errors import ClosedError, SourceError
 from edl.notifier import Notifier
 
-__all__ = ["Epoch"]
+__all__ = ["Epoch", "EpochIterator", "OpenChunks", "SourceClock", "source_wait_s"]
 
 logger = logging.getLogger("edl.distill")
+
+
+class SourceClock:
+    """Adds up the seconds that a data source takes to make its values.
+
+    `begin` and `end` are for the thread that draws from the source, `read` is for any: its two numbers are replaced
+    together, so that no reader finds a second counted twice or not at all.
+    """
+
+    def __init__(self) -> None:
+        self._drawing: tuple[float, float | None] = (0.0, None)  # seconds before this value; when it was asked for
+
+    def begin(self, now: float) -> None:
+        """Note that the source is asked for a value."""
+        self._drawing = (self._drawing[0], now)
+
+    def end(self) -> None:
+        """Note that the source has made the value, or has failed."""
+        before_s, began = self._drawing
+        if began is not None:
+            self._drawing = (before_s + time.monotonic() - began, None)
+
+    def read(self) -> float:
+        """Return the seconds so far, with those of the value that the source makes now."""
+        before_s, began = self._drawing
+        return before_s if began is None else before_s + time.monotonic() - began
+
+
+def source_wait_s(waited_s: float, source_s: float, clock: SourceClock, chunks: Collection[Chunk]) -> float:
+    """Return how much of a wait was for the data source: until the last of the chunks was sent."""
+    if chunks and all(chunk.sent for chunk in chunks):
+        until_s = max(chunk.source_s for chunk in chunks)
+    else:
+        until_s = clock.read()
+    return min(max(until_s - source_s, 0.0), waited_s)
+
+
+class OpenChunks:
+    """Counts open chunks. Every number has a single thread that writes it, so that no lock is needed."""
+
+    def __init__(self) -> None:
+        self._opened = self._opened_nbytes = 0  # by the thread that sends
+        self._answers_nbytes = 0  # by the event loop: what answers weigh more than was estimated
+        self._taken = self._taken_nbytes = 0  # by the training loop
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that are open."""
+        return self._opened - self._taken
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their inputs and answers, answers to come as they are estimated."""
+        return max(self._opened_nbytes + self._answers_nbytes - self._taken_nbytes, 0)
+
+    def add(self, chunk: Chunk) -> None:
+        """Count a chunk that is about to be sent."""
+        self._opened_nbytes += chunk.weight
+        self._opened += 1
+
+    def add_cached(self, chunk: Chunk) -> None:
+        """Count what a cache had of it."""
+        self._opened_nbytes += chunk.surplus_nbytes
+
+    def add_answer(self, surplus_nbytes: int) -> None:
+        """Count an answer, by what it weighs more than was estimated."""
+        self._answers_nbytes += surplus_nbytes
+
+    def remove(self, chunk: Chunk) -> None:
+        """Count a chunk whose rows have all been taken."""
+        self._taken_nbytes += chunk.weight
+        self._taken += 1
+
+
+T = TypeVar("T")
+
+
+class EpochIterator(Iterator[T], Generic[T]):
+    """The values of a generator. Once it has raised an error, every further `next` is a ClosedError.
+
+    A generator says StopIteration after an error: to a loop that catches the error and goes on, as after a signal
+    handler's timeout, the epoch would seem complete.
+    """
+
+    __slots__ = ("__weakref__", "_failed", "_values")
+
+    def __init__(self, values: Generator[T, Any, Any]) -> None:
+        self._values = values
+        self._failed = ""
+
+    def __next__(self) -> T:
+        try:
+            if self._failed:
+                raise ClosedError(f"the epoch ended before all was delivered, with {self._failed}; start another one")
+            return next(self._values)
+        except StopIteration:
+            raise
+        except BaseException as exc:
+            if not self._failed:  # in words: the error itself would keep alive whatever its traceback holds
+                self._failed = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+                self._values.close()  # a signal handler may raise when the generator has just handed over a value
+            raise
+
+    def close(self) -> None:
+        """End the epoch, and drop what is under way."""
+        self._values.close()
+
 
 _LOW = 0.6
 """Backlog at which the feeding thread is woken. It fills it up then: to be woken for each chunk costs more than one."""
@@ -44,18 +147,14 @@ class Epoch:
 
     The feeding thread takes from `source` only while fewer chunks are open than the teachers can use, and less memory
     is held than the session allows. It lends the cutter out while the source makes the next value. Where the training
-    loop waits for a request that is not full, and the source has been silent for `linger_s`, a second thread seals and
-    sends it.
+    loop waits for a request that is not full, and the source has been silent for `linger_s`, the training loop's thread
+    seals and sends it.
 
     The session keeps its epoch, and the finalizer of a reader keeps the session. So an epoch that has ended may hold no
     object of the user's, which may hold the reader: neither the source, which only the thread has, nor an error that
     was raised in the training loop, whose traceback leads to the reader.
 
-    Args:
-        labeller: labels the chunks.
-        source: yields items.
-        cutter: cuts them into chunks.
-        end_source: ends a source that waits for the training loop. Called by `close`, so it neither waits nor locks.
+    `end_source` ends a source that waits for the training loop. `close` calls it, so it neither waits nor locks.
     """
 
     def __init__(
@@ -70,7 +169,6 @@ class Epoch:
         self._pid = os.getpid()
         self._for_loop = Notifier()  # where the training loop waits
         self._for_feeder = Notifier()  # where the feeding thread waits
-        self._for_flusher = Notifier()
         self._awaited: Chunk | None = None
         self._unsent: Chunk | None = None
         self._needed: frozenset[Chunk] = frozenset()  # of the item that the training loop waits for
@@ -78,14 +176,13 @@ class Epoch:
         self._reuse = ReuseDetector()
         self._open: set[Chunk] = set()
         self._open_chunks = OpenChunks()
-        self._lent: deque[Cutter] = deque()  # holds the cutter while nobody uses it
+        self._lent: deque[Cutter] = deque()  # holds the cutter while no thread uses it
         self._asked_at = 0.0  # when the source was asked for the value that it makes now
         self._source_clock = SourceClock()
         self._waiting: tuple[float, float] | None = None  # since when the training loop waits; the source's clock then
         self._fed = False
         self._failure: BaseException | None = None
         self._closed = False
-        self._flusher: threading.Thread | None = None
         # Not a `BackgroundLoop`: the source is the user's code, and what it raises belongs into the training loop.
         self._feeder = threading.Thread(target=self._feed, args=(source, cutter), name="edl-feed", daemon=True)
 
@@ -158,16 +255,15 @@ class Epoch:
     def close(self) -> None:
         """Drop what is under way. May be called twice; has no effect in a forked child, whose parent goes on.
 
-        Never waits, and takes no lock: it is called by the garbage collector and by signal handlers as well, in the
-        middle of anything.
+        Never waits, and takes no lock: the garbage collector calls it as well, in the middle of anything.
         """
         if os.getpid() != self._pid:
             return
         self._closed = True
         if self._end_source is not None:
             self._end_source()
-        for notifier in (self._for_loop, self._for_feeder, self._for_flusher):
-            notifier.notify()
+        self._for_loop.notify()
+        self._for_feeder.notify()
         chunks = self._open.copy()
         self._open.clear()  # what came between these two lines is cancelled by the thread that sent it
         self._items.clear()
@@ -184,19 +280,14 @@ class Epoch:
         return threading.current_thread() is self._feeder
 
     def join(self, timeout_s: float) -> bool:
-        """Wait, after `close`, until no thread uses the source any more; return False if a thread still does.
+        """Wait, after `close`, until the feeding thread no longer uses the source; return False if it still does.
 
         Returns at once in the feeding thread itself, where the source closes its own reader.
         """
         if self.is_feeding() or os.getpid() != self._pid:
             return True
-        deadline = time.monotonic() + timeout_s
         with contextlib.suppress(RuntimeError):  # it was closed before it was started
             self._feeder.join(timeout_s)
-        flusher = self._flusher
-        if flusher is not None and flusher is not threading.current_thread():
-            with contextlib.suppress(RuntimeError):  # a signal came before it was started; it ends at once
-                flusher.join(max(deadline - time.monotonic(), 0))
         return not self._feeder.is_alive()
 
     # The training loop's thread
@@ -238,8 +329,8 @@ class Epoch:
         if not self._for_loop.wait_for(ended, _PATIENCE_S):
             self._labeller.set_awaited(chunk)
             if not chunk.sent:
-                self._wake_flusher()
                 self._for_feeder.notify()
+                self._await_sent(chunk)
             # The source ends or fails in its own time. The engine answers every chunk that was sent, with an error
             # at the latest when its own deadlines have passed.
             self._for_loop.wait_for(ended)
@@ -247,6 +338,33 @@ class Epoch:
         self._check_open()
         # Where there is no answer, and no error in its place, the source failed before the chunk was full.
         return chunk.error if chunk.done else self._failure
+
+    def _await_sent(self, chunk: Chunk) -> None:
+        """Wait until a request that is not full was sent, and send it here where the source is silent for long."""
+
+        def over() -> bool:
+            return chunk.sent or self._closed or self._fed
+
+        while not over():
+            left_s = self._asked_at + self._labeller.linger_s - time.monotonic()
+            if left_s <= 0:
+                self._flush(chunk)
+            self._for_loop.wait_for(over, max(left_s, _SHORTEST_LOOK_S))
+
+    def _flush(self, chunk: Chunk) -> None:
+        """Send a request that is not full, unless the feeding thread is at work."""
+        try:
+            cutter = self._lent.pop()
+        except IndexError:
+            return
+        try:
+            if not chunk.sent and not self._closed and not self._fed:
+                self._submit(cutter, cutter.seal(chunk))
+        except Exception as exc:  # noqa: BLE001 - raised for this chunk, as any other reason why it has no labels
+            chunk.error = _failure_of(exc)
+        finally:
+            self._lent.append(cutter)
+            self._for_feeder.notify()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -322,7 +440,7 @@ class Epoch:
         return not self._closed
 
     def _take_back(self) -> bool:
-        """Wait for the cutter, which the flushing thread may be using; False if the epoch is closed."""
+        """Wait for the cutter, which the training loop may be using; False if the epoch is closed."""
         while True:
             try:
                 self._lent.pop()
@@ -343,7 +461,6 @@ class Epoch:
             self._failure = None
         self._fed = True
         self._for_loop.notify()
-        self._for_flusher.notify()
 
     def _offer(self, item: Item) -> None:
         self._items.append(item)
@@ -417,63 +534,19 @@ class Epoch:
     def _has_room(self, chunk: Chunk, backlog: float = 1.0) -> bool:
         if self._open_chunks.chunks < 2 or chunk in self._needed:
             return True
-        # Of answers that nobody can estimate, one at a time is asked for ahead, until the first of them is there.
+        # Of answers whose size is unknown, one at a time is asked for ahead, until the first of them is there.
         if not chunk.foreseen or self._open_chunks.nbytes + chunk.weight > self._labeller.memory_bytes:
             return False
         return self._labeller.backlog(chunk.route) < backlog and self._open_chunks.chunks < self._labeller.depth
 
-    # The flushing thread, started when the training loop waits for a request that is not full
-
-    def _wake_flusher(self) -> None:
-        if self._flusher is None:
-            # Not a `BackgroundLoop`, as the feeding thread; a signal handler may close the epoch before it is started.
-            self._flusher = threading.Thread(target=self._flush, name="edl-flush", daemon=True)
-            self._flusher.start()
-        self._for_flusher.notify()
-
-    def _flush(self) -> None:
-        while not self._over:
-            self._for_flusher.wait_for(lambda: self._over or self._waits_for_source)
-            left_s = self._asked_at + self._labeller.linger_s - time.monotonic()
-            if left_s <= 0:
-                self._flush_now()
-            self._for_flusher.wait_for(lambda: self._over, max(left_s, _SHORTEST_LOOK_S))
-
-    def _flush_now(self) -> None:
-        """Send what is not full, unless the feeding thread is at work."""
-        try:
-            cutter = self._lent.pop()
-        except IndexError:
-            return
-        chunk = self._awaited
-        try:
-            if chunk is not None and not chunk.sent and not self._over:
-                self._submit(cutter, cutter.seal(chunk))
-        except BaseException as exc:  # noqa: BLE001 - raised again in the training loop, which waits for this chunk
-            if chunk is not None and not self._closed:
-                chunk.error = _failure_of(exc)
-                self._for_loop.notify()
-        finally:
-            self._lent.append(cutter)
-            self._for_feeder.notify()
-
-    @property
-    def _over(self) -> bool:
-        return self._closed or self._fed
-
-    @property
-    def _waits_for_source(self) -> bool:
-        chunk = self._awaited
-        return chunk is not None and not chunk.sent
-
     # The event loop's thread
 
     def _notify(self, surplus_nbytes: int = 0) -> None:
-        """Wake threads that wait for a chunk that was sent, or answered with so many bytes more than were estimated."""
+        """Wake threads that wait for a chunk that was sent, or answered with this many bytes more than estimated."""
         if surplus_nbytes:
             self._open_chunks.add_answer(surplus_nbytes)
-        # Whoever waits has said for what before it looked whether that is so, so this look misses nobody. Most of the
-        # time there is nobody to wake.
+        # A waiting thread has said what for before it looked whether that is so, so this look misses none. Most of the
+        # time there is none to wake.
         awaited = self._awaited
         if awaited is not None and awaited.done:
             self._for_loop.notify()

@@ -1,6 +1,7 @@
 """A reader's epochs, one after the other, over its connections, and the end of both.
 
-A `LabelSession` belongs to a reader and lives across its epochs. It is started by the first and ended by `close`.
+A `LabelSession` belongs to a reader and lives across its epochs. The first epoch starts it and `close` ends it. It
+publishes what the reader asks of each service, and how long training waits, for scaling (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -11,26 +12,68 @@ import functools
 import logging
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from edl.distill.options import Options
-from edl.distill.pipeline.cache_lookup import CacheConfig
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.epoch import Epoch
-from edl.distill.pipeline.load_publishing import load_publishers
+from edl.distill.pipeline.request import LabelRequest
 from edl.distill.source.cutters import Cutter
 from edl.distill.source.iterator import SourceIterator
 from edl.distill.stats import ReaderStats
-from edl.distill.teachers import Teachers
-from edl.distill.transport.schema import OutputSpec
 from edl.errors import ClosedError, TemporaryError
-from edl.settings import LoadSettings
+from edl.load_reporting import LoadPublisher, LoadSource
+from edl.load_reporting.records import MAX_TEACHERS
+from edl.settings import DiscoverySettings, LoadSettings
 
-__all__ = ["LabelSession"]
+__all__ = ["LabelSession", "load_publishers"]
 
 logger = logging.getLogger("edl.distill")
+
+
+def load_publishers(
+    labeller: ChunkLabeller, open_wait: Callable[[], tuple[float, float]], settings: LoadSettings
+) -> list[LoadPublisher]:
+    """Start publishing a reader's load: a record for each of its services, in that service's discovery.
+
+    Returns:
+        The publishers, which the caller closes; none where teachers are fixed endpoints.
+    """
+    if not settings.publish:
+        return []
+    sources: dict[str, list[LoadSource]] = defaultdict(list)
+    for index, group in enumerate(labeller.request.teachers):
+        if group.service is not None:
+            url = DiscoverySettings.of(group.discovery).url
+            sources[url].append(_source(labeller, index, group.service, open_wait, settings.job))
+    return [LoadPublisher(url, found, settings) for url, found in sources.items()]
+
+
+def _source(
+    labeller: ChunkLabeller, index: int, service: str, open_wait: Callable[[], tuple[float, float]], job: str
+) -> LoadSource:
+    label_s = total_source_s = 0.0
+
+    def read() -> Mapping[str, float]:
+        """Return seconds that never fall.
+
+        In this order a wait that ends between the two looks is missing for a moment, and counts at the next read; in
+        the other order it would count twice, for good.
+        """
+        nonlocal label_s, total_source_s
+        waited_s, source_s = labeller.waits_s
+        open_s, open_source_s = open_wait()
+        label_s = max(label_s, waited_s + open_s - source_s - open_source_s)
+        total_source_s = max(total_source_s, source_s + open_source_s)
+        return {"rows_asked": labeller.rows_asked(index), "wait_s": label_s, "source_wait_s": total_source_s}
+
+    def describe() -> Mapping[str, Any]:
+        return {"job": job, "teachers": labeller.ready_teachers(index)[:MAX_TEACHERS]}
+
+    return LoadSource(service, "students", read, describe)
+
 
 _SOURCE_STOP_S = 5.0
 """How long `close` waits for the source to be let go: longer than a batch takes to load, and shorter than the time that
@@ -40,33 +83,12 @@ _SAY_AFTER_S = 5.0
 
 
 class LabelSession:
-    """The epochs of a reader, of which a single one runs at a time.
+    """The epochs of a reader, of which a single one runs at a time."""
 
-    Args:
-        teachers: see `ChunkLabeller`, as for the others.
-        output_spec: what is asked for.
-        options: deadlines, memory, retries.
-        cache_config: the soft-label cache, None without.
-        routes: see `ChunkLabeller`.
-
-    Attributes:
-        labeller: labels the chunks of all epochs.
-
-    Raises:
-        SettingsError: wrong credentials or discovery, or a cache without fitting labels where there are no teachers.
-    """
-
-    def __init__(
-        self,
-        teachers: list[Teachers],
-        output_spec: OutputSpec,
-        options: Options,
-        cache_config: CacheConfig | None = None,
-        routes: Mapping[Any, int] | None = None,
-    ) -> None:
-        load = LoadSettings.of(options.publish_load)
-        self.labeller = ChunkLabeller(teachers, output_spec, options, cache_config, routes)
-        self._options = options
+    def __init__(self, request: LabelRequest) -> None:
+        load = LoadSettings.of(request.options.publish_load)
+        self.labeller = ChunkLabeller(request)
+        self._options = request.options
         self._pid = os.getpid()
         self._first_close = threading.Lock()  # taken by the first call of `close`, without waiting, and never released
         self._epoch: Epoch | None = None
@@ -91,11 +113,6 @@ class LabelSession:
     ) -> Epoch:
         """Start an epoch, with an iterator made in the calling thread, after the epoch before it has ended.
 
-        Args:
-            source: makes the iterable.
-            cutter: cuts its values into chunks.
-            end_source: see `Epoch`.
-
         Raises:
             ClosedError: the reader is closed, or this is its own source.
             TemporaryError: the source is still busy with the epoch before after `source_timeout_s`.
@@ -114,7 +131,7 @@ class LabelSession:
         for route, part in cutter.by_route():
             part.fit = functools.partial(self.labeller.limits.rows_that_fit, route=route)
         epoch = self._epoch = Epoch(self.labeller, source, cutter, end_source)
-        # By a signal handler, or another thread, before the epoch was there to be closed as well.
+        # By another thread, before the epoch was there to be closed as well.
         if self.labeller.closed:
             epoch.close()
             self.labeller.check()
@@ -159,13 +176,10 @@ class LabelSession:
         threading.Thread(target=self.close, name="edl-close").start()
 
     def close(self) -> None:
-        """End the epoch and the labeller. Has no effect in a forked child, whose parent owns them.
-
-        May be called by a signal handler, in the middle of any of these methods.
-        """
+        """End the epoch and the labeller. Has no effect in a forked child, whose parent owns them."""
         if os.getpid() != self._pid or not self._first_close.acquire(blocking=False):
             return
-        self.labeller.refuse_work()
+        self.labeller.closed = True
         _OPEN_SESSIONS.discard(self)
         for publisher in self._load_publishers:
             publisher.begin_close()
@@ -183,7 +197,7 @@ class LabelSession:
 
 
 _OPEN_SESSIONS: set[LabelSession] = set()
-"""Those that are to be closed when the program ends."""
+"""Sessions to close when the program ends."""
 
 
 @atexit.register

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from edl.distill.engine.engine import Engine
 from edl.distill.teachers import Teachers
-from edl.distill.transport.message_limits import rows_that_fit
+from edl.distill.transport.calls import rows_that_fit
 from edl.distill.transport.schema import ModelSpec
 from edl.protocol.tensors import Array
 
@@ -32,8 +32,6 @@ class TeacherLimits:
     A route is the number of the only service that labels a row; None where all services do.
 
     Args:
-        teachers: The group of each service.
-        engines: The engine of each service.
         timeout_s: Seconds to wait for a first teacher before `NoTeacherError` is raised.
     """
 
@@ -53,9 +51,7 @@ class TeacherLimits:
     def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
         """Return the most rows in a request that the teachers of a route accept, 0 if any number.
 
-        Args:
-            stopped: Returns whether the work was ended, which ends all waiting.
-            route: Route of the rows.
+        `stopped`: returns whether the work was ended, which ends all waiting.
 
         Raises:
             NoTeacherError: No teacher said in time what its model looks like.
@@ -85,10 +81,7 @@ class TeacherLimits:
         One may come while teachers of a fixed list are still being connected to, and at any moment to a service, whose
         teachers come and go.
 
-        Args:
-            rows: Length of the sequence.
-            since: When the wait began, on the monotonic clock; it lasts `timeout_s` at most.
-            route: Route of the sequence; None where every service labels it.
+        `route`: route of the sequence; None where every service labels it.
         """
         services = [(self._teachers[index], self._engines[index]) for index in self.asked(route)]
         short = [
@@ -103,10 +96,8 @@ class TeacherLimits:
     def await_max_sequence(self, rows: int, stopped: Callable[[], bool], route: int | None = None) -> int:
         """Wait as long as `awaits_sequence` says, and return `max_sequence`.
 
-        Args:
-            rows: Length of the sequence.
-            stopped: Returns whether the work was ended, which ends all waiting.
-            route: Route of the sequence; None where every service labels it.
+        `stopped`: returns whether the work was ended, which ends all waiting. `route`: route of the sequence;
+        None where every service labels it.
         """
         begin = time.monotonic()
         warned = False
@@ -128,9 +119,7 @@ class TeacherLimits:
     def lacks_teacher(self, since: float, route: int | None = None) -> bool:
         """Return whether a service of a route has had no teacher yet.
 
-        Args:
-            since: When work began to wait for it, on the monotonic clock.
-            route: Route of the work; None where every service does it.
+        `route`: route of the work; None where every service does it.
 
         Raises:
             NoTeacherError: It has waited for `timeout_s`.
@@ -171,9 +160,7 @@ class TeacherLimits:
     def await_spec(self, index: int, stopped: Callable[[], bool]) -> ModelSpec | None:
         """Wait for the first teacher of a service; return None if the work was ended before.
 
-        Args:
-            index: Number of the service.
-            stopped: Returns whether the work was ended, which ends all waiting.
+        `stopped`: returns whether the work was ended, which ends all waiting.
 
         Raises:
             NoTeacherError: No teacher said in time what its model looks like.

@@ -1,66 +1,45 @@
-"""Rows that are asked for together, and the items of the source that they belong to."""
+"""Rows that are asked for together, the items of the source that they belong to, and items whose memory is reused."""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from edl.distill.source.fingerprint import ItemFingerprint
-from edl.distill.source.sizes import arrays_nbytes
+from edl.distill.source.fingerprint import ItemFingerprint, MemoryLocation, arrays_nbytes
 from edl.distill.transport.schema import Outputs
+from edl.errors import SourceError
 from edl.protocol.tensors import Array
 
-__all__ = ["Chunk", "Item", "Reading"]
+__all__ = ["Chunk", "Item", "Reading", "ReuseDetector"]
 
 
 @dataclass(eq=False)
 class Chunk:
-    """Rows that are asked for together, and their answers.
+    """Rows that are asked for together, and their answers."""
 
-    Attributes:
-        services: how many services are asked.
-        rows: of the request.
-        left: rows that the training loop has not taken yet.
-        nbytes: of its inputs.
-        rest_nbytes: of what its items hold besides, which waits for the training loop as well.
-        fields: inputs [rows, ...] by name.
-        positions: int32 [rows], of each row in its sequence; None if rows are no sequences.
-        longest_sequence: rows of the longest sequence, 0 if rows are no sequences.
-        ids: of the samples, [rows] or [sequences]; None without a cache.
-        lengths: int64 [sequences], rows of each sequence; None if rows are no sequences.
-        outputs: by service, None until its answer is there.
-        jobs: (service, number of the job there).
-        error: why there are no outputs; then the chunk counts as done.
-        sent: whether teachers were, or are being, asked for it.
-        copied: whether `fields` are the chunk's own, and not the source's arrays.
-        answers_nbytes: bytes of each service's answer, estimated until it is there.
-        foreseen: whether all of them could be estimated.
-        surplus_nbytes: by how much answers from a cache exceed the estimate.
-        route: number of the only service that is asked; None for all of them.
-        source_s: seconds that the epoch's source had taken when it was sent.
-    """
-
-    services: int
-    rows: int = 0
-    left: int = 0
-    nbytes: int = 0
-    rest_nbytes: int = 0
-    fields: dict[str, Array] = field(default_factory=dict)
-    positions: Array | None = None
-    longest_sequence: int = 0
-    ids: Sequence[Any] | None = None
-    lengths: Array | None = None
-    outputs: list[Outputs | None] = field(default_factory=list)
+    services: int  # how many services are asked
+    rows: int = 0  # of the request
+    left: int = 0  # rows that the training loop has not taken yet
+    nbytes: int = 0  # of its inputs
+    rest_nbytes: int = 0  # of what its items hold besides, which waits for the training loop as well
+    fields: dict[str, Array] = field(default_factory=dict)  # inputs [rows, ...] by name
+    positions: Array | None = None  # int32 [rows], of each row in its sequence; None if the rows are not sequences
+    longest_sequence: int = 0  # rows of the longest sequence, 0 if the rows are not sequences
+    ids: Sequence[Any] | None = None  # of the samples, [rows] or [sequences]; None without a cache
+    lengths: Array | None = None  # int64 [sequences], rows of each sequence; None if the rows are not sequences
+    outputs: list[Outputs | None] = field(default_factory=list)  # by service, None until its answer is there
     jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, number of the job there)
-    error: BaseException | None = None
-    sent: bool = False
-    copied: bool = False
+    error: BaseException | None = None  # why there are no outputs; then the chunk counts as done
+    sent: bool = False  # whether teachers were, or are being, asked for it
+    copied: bool = False  # whether `fields` are the chunk's own, and not the source's arrays
+    # bytes of each service's answer, estimated until it is there
     answers_nbytes: list[int] = field(default_factory=list)
-    foreseen: bool = True
-    surplus_nbytes: int = 0
-    route: int | None = None
-    source_s: float = 0.0
+    foreseen: bool = True  # whether all of them could be estimated
+    surplus_nbytes: int = 0  # by how much answers from a cache exceed the estimate
+    route: int | None = None  # number of the only service that is asked; None for all of them
+    source_s: float = 0.0  # seconds that the epoch's source had taken when it was sent
 
     def __post_init__(self) -> None:
         self.outputs = [None] * self.services
@@ -93,18 +72,12 @@ class Chunk:
 
 @dataclass(eq=False)
 class Item:
-    """A value that the source yielded, and where its rows are.
+    """A value that the source yielded, and where its rows are."""
 
-    Attributes:
-        value: as the source yielded it.
-        parts: (chunk, first row, behind the last row).
-        fingerprints: of the value, or of its samples.
-        mask: of a batch of padded sequences, bool [sequences, length]: which elements have rows; else None.
-    """
-
-    value: Any
-    parts: list[tuple[Chunk, int, int]]
-    fingerprints: tuple[ItemFingerprint, ...] = ()
+    value: Any  # as the source yielded it
+    parts: list[tuple[Chunk, int, int]]  # (chunk, first row, behind the last row)
+    fingerprints: tuple[ItemFingerprint, ...] = ()  # of the value, or of its samples
+    # of a batch of padded sequences, bool [sequences, length]: which elements have rows; else None
     mask: Array | None = None
 
     @property
@@ -115,14 +88,76 @@ class Item:
 
 @dataclass(frozen=True)
 class Reading:
-    """A value that the source yielded, and what a cutter has read of it before it cuts it.
+    """A value that the source yielded, and what a cutter has read of it before it cuts it."""
 
-    Attributes:
-        value: as the source yielded it.
-        longest: by route, rows of the longest sequence that goes there; 0 if rows are no sequences.
-        found: for the cutter that has read it.
+    value: Any  # as the source yielded it
+    # by route, rows of the longest sequence that goes there; 0 if the rows are not sequences
+    longest: Mapping[int | None, int] = field(default_factory=lambda: {None: 0})
+    found: Any = None  # for the cutter that has read it
+
+
+class ReuseDetector:
+    """Tells whether a source refills the memory of an item that the training loop works with.
+
+    A source that fills a single buffer again and again does so while the training loop works with the item before, if
+    the loop is the quicker of the two. An item that has changed then is not accused for that alone, since the training
+    loop may work in place; but it is if the source yields the same memory, list or dictionary again.
+
+    No lock: `begin_draw` and `check_drawn` are for the feeding thread, `release` and `check_delivered` for the training
+    loop's, `clear` for any.
     """
 
-    value: Any
-    longest: Mapping[int | None, int] = field(default_factory=lambda: {None: 0})
-    found: Any = None
+    def __init__(self) -> None:
+        self._current: Item | None = None
+        self._released: collections.deque[Item] = collections.deque()  # while the source was at work
+        self._at_work = False
+        self._error: SourceError | None = None
+
+    def begin_draw(self) -> None:
+        """Note that the source is asked for another item."""
+        self._released.clear()
+        self._at_work = True
+
+    def check_drawn(self, item: Item) -> None:
+        """Check that a new item does not share changed memory with items in use."""
+        current = self._current  # before those released: `release` puts it there before it lets go of it
+        earlier = [*self._released, *([current] if current is not None else [])]
+        self._at_work = False
+        if not earlier:
+            return
+        found: list[set[MemoryLocation]] = []
+
+        def locations() -> set[MemoryLocation]:
+            if not found:  # rarely needed
+                found.append({location for fingerprint in item.fingerprints for location in fingerprint.locations})
+            return found[0]
+
+        try:
+            for used in earlier:
+                for fingerprint in used.fingerprints:
+                    fingerprint.check_locations(locations)
+        except SourceError as exc:
+            self._error = exc
+            raise
+
+    def release(self) -> None:
+        """Note that the training loop is done with its item."""
+        current = self._current
+        if current is not None and self._at_work:
+            self._released.append(current)
+        self._current = None
+        error = self._error
+        self._error = None
+        if error is not None:
+            raise error
+
+    def check_delivered(self, item: Item) -> None:
+        """Note that the training loop gets this item next."""
+        self._current = item
+        for fingerprint in item.fingerprints:
+            fingerprint.check()
+
+    def clear(self) -> None:
+        """Let go of all items."""
+        self._current = self._error = None
+        self._released.clear()

@@ -11,14 +11,13 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from edl.distill.source.checksum import TimeBudget
 from edl.distill.source.chunk import Chunk, Item, Reading
-from edl.distill.source.fingerprint import ItemFingerprint
+from edl.distill.source.fingerprint import ItemFingerprint, TimeBudget
 from edl.errors import SourceError
 from edl.protocol.arrays import RowBuffer, as_array
 from edl.protocol.tensors import Array
 
-__all__ = ["BatchCutter", "Cutter", "Getter", "SampleCutter", "SampleListCutter"]
+__all__ = ["BatchCutter", "Cutter", "Gatherer", "Getter", "SampleCutter", "SampleListCutter"]
 
 _OTHER_SHAPE = (
     "pad them to one shape, yield batches with set_batch_generator, or send each alone with set_teacher_batch_size(1)"
@@ -34,22 +33,17 @@ class Cutter(abc.ABC):
     """Turns what a source yields into items and the chunks that are ready to be sent.
 
     Args:
-        getters: by input name, how to find it in a sample or batch.
         chunk_rows: rows of a request; None for as many as is good, which is never more than teachers take.
-        services: how many services are asked for a chunk.
         ids: how to find the sample ids, None without a cache.
 
     Attributes:
-        seen: items so far.
         max_rows: rows that teachers take in a request, 0 if any number.
         max_sequence: rows of the longest sequence that teachers take, 0 if any number.
-        time_budget: of the epoch, for checking that whole items are delivered as they were sent.
-        fit: returns how many rows like its argument teachers take in a request, by their bytes; 0 if any number.
-        usual_rows: most rows of a request where the user does not say.
     """
 
+    # returns how many rows like its argument teachers take in a request, by their bytes; 0 if any number
     fit: Callable[[Mapping[str, Array]], int] = staticmethod(lambda _: 0)
-    usual_rows: int
+    usual_rows: int  # most rows of a request where the user does not say
 
     def __init__(
         self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
@@ -57,7 +51,8 @@ class Cutter(abc.ABC):
         self.getters = getters
         self.services = services
         self.ids = ids
-        self.seen = self.max_rows = self.max_sequence = 0
+        self.seen = self.max_rows = self.max_sequence = 0  # items so far
+        # of the epoch, for checking that whole items are delivered as they were sent
         self.time_budget = TimeBudget(_CHECKING_SHARE)
         self._chunk_rows = chunk_rows
 
@@ -81,11 +76,7 @@ class Cutter(abc.ABC):
 
     @abc.abstractmethod
     def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
-        """Take in an item that was read.
-
-        Returns:
-            The item, and the chunks that are full with it.
-        """
+        """Take in an item that was read."""
 
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         """Read and cut a further item of the source, where teachers' limits are known."""
@@ -93,7 +84,7 @@ class Cutter(abc.ABC):
 
     @property
     def wants_limits(self) -> bool:
-        """Whether `max_rows` and `max_sequence` are to be set before the next item; that takes its time."""
+        """Whether `max_rows` and `max_sequence` must be set before the next item; that takes its time."""
         return self.empty
 
     @property
@@ -126,9 +117,13 @@ class Cutter(abc.ABC):
         except (LookupError, TypeError, AttributeError) as exc:
             raise SourceError(f"{what} of the source has no field for input {name!r}: {exc}") from exc
 
-    def _read_sample(self, sample: Any, what: str) -> tuple[ItemFingerprint, dict[str, Array]]:
-        found = {name: self._get(name, getter, sample, what) for name, getter in self.getters.items()}
-        fingerprint = ItemFingerprint(what, sample, found, self.time_budget)
+    def _read_fields(
+        self, value: Any, what: str, getters: Mapping[str, Getter] | None = None
+    ) -> tuple[ItemFingerprint, dict[str, Array]]:
+        """Return the arrays of a sample or batch, and what tells whether it changes."""
+        getters = self.getters if getters is None else getters
+        found = {name: self._get(name, getter, value, what) for name, getter in getters.items()}
+        fingerprint = ItemFingerprint(what, value, found, self.time_budget)
         arrays = {name: as_array(part, f"{what}, input {name!r}") for name, part in found.items()}
         if fingerprint.conversions_matter:
             fingerprint.add_sent(found, arrays, functools.partial(as_array, what=what))
@@ -139,6 +134,15 @@ class Cutter(abc.ABC):
             return ids(value)
         except StopIteration as exc:
             raise _stopped(f"what finds the sample ids in {what}") from exc
+
+    def _ids_of_batch(self, value: Any, what: str, count: int, of: str) -> Sequence[Any] | None:
+        if self.ids is None:
+            return None
+        ids = self._get_ids(self.ids, value, what)
+        found: Sequence[Any] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        if len(found) != count:
+            raise SourceError(f"{what} has {len(found)} sample ids for {count} {of}")
+        return found
 
 
 class BatchCutter(Cutter):
@@ -157,13 +161,8 @@ class BatchCutter(Cutter):
     def fields_of(self, value: Any) -> tuple[dict[str, Array], Sequence[Any] | None, ItemFingerprint]:
         """Return a batch's fields, its sample ids, and what tells whether it changes."""
         what = f"batch {self.seen}"
-        found = {name: self._get(name, getter, value, what) for name, getter in self.getters.items()}
-        fingerprint = ItemFingerprint(what, value, found, self.time_budget)
-        fields = {name: as_array(part, f"{what}, input {name!r}") for name, part in found.items()}
-        if fingerprint.conversions_matter:
-            fingerprint.add_sent(found, fields, functools.partial(as_array, what=what))
-        rows = _common_rows(fields, self.seen)
-        ids = _as_ids(self._get_ids(self.ids, value, what), rows, self.seen) if self.ids is not None else None
+        fingerprint, fields = self._read_fields(value, what)
+        ids = self._ids_of_batch(value, what, _common_rows(fields, what), "rows")
         return fields, ids, fingerprint
 
     def split(self, fields: Mapping[str, Array], ids: Sequence[Any] | None) -> list[Chunk]:
@@ -177,10 +176,8 @@ class BatchCutter(Cutter):
         return chunks
 
 
-class _RowGatherer(Cutter):
-    """Gathers single rows into chunks of `chunk_rows`."""
-
-    usual_rows = 32
+class Gatherer(Cutter):
+    """Gathers rows in a request that is sealed when it is full."""
 
     def __init__(
         self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
@@ -189,11 +186,40 @@ class _RowGatherer(Cutter):
         self._open = Chunk(services)
         self._rows: dict[str, RowBuffer] = {}
         self._ids: list[Any] = []
-        self._full = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row waits for a request to be full."""
+        return not self._open.rows
+
+    @property
+    def open_chunk(self) -> Chunk | None:
+        """The request that is not full, if there is one."""
+        return self._open if self._open.rows else None
+
+    def finish(self) -> list[Chunk]:
+        """Seal what is not full: the source is at its end, or silent."""
+        return [self._sealed()] if self._open.rows else []
+
+    def _sealed(self) -> Chunk:
+        fields = {name: rows.gathered() for name, rows in self._rows.items()}
+        chunk = self._open.seal(fields, self._ids if self.ids is not None else None)
+        chunk.copied = True
+        self._open = Chunk(self.services)
+        self._rows = {}
+        self._ids = []
+        return chunk
+
+
+class _SampleGatherer(Gatherer):
+    """Gathers samples, each of them a row."""
+
+    usual_rows = 32
+    _full = 0
 
     def _row(self, sample: Any, ready: list[Chunk]) -> tuple[Chunk, int, ItemFingerprint]:
         what = f"sample {self.seen}"
-        fingerprint, arrays = self._read_sample(sample, what)
+        fingerprint, arrays = self._read_fields(sample, what)
         if not self._open.rows:
             self._full = self._rows_like({name: array[None] for name, array in arrays.items()})
         for name, array in arrays.items():
@@ -211,31 +237,8 @@ class _RowGatherer(Cutter):
             ready.append(self._sealed())
         return chunk, row, fingerprint
 
-    def _sealed(self) -> Chunk:
-        fields = {name: rows.gathered() for name, rows in self._rows.items()}
-        chunk = self._open.seal(fields, list(self._ids) if self.ids is not None else None)
-        chunk.copied = True
-        self._open = Chunk(self.services)
-        self._rows = {}
-        self._ids = []
-        return chunk
 
-    @property
-    def empty(self) -> bool:
-        """Whether no row waits for a request to be full."""
-        return not self._open.rows
-
-    @property
-    def open_chunk(self) -> Chunk | None:
-        """The request that is not full, if there is one."""
-        return self._open if self._open.rows else None
-
-    def finish(self) -> list[Chunk]:
-        """Seal what is not full: the source is at its end, or silent."""
-        return [self._sealed()] if self._open.rows else []
-
-
-class SampleCutter(_RowGatherer):
+class SampleCutter(_SampleGatherer):
     """Gathers samples, each of them a row."""
 
     def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
@@ -245,7 +248,7 @@ class SampleCutter(_RowGatherer):
         return Item(reading.value, [(chunk, row, row + 1)], (fingerprint,)), ready
 
 
-class SampleListCutter(_RowGatherer):
+class SampleListCutter(_SampleGatherer):
     """Gathers lists of samples; a request may hold rows of several lists."""
 
     def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
@@ -273,21 +276,14 @@ def _stopped(what: str) -> SourceError:
     return SourceError(f"{what} raised StopIteration: something that it goes through has no more to give")
 
 
-def _common_rows(fields: Mapping[str, Array], seen: int) -> int:
+def _common_rows(fields: Mapping[str, Array], what: str) -> int:
     counts = {name: array.shape[0] if array.ndim else -1 for name, array in fields.items()}
     if -1 in counts.values():
         name = next(name for name, count in counts.items() if count == -1)
-        raise SourceError(f"batch {seen}: input {name!r} is a single number; a batch has rows first")
+        raise SourceError(f"{what}: input {name!r} is a single number; a batch has rows first")
     if len(set(counts.values())) > 1:
-        raise SourceError(f"batch {seen}: inputs have different numbers of rows: {counts}")
+        raise SourceError(f"{what}: inputs have different numbers of rows: {counts}")
     rows = next(iter(counts.values()))
     if rows == 0:
-        raise SourceError(f"batch {seen} has no rows")
+        raise SourceError(f"{what} has no rows")
     return rows
-
-
-def _as_ids(ids: Any, rows: int, seen: int) -> Sequence[Any]:
-    found: Sequence[Any] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    if len(found) != rows:
-        raise SourceError(f"batch {seen} has {len(found)} sample ids for {rows} rows")
-    return found

@@ -2,9 +2,12 @@
 
 A source runs ahead of the training loop. If it fills a buffer again, or puts other arrays into the same list, the
 training loop gets another input than the teacher saw. So what an item holds is looked at twice: when it is cut into
-requests, and when it is delivered. `reuse` looks once more where the source yields the same memory again meanwhile.
+requests, and when it is delivered. `ReuseDetector` looks once more where the source yields the same memory again
+meanwhile. Inputs that hold objects of unknown types can be looked at only by making arrays of them again.
 
-Inputs that hold objects of unknown types can be looked at only by making arrays of them, so that is done again.
+A look costs a small part of a copy. Small arrays are copied. Of larger arrays a `Checksum` has the sums of 509 columns,
+into which all of the array goes, and words from random places. Above 64 KiB it has the words alone where there is no
+time for more (`TimeBudget`).
 """
 
 from __future__ import annotations
@@ -12,21 +15,212 @@ from __future__ import annotations
 import array
 import collections
 import functools
+import math
 import mmap
 import operator
 import sys
+import time
 from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from edl.distill.source.checksum import SMALL_NBYTES, Checksum, TimeBudget
-from edl.distill.source.sizes import OBJECT_NBYTES, object_nbytes
 from edl.errors import SourceError
 from edl.protocol.arrays import is_tensor
 from edl.protocol.tensors import Array
 
-__all__ = ["MemoryLocation", "ItemFingerprint"]
+__all__ = [
+    "Checksum",
+    "ItemFingerprint",
+    "MemoryLocation",
+    "OBJECT_NBYTES",
+    "SMALL_NBYTES",
+    "TimeBudget",
+    "arrays_nbytes",
+    "object_nbytes",
+]
+
+OBJECT_NBYTES = 33
+"""What CPython's bytes object takes besides its bytes; without it, many short strings would weigh next to nothing."""
+
+
+def arrays_nbytes(arrays: Iterable[Array]) -> int:
+    """Return the bytes that arrays hold; for arrays of strings, with their strings."""
+    return sum(array.nbytes + (_weight_of_objects(array) if array.dtype.kind == "O" else 0) for array in arrays)
+
+
+def object_nbytes(value: Any) -> int:
+    """Return the bytes that an object of any type holds, or its attributes, as far as they say.
+
+    Pictures are counted as Pillow has them.
+    """
+    nbytes = _own_nbytes(value)
+    if nbytes is None:
+        attributes = getattr(value, "__dict__", None)
+        nbytes = sum(_own_nbytes(part) or 0 for part in attributes.values()) if isinstance(attributes, dict) else 0
+    return nbytes
+
+
+def _own_nbytes(value: Any) -> int | None:
+    if isinstance(value, bytes | str | bytearray):
+        return len(value) + OBJECT_NBYTES
+    try:
+        if str(type(value).__module__).startswith("PIL."):
+            return int(math.prod(value.size) * len(value.getbands()))
+        nbytes = getattr(value, "nbytes", None)
+    except Exception:  # noqa: BLE001 - of the user's type, or of sparse tensors: what does not say it is not counted
+        return None
+    return nbytes if isinstance(nbytes, int) else None
+
+
+def _weight_of_objects(array: Array) -> int:
+    return sum(len(element) + OBJECT_NBYTES for element in array.flat)
+
+
+SMALL_NBYTES = 32 << 10
+"""So much is copied in a microsecond or two, less than any sum would take."""
+_COLUMNS = 509  # prime, so that rows which change places change columns too; enough for SIMD, and fits the L1 cache
+_WHOLE_NBYTES = 64 << 10  # summed up in the time that some words at random take, which are not in any cache
+_WORDS_SHARE, _LEAST_WORDS, _MOST_WORDS = 512, 64, 384
+"""One word of so many, within limits: each is a miss of all caches. 1,024 of them cost a tenth of the rate at which
+requests of 4.8 MB go through shared memory; 384 are still twelve in each of 32 images."""
+_MOST_SIZES = 64  # as many as padded texts may have; beyond, places are drawn more often
+_GRACE_S = 0.02
+"""So long the first arrays of an epoch are looked at whole: some fifty of 4.8 MB, and a source that fills a buffer
+again does so from its second item on."""
+
+_WORDS_AT_ONCE = 500
+"""Words, for which numpy keeps the GIL. To get it back behind other threads takes ten times as long as to read them."""
+_ARRAYS_PER_DRAW = 16
+"""So many arrays are looked at in the same places, which take as long to draw as to look at."""
+
+_random = np.random.default_rng()  # another seed in each process, so that no data can be as the places want it
+
+
+class TimeBudget:
+    """Tells whether there is time to look at whole arrays, and where to look if not.
+
+    The time is a share of all that has passed since this was made. `positions` is for a single thread at a time.
+
+    Args:
+        share: of the time, from 0 to 1.
+    """
+
+    def __init__(self, share: float, *, always: bool = False) -> None:
+        self.always = always
+        self._share = share
+        self._left_s = _GRACE_S
+        self._left_at = time.perf_counter()
+        self._positions: dict[int, tuple[int, Array]] = {}  # by number of words; for how many arrays more
+
+    @property
+    def available(self) -> bool:
+        """Whether there is time left. What an epoch that waits does not use is not saved up for when it goes on."""
+        now = time.perf_counter()
+        self._left_s = min(_GRACE_S, self._left_s + self._share * (now - self._left_at))
+        self._left_at = now
+        return self.always or self._left_s > 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Count seconds that were spent."""
+        self._left_s -= seconds
+
+    def positions(self, words: int) -> Array:
+        """Return where to look at an array of so many words: a random position in each of as many equal pieces."""
+        left, positions = self._positions.get(words, (0, None))
+        if not left or positions is None:
+            left, positions = _ARRAYS_PER_DRAW, _draw_positions(words)
+            if len(self._positions) >= _MOST_SIZES:
+                self._positions.clear()
+        self._positions[words] = left - 1, positions
+        return positions
+
+
+@dataclass(frozen=True, eq=False)
+class Checksum:
+    """What an array was like."""
+
+    nbytes: int  # in all
+    content: bytes  # all bytes of a small array, the last few of a larger array
+    # of the words that were looked at, random, at least one in every of as many equal pieces
+    positions: Array | None = None
+    words: bytes = b""  # 8 bytes from each of these positions
+    columns: bytes = b""  # sums of words, modulo 2**64; empty where only some words were looked at
+
+    @classmethod
+    def of(cls, array: Array, time_budget: TimeBudget) -> Checksum:
+        """Return the checksum of an array of numbers."""
+        data = _memory(array)
+        if data.nbytes <= SMALL_NBYTES:
+            return cls(data.nbytes, data.tobytes())
+        words = _words(data)
+        positions = time_budget.positions(len(words))
+        columns = b""
+        if data.nbytes <= _WHOLE_NBYTES:
+            columns = _columns(words)
+        elif time_budget.available:
+            begin = time.perf_counter()
+            columns = _columns(words)
+            time_budget.spend(time.perf_counter() - begin)
+        return cls(data.nbytes, _rest(data), positions, _words_at(words, positions), columns)
+
+    def matches(self, array: Array, time_budget: TimeBudget) -> bool:
+        """Return whether an array has the same bytes, as far as they were looked at."""
+        data = _memory(array)
+        if data.nbytes != self.nbytes:
+            return False
+        if self.positions is None:
+            return data.tobytes() == self.content
+        words = _words(data)
+        if _words_at(words, self.positions) != self.words or _rest(data) != self.content:
+            return False
+        if not self.columns:
+            return True
+        begin = time.perf_counter()
+        same = _columns(words) == self.columns
+        if self.nbytes > _WHOLE_NBYTES:
+            time_budget.spend(time.perf_counter() - begin)
+        return same
+
+
+def _draw_positions(words: int) -> Array:
+    count = min(max(words // _WORDS_SHARE, _LEAST_WORDS), _MOST_WORDS)
+    piece = words // count
+    positions: Array = np.arange(0, count * piece, piece) + _random.integers(0, piece, count)
+    return positions
+
+
+def _memory(array: Array) -> Array:
+    """Return the array's bytes, without repeats; a view where they lie without gaps in memory, in any order of axes."""
+    array = np.asarray(array)  # a matrix stays two-dimensional whatever is done, and a masked array keeps its mask
+    if not array.flags.c_contiguous:
+        array = array[tuple([slice(1) if stride == 0 else slice(None) for stride in array.strides])]
+        array = array[tuple([slice(None, None, -1 if stride < 0 else 1) for stride in array.strides])]
+        array = np.ascontiguousarray(array.transpose(np.argsort([-stride for stride in array.strides], kind="stable")))
+    return array.reshape(-1).view(np.uint8)
+
+
+def _words(data: Array) -> Array:
+    found: Array = data[: len(data) & ~7].view(np.uint64)
+    return found
+
+
+def _words_at(words: Array, positions: Array) -> bytes:
+    pieces = range(0, len(positions), _WORDS_AT_ONCE)
+    return b"".join([words[positions[at : at + _WORDS_AT_ONCE]].tobytes() for at in pieces])
+
+
+def _rest(data: Array) -> bytes:
+    """Return the bytes behind the last whole row of columns and the last word."""
+    return data[len(data) // (8 * _COLUMNS) * (8 * _COLUMNS) :].tobytes()
+
+
+def _columns(words: Array) -> bytes:
+    rows = len(words) // _COLUMNS
+    sums: Array = np.add.reduce(words[: rows * _COLUMNS].reshape(rows, _COLUMNS), axis=0)
+    return sums.tobytes()
+
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), np.generic)
 _EXACTLY_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
@@ -38,111 +232,55 @@ MemoryLocation: TypeAlias = tuple[str, int]
 """Where something lies: the address of an array's first element, or the identity of a list or dictionary."""
 
 
-class FingerprintPart:
-    """A part of an item, and what it was like.
+class _Part:
+    """A part of an item, and what tells whether it is as it was."""
 
-    Attributes:
-        path: keys and positions on the way to it, for messages.
-        costly: whether comparing it takes longer than finding its location.
-    """
+    __slots__ = ("_holder", "_is_array", "costly", "is_unchanged", "path")
 
-    __slots__ = ("_holder", "_same", "path")
-    costly = False
-
-    def __init__(self, path: KeyPath, holder: Any, same: Callable[[], bool]) -> None:
-        self.path = path
+    def __init__(
+        self, path: KeyPath, holder: Any, is_unchanged: Callable[[], bool], is_array: bool = False, costly: bool = False
+    ) -> None:
+        self.path = path  # keys and positions on the way to it, for messages
+        self.is_unchanged = is_unchanged
+        self.costly = costly  # whether comparing it takes longer than finding its location
         self._holder = holder
-        self._same = same
-
-    def is_unchanged(self) -> bool:
-        """Return whether it is as it was."""
-        return self._same()
+        self._is_array = is_array
 
     @property
     def location(self) -> MemoryLocation:
         """Where it lies; parts of items that are both alive lie in the same location if they share it."""
+        if self._is_array:
+            return "memory", self._holder.__array_interface__["data"][0]
         return "object", id(self._holder)
 
 
-class SmallArrayPart(FingerprintPart):
-    """An array that is cheap to copy; in a class of its own, since most samples have some."""
+def _converted_part(
+    name: str, found: Any, sent: Array, convert: Callable[[Any], Array], time_budget: TimeBudget
+) -> _Part:
+    """Return an input that holds objects of unknown types: what was sent for it is kept, or a checksum of that."""
+    shape, dtype = sent.shape, sent.dtype
+    before = list(sent.flat) if dtype.hasobject else Checksum.of(sent, time_budget)
 
-    __slots__ = ("_content",)
-
-    def __init__(self, path: KeyPath, array: Array) -> None:
-        self.path = path
-        self._holder = array
-        self._content = array.tobytes()
-
-    def is_unchanged(self) -> bool:
-        return bool(self._holder.tobytes() == self._content)
-
-    @property
-    def location(self) -> MemoryLocation:
-        return "memory", self._holder.__array_interface__["data"][0]
-
-
-class LargeArrayPart(SmallArrayPart):
-    """An array of which a checksum is kept."""
-
-    __slots__ = ("_checksum", "_time")
-    costly = True
-
-    def __init__(self, path: KeyPath, array: Array, time_budget: TimeBudget) -> None:
-        self.path = path
-        self._holder = array
-        self._time = time_budget
-        self._checksum = Checksum.of(array, time_budget)
-
-    def is_unchanged(self) -> bool:
-        return self._checksum.matches(self._holder, self._time)
-
-
-class ConvertedPart(FingerprintPart):
-    """An input that holds objects of unknown types: what was sent for it is kept, or a checksum of that."""
-
-    __slots__ = ("_before", "_convert", "_time")
-    costly = True
-
-    def __init__(
-        self, path: KeyPath, holder: Any, sent: Array, convert: Callable[[Any], Array], time_budget: TimeBudget
-    ) -> None:
-        self.path = path
-        self._holder = holder
-        self._convert = convert
-        self._time = time_budget
-        self._before = self._content(sent)
-
-    def is_unchanged(self) -> bool:
+    def is_unchanged() -> bool:
         try:
-            array = self._convert(self._holder)
+            array = convert(found)
         except Exception as exc:  # the user's own code, of a file that is closed by now, say
             raise SourceError(
-                f"input {self.path[0]!r} was sent to the teachers, but it cannot be looked at again, to see that it "
-                f"did not change while its soft labels were on their way: {exc!r}; yield numpy.array(value) for example"
+                f"input {name!r} was sent to the teachers, but it cannot be looked at again, to see that it did not "
+                f"change while its soft labels were on their way: {exc!r}; yield numpy.array(value) for example"
             ) from exc
-        shape, dtype, content = self._before
         if (array.shape, array.dtype) != (shape, dtype):
             return False
-        return content.matches(array, self._time) if isinstance(content, Checksum) else list(array.flat) == content
+        return before.matches(array, time_budget) if isinstance(before, Checksum) else list(array.flat) == before
 
-    def _content(self, array: Array) -> tuple[tuple[int, ...], np.dtype[Any], Checksum | list[Any]]:
-        content = list(array.flat) if array.dtype.hasobject else Checksum.of(array, self._time)
-        return array.shape, array.dtype, content
+    return _Part((name,), found, is_unchanged, costly=True)
 
 
 class ItemFingerprint:
     """What an item was like.
 
     Args:
-        what: the item, for messages.
-        item: as the source yielded it.
         inputs: what was found in it for the teachers, by name; no longer looked at where only this mapping holds it.
-        time_budget: for whole arrays.
-
-    Attributes:
-        conversions_matter: whether it holds objects of unknown types, so that `add_sent` is to be called.
-        rest_nbytes: of what the item holds besides the inputs, as far as that is known.
     """
 
     __slots__ = ("_inputs", "_parts", "_time", "_what", "conversions_matter", "rest_nbytes")
@@ -150,9 +288,9 @@ class ItemFingerprint:
     def __init__(self, what: str, item: Any, inputs: Mapping[str, Any], time_budget: TimeBudget) -> None:
         self._what = what
         self._time = time_budget
-        self._parts: list[FingerprintPart] = []
-        self.conversions_matter = False
-        self.rest_nbytes = 0
+        self._parts: list[_Part] = []
+        self.conversions_matter = False  # whether it holds objects of unknown types, so that `add_sent` must be called
+        self.rest_nbytes = 0  # of what the item holds besides the inputs, as far as that is known
         self._inputs = frozenset(map(id, inputs.values()))
         seen: set[int] = set()  # identities of what the item or `inputs` holds, until this is done
         self._add(item, (), seen)
@@ -168,17 +306,11 @@ class ItemFingerprint:
         self.rest_nbytes = rest_nbytes
 
     def add_sent(self, inputs: Mapping[str, Any], sent: Mapping[str, Array], convert: Callable[[Any], Array]) -> None:
-        """Keep what was sent of inputs that may hold objects of unknown types.
-
-        Args:
-            inputs: as they were found, by name.
-            sent: the arrays made of them.
-            convert: makes such an array.
-        """
+        """Keep what was sent of inputs that may hold objects of unknown types."""
         for name, found in inputs.items():
             looked_at = isinstance(found, np.ndarray) or (is_tensor(found) and _shared_memory(found) is not None)
             if not looked_at and not isinstance(found, _PLAIN):
-                self._parts.append(ConvertedPart((name,), found, sent[name], convert, self._time))
+                self._parts.append(_converted_part(name, found, sent[name], convert, self._time))
 
     @property
     def locations(self) -> set[MemoryLocation]:
@@ -186,11 +318,7 @@ class ItemFingerprint:
         return {part.location for part in self._parts}
 
     def check(self) -> None:
-        """Check that the item is as it was.
-
-        Raises:
-            SourceError: it has changed.
-        """
+        """Check that the item is as it was."""
         for part in self._parts:
             if not part.is_unchanged():
                 raise self._error(part)
@@ -204,7 +332,7 @@ class ItemFingerprint:
             elif not part.is_unchanged() and part.location in places():
                 raise self._error(part)
 
-    def _error(self, part: FingerprintPart) -> SourceError:
+    def _error(self, part: _Part) -> SourceError:
         where = f" ({''.join(f'[{key!r}]' for key in part.path)})" if part.path else ""
         return SourceError(
             f"{self._what} changed while its soft labels were on their way, or while it was in use{where}: yield a new "
@@ -273,21 +401,25 @@ class ItemFingerprint:
             self.rest_nbytes += sum(map(object_nbytes, array.flat))
             self._add_elements(array, lambda: list(array.flat), path)
         elif array.nbytes <= SMALL_NBYTES:
-            self._parts.append(SmallArrayPart(path, array))
+            content = array.tobytes()
+            self._parts.append(_Part(path, array, lambda: bool(array.tobytes() == content), is_array=True))
         else:
-            self._parts.append(LargeArrayPart(path, array, self._time))
+            time_budget = self._time
+            checksum = Checksum.of(array, time_budget)
+            unchanged = functools.partial(checksum.matches, array, time_budget)
+            self._parts.append(_Part(path, array, unchanged, is_array=True, costly=True))
 
     def _add_tensor(self, tensor: Any, path: KeyPath) -> None:
         memory = _shared_memory(tensor)
         if memory is not None:
             begin = tensor.data_ptr()  # which becomes another one where the source gives it other memory
-            self._parts.append(FingerprintPart(path, tensor, lambda: tensor.data_ptr() == begin))
+            self._parts.append(_Part(path, tensor, lambda: tensor.data_ptr() == begin))
             self._add_array(memory, path)
             return
         self.rest_nbytes += object_nbytes(tensor)
         version = _version(tensor)
         if version is not None:
-            self._parts.append(FingerprintPart(path, tensor, lambda: _version(tensor) == version))
+            self._parts.append(_Part(path, tensor, lambda: _version(tensor) == version))
         else:
             self.conversions_matter = True
 
@@ -298,11 +430,11 @@ class ItemFingerprint:
         def is_unchanged() -> bool:  # an array that was kept would not let the source resize its buffer
             return before.matches(np.asarray(memoryview(buffer)), self._time) if before is not None else not len(buffer)
 
-        self._parts.append(FingerprintPart(path, buffer, is_unchanged))
+        self._parts.append(_Part(path, buffer, is_unchanged))
 
     def _add_elements(self, holder: Any, elements: Callable[[], list[Any]], path: KeyPath) -> None:
         before = elements()
-        self._parts.append(FingerprintPart(path, holder, lambda: _same_objects(before, elements())))
+        self._parts.append(_Part(path, holder, lambda: _same_objects(before, elements())))
 
     def _add_attribute(self, item: Any, found: Any) -> None:
         """Add the attributes of an object of the user's that are inputs."""
@@ -310,7 +442,7 @@ class ItemFingerprint:
         if isinstance(attributes, dict):
             for key, value in attributes.items():
                 if value is found:
-                    self._parts.append(FingerprintPart((key,), item, functools.partial(_holds, attributes, key, value)))
+                    self._parts.append(_Part((key,), item, functools.partial(_holds, attributes, key, value)))
 
 
 def _holds(attributes: dict[str, Any], key: str, value: Any) -> bool:

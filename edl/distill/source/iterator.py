@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
 from edl.errors import SourceError
+from edl.notifier import Notifier
 
-__all__ = ["SourceIterator"]
+__all__ = ["Handover", "SourceIterator"]
 
 _FRAMEWORKS = ("torch", "paddle")
+_APPLIES = (map, filter, zip, itertools.starmap, itertools.takewhile, itertools.dropwhile)
+"""Iterators that may call functions of the user's, and have no frame of their own in a traceback."""
 
 
 class SourceIterator(Iterator[Any]):
@@ -26,12 +30,6 @@ class SourceIterator(Iterator[Any]):
     A PyTorch `DataLoader` without workers draws its order from torch's global generator when its first batch is read.
     That batch is read at once, in the caller's thread: another thread would draw beside the training's own draws, and
     the same seed would give another order.
-
-    Args:
-        source: any iterable, a `DataLoader` say; or an object with `__getitem__` alone.
-
-    Raises:
-        SourceError: from `__next__`, where the source stopped before its end.
     """
 
     def __init__(self, source: Iterable[Any]) -> None:
@@ -63,6 +61,8 @@ class SourceIterator(Iterator[Any]):
             what = f"after {self._seen} batches the data set"
         elif self._expected is not None and self._seen < self._expected:
             what = f"the data loader ended after {self._seen} of its {self._expected} batches: its data set"
+        elif isinstance(self._iterator, _APPLIES) and _raised_by_function(end.__traceback__):
+            what = f"after {self._seen} items of the source, a function that it applies"
         else:
             return
         raise SourceError(
@@ -126,6 +126,12 @@ def _is_framework(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] in _FRAMEWORKS
 
 
+def _raised_by_function(traceback: TracebackType | None) -> bool:
+    """Return whether an error was raised in a function that an iterator applies, and not in another's `__next__`."""
+    below = traceback.tb_next if traceback is not None else None
+    return below is not None and below.tb_frame.f_code.co_name != "__next__"
+
+
 def _came_through_fetching(traceback: TracebackType | None) -> bool:
     """Return whether an error was raised below PyTorch's `fetch`, in the data set or the collate function."""
     while traceback is not None:
@@ -137,3 +143,49 @@ def _came_through_fetching(traceback: TracebackType | None) -> bool:
             return below is not None and not own
         traceback = below
     return False
+
+
+class Handover:
+    """An iterator over what another thread puts in; ended by that thread, at the latest when it closes.
+
+    It takes no lock, so the garbage collector may close it in the middle of any function.
+    """
+
+    def __init__(self) -> None:
+        self._values: deque[Any] = deque()
+        self._changed = Notifier()
+        self._ended = False
+        self._failure: BaseException | None = None
+
+    def put(self, value: Any) -> None:
+        """Have the iterator yield a value, unless it has ended."""
+        if self._ended:
+            return
+        self._values.append(value)
+        self._changed.notify()
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """End the iterator behind what was put in.
+
+        Args:
+            failure: is raised there; None for an end.
+        """
+        self._failure = failure
+        self._ended = True
+        self._changed.notify()
+
+    def close(self) -> None:
+        """End the iterator at once."""
+        self._values.clear()
+        self.end()
+
+    def __iter__(self) -> Handover:
+        return self
+
+    def __next__(self) -> Any:
+        self._changed.wait_for(lambda: self._values or self._ended)
+        try:
+            return self._values.popleft()
+        except IndexError:
+            failure, self._failure = self._failure, None
+            raise failure or StopIteration from None

@@ -6,7 +6,6 @@ what would follow).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 
 from edl.distill.padding import as_token_mask
 from edl.distill.source.chunk import Chunk, Item, Reading
-from edl.distill.source.cutters import Cutter, Getter
+from edl.distill.source.cutters import Gatherer, Getter
 from edl.distill.source.fingerprint import ItemFingerprint
 from edl.distill.transport.schema import ModelSpec
 from edl.errors import SourceError
@@ -40,10 +39,6 @@ _OTHER_SHAPE = "the rows of all sequences must have one shape; only the number o
 
 def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
     """Return a chunk's fields, with the positions of its rows where the source has none.
-
-    Args:
-        spec: the model.
-        chunk: sealed.
 
     Raises:
         SourceError: the chunk holds sequences, and the model does not say that its rows belong to some; or it does, and
@@ -79,41 +74,27 @@ def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
 
 @dataclass(frozen=True)
 class SequenceReading:
-    """A sequence that was read.
+    """A sequence that was read."""
 
-    Attributes:
-        what: its place in the source, for messages.
-        arrays: by input [tokens, ...].
-        rows: its tokens.
-        sample_id: None without a cache.
-        rest_nbytes: bytes of its item that are not sent.
-        fingerprint: what tells whether it changes; None where that is looked at for all of a batch, or not at all.
-    """
-
-    what: str
-    arrays: Mapping[str, Array]
-    rows: int
-    sample_id: Any = None
-    rest_nbytes: int = 0
+    what: str  # its place in the source, for messages
+    arrays: Mapping[str, Array]  # by input [tokens, ...]
+    rows: int  # its tokens
+    sample_id: Any = None  # None without a cache
+    rest_nbytes: int = 0  # bytes of its item that are not sent
+    # what tells whether it changes; None where that is looked at for all of a batch, or not at all
     fingerprint: ItemFingerprint | None = None
 
 
 @dataclass(frozen=True)
 class PaddedReading:
-    """A batch of padded sequences that was read.
+    """A batch of padded sequences that was read."""
 
-    Attributes:
-        texts: by row, the sequences that have tokens.
-        mask: bool [sequences, length], what is a token.
-        fingerprint: what tells whether the batch changes.
-    """
-
-    texts: Mapping[int, SequenceReading]
-    mask: Array
-    fingerprint: ItemFingerprint
+    texts: Mapping[int, SequenceReading]  # by row, the sequences that have tokens
+    mask: Array  # bool [sequences, length], what is a token
+    fingerprint: ItemFingerprint  # what tells whether the batch changes
 
 
-class SequenceCutter(Cutter):
+class SequenceCutter(Gatherer):
     """Gathers sequences: samples whose fields are arrays [tokens, ...], of as many tokens as a sample has."""
 
     usual_rows = 2048  # tokens; on an accelerator a batch of that many is busy enough, and its top 64 are 1 MB
@@ -122,25 +103,12 @@ class SequenceCutter(Cutter):
         self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
     ) -> None:
         super().__init__(getters, chunk_rows, services, ids)
-        self._open = Chunk(services)
-        self._rows: dict[str, RowBuffer] = {}
         self._lengths: list[int] = []
-        self._ids: list[Any] = []
 
     @property
     def wants_limits(self) -> bool:
-        """Whether `max_rows` and `max_sequence` are to be set before the next item."""
+        """Whether `max_rows` and `max_sequence` must be set before the next item."""
         return True
-
-    @property
-    def empty(self) -> bool:
-        """Whether no row waits for a request to be full."""
-        return not self._open.rows
-
-    @property
-    def open_chunk(self) -> Chunk | None:
-        """The request that is not full, if there is one."""
-        return self._open if self._open.rows else None
 
     def read(self, value: Any) -> Reading:
         """Look at a sequence."""
@@ -154,23 +122,15 @@ class SequenceCutter(Cutter):
         self.seen += len(texts)
         return Item(reading.value, parts, tuple(text.fingerprint for text in texts if text.fingerprint)), ready
 
-    def finish(self) -> list[Chunk]:
-        """Seal what is not full: the source is at its end, or silent."""
-        return [self._sealed()] if self._open.rows else []
-
     def _read_sequence(self, sample: Any, number: int) -> SequenceReading:
         what = f"sample {number}"
-        fingerprint, arrays = self._read_sample(sample, what)
+        fingerprint, arrays = self._read_fields(sample, what)
         sample_id = self._get_ids(self.ids, sample, what) if self.ids is not None else None
         rows = _sequence_rows(arrays, what)
         return SequenceReading(what, arrays, rows, sample_id, fingerprint.rest_nbytes, fingerprint)
 
     def add(self, text: SequenceReading, ready: list[Chunk]) -> tuple[Chunk, int, int]:
-        """Add a sequence to the open request; return where its rows are.
-
-        Raises:
-            SourceError: no teacher takes it.
-        """
+        """Add a sequence to the open request; return where its rows are."""
         rows = text.rows
         budget = self._budget(text.arrays, rows, text.what)
         if self._open.rows and self._open.rows + rows > budget:
@@ -190,11 +150,7 @@ class SequenceCutter(Cutter):
         return chunk, start, start + rows
 
     def _budget(self, arrays: Mapping[str, Array], rows: int, what: str) -> int:
-        """Return how many rows fill a request.
-
-        Raises:
-            SourceError: no teacher takes a sequence as long as this.
-        """
+        """Return how many rows fill a request."""
         if self.max_sequence and rows > self.max_sequence:
             raise SourceError(
                 f"{what} is a sequence of {rows} tokens, and teachers take at most {self.max_sequence}: cut it in your "
@@ -211,17 +167,12 @@ class SequenceCutter(Cutter):
         return min(filter(None, (self._chunk_rows or usual, self.max_rows, fitting)))
 
     def _sealed(self) -> Chunk:
-        ids = self._ids if self.ids is not None else None
-        chunk = self._open.seal({name: rows.gathered() for name, rows in self._rows.items()}, ids)
-        chunk.lengths = np.array(self._lengths, np.int64)
-        chunk.positions = np.concatenate([np.arange(length, dtype=np.int32) for length in self._lengths])
+        lengths, self._lengths = self._lengths, []
+        chunk = super()._sealed()
+        chunk.lengths = np.array(lengths, np.int64)
+        chunk.positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
         chunk.nbytes += chunk.positions.nbytes
-        chunk.longest_sequence = max(self._lengths)
-        chunk.copied = True
-        self._open = Chunk(self.services)
-        self._rows = {}
-        self._lengths = []
-        self._ids = []
+        chunk.longest_sequence = max(lengths)
         return chunk
 
 
@@ -241,10 +192,7 @@ class PaddedBatchCutter(SequenceCutter):
     """Gathers sequences out of batches that are padded to one length; a request may hold sequences of several batches.
 
     Args:
-        getters: by input name, how to find it in a batch, [sequences, length, ...].
         mask: how to find what is a token in a batch, [sequences, length], of any type: 1 where one is, else 0.
-        chunk_rows: see `Cutter`.
-        services: see `Cutter`.
         ids: how to find the ids of a batch's sequences, None without a cache.
 
     Attributes:
@@ -283,15 +231,10 @@ class PaddedBatchCutter(SequenceCutter):
         """Return the sequences of a batch that have tokens."""
         what = f"batch {self.seen}"
         mask_name = _MASK if _MASK not in self.getters else f"{_MASK} (the mask)"  # an input may be called so, too
-        found = {name: self._get(name, getter, value, what) for name, getter in self.getters.items()}
-        found[mask_name] = self._get(mask_name, self._mask, value, what)
-        fingerprint = ItemFingerprint(what, value, found, self.time_budget)
-        arrays = {name: as_array(part, f"{what}, input {name!r}") for name, part in found.items()}
-        if fingerprint.conversions_matter:
-            fingerprint.add_sent(found, arrays, functools.partial(as_array, what=what))
+        fingerprint, arrays = self._read_fields(value, what, {**self.getters, mask_name: self._mask})
         mask = as_token_mask(arrays.pop(mask_name), what)
         _check_padded(arrays, mask, what)
-        ids = self._sequence_ids(value, len(mask), what)
+        ids = self._ids_of_batch(value, what, len(mask), "sequences") or [None] * len(mask)
         texts: dict[int, SequenceReading] = {}
         for row, kept in enumerate(mask):
             if kept.any():
@@ -299,15 +242,6 @@ class PaddedBatchCutter(SequenceCutter):
                 rest_nbytes = 0 if texts else fingerprint.rest_nbytes
                 texts[row] = SequenceReading(f"{what}, sequence {row}", own, int(kept.sum()), ids[row], rest_nbytes)
         return PaddedReading(texts, mask.copy(), fingerprint)
-
-    def _sequence_ids(self, value: Any, sequences: int, what: str) -> Sequence[Any]:
-        if self.ids is None:
-            return [None] * sequences
-        ids = self._get_ids(self.ids, value, what)
-        found: Sequence[Any] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        if len(found) != sequences:
-            raise SourceError(f"{what} has {len(found)} sample ids for {sequences} sequences")
-        return found
 
 
 class SequenceColumnsCutter(SequenceCutter):

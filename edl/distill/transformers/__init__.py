@@ -4,7 +4,7 @@ What belongs here: where the `Trainer` reads its batches, and how its loss is ma
 they are asked for, is the rest of `edl.distill`; the losses are in `edl.distill.losses`.
 """
 
-from edl.distill.transformers.arguments import DistillArguments
+from edl.distill.transformers.student_loss import DistillArguments
 from edl.distill.transformers.trainer import DistillTrainer
 
 __all__ = ["DistillArguments", "DistillTrainer"]

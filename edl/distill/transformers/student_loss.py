@@ -1,20 +1,93 @@
-"""The loss of a student, of its outputs and the teachers' labels: sums over the rows of a whole optimizer step."""
+"""What a `DistillTrainer` learns (`DistillArguments`), and its loss: sums over the rows of a whole optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, Optional, get_args
 
 import torch
 from torch import Tensor
 
 from edl.distill.compress import TopK
 from edl.distill.losses import chunked_token_loss, token_loss
-from edl.distill.transformers.arguments import DistillArguments
 from edl.distill.transformers.texts import IGNORED, learned_rows, next_tokens
 from edl.errors import SettingsError
+from edl.settings import is_above_zero, is_count, is_share
 
-__all__ = ["all_classes", "check_head", "hard_labels", "logits_of", "student_loss"]
+__all__ = ["DistillArguments", "all_classes", "check_head", "hard_labels", "logits_of", "student_loss"]
+
+# `HfArgumentParser` reads Optional[...] and Literal[...], in these words.
+Task = Literal["causal-lm", "masked-lm", "classification"]
+
+_TOP_K = 64
+"""Of tokens: what `edl serve --hf` answers at most unless it is told another number."""
+
+
+@dataclass(frozen=True)
+class DistillArguments:
+    """How a `DistillTrainer` learns from its teachers.
+
+    Attributes:
+        task: what a row is: "causal-lm" (row t holds token t and the prediction of token t + 1), "masked-lm" (row t
+            predicts token t itself) or "classification" (a row is a sample, with the logits of its classes).
+        top_k: largest log-probabilities of a row that are asked for. None: 64 of tokens, and whole logits of classes.
+        beta: of `edl.distill.losses.token_loss`: 0 forward KL, 1 reverse KL, Jensen-Shannon between.
+        temperature: of the teachers' labels and the loss, which is multiplied by its square.
+        hard_weight: the share of the cross-entropy with the batch's own labels, from 0 to 1; the loss with the
+            teachers' labels has the rest.
+        chunked_head: compute the logits of some tokens at a time, so that those of all tokens never exist together
+            while training. Models that change logits behind their head are refused.
+        padded_vocabulary: whether student and teacher may have different numbers of tokens, as padding makes them.
+        eval_teachers: whether evaluations ask the teachers as well, and `eval_loss` is the training's loss. If not, it
+            is the cross-entropy alone, and no teacher is needed.
+        outputs: the teachers' output. Empty: "logprobs" of tokens, "logits" of classes.
+        tokenizer: path or hash of the student's tokenizer: teachers of another are refused. None: that of
+            `processing_class`, if it has one. Empty: any.
+        ahead: batches that are read, and labelled, while the present step is trained.
+    """
+
+    task: Task = "causal-lm"
+    top_k: Optional[int] = field(default=None, metadata={"help": "log-probabilities of a row that are asked for"})  # noqa: UP045
+    beta: float = field(default=0.0, metadata={"help": "0 forward KL, 1 reverse KL, Jensen-Shannon between"})
+    temperature: float = field(default=1.0, metadata={"help": "of the labels and the loss"})
+    hard_weight: float = field(default=0.0, metadata={"help": "share of the cross-entropy with the batch's own labels"})
+    chunked_head: bool = field(default=False, metadata={"help": "never hold the logits of all tokens together"})
+    padded_vocabulary: bool = field(default=False, metadata={"help": "student and teacher may pad their vocabularies"})
+    eval_teachers: bool = field(default=False, metadata={"help": "evaluations ask the teachers as well"})
+    outputs: str = field(default="", metadata={"help": "the teachers' output"})
+    tokenizer: Optional[str] = field(default=None, metadata={"help": "path or hash of the student's tokenizer"})  # noqa: UP045
+    ahead: int = field(default=16, metadata={"help": "batches that are labelled while a step is trained"})
+
+    def __post_init__(self) -> None:
+        if self.task not in get_args(Task):
+            raise SettingsError(f"task={self.task!r}: must be one of {', '.join(get_args(Task))}")
+        if self.top_k is not None and not is_count(self.top_k):
+            raise SettingsError(f"top_k={self.top_k!r}: must be a whole number of at least 1, or None")
+        if not is_share(self.beta):
+            raise SettingsError(f"beta={self.beta!r}: must be from 0 (forward KL) to 1 (reverse KL)")
+        if not is_above_zero(self.temperature) or self.temperature == float("inf"):
+            raise SettingsError(f"temperature={self.temperature!r}: must be a finite number above 0")
+        if not is_share(self.hard_weight):
+            raise SettingsError(f"hard_weight={self.hard_weight!r}: must be from 0 to 1")
+        if self.chunked_head and self.task == "classification":
+            raise SettingsError("chunked_head=True is for the vocabularies of language models: leave it out")
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether a row is a token."""
+        return self.task != "classification"
+
+    @property
+    def output(self) -> str:
+        """The teachers' output."""
+        return self.outputs or ("logprobs" if self.of_tokens else "logits")
+
+    @property
+    def kept(self) -> int | None:
+        """How many log-probabilities of a row are asked for, None for all."""
+        return self.top_k if self.top_k is not None or not self.of_tokens else _TOP_K
+
 
 _HEAD_TOLERANCE = 0.02
 """By how much logits of the head alone may differ from the model's, of their largest: bfloat16 keeps 8 bits, so that
@@ -31,16 +104,8 @@ def student_loss(
 ) -> Tensor:
     """Compute the loss of a batch: the sum over its rows, divided by the rows of the whole step.
 
-    Args:
-        arguments: which loss.
-        batch: with the labels of its own, if `hard_weight` needs them.
-        labels: the teachers', a row for each of the student's.
-        count: rows of the whole step that are learned; or two: these, and those of them with a label of the batch's.
-        logits: the student's, [rows, ..., classes]; with `head` its states before that.
-        head: makes logits of states, for some rows at a time; None where `logits` are the logits.
-
-    Raises:
-        SettingsError: labels and logits that do not go together.
+    `batch`: with the labels of its own, if `hard_weight` needs them. `head`: makes logits of states, for some rows
+    at a time; None where `logits` are the logits.
     """
     mask = learned_rows(batch, shifted=arguments.task == "causal-lm") if arguments.of_tokens else None
 
@@ -67,14 +132,8 @@ def hard_labels(
 ) -> TopK:
     """Return the batch's own labels as distributions that are sure of a class: the KL to them is the cross-entropy.
 
-    Args:
-        arguments: what a row is.
-        batch: with its labels, -100 for rows that have none.
-        class_count: the student's, None where that is not known yet.
-        mask: the rows that are learned, None for all: labels of others may be anything.
-
-    Raises:
-        SettingsError: they are no numbers of classes.
+    `class_count`: the student's, None where that is not known yet. `mask`: the rows that are learned, None for all:
+    labels of others may be anything.
     """
     if arguments.of_tokens:
         classes = next_tokens(batch, shifted=arguments.task == "causal-lm")
@@ -107,11 +166,7 @@ def all_classes(logits: Tensor, temperature: float) -> TopK:
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Return the logits among a model's outputs.
-
-    Raises:
-        SettingsError: there are none.
-    """
+    """Return the logits among a model's outputs."""
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
     if isinstance(logits, tuple | list) and logits:
         logits = logits[0]
@@ -122,16 +177,7 @@ def logits_of(outputs: Any) -> Tensor:
 
 
 def check_head(states: Tensor, logits: Tensor, head: Callable[[Tensor], Tensor]) -> None:
-    """Check that a head alone makes the model's logits of its last states.
-
-    Args:
-        states: [rows, length, features], before the head.
-        logits: [rows, some, classes], the model's own of the last tokens.
-        head: the head.
-
-    Raises:
-        SettingsError: it does not.
-    """
+    """Check that a head alone makes the model's logits of its last states."""
     with torch.no_grad():
         own = logits[:, -1].float()
         difference = (head(states[:, -1]).float() - own).abs().max()

@@ -28,24 +28,15 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens", "seq_idx", "segment_ids")
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of a batch.
+    """The texts of a batch."""
 
-    Attributes:
-        ids: [texts, longest], token ids.
-        mask: [texts, longest], what is a token.
-        packed: whether these are not the batch's own rows: their tokens, in order, are all of the batch.
-    """
-
-    ids: Array
-    mask: Array
-    packed: bool
+    ids: Array  # [texts, longest], token ids
+    mask: Array  # [texts, longest], what is a token
+    packed: bool  # whether these are not the batch's own rows: their tokens, in order, are all of the batch
 
 
 def find_texts(batch: Mapping[str, Any]) -> Texts:
     """Return the texts of a batch.
-
-    Args:
-        batch: with `input_ids` [rows, length], and `attention_mask` or `position_ids` or neither.
 
     Raises:
         SettingsError: it cannot be told where texts begin.
@@ -91,15 +82,7 @@ def find_texts(batch: Mapping[str, Any]) -> Texts:
 
 
 def check_token_types(batch: Mapping[str, Any], texts: Texts) -> None:
-    """Check that a batch's texts are no pairs, whose second text has another token type: teachers get ids alone.
-
-    Args:
-        batch: with `token_type_ids` or not.
-        texts: of the batch.
-
-    Raises:
-        SettingsError: a token of another type than 0.
-    """
+    """Check that a batch's texts are no pairs, whose second text has another token type: teachers get ids alone."""
     types = _array(batch, "token_type_ids")
     if types is None:
         return
@@ -115,11 +98,7 @@ def check_token_types(batch: Mapping[str, Any], texts: Texts) -> None:
 
 
 def text_bytes(batch: Mapping[str, Any]) -> Array:
-    """Return each text's token ids as little-endian int32 in bytes, as `edl serve --hf` takes texts to classify.
-
-    Raises:
-        SettingsError: see `find_texts` and `check_token_types`.
-    """
+    """Return each text's token ids as little-endian int32 in bytes, as `edl serve --hf` takes texts to classify."""
     texts = find_texts(batch)
     check_token_types(batch, texts)
     rows = zip(texts.ids, texts.mask, strict=True)
@@ -129,9 +108,7 @@ def text_bytes(batch: Mapping[str, Any]) -> Array:
 def learned_rows(batch: Mapping[str, Any], *, shifted: bool) -> torch.Tensor:
     """Return the mask bool [rows, length] of the tokens whose prediction is learned.
 
-    Args:
-        batch: with `labels`, or where all tokens are learned without.
-        shifted: whether row t predicts token t + 1, and not token t.
+    `batch`: with `labels`, or where all tokens are learned without.
     """
     ids, attended = batch["input_ids"], batch.get("attention_mask")
     rows = next_tokens(batch, shifted=shifted) != IGNORED
@@ -144,12 +121,7 @@ def learned_rows(batch: Mapping[str, Any], *, shifted: bool) -> torch.Tensor:
 
 
 def next_tokens(batch: Mapping[str, Any], *, shifted: bool) -> torch.Tensor:
-    """Return what each row is to predict, [rows, length], and -100 where that is nothing.
-
-    Args:
-        batch: with `shift_labels` or `labels`; without, it is the tokens themselves.
-        shifted: whether row t predicts token t + 1, and not token t.
-    """
+    """Return what each row is to predict, [rows, length], and -100 where that is nothing."""
     tokens: torch.Tensor
     if shifted and batch.get("shift_labels") is not None:
         tokens = batch["shift_labels"]

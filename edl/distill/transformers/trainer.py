@@ -19,8 +19,7 @@ from edl.distill.loader import Inputs, Route, TeachersLike, no_teachers
 from edl.distill.options import Options
 from edl.distill.stats import ReaderStats
 from edl.distill.torch import TorchLoader, distill
-from edl.distill.transformers.arguments import DistillArguments
-from edl.distill.transformers.student_loss import all_classes, check_head, logits_of, student_loss
+from edl.distill.transformers.student_loss import DistillArguments, all_classes, check_head, logits_of, student_loss
 from edl.distill.transformers.texts import IGNORED, check_token_types, find_texts, learned_rows, text_bytes
 from edl.errors import SettingsError
 from edl.protocol.names import IDS

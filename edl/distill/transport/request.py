@@ -1,41 +1,140 @@
-"""The tensors of one request, and its header as bytes."""
+"""The tensors of one request in the types that the model takes, and the request's header as bytes.
+
+A value that the model's type cannot hold is a `SourceError`: what the teacher labels is what the source gave.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from edl.distill.transport.schema import OutputSpec, kserve_datatype
+from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata, kserve_datatype
 from edl.distill.transport.shm import Arena, ShmSlot
 from edl.errors import SourceError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.tensors import Array
 
-__all__ = ["Payload", "request_header"]
+__all__ = ["Payload", "request_header", "select_inputs"]
+
+
+def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the fields that the model wants, in the types that it wants.
+
+    Raises:
+        SourceError: a field is missing, has another shape, or a type or value that the model's type does not have.
+    """
+    if not spec.inputs:
+        return dict(fields)
+    missing = [name for name in spec.inputs if name not in fields]
+    if missing:
+        raise SourceError(
+            f"the teachers' model {spec.name!r} wants input {missing[0]!r}; the source provides "
+            f"{', '.join(map(repr, fields)) or 'none'}: name it in `ins`"
+        )
+    return {name: _as_wanted(fields[name], wanted, spec.name) for name, wanted in spec.inputs.items()}
+
+
+def _as_wanted(array: Array, wanted: TensorMetadata, model: str) -> Array:
+    if not wanted.fits(array.shape[1:]):
+        raise SourceError(
+            f"input {wanted.name!r} has rows of shape {list(array.shape[1:])}; "
+            f"model {model!r} wants {list(wanted.shape)} (-1 is any size)"
+        )
+    if wanted.datatype == "BF16":
+        return _as_bfloat16(array, wanted, model)
+    dtype = tensors.dtype_of(wanted.datatype)
+    if array.dtype == dtype or (dtype.kind == "O" and array.dtype.kind in "SUO"):
+        return array
+    # Whole numbers go by their values: numpy has no cast from signed to unsigned, of which 7 would need no warning.
+    whole = array.dtype.kind in "iu" and dtype.kind in "iu"
+    if dtype.kind == "O" or not (whole or np.can_cast(array.dtype, dtype, "same_kind")):
+        return _refuse(array, wanted, model)
+    with np.errstate(over="ignore"):
+        converted = array.astype(dtype)
+    lost = _first_lost(array, converted)
+    return _refuse(array, wanted, model, lost) if lost is not None else converted
+
+
+def _as_bfloat16(array: Array, wanted: TensorMetadata, model: str) -> Array:
+    if array.dtype.kind not in "iuf":
+        return _refuse(array, wanted, model)
+    with np.errstate(over="ignore"):
+        converted = tensors.to_bfloat16(array)
+    back = tensors.from_bfloat16(converted)
+    changed = np.isinf(back) & ~np.isinf(array) if array.dtype.kind == "f" else _other_than(back, array)
+    where = np.flatnonzero(changed)
+    return _refuse(array, wanted, model, str(array.reshape(-1)[where[0]])) if where.size else converted
+
+
+def _first_lost(array: Array, converted: Array) -> str | None:
+    """Return the first value that a conversion changed, None if there is none.
+
+    Floating-point numbers may lose the digits that the smaller type does not have, to the last of numbers that are too
+    small for it; but none may become infinite.
+    """
+    # numpy calls 64-bit integers safe in FP64, which has 53 bits for them.
+    large = array.dtype.kind in "iu" and array.dtype.itemsize == 8
+    if not array.size or (not large and np.can_cast(array.dtype, converted.dtype, "safe")):
+        return None
+    if array.dtype.kind == "f":
+        # Either extreme is infinite if any value is; NaN in them hides the others, and calls for the closer look.
+        if np.isfinite([converted.min(), converted.max()]).all():
+            return None
+        changed = np.isinf(converted) & ~np.isinf(array)
+    else:
+        low, high = _exact_range(converted.dtype)
+        if low <= int(array.min()) and int(array.max()) <= high:
+            return None
+        # Beyond the range of floating-point numbers, too, every second or fourth one is exact.
+        floating = converted.dtype.kind == "f"
+        changed = _other_than(converted, array) if floating else (array < low) | (array > high)
+    where = np.flatnonzero(changed)
+    return str(array.reshape(-1)[where[0]]) if where.size else None
+
+
+def _other_than(converted: Array, whole: Array) -> Array:
+    """Return where floating-point numbers made of whole numbers differ from these."""
+    wide = converted.astype(np.float64)
+    others: Array = wide != whole
+    if whole.dtype.itemsize < 8:
+        return others
+    # numpy compares 64-bit integers as if they were float64, which has 53 bits for them.
+    within = (wide >= -(2.0**63)) & (wide < float(np.iinfo(whole.dtype).max))  # as float64 that is 2**63 or 2**64
+    others |= ~within | (np.where(within, wide, 0).astype(whole.dtype) != whole)
+    return others
+
+
+def _exact_range(dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Return from where to where every whole number is itself in this type."""
+    if dtype.kind == "f":
+        most = 2 ** (np.finfo(dtype).nmant + 1)
+        return -most, most
+    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+
+
+def _refuse(array: Array, wanted: TensorMetadata, model: str, value: str = "") -> Array:
+    what = f"holds {value} as {array.dtype}" if value else f"is {array.dtype}"
+    raise SourceError(
+        f"input {wanted.name!r} {what}; model {model!r} wants {wanted.datatype}, "
+        "and converting would lose information: convert it in your source"
+    )
 
 
 @dataclass
 class Payload:
-    """The input tensors of a request, ready to send to any teacher of a service.
+    """The input tensors of a request, ready to send to any teacher of a service."""
 
-    Attributes:
-        rows: of every tensor.
-        inputs: name, datatype, shape with rows.
-        raw: the user's own arrays, or views of a slot of shared memory. A message is made of them when it is sent, not
-            ahead of time, so that the few messages under way use the same, warm memory over and over.
-        slot: shared memory that holds `raw`; None without.
-        traceparent: that of `tracing.current_traceparent`.
-        longest_sequence: rows of the longest sequence, 0 if rows are no sequences.
-    """
-
-    rows: int
+    rows: int  # of every tensor
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape with rows
+    # the user's own arrays, or views of a slot of shared memory. A message is made of them when it is sent, not ahead
+    # of time, so that the few messages under way use the same, warm memory over and over.
     raw: Sequence[codec.Buffer]
-    slot: ShmSlot | None = None
-    traceparent: str = ""
-    longest_sequence: int = 0
+    slot: ShmSlot | None = None  # shared memory that holds `raw`; None without
+    traceparent: str = ""  # that of `tracing.current_traceparent`
+    longest_sequence: int = 0  # rows of the longest sequence, 0 if the rows are not sequences
 
     @property
     def nbytes(self) -> int:
@@ -46,10 +145,7 @@ class Payload:
     def of(cls, arrays: Mapping[str, Array], arena: Arena | None, *, copy: bool = False) -> Payload:
         """Take in arrays [rows, ...]. With an arena, they are copied into its shared memory, if it has room.
 
-        Args:
-            arrays: by input name.
-            arena: shared memory, None without.
-            copy: copy them in any case, so that what is sent later on is what they hold now.
+        `arena`: shared memory, None without.
         """
         rows = next(iter(arrays.values())).shape[0]
         inputs = tuple((name, tensors.datatype_of(array.dtype), array.shape) for name, array in arrays.items())
@@ -90,15 +186,9 @@ def request_header(
 ) -> bytes:
     """Return a serialized ModelInferRequest with everything but raw tensors.
 
-    Args:
-        output_spec: what is asked for.
-        model: its name.
-        payload: the tensors.
-        compressed: ask the server for `top_k`; else it sends whole outputs.
-        region: the name under which the server knows the payload's shared memory, which is named in place of raw
-            tensors; None to send raw tensors.
-        version: of the model; empty to leave it to the server.
-        priority: Triton's parameter; 0 for none.
+    `region`: the name under which the server knows the payload's shared memory, which is named in place of raw
+    tensors; None to send raw tensors. `version`: of the model; empty to leave it to the server. `priority`:
+    triton's parameter; 0 for none.
     """
     header = kserve.ModelInferRequest(model_name=model, model_version=version)
     at = payload.slot.offset if payload.slot is not None else 0

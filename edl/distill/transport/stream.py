@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
-from edl.distill.transport.grpc_status import RequestFailed, failure_from_status
-from edl.distill.transport.tracing import RequestIds
+from edl.distill.transport.calls import RequestFailed, RequestIds, compression_hint, failure_from_status
 from edl.errors import ProtocolError
 from edl.notifier import wait_within
 from edl.protocol import bundles, codec, fragments, kserve, names
@@ -23,7 +22,7 @@ from edl.protocol.channel import Metadata
 from edl.protocol.codec import Buffer
 from edl.protocol.transport import grpc
 
-__all__ = ["RawResponse", "InferStream", "compression_hint"]
+__all__ = ["RawResponse", "InferStream"]
 
 RawResponse: TypeAlias = tuple[bytes, list[memoryview]]
 """An answer's header, serialized and without its id, and its `raw_output_contents`."""
@@ -66,18 +65,7 @@ class InferStream:
     into a single message; none waits for another.
 
     Args:
-        channel: to the teacher.
-        endpoint: for messages.
-        in_bundles: the server has `names.EXTENSION_BUNDLE`.
-        in_fragments: the server has `names.EXTENSION_FRAGMENT`.
-        metadata: of the call, beside the stream's own.
         ids: for its requests; new ids if left out.
-
-    Attributes:
-        broken: whether the stream has ended; open another then.
-        answering: the id of the request whose answer is being handed over.
-        refused: whether the stream ended because the server had no room for it: nothing is wrong with the connection.
-        in_fragments: as given; may be set to false while the stream is open.
     """
 
     def __init__(
@@ -106,19 +94,16 @@ class InferStream:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._tasks = [self._loop.create_task(self._write()), self._loop.create_task(self._read())]
-        self.broken = False
-        self.answering = ""
+        self.broken = False  # whether the stream has ended; open another then
+        # whether the stream ended because the server had no room for it: nothing is wrong with the connection
         self.refused = False
         self.in_fragments = in_fragments
 
     def start(self, header: bytes, raw: Sequence[Buffer], timeout_s: float, done: Done) -> str:
         """Send a request.
 
-        Args:
-            header: a serialized ModelInferRequest without an id.
-            raw: its `raw_input_contents`; read until `done` is called.
-            timeout_s: seconds until it ends with TIMEOUT.
-            done: not called before this returns. LOST if the stream ends.
+        `raw`: its `raw_input_contents`; read until `done` is called. `done`: not called before this returns.
+        LOST if the stream ends.
 
         Returns:
             The request's id, for `cancel`; the teacher's log shows it.
@@ -179,7 +164,7 @@ class InferStream:
         waiting = self._waiting.pop(number, None)
         if waiting is not None:
             if waiting.written:
-                self._queue(number)  # a number that nobody waits for is a cancellation
+                self._queue(number)  # a number without a waiting request is a cancellation
             waiting.done(why)
 
     def _arm_timer(self, deadline: float) -> None:
@@ -288,8 +273,7 @@ class InferStream:
         for header, raw, number, error in bundles.split_responses(data):
             waiting = self._waiting.pop(number, None)
             if waiting is None:
-                continue  # nobody waits for it any more
-            self.answering = number
+                continue  # its answer is no longer awaited
             answer: RawResponse | RequestFailure = (header, raw)
             if error:
                 try:
@@ -304,13 +288,6 @@ class InferStream:
         hint = parameters[names.RETRY_AFTER].int64_param if names.RETRY_AFTER in parameters else None
         code = grpc.StatusCode.__members__.get(name, grpc.StatusCode.UNKNOWN)
         return failure_from_status(code, error, hint, self._endpoint).failure
-
-
-def compression_hint(data: Buffer) -> str:
-    """Return words for an answer that is no message because it is compressed; empty if it is not."""
-    return (
-        " (it is compressed, which this student never asks for, and does not take)" if codec.is_compressed(data) else ""
-    )
 
 
 def _nbytes(header: bytes, raw: Sequence[Buffer]) -> int:

@@ -66,7 +66,7 @@ def remains() -> set[str]:
     return threads | {path.name for path in Path("/dev/shm").glob(f"edl-arena-{os.getpid()}-*")}
 
 
-_THREADS = ("edl-distill", "edl-feed", "edl-flush", "edl-close", "edl-score", "edl-cache")
+_THREADS = ("edl-distill", "edl-feed", "edl-close", "edl-score", "edl-cache")
 
 
 class Held(models.Model):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edl.distill.compress import TopK
-from edl.distill.scoring.calls import ScoreCall, ScoreCalls
+from edl.distill.scoring import ScoreCall, ScoreCalls
 from edl.distill.source.chunk import Chunk
 from edl.errors import ClosedError, NoTeacherError, SourceError, TemporaryError
 from tests.waiting import DEADLINE_S, wait_until
@@ -215,7 +215,7 @@ def test_long_call_holds_up_no_other(scoring: Scoring) -> None:
 
 def test_versions_are_followed_between_calls(scoring: Scoring, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the middle of calls, whose labels would be of two versions."""
-    monkeypatch.setattr("edl.distill.scoring.calls._FOLLOW_S", 0.0)
+    monkeypatch.setattr("edl.distill.scoring._FOLLOW_S", 0.0)
     first = scoring.score(3)
     wait_until(lambda: scoring.labels.waiting)
     assert scoring.labels.followed == 1

@@ -21,7 +21,7 @@ from edl.background import start_call
 from edl.discovery import Instance, open_registry, open_store
 from edl.discovery.base_store import RenewedLease
 from edl.distill import DistillReader, Options, Teachers
-from edl.distill.pipeline.load_publishing import load_publishers
+from edl.distill.pipeline.session import load_publishers
 from edl.errors import ClosedError, DiscoveryError, SettingsError
 from edl.load_reporting import LoadPublisher, LoadSource, ServiceLoad, read_service
 from edl.load_reporting import publisher as module
@@ -160,7 +160,7 @@ def test_publishing_can_be_off(url: str, monkeypatch: pytest.MonkeyPatch) -> Non
         LoadSettings.of(environ={"EDL_LOAD_INTERVAL_S": "60"})
     service, fixed = Teachers("s"), Teachers(endpoints=("127.0.0.1:1",))
     for group, publish in ((service, False), (fixed, True)):
-        labeller = SimpleNamespace(teachers=[group])
+        labeller = SimpleNamespace(request=SimpleNamespace(teachers=[group]))
         assert load_publishers(labeller, lambda: (0.0, 0.0), LoadSettings(publish=publish)) == []  # type: ignore[arg-type]
     asked: list[LoadSettings] = []
     monkeypatch.setattr("edl.distill.pipeline.session.load_publishers", lambda *args: asked.append(args[-1]) or [])

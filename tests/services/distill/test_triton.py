@@ -17,7 +17,7 @@ from benchmarks._borrowed import start as start_online
 from edl.cli.cmd_label import main
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.cache import SoftLabelCache, load_labels
-from edl.distill.transport.priority import RequestPriority
+from edl.distill.transport.schema import RequestPriority
 from edl.errors import NoTeacherError
 from tests.fast.distill.reading import sample, why_unused
 from tests.fast.distill.teachers.test_versions import kept, scales
@@ -221,7 +221,7 @@ def test_own_clients_are_served_beside(
             assert (client.infer("online", [x]).as_numpy("y") == number).all()
         assert rows
     # Requests whose level the server does not know, as after a restart that the connection did not notice.
-    choose = "edl.distill.transport.client.choose_priority"
+    choose = "edl.distill.transport.probe.choose_priority"
     monkeypatch.setattr(choose, lambda *args, **rest: RequestPriority(level=1_000_000))
     with student(server.endpoint, "auto") as rows:
         assert rows[0] == MAX_BATCH

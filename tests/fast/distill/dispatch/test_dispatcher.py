@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
-from edl.distill.dispatch.outage import Outage, OutageStatus
-from edl.distill.dispatch.policy import Policy
-from edl.distill.transport.grpc_status import failure_from_status
+from edl.distill.engine.jobs import Outage, OutageStatus
+from edl.distill.options import Policy
+from edl.distill.transport.calls import failure_from_status
 from edl.protocol.transport import grpc
 
 
@@ -376,7 +376,7 @@ def test_dropped_tasks_answer_is_ignored() -> None:
     (send,) = sends(dispatcher.add_task(1, 0.0))
     assert dispatcher.drop_task(1) == [send.attempt]
     assert dispatcher.attempt_answered(send.attempt, 1.0) == []
-    assert dispatcher.open_tasks == 0
+    assert not dispatcher._tasks
 
 
 def test_oldest_task_is_sent_again_first() -> None:

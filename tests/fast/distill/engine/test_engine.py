@@ -18,15 +18,13 @@ from edl.discovery.registry import Instance, Rejected, Snapshot
 from edl.distill.compress import top_k
 from edl.distill.dispatch.actions import FailureKind, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
-from edl.distill.dispatch.policy import Policy
 from edl.distill.engine.compatibility import TeacherCompatibility, outputs_disagreement
-from edl.distill.engine.connection import TeacherConnection
-from edl.distill.engine.connection_pool import ConnectionPool
-from edl.distill.engine.counters import EngineCounters
+from edl.distill.engine.connection import ConnectionPool, TeacherConnection
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread, _GarbageGuard
-from edl.distill.engine.job_queue import JobQueue, LabelJob, ServiceLimits
+from edl.distill.engine.jobs import EngineCounters, JobQueue, LabelJob, ServiceLimits
 from edl.distill.metrics import export
+from edl.distill.options import Options, Policy
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata
@@ -39,7 +37,7 @@ PAYLOAD = Payload.of({"x": np.zeros((1, 1), np.float32)}, None)
 def test_request_cancelled_unstarted_ends() -> None:
     """A reader breaks out of an epoch in the same turn of the loop: a task that never began runs no `finally`."""
     thread = EventLoopThread.acquire()
-    engine = Engine("x", OutputSpec(("y",)), thread=thread, arena=None, policy=Policy(), teacher_timeout_s=DEADLINE_S)
+    engine = Engine("x", OutputSpec(("y",)), Options(teacher_timeout_s=DEADLINE_S), thread=thread, arena=None)
     job = LabelJob(0, PAYLOAD, lambda *_: None, lambda: None, open_attempts=1)
 
     async def cancel_at_once() -> None:

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from edl.distill.cache import CacheKey, SoftLabelCache
-from edl.distill.pipeline import cache_queue as module
-from edl.distill.pipeline.cache_lookup import CacheConfig, CacheKeyTemplate, offline_view
-from edl.distill.pipeline.cache_queue import CacheQueue
+from edl.distill.pipeline import label_cache as module
+from edl.distill.pipeline.label_cache import CacheConfig, CacheKeyTemplate, CacheQueue, offline_view
 from edl.distill.teachers import Teachers, service_identities
 from edl.distill.transport.schema import ModelSpec, OutputSpec
 from edl.errors import SettingsError

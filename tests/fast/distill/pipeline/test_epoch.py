@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.distill.pipeline.epoch import Epoch
-from edl.distill.pipeline.waiting import SourceClock, source_wait_s
+from edl.distill.pipeline.epoch import Epoch, SourceClock, source_wait_s
 from edl.distill.source.chunk import Chunk
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
 from edl.errors import ClosedError, SourceError

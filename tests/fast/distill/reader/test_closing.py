@@ -1,8 +1,8 @@
 """Readers that are closed, let go or interrupted anywhere: nobody hangs, nothing is lost, nothing is left behind.
 
-The garbage collector and signal handlers may close a reader in the middle of its own functions, in the thread that is
-there, with the locks that it holds. `tests/fast/distill/pipeline` does so before every line of an epoch; here a sample
-of all lines of the whole reader is taken.
+The garbage collector may close a reader in the middle of its own functions, in the thread that is there, with the locks
+that it holds, and a signal handler may raise there. `tests/fast/distill/pipeline` closes before every line of an epoch;
+here a sample of all lines of the whole reader is taken.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from edl.distill import DistillReader
 from edl.errors import ClosedError
 from tests.descriptors import count_descriptors
-from tests.fast.distill.conftest import Register, Served
+from tests.fast.distill.conftest import Served
 from tests.fast.distill.reading import check, reader_of, remains, samples
 from tests.interrupting import InterruptAt, deadline
 from tests.waiting import DEADLINE_S, wait_until
@@ -79,35 +78,6 @@ def test_garbage_is_collected_at_any_line(teacher: Served, thread: str, whole: b
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def take(reader: DistillReader, epochs: int = 2) -> None:
-    """Read until the reader is closed."""
-    for _ in range(epochs):
-        with contextlib.suppress(ClosedError):
-            for delivered, item in enumerate(reader()):
-                assert item[1] == delivered, "an item was lost or overtaken"
-                assert item[2][0] == delivered, "a label belongs to another input"
-
-
-@pytest.mark.parametrize("kind", ["fixed", "dynamic"])
-def test_handler_closes_before_any_line(teacher: Served, register: Register, url: str, kind: str) -> None:
-    """Connecting, waiting, taking, starting an epoch, closing: the training loop's thread may be anywhere."""
-    register(teacher.endpoint, "s")
-
-    def run(number: int) -> InterruptAt:
-        with deadline(DEADLINE_S, f"closed by a handler before line {number}"):
-            reader = DistillReader(["x", None], ["y"], teacher_batch_size=2).set_sample_generator(samples(6))
-            if kind == "fixed":
-                reader.set_fixed_teacher(teacher.endpoint)
-            else:
-                reader.set_dynamic_teacher(url, "s")
-            with InterruptAt(number, reader.close, "edl/") as interrupt:
-                take(reader)
-                reader.close()
-        return interrupt
-
-    sampled(run, 30 if kind == "fixed" else 10, least=300)
 
 
 class Tick(Exception):

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.distill.compress import top_k
-from edl.distill.pipeline.answer_size import AnswerSizeEstimator, outputs_nbytes
+from edl.distill.pipeline.answers import AnswerSizeEstimator, outputs_nbytes
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
 from edl.distill.source.routes import Router

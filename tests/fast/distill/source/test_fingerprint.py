@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.distill.source.checksum import Checksum, TimeBudget
+from edl.distill.source.chunk import ReuseDetector
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
-from edl.distill.source.reuse import ReuseDetector
+from edl.distill.source.fingerprint import Checksum, TimeBudget
 from edl.distill.transport.request import Payload
 from edl.errors import ProtocolError, SourceError
 from edl.protocol.arrays import as_array
@@ -147,7 +147,7 @@ def test_a_whole_look_sees_every_byte(size: int, seed: int, data: st.DataObject)
 
 def test_idle_time_is_not_saved_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("edl.distill.source.checksum.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("edl.distill.source.fingerprint.time.perf_counter", lambda: now[0])
     share = TimeBudget(0.02)
     now[0] += 3600.0
     assert share.available

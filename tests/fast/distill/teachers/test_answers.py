@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader, Options
-from edl.distill.dispatch.policy import Policy
+from edl.distill.options import Policy
 from edl.errors import BadOutputError
 from edl.protocol import codec, kserve, names
 from edl.protocol.transport import grpc

@@ -18,7 +18,7 @@ import pytest
 
 from edl.discovery import Registry, open_registry
 from edl.distill import DistillReader, Options
-from edl.distill.transport.client import _OPTIONS
+from edl.distill.transport.calls import _OPTIONS
 from edl.errors import NoTeacherError
 from edl.protocol import names
 from tests.fast.distill.conftest import Serve, Start, announce_less, instance_of
@@ -109,7 +109,7 @@ def test_paused_only_teacher_is_missed(
     }
     assert sooner.keys() <= dict(_OPTIONS).keys(), "a user's connections are pinged, less often"
     sooner["grpc.http2.max_pings_without_data"] = 0  # no limit: by default it soon sends one a minute
-    monkeypatch.setattr("edl.distill.transport.client._OPTIONS", [*(dict(_OPTIONS) | sooner).items()])
+    monkeypatch.setattr("edl.distill.transport.calls._OPTIONS", [*(dict(_OPTIONS) | sooner).items()])
     teacher = start("echo", delay_s=0.01)
     with reader_of(teacher, options=Options(teacher_timeout_s=1)).set_sample_generator(samples(5000)) as reader:
         rows = reader()

@@ -17,7 +17,7 @@ from edl.cli.cmd_label import main
 from edl.discovery import Registry
 from edl.distill import DistillReader, Options
 from edl.distill.cache import SoftLabelCache
-from edl.distill.dispatch.policy import Policy
+from edl.distill.options import Policy
 from edl.distill.teachers import Teachers
 from edl.errors import EDLError, SettingsError
 from tests.fast.distill.conftest import Serve, Served, instance_of

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from edl.distill.source.cutters import BatchCutter
-from edl.distill.transport.conversion import select_inputs
-from edl.distill.transport.request import Payload, request_header
+from edl.distill.transport.request import Payload, request_header, select_inputs
 from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata
 from edl.distill.transport.shm import Arena
 from edl.errors import SourceError

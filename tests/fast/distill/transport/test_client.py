@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from edl.discovery.registry import Instance
-from edl.distill.dispatch.actions import FailureKind
+from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.engine.connection import _complete_spec
 from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.teachers import Teachers
-from edl.distill.transport.client import RequestFailed, TeacherClient
-from edl.distill.transport.priority import Priority, RequestPriority, choose_priority, parse_priority
+from edl.distill.transport.calls import RequestFailed
+from edl.distill.transport.client import TeacherClient
 from edl.distill.transport.request import Payload
-from edl.distill.transport.schema import OutputSpec
+from edl.distill.transport.schema import OutputSpec, Priority, RequestPriority, choose_priority, parse_priority
 from edl.errors import SettingsError
 from tests.fast.distill.conftest import Serve
 from tests.fast.distill.reading import WIDTH, Held
@@ -52,12 +52,22 @@ def with_client() -> Iterator[WithClient]:
     thread.release()
 
 
-def infer(client: TeacherClient, value: float, rows: int = 1, timeout_s: float = DEADLINE_S) -> asyncio.Task[Any]:
-    async def ask() -> Any:
-        payload = Payload.of({"x": np.full((rows, WIDTH), value, np.float32)}, None)
-        return (await client.infer(payload, timeout_s)).outputs["y"]
+async def ask(client: TeacherClient, payload: Payload, timeout_s: float = DEADLINE_S) -> Any:
+    """Send a request, and wait for its `y`. Cancelling cancels the request."""
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    cancel = client.start(payload, timeout_s, lambda result: answer.done() or answer.set_result(result))
+    try:
+        result = await answer
+    finally:
+        cancel()
+    if isinstance(result, RequestFailure):
+        raise RequestFailed(result.kind, result.message)
+    return result.outputs["y"]
 
-    return asyncio.create_task(ask())
+
+def infer(client: TeacherClient, value: float, timeout_s: float = DEADLINE_S) -> asyncio.Task[Any]:
+    payload = Payload.of({"x": np.full((1, WIDTH), value, np.float32)}, None)
+    return asyncio.create_task(ask(client, payload, timeout_s))
 
 
 async def kind_of(answer: Awaitable[Any]) -> FailureKind:
@@ -118,6 +128,17 @@ def test_close_while_a_request_is_sent(serve: Serve, with_client: WithClient) ->
         assert await asyncio.gather(*tasks) == [FailureKind.LOST] * 3
 
     with_client(serve("echo"), test)
+
+
+def test_closed_client_says_lost(serve: Serve, with_client: WithClient, caplog: pytest.LogCaptureFixture) -> None:
+    """What gRPC says of a channel that was closed on purpose is no news."""
+
+    async def test(client: TeacherClient) -> None:
+        await client.close()
+        assert await kind_of(infer(client, 1)) is FailureKind.LOST
+
+    with_client(serve("echo"), test)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from edl.protocol import bundles, codec, fragments, kserve, names
 from edl.protocol.transport import grpc
 from edl.testing import LocalTeacher
 from tests.fast.distill.conftest import Serve, announce_less
+from tests.fast.distill.transport.test_client import ask as ask_client
 from tests.waiting import DEADLINE_S
 
 LEAST_NBYTES, FRAGMENT_NBYTES = 10_000, 4_000
@@ -232,12 +233,11 @@ def test_refused_whole_as_well_is_an_error(teacher: LocalTeacher, monkeypatch: p
         bad = Payload.of({"x": np.ones((1000, 3), np.float32)}, None)
         await client.open(DEADLINE_S)
         try:
-            await client.infer(good, DEADLINE_S)  # the size is known to be taken
+            await ask_client(client, good)  # the size is known to be taken
             future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             assert client.start(bad, DEADLINE_S, future.set_result) is not None
             failure: RequestFailure = await future
-            reply: Any = await client.infer(good, DEADLINE_S)
-            assert float(reply.outputs["y"].sum()) == 4000, "other requests are not harmed"
+            assert float((await ask_client(client, good)).sum()) == 4000, "other requests are not harmed"
             return failure
         finally:
             await client.close()

@@ -1,4 +1,8 @@
-"""Divergences of a student's outputs from its teachers', and the cross-entropy with hard labels, for PaddlePaddle."""
+"""Losses of a student that learns from soft labels, for PaddlePaddle.
+
+The same definitions as in `edl.distill.losses`, whose documentation holds here: logits [rows, ..., classes], computed
+in float32 or more, multiplied by T², forward KL, no gradient to the teacher.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +12,16 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import paddle
 import paddle.nn.functional as F  # noqa: N812 - its usual name
+from paddle import nn
 
 from edl.distill.compress import TopK
 from edl.errors import SettingsError
 from edl.settings import is_above_zero, is_share
 
-__all__ = [
-    "Reduction",
-    "TeacherIs",
-    "Tensor",
-    "hard_cross_entropy",
-    "kl_divergence",
-    "logit_mse",
-    "soft_cross_entropy",
-    "token_loss",
-    "top_k_kl",
-    "widened",
-]
+__all__ = ["DistillLoss", "kl_divergence", "logit_mse", "soft_cross_entropy", "token_loss", "top_k_kl"]
 
 _NO_LABEL = -100
-"""Of a row without part in the hard loss: what PyTorch and PaddlePaddle ignore."""
+"""The label of a row that has no part in the hard loss: PyTorch and PaddlePaddle ignore it."""
 
 Tensor: TypeAlias = Any  # paddle ships no types
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -55,7 +49,7 @@ def soft_cross_entropy(
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
     return _reduced(-_expected(log_p, log_q) * temperature**2, reduction)
@@ -82,7 +76,7 @@ def kl_divergence(
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
     return _reduced(_expected(log_p, log_p - log_q) * temperature**2, reduction)
@@ -100,7 +94,7 @@ def logit_mse(student_logits: Tensor, teacher_logits: Tensor, *, reduction: Redu
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: shapes that differ.
+        SettingsError: The shapes differ.
     """
     student, teacher = _alike(student_logits, teacher_logits)
     return _reduced((student - teacher).square().mean(axis=-1), reduction)
@@ -118,7 +112,7 @@ def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "m
         The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
-        SettingsError: rows or classes that do not agree.
+        SettingsError: The rows or classes do not agree.
     """
     log_p, log_q = _bucket_log_probabilities(student_logits, teacher)
     return _reduced(_expected(log_p, log_p - log_q) * teacher.temperature**2, reduction)
@@ -158,7 +152,7 @@ def token_loss(
         The loss, or losses [rows, ...] with reduction "none"; 0 where the mask keeps nothing.
 
     Raises:
-        SettingsError: shapes, types or values that cannot be.
+        SettingsError: A shape, type or value is invalid.
     """
     if not is_share(beta):
         raise SettingsError(f"beta={beta!r}: must be from 0 (forward KL) to 1 (reverse KL)")
@@ -197,11 +191,6 @@ def token_loss(
 
 def hard_cross_entropy(logits: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
     """Return the cross-entropy with hard labels, 0 where there is none (-100); a mean is over the rows that have one.
-
-    Args:
-        logits: [rows, ..., classes].
-        labels: whole numbers [rows, ...] or [rows, ..., 1], or probabilities of the shape of the logits.
-        reduction: see `soft_cross_entropy`.
 
     Raises:
         SettingsError: shapes that do not agree, or a label that is no class.
@@ -348,3 +337,106 @@ def _reduced(rows: Tensor, reduction: Reduction) -> Tensor:
     if reduction == "none":
         return rows
     return rows.mean() if reduction == "mean" else rows.sum()
+
+
+class DistillLoss(nn.Layer):
+    """A soft loss against the teacher mixed with the cross-entropy against the true labels.
+
+    ::
+
+        loss = DistillLoss(temperature=4.0, alpha=0.9)
+        loss(student(images), soft_labels, labels).backward()
+
+    Args:
+        temperature: T of the soft loss; not used by "mse". With `TopK` labels it must be the temperature that they were
+            made with.
+        alpha: share of the soft loss, from 0 to 1.
+        soft: "kl", "cross_entropy" or "mse" (of logits).
+        teacher_is: see `soft_cross_entropy`.
+        reduction: see `soft_cross_entropy`.
+
+    Raises:
+        SettingsError: A value is invalid.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 4.0,
+        alpha: float = 0.9,
+        *,
+        soft: Literal["kl", "cross_entropy", "mse"] = "kl",
+        teacher_is: TeacherIs = "logits",
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__()
+        if not is_above_zero(temperature) or temperature == float("inf"):
+            raise SettingsError(f"temperature={temperature!r}: must be a finite number above 0")
+        if not is_share(alpha):
+            raise SettingsError(f"alpha={alpha!r}: the share of the soft loss must be from 0 to 1")
+        if soft not in ("kl", "cross_entropy", "mse"):
+            raise SettingsError(f"soft={soft!r}: must be 'kl', 'cross_entropy' or 'mse'")
+        if teacher_is not in ("logits", "probabilities"):
+            raise SettingsError(f"teacher_is={teacher_is!r}: must be 'logits' or 'probabilities'")
+        if soft == "mse" and teacher_is != "logits":
+            raise SettingsError("soft='mse' compares logits: it cannot use a teacher that gives probabilities")
+        if reduction not in ("mean", "sum", "none"):
+            raise SettingsError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
+        self.temperature = temperature
+        self.alpha = alpha
+        self.soft = soft
+        self.teacher_is: TeacherIs = teacher_is
+        self.reduction: Reduction = reduction
+
+    def forward(self, student_logits: Tensor, teacher: Any, labels: Tensor | None = None) -> Tensor:
+        """Compute the loss.
+
+        Args:
+            student_logits: [rows, ..., classes].
+            teacher: of the same shape, or `TopK`. None, as batches without teachers have it, for the hard loss alone.
+            labels: whole numbers [rows, ...] or [rows, ..., 1], or probabilities of the shape of the logits; wanted
+                unless `alpha` is 1 and there is a teacher. Rows with label -100 have no part in the hard loss, which is
+                0 for a batch of such rows only.
+
+        Returns:
+            The loss, or losses [rows, ...] with reduction "none".
+
+        Raises:
+            SettingsError: labels that are missing, or shapes that do not agree.
+        """
+        if self.alpha == 1 and teacher is not None:
+            return self._soft(student_logits, teacher)
+        if labels is None:
+            raise SettingsError(
+                f"labels are missing: alpha={self.alpha} mixes in a hard loss; with alpha=1 none is used"
+                if teacher is not None
+                else "there are neither a teacher's labels nor hard ones"
+            )
+        hard = hard_cross_entropy(widened(student_logits), labels, self.reduction)
+        if teacher is None:
+            return hard
+        return self.alpha * self._soft(student_logits, teacher) + (1 - self.alpha) * hard
+
+    def extra_repr(self) -> str:
+        """Return the settings, for `repr`."""
+        return f"temperature={self.temperature:g}, alpha={self.alpha:g}, soft={self.soft!r}"
+
+    def _soft(self, student_logits: Tensor, teacher: Any) -> Tensor:
+        if isinstance(teacher, TopK):
+            if self.soft != "kl":
+                raise SettingsError(f"top-k labels go with soft='kl', not {self.soft!r}")
+            if teacher.temperature != self.temperature:
+                raise SettingsError(
+                    f"top-k labels were made at temperature {teacher.temperature:g}, the loss uses "
+                    f"{self.temperature:g}: ask the teachers for temperature={self.temperature:g}"
+                )
+            return top_k_kl(student_logits, teacher, reduction=self.reduction)
+        if self.soft == "mse":
+            return logit_mse(student_logits, teacher, reduction=self.reduction)
+        loss = kl_divergence if self.soft == "kl" else soft_cross_entropy
+        return loss(
+            student_logits,
+            teacher,
+            temperature=self.temperature,
+            teacher_is=self.teacher_is,
+            reduction=self.reduction,
+        )

@@ -1,7 +1,8 @@
-"""Puts together what the training loop gets for an item: outputs of its rows, from chunks and services."""
+"""Answers of teachers: their bytes, their shapes before they come, and what the training loop gets of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -9,11 +10,107 @@ import numpy as np
 
 from edl.distill.compress import TopK
 from edl.distill.source.chunk import Item
-from edl.distill.transport.schema import Outputs
-from edl.errors import SettingsError
+from edl.distill.source.fingerprint import arrays_nbytes
+from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, TensorMetadata
+from edl.errors import ProtocolError, SettingsError, SourceError
+from edl.protocol import tensors
 from edl.protocol.tensors import Array
 
-__all__ = ["Combine", "Combiner", "item_outputs"]
+__all__ = [
+    "AnswerSizeEstimator",
+    "Combine",
+    "Combiner",
+    "empty_like",
+    "empty_outputs",
+    "item_outputs",
+    "outputs_nbytes",
+]
+
+_FORGET = 0.05
+"""Share by which an estimate falls with each answer that is smaller: one row in twenty that is large keeps it up."""
+
+
+def outputs_nbytes(outputs: Outputs) -> int:
+    """Return the bytes that the outputs of an answer hold."""
+    return sum(output.nbytes if isinstance(output, TopK) else arrays_nbytes([output]) for output in outputs.values())
+
+
+class AnswerSizeEstimator:
+    """Estimates the bytes of a service's answers: from past answers, or from the model's metadata before the first."""
+
+    def __init__(self, output_spec: OutputSpec) -> None:
+        self._output_spec = output_spec
+        self._row_nbytes: float | None = None
+
+    def expected(self, rows: int, spec: ModelSpec | None) -> int | None:
+        """Return the bytes of an answer to `rows` rows; None while that is unknown."""
+        if self._row_nbytes is not None:
+            return math.ceil(rows * self._row_nbytes)
+        row_nbytes = _specified_nbytes(spec, self._output_spec) if spec is not None else None
+        return rows * row_nbytes if row_nbytes is not None else None
+
+    def came(self, rows: int, nbytes: int) -> None:
+        """Take in the size of an answer."""
+        row_nbytes = nbytes / rows
+        before = row_nbytes if self._row_nbytes is None else self._row_nbytes
+        self._row_nbytes = max(row_nbytes, before + _FORGET * (row_nbytes - before))
+
+
+def _specified_nbytes(spec: ModelSpec, output_spec: OutputSpec) -> int | None:
+    """Return the bytes of a row by what the model says of its outputs; None where that leaves them open."""
+    try:
+        outputs = empty_outputs(spec, output_spec).values()
+    except SourceError:
+        return None
+    arrays: list[Array] = [
+        part
+        for each in outputs
+        for part in ([each.ids, each.values, each.tail_lse] if isinstance(each, TopK) else [each])
+    ]
+    if any(array.dtype.hasobject for array in arrays):
+        return None
+    return sum(math.prod(array.shape[1:]) * array.itemsize for array in arrays)
+
+
+def empty_like(outputs: Outputs) -> Outputs:
+    """Return outputs of no rows with the types and shapes of others, whose memory they do not hold."""
+    return {
+        name: output.map(_empty) if isinstance(output, TopK) else _empty(np.asarray(output))
+        for name, output in outputs.items()
+    }
+
+
+def empty_outputs(spec: ModelSpec, output_spec: OutputSpec) -> Outputs:
+    """Return outputs of no rows, by what the model says of them."""
+    return {name: _empty_output(name, spec.outputs.get(name), output_spec) for name in output_spec.outputs}
+
+
+def _empty_output(name: str, known: TensorMetadata | None, output_spec: OutputSpec) -> Array | TopK:
+    try:
+        dtype = tensors.dtype_of(known.datatype) if known is not None else None
+    except ProtocolError:
+        dtype = None
+    shape = known.shape if known is not None else ()
+    k = output_spec.top_k
+    open_sizes = shape[:-1] if k is not None else shape
+    if known is None or dtype is None or -1 in open_sizes:
+        raise SourceError(
+            f"the first batch has no token at all, and the teachers' model does not say how large output {name!r} of a "
+            "token is, so that there is no zero to deliver: begin with another batch, or leave such batches out"
+        )
+    if dtype.kind == "f" and output_spec.dtype is not None:
+        dtype = np.dtype(output_spec.dtype)
+    if k is None or dtype.kind != "f" or not shape:
+        return np.empty((0, *shape), dtype)
+    classes = shape[-1] if shape[-1] > 0 else None
+    kept = (0, *shape[:-1], min(k, classes or k))
+    tail = np.empty(kept[:-1], np.float32)
+    return TopK(np.empty(kept, np.int32), np.empty(kept, dtype), tail, output_spec.temperature, classes)
+
+
+def _empty(array: Array) -> Array:
+    return np.empty((0, *array.shape[1:]), array.dtype)
+
 
 Combine: TypeAlias = Literal["each", "mean", "mean_probabilities"] | Callable[[Sequence[Any]], Any]
 
@@ -52,17 +149,7 @@ def _joined(name: str, pieces: Sequence[Array | TopK]) -> Array | TopK:
 
 
 class Combiner:
-    """Makes a single value of each output from the answers of several services.
-
-    Args:
-        how: `"each"` delivers them side by side; `"mean"` averages the outputs as they are; `"mean_probabilities"`
-            averages softmax(outputs) over the last axis and delivers its logarithm, which is logits again; a function
-            gets the list of outputs, in the order of the services.
-        weights: of the services, scaled to sum to 1.
-
-    Raises:
-        SettingsError: `how` is none of these.
-    """
+    """Makes a single value of each output from the answers of several services."""
 
     def __init__(self, how: Combine, weights: Sequence[float]) -> None:
         if not callable(how) and how not in ("each", "mean", "mean_probabilities"):

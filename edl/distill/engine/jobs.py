@@ -1,0 +1,297 @@
+"""Jobs of a service: their way from the feeding thread to the event loop, their counts, and how long they may wait.
+
+Where a teacher on the same host answers within a millisecond, waking the loop and sending a message cost more than the
+job itself. There, jobs gather for a moment in the `JobQueue` while the feeding thread prepares the next ones, and are
+sent together. `ServiceLimits` is what the other threads read of the live teachers in return. `Outage` decides, without
+I/O, when work has waited too long for a teacher. Sending, retrying and answering jobs is the `engine`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edl.distill.dispatch.actions import FailureKind, GiveUp
+from edl.distill.dispatch.dispatcher import Dispatcher
+from edl.distill.engine.event_loop import EventLoopThread
+from edl.distill.stats import ReaderStats, TeacherStats
+from edl.distill.transport.request import Payload
+from edl.distill.transport.schema import Outputs
+from edl.errors import BadOutputError, EDLError, PermanentError, RejectedError
+
+if TYPE_CHECKING:
+    from edl.distill.engine.engine import Engine
+
+__all__ = ["EngineCounters", "JobQueue", "LabelJob", "Outage", "OutageStatus", "ServiceLimits", "give_up_error"]
+
+MOST_GATHERED = 8
+"""Largest number of jobs that are sent together, however many the teachers have room for."""
+_PATIENCE_S = 0.001
+"""How long jobs may gather. No job waits for the next one where jobs come further apart than this."""
+_LONGEST_GAP_S = 4 * _PATIENCE_S  # longer gaps count as this, so that one hiccup is soon forgotten
+
+
+@dataclass(eq=False)
+class LabelJob:
+    """A request's worth of rows."""
+
+    number: int  # Number of the job, rising in the order of delivery
+    payload: Payload  # The tensors
+    # Called on the loop, once, with the outputs or an error, and the model's version
+    on_done: Callable[[Outputs | EDLError, str], None]
+    on_started: Callable[[], None]  # Called on the loop when the job is sent for the first time
+    open_attempts: int = 0  # Number of its requests under way
+    sent: bool = False  # Whether it was sent at least once
+    finished: bool = False  # Whether `on_done` was called, or never will be
+
+
+def give_up_error(action: GiveUp) -> PermanentError:
+    """Return the error that the training loop gets for a task that was given up."""
+    words = "; ".join(f"{teacher}: {failure.kind.value}: {failure.message}" for teacher, failure in action.failures)
+    kinds = {failure.kind for _, failure in action.failures}
+    if FailureKind.REJECTED in kinds:
+        return RejectedError(f"teachers refuse a request: {words}")
+    return BadOutputError(f"no teacher could label a request: {words}")
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """Limits of the live teachers of a service at one moment.
+
+    It is replaced as a whole, so that other threads never see half of a change.
+    """
+
+    capacity: int = 0  # Requests that the teachers together want in flight, as of some milliseconds ago
+    # Number of jobs worth sending together, where all teachers are quick and on this host; else 0
+    gather_limit: int = 0
+    # Most rows in a request that every teacher accepts, as of when the last teacher came or left; 0 without a limit
+    max_rows: int = 0
+    max_nbytes: int = 0  # Most bytes of tensors in a request that every teacher accepts; 0 without a limit
+    # Rows of the longest sequence that at least one teacher accepts, since a long sequence is sent to a teacher that
+    # accepts it; 0 without a limit
+    max_sequence: int = 0
+
+
+class JobQueue:
+    """Jobs that the loop has not taken yet.
+
+    Args:
+        take: Called with every job, on the loop.
+        clock: Returns the time in seconds, from which the gap between jobs is measured.
+    """
+
+    def __init__(
+        self,
+        thread: EventLoopThread,
+        demand: Engine,
+        take: Callable[[LabelJob], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._thread = thread
+        self._demand = demand
+        self._take = take
+        self._clock = clock
+        self._jobs: deque[LabelJob] = deque()
+        self._woken = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._put_at = 0.0
+        self._gap_s = _LONGEST_GAP_S
+
+    def put(self, job: LabelJob) -> None:
+        """Hand a job over, from the feeding thread."""
+        now = self._clock()
+        self._gap_s += (min(now - self._put_at, _LONGEST_GAP_S) - self._gap_s) / 4
+        self._put_at = now
+        self._jobs.append(job)
+        # The loop looks at the queue after it has changed `demand`, so that neither side misses the other.
+        if self._woken or self._demand.full:
+            return
+        if self._gathering and (self._timer is not None or self._demand.busy):
+            return
+        self._woken = True
+        self._thread.call(self._wake)
+
+    def drain_if_due(self) -> None:
+        """Send the jobs in the queue, unless more are worth waiting for. On the loop, whenever an answer has come."""
+        if not self._jobs:
+            return
+        if not self._gathering:
+            self.drain()
+        elif not self._demand.busy and self._timer is None:
+            self._timer = self._thread.loop.call_later(_PATIENCE_S, self.drain)
+
+    def drain(self) -> None:
+        """Send all jobs in the queue. On the loop."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._jobs:
+            self._take(self._jobs.popleft())
+
+    @property
+    def _gathering(self) -> bool:
+        return len(self._jobs) < self._demand.limits.gather_limit and self._gap_s < _PATIENCE_S
+
+    def _wake(self) -> None:
+        self._woken = False
+        self.drain_if_due()
+
+
+_MOST_GONE = 100
+"""Teachers that left and are remembered by name: enough to read what became of them, where pods come and go."""
+
+
+@dataclass
+class _Counts:
+    endpoint: str
+    rows: int = 0
+    requests: int = 0
+    failures: int = 0
+
+
+class EngineCounters:
+    """Rows, by what became of them. Written on the event loop only, read from any thread."""
+
+    def __init__(self) -> None:
+        self.asked = self.received = self.resent = self.hedged = 0
+        self._lock = threading.Lock()  # so that the counts of a teacher that leaves are neither doubled nor missing
+        self._present: dict[str, _Counts] = {}
+        self._gone: dict[str, _Counts] = {}  # of those that left last
+        self._departed = _Counts("")  # sums over all that left
+
+    def add_teacher(self, teacher: str, endpoint: str) -> None:
+        """Count for a teacher that comes, from 0 on."""
+        with self._lock:
+            self._gone.pop(teacher, None)
+            self._present[teacher] = _Counts(endpoint)
+
+    def remove_teacher(self, teacher: str) -> None:
+        """Add the counts of a teacher that left to the sums of departed teachers."""
+        with self._lock:
+            counts = self._present.pop(teacher, None)
+            if counts is None:
+                return
+            self._departed.rows += counts.rows
+            self._departed.requests += counts.requests
+            self._departed.failures += counts.failures
+            self._gone[teacher] = counts
+            if len(self._gone) > _MOST_GONE:
+                del self._gone[next(iter(self._gone))]
+
+    def teacher(self, teacher: str) -> _Counts:
+        """Return the counts of a teacher, for writing.
+
+        If it left before its last request ended, these are the sums of departed teachers.
+        """
+        return self._present.get(teacher, self._departed)
+
+    def stats(self, dispatcher: Dispatcher, state_of: Callable[[str], tuple[str, str]], stale: str) -> ReaderStats:
+        """Return all counters, with the dispatcher's gauges. `stale` says what is wrong with discovery."""
+        with self._lock:
+            teachers = {name: _seen(counts) for name, counts in self._gone.items()}
+            present, departed = self._present.copy(), _seen(self._departed)
+        for name, counts in present.items():
+            state = dispatcher.teachers.get(name)
+            status, why = state_of(name)
+            teachers[name] = TeacherStats(
+                endpoint=counts.endpoint,
+                state=status if status != "gone" else "draining",  # it is about to be
+                why=why,
+                rows=counts.rows,
+                requests=counts.requests,
+                failures=counts.failures,
+                in_flight=len(state.in_flight) if state else 0,
+                window=state.window.size if state else 0,
+                median_s=(state.window.median_s or 0.0) if state else 0.0,
+            )
+        return ReaderStats(
+            rows_asked=self.asked,
+            rows_received=self.received,
+            rows_resent=self.resent,
+            rows_hedged=self.hedged,
+            requests_hedged=dispatcher.hedged,
+            set_aside={kind.value: count for kind, count in dispatcher.pauses.copy().items()},
+            teachers_live=dispatcher.count_serving(time.monotonic()),
+            teachers=teachers,
+            departed=departed,
+            discovery=stale,
+        )
+
+
+def _seen(counts: _Counts) -> TeacherStats:
+    return TeacherStats(counts.endpoint, "gone", "", counts.rows, counts.requests, counts.failures)
+
+
+_REMIND_S = 10.0
+"""Between two warnings of an outage: often enough for a person who watches, and six lines a minute in a log."""
+_SILENT_S = 5.0
+"""Silence of live teachers that is worth a warning: longer than most models compute a batch."""
+
+
+@dataclass(frozen=True)
+class OutageStatus:
+    """State of open work during an outage."""
+
+    expired: bool  # whether the work has waited for too long, and fails
+    check_at: float  # when to check again, in seconds
+    message: str = ""  # how long the work waits for a live teacher, in words for a person; empty without news
+    # seconds for which live teachers have not answered; 0 where that is not worth a word, or was reported
+    silent_s: float = 0.0
+
+
+class Outage:
+    """Keeps track of a time without teachers, or without an answer. Every method takes the time `now` in seconds."""
+
+    def __init__(self, timeout_s: float, request_timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._outage_since: float | None = None
+        self._reminded_at = 0.0
+        self._progress_at = 0.0
+        self._longest_silence_s = 0.0  # silence of live teachers that was followed by an answer, and so may be usual
+        self._silence_reported = self._had_outage = False
+
+    def start_work(self, now: float) -> None:
+        """Start the clock: there is work, after a time without."""
+        self._progress_at = now
+        self._outage_since = None
+        self._silence_reported = self._had_outage = False
+
+    def record_answer(self, now: float) -> None:
+        """Note that an answer came."""
+        if not self._had_outage:
+            self._longest_silence_s = max(self._longest_silence_s, now - self._progress_at)
+        self._progress_at = now
+        self._silence_reported = self._had_outage = False
+
+    def finish_work(self) -> None:
+        """Stop the clock: all work is done."""
+        self._outage_since = None
+
+    def check(self, now: float, live: int) -> OutageStatus:
+        """Return the state of open work."""
+        stuck_at = self._progress_at + self._timeout_s + self._request_timeout_s
+        if live:
+            self._outage_since = None
+            silent_at = self._progress_at + max(_SILENT_S, 2 * self._longest_silence_s)
+            if self._silence_reported or now < silent_at:
+                return OutageStatus(now >= stuck_at, stuck_at if self._silence_reported else min(silent_at, stuck_at))
+            self._silence_reported = True
+            return OutageStatus(now >= stuck_at, stuck_at, silent_s=now - self._progress_at)
+        self._had_outage = True
+        message = ""
+        if self._outage_since is None:
+            self._outage_since = self._reminded_at = now
+            message = f": waiting up to {self._timeout_s:g} s"
+        given_up_at = min(self._outage_since + self._timeout_s, stuck_at)
+        if now >= given_up_at:
+            return OutageStatus(True, given_up_at, message)
+        if now >= self._reminded_at + _REMIND_S:
+            self._reminded_at = now
+            message = f" since {now - self._outage_since:.0f} s"
+        return OutageStatus(False, min(given_up_at, self._reminded_at + _REMIND_S), message)

@@ -1,0 +1,344 @@
+"""The soft-label cache as a reader uses it: where labels are looked up before teachers are asked, and kept afterwards.
+
+A `CacheQueue` puts answers into the cache in a thread of its own, so that training never waits for a disk. What waits
+is bounded in bytes. What is left out is counted, and asked for again in the next epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from edl.distill.cache import CacheKey, CacheView, Found, RowIds, SequenceIds, SoftLabelCache, fingerprints_of
+from edl.distill.pipeline.answers import outputs_nbytes
+from edl.distill.source.chunk import Chunk
+from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
+from edl.errors import EDLError, NoTeacherError, SettingsError
+from edl.protocol.names import POSITION
+from edl.protocol.tensors import Array
+
+__all__ = [
+    "CacheConfig",
+    "CacheKeyTemplate",
+    "CacheMiss",
+    "CacheQueue",
+    "chunk_ids",
+    "look_up_offline",
+    "offline_view",
+    "open_view",
+    "select_ids",
+]
+
+logger = logging.getLogger("edl.distill")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Which cache, and what its ids mean."""
+
+    cache: SoftLabelCache
+    dataset: str = ""  # tells data sets, their versions and augmentations apart; see `CacheKey`
+
+
+@dataclass(frozen=True)
+class CacheKeyTemplate:
+    """Key of a service's labels, but for the model's version."""
+
+    output_spec: OutputSpec  # what is asked for
+    dataset: str  # see `CacheKey`
+    service: str  # see `CacheKey`
+    inputs: tuple[str, ...] = ()  # names of all inputs that may be sent
+    # versions that are hashes of the weights, as teachers of the service have said
+    weights_versions: Collection[str] = ()
+
+    def key(self, spec: ModelSpec, version: str) -> CacheKey:
+        """Return the key of the labels of a version of the model."""
+        of_weights = version == spec.weights_version or version in self.weights_versions
+        return CacheKey(
+            model=spec.name,
+            version=version,
+            outputs=self.output_spec.outputs,
+            top_k=self.output_spec.top_k,
+            temperature=self.output_spec.temperature,
+            dtype=self.output_spec.dtype,
+            dataset=self.dataset,
+            service="" if of_weights else self.service,
+            inputs=() if spec.inputs else self.inputs,
+        )
+
+
+def open_view(cache: SoftLabelCache, key: CacheKey, own: Collection[str]) -> CacheView:
+    """Return the rows of a key. If there are none yet, warn of labels of the same model from another service."""
+    there = cache.keys()
+    beside = [other for other in there if replace(other, service=key.service) == key and other.service not in own]
+    if beside and key not in there:
+        logger.warning(
+            "soft-label cache %s: labels of model %r version %r that were kept for %s are not used for %r: the same "
+            "version of another service may be another model",
+            cache.path or "in memory",
+            key.model,
+            key.version,
+            " and ".join(repr(other.service) if other.service else "a service not named" for other in beside),
+            key.service,
+        )
+    return cache.view(key)
+
+
+def offline_view(cache_config: CacheConfig, output_spec: OutputSpec) -> CacheView:
+    """Return the only rows in the cache that fit what is asked, for a student without teachers.
+
+    Without a dtype in `output_spec` any fits; but labels that teachers would be asked for in the same words go first.
+
+    Raises:
+        SettingsError: there are none, or labels of several models or versions.
+    """
+    fitting = [
+        key
+        for key in cache_config.cache.keys()  # noqa: SIM118 - not a mapping
+        if set(output_spec.outputs) == set(key.outputs)
+        and (not output_spec.model or key.model == output_spec.model)
+        and (not output_spec.version or key.version == output_spec.version)
+        and (key.top_k, key.dataset) == (output_spec.top_k, cache_config.dataset)
+        and (output_spec.top_k is None or key.temperature == output_spec.temperature)
+        and output_spec.dtype in (None, key.dtype)
+        and cache_config.cache.store_dtype in (None, key.dtype)
+    ]
+    dtype = cache_config.cache.store_dtype or output_spec.dtype
+    same_words = [key for key in fitting if (key.outputs, key.dtype) == (output_spec.outputs, dtype)]
+    for found in (fitting, same_words):
+        if len(found) == 1:
+            return cache_config.cache.view(found[0])
+    there = "; ".join(key.to_json() for key in (fitting or cache_config.cache.keys())) or "nothing"
+    wanted = (
+        f"outputs {list(output_spec.outputs)}, top_k={output_spec.top_k}, temperature={output_spec.temperature:g}, "
+        f"dtype={dtype}, dataset={cache_config.dataset!r}"
+        + (f", version={output_spec.version!r}" if output_spec.version else "")
+    )
+    raise SettingsError(
+        f"no teachers are named, and the cache {cache_config.cache.path or 'in memory'} has {len(fitting)} sets of "
+        f"labels for {wanted}; it holds: {there}"
+    )
+
+
+def look_up_offline(view: CacheView, chunk: Chunk) -> Found:
+    """Return the labels of all rows from the cache alone.
+
+    Raises:
+        NoTeacherError: some are not there.
+        SettingsError: labels are of sequences and the chunk is not, or of other inputs.
+    """
+    ids = chunk_ids(chunk, chunk.fields, POSITION, view.layout.sequence_inputs if view.layout is not None else None)
+    found = view.get(ids)
+    if not found.complete:
+        samples = ids.ids if isinstance(ids, SequenceIds) else ids
+        missing = next(sample for sample, there in zip(samples, found.mask, strict=True) if not there)
+        words = ", or is that of another text," if isinstance(ids, SequenceIds) else ""
+        raise NoTeacherError(f"the label of sample {missing!r} is not in the cache{words} and no teachers are named")
+    return found
+
+
+def chunk_ids(
+    chunk: Chunk, fields: Mapping[str, Array], position: str, inputs: Sequence[str] | None = None
+) -> Sequence[Any] | SequenceIds:
+    """Return what a chunk's labels are looked up by.
+
+    `inputs`: of sequences, the names that labels were kept for; None for all of `fields`.
+    """
+    assert chunk.ids is not None
+    if chunk.lengths is None:
+        return chunk.ids
+    sent = {name: array for name, array in fields.items() if name != position and (inputs is None or name in inputs)}
+    missing = sorted({*(inputs or ())} - {*sent})
+    if missing:
+        raise SettingsError(
+            f"the cache's labels are of texts with the inputs {list(inputs or ())}, and {missing[0]!r} is missing "
+            "here: name it in `ins` (inputs=)"
+        )
+    prints = fingerprints_of(sent, chunk.lengths, fields.get(position))
+    return SequenceIds(chunk.ids, chunk.lengths, prints, tuple(sorted(sent)))
+
+
+@dataclass(frozen=True)
+class CacheMiss:
+    """Rows, or sequences, of a chunk that the cache does not have, to be completed with their answer."""
+
+    found: Found  # rows that the cache has
+    view: CacheView  # where they were looked up
+    ids: Sequence[Any] | SequenceIds  # of those that it does not have
+    cache: SoftLabelCache  # of the view
+    labels: CacheKeyTemplate  # key of the labels, but for the version
+    spec: ModelSpec  # the model for whose version the rows were looked up; labels of another version are kept apart
+
+    def key(self, version: str) -> CacheKey:
+        """Return the key that an answer of this version is kept under."""
+        return self.labels.key(self.spec, version)
+
+    def completed(self, answer: Outputs) -> Outputs:
+        """Return the outputs of all rows: those of the cache and the answer's."""
+        return dict(self.found.filled(answer)) if self.found.outputs else answer
+
+
+_SETTLE_S = 60.0
+"""The longest that an epoch's begin, or `close`, waits for a disk. With more, training stands still unseen."""
+
+_ENTRY_NBYTES = 512
+"""What an answer takes in memory besides its arrays: the objects around it. Without it, tiny answers had no bound."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """Rows to put into a view."""
+
+    view: CacheView
+    ids: Sequence[Any] | SequenceIds
+    outputs: Outputs
+    nbytes: int
+    # cache and key of another view to put them in, as far as it does not have them
+    of: tuple[SoftLabelCache, CacheKey] | None
+
+    @property
+    def rows(self) -> int:
+        return _rows(self.ids)
+
+
+class CacheQueue:
+    """A thread that puts answers into the cache, and the queue before it: of `limit_bytes`, or one larger answer."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.failed = False  # whether the thread met an unforeseen error: no rows are put from then on
+        self.queued_bytes = 0  # of the answers that wait, including the answer that is being put
+        self.dropped_rows = 0  # that were not put, for any reason
+        self._changed = threading.Condition()
+        self._entries: deque[_Entry] = deque()
+        self._closing = self._reported_full = False
+        self._reported: set[str] = set()
+        # Not a `BackgroundLoop`, which goes on after errors and ends without a last step: this thread puts what waits.
+        self._thread = threading.Thread(target=self._run, name="edl-cache", daemon=True)
+        self._thread.start()
+
+    def put(
+        self,
+        view: CacheView,
+        ids: Sequence[Any] | SequenceIds,
+        outputs: Outputs,
+        of: tuple[SoftLabelCache, CacheKey] | None = None,
+    ) -> None:
+        """Put rows into the cache soon.
+
+        Never waits: when the disk cannot follow, rows are dropped, and asked for again later.
+
+        `of`: cache and key of the view to put them in, if it is not `view`: labels of another version of the model than
+        was looked up. Rows that it has are left alone: they would be written in every epoch.
+        """
+        entry = _Entry(view, ids, outputs, _ENTRY_NBYTES + outputs_nbytes(outputs), of)
+        with self._changed:
+            is_full = self.queued_bytes > 0 and self.queued_bytes + entry.nbytes > self.limit_bytes
+            if is_full or self.failed or self._closing:
+                self.dropped_rows += entry.rows
+            else:
+                self.queued_bytes += entry.nbytes
+                self._entries.append(entry)
+                self._changed.notify_all()
+        if is_full and not self._reported_full:
+            self._reported_full = True
+            logger.warning(
+                "the soft-label cache cannot follow: some labels are not kept, and will be asked for again "
+                "(stats().rows_not_cached counts them). A faster disk helps, or a larger cache_queue_bytes=%d",
+                self.limit_bytes,
+            )
+
+    def count_dropped(self, rows: int) -> None:
+        """Count rows that cannot be put."""
+        with self._changed:
+            self.dropped_rows += rows
+
+    def drain(self) -> bool:
+        """Wait until all rows given before are in the cache, for a minute at most; return whether they are."""
+        with self._changed:
+            settled = self._changed.wait_for(lambda: not self.queued_bytes, _SETTLE_S)
+        if not settled:
+            logger.warning(
+                "%.1f MB of labels are still on their way into the soft-label cache after %g s: going on without them",
+                self.queued_bytes / 1e6,
+                _SETTLE_S,
+            )
+        return settled and not self.failed
+
+    def close(self) -> None:
+        """Put what waits, and end the thread. May be called twice."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_SETTLE_S)
+
+    # The thread
+
+    def _run(self) -> None:
+        entry: _Entry | None = None
+        try:
+            while (entry := self._next()) is not None:
+                self._put(entry)
+                with self._changed:
+                    self.queued_bytes -= entry.nbytes
+                    self._changed.notify_all()
+        except BaseException as exc:
+            logger.exception(
+                "no more labels are kept in the soft-label cache until the reader is made anew, and they will be asked "
+                "for again: %s: %s, which was not foreseen",
+                type(exc).__name__,
+                exc,
+            )
+            with self._changed:
+                self.failed = True
+                self.dropped_rows += sum(left.rows for left in (entry, *self._entries) if left is not None)
+                self._entries.clear()
+                self.queued_bytes = 0
+                self._changed.notify_all()
+            if not isinstance(exc, Exception):
+                raise
+
+    def _next(self) -> _Entry | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._entries or self._closing)
+            return self._entries.popleft() if self._entries else None
+
+    def _put(self, entry: _Entry) -> None:
+        view, ids, outputs = entry.view, entry.ids, entry.outputs
+        try:
+            if entry.of is not None:
+                cache, key = entry.of
+                view = cache.view(key)
+                is_new = ~view.contains(ids)
+                if not is_new.any():
+                    return
+                if not is_new.all():
+                    rows = np.flatnonzero(ids.rows_of(is_new) if isinstance(ids, SequenceIds) else is_new)
+                    ids = select_ids(ids, is_new)
+                    outputs = {name: output[rows] for name, output in outputs.items()}
+            view.put(ids, outputs)
+        except (EDLError, OSError) as exc:
+            self.count_dropped(_rows(ids))
+            words = str(exc)
+            if words not in self._reported and len(self._reported) < 64:  # as many as a person reads
+                self._reported.add(words)
+                logger.warning("labels are not kept in the cache: %s", words)
+
+
+def select_ids(ids: Sequence[Any] | SequenceIds, mask: Array) -> Sequence[Any] | SequenceIds:
+    """Return some of the ids."""
+    if isinstance(ids, SequenceIds):
+        return ids.select(mask)
+    found = [sample for sample, wanted in zip(ids, mask, strict=True) if wanted]
+    return RowIds(found, ids.fingerprints) if isinstance(ids, RowIds) else found
+
+
+def _rows(ids: Sequence[Any] | SequenceIds) -> int:
+    return ids.rows if isinstance(ids, SequenceIds) else len(ids)

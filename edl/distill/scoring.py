@@ -1,0 +1,554 @@
+"""Teachers' labels of sequences that a program makes as it goes: for loops in which the student generates.
+
+`Scorer` labels sequences call by call, on the same engine as a reader's; `on_policy` is the loop of generating and
+scoring, a step ahead. What does not belong here: generation, losses, and data sources, which are a reader's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from typing_extensions import Self
+
+from edl.background import BackgroundLoop
+from edl.distill.compress import TopK
+from edl.distill.loader import Route, TeachersLike, field_getter, resolve_routes, resolve_teachers
+from edl.distill.options import Options
+from edl.distill.pipeline.chunk_labeller import ChunkLabeller
+from edl.distill.pipeline.request import LabelRequest
+from edl.distill.pipeline.session import LabelSession
+from edl.distill.source.chunk import Chunk, Item
+from edl.distill.source.cutters import Getter
+from edl.distill.source.routes import Router, routed_cutter
+from edl.distill.source.sequence_cutters import SequenceListCutter
+from edl.distill.stats import ReaderStats
+from edl.distill.transport.schema import OutputSpec
+from edl.errors import ClosedError, SettingsError, SourceError, TemporaryError
+from edl.protocol.arrays import as_array
+from edl.protocol.names import IDS, LOGPROBS, TARGET_LOGPROBS, TARGETS
+from edl.protocol.tensors import Array
+from edl.settings import is_above_zero, is_count
+from edl.tokenizer_hash import resolve_tokenizer
+
+__all__ = ["Scorer", "on_policy"]
+
+_LOOK_S = 0.05
+"""How often a call is looked at that waits for the first teacher: connecting takes longer."""
+_FOLLOW_S = 1.0
+"""How often the teachers' version is looked at: that costs each of them a request, and a new version may be so late."""
+_IDLE_S = 3600.0  # nothing to do: calls and answers wake the thread
+
+
+@dataclass(eq=False)
+class ScoreCall:
+    """Sequences that are scored together."""
+
+    # tuples of arrays [tokens, ...]; with routes, of each behind them the number of the service
+    samples: Sequence[tuple[Any, ...]]
+    future: Future[list[Any]]  # of the labels of each sequence
+    owner: object  # kept alive until the call has ended
+    deadline: float | None  # on the monotonic clock, None for none
+    timeout_s: float | None  # as the user said it, for messages
+    labels: Callable[[Mapping[str, Array | TopK]], Any]  # makes what the user gets of a sequence's outputs
+    longest: dict[int | None, int] = field(default_factory=dict)  # by route, tokens of the longest sequence
+    began: float = field(default_factory=time.monotonic)  # on the monotonic clock
+    item: Item | None = None  # where its rows are; None until it is cut
+    unsent: deque[Chunk] = field(default_factory=deque)  # chunks that wait for room
+    sent: list[Chunk] = field(default_factory=list)  # chunks on their way, or answered
+
+
+class ScoreCalls:
+    """Sends calls in the order in which they come, with a bound on the tokens under way.
+
+    Args:
+        router: finds in a sample which service labels it; None where there is one.
+        request_tokens: of a request; None for what teachers take.
+    """
+
+    def __init__(
+        self,
+        labeller: ChunkLabeller,
+        getters: Mapping[str, Getter],
+        request_tokens: int | None,
+        max_tokens: int,
+        router: Router | None = None,
+    ) -> None:
+        self._labeller = labeller
+        self._getters = getters
+        self._router = router
+        self._request_tokens = request_tokens
+        self._max_tokens = max_tokens
+        self._added: deque[ScoreCall] = deque()
+        self._calls: deque[ScoreCall] = deque()  # of the loop's thread alone, the oldest first
+        self._closed = False
+        self._lock = threading.Lock()  # of `_closed` and what is added
+        self._tokens = 0
+        self._abandoned = False
+        self._made_at = time.monotonic()
+        self._followed_at: dict[int, float] = {}  # by service
+        self._loop = BackgroundLoop("edl-score", self._step)
+
+    def add(self, call: ScoreCall) -> None:
+        """Take in a call. One without sequences has all its labels, and no answer would ever wake the thread for it."""
+        if not call.samples:
+            call.future.set_result([])
+            return
+        for sample in call.samples:
+            route = None if self._router is None else self._router.of_sample(sample, "a sequence")
+            call.longest[route] = max(call.longest.get(route, 0), _length(sample))
+        call.future.add_done_callback(self._ended)
+        with self._lock:
+            taken = not self._closed
+            if taken:
+                self._added.append(call)
+        if taken:
+            self._loop.wake()
+        else:
+            _fail(call, _closed_error())
+
+    def _ended(self, future: Future[list[Any]]) -> None:
+        """Drop the requests of a call that was cancelled."""
+        if future.cancelled():
+            self._loop.wake()
+
+    def let_go(self) -> None:
+        """End after the last user is gone. Only sets a flag and wakes the thread: a finalizer calls it."""
+        self._abandoned = True
+        self._loop.wake()
+
+    def close(self) -> None:
+        """End open calls with `ClosedError`, after the labeller was closed."""
+        self._loop.close()
+        self._end_all()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens under way."""
+        return self._tokens
+
+    # The thread
+
+    def _step(self) -> float | None:
+        if self._labeller.closed or self._abandoned:
+            self._end_all()
+            return None
+        while self._added:
+            self._calls.append(self._added.popleft())
+        now = time.monotonic()
+        for call in list(self._calls):
+            if self._closed:  # a future's callback has closed the scorer, and all calls have ended
+                return None
+            if self._has_ended(call, now):
+                self._drop(call)
+        wait_s = min(self._follow_versions(now), self._send())
+        deadlines = [call.deadline for call in self._calls if call.deadline is not None]
+        return max(min([wait_s, *(deadline - now for deadline in deadlines)]), 0.0)
+
+    def _follow_versions(self, now: float) -> float:
+        """Follow the teachers to another version before a call whose labels would not be mixed with those of this."""
+        routes = {route for call in self._calls for route in call.longest}
+        services = {index for route in routes for index in self._labeller.limits.asked(route)}
+        return min((self._follow_version(index, now) for index in services), default=_IDLE_S)
+
+    def _follow_version(self, index: int, now: float) -> float:
+        sent = [chunk for call in self._calls for chunk in call.sent if chunk.route in (None, index)]
+        if any(chunk.done for chunk in sent):
+            return _IDLE_S
+        if sent and not (self._labeller.refuses_versions and not self._labeller.has_live_teacher(index)):
+            return _FOLLOW_S if self._labeller.refuses_versions else _IDLE_S
+        due_s = self._followed_at.get(index, self._made_at) + _FOLLOW_S - now
+        if due_s > 0:
+            return max(due_s, _LOOK_S) if sent else _IDLE_S
+        self._labeller.follow_version(index)
+        self._followed_at[index] = time.monotonic()
+        return _FOLLOW_S
+
+    def _send(self) -> float:
+        """Send what there is room for; return the seconds until the next look."""
+        wait_s = _IDLE_S
+        for call in list(self._calls):
+            if self._closed:  # as above
+                break
+            try:
+                if call.item is None:
+                    if self._awaits_teacher(call):
+                        wait_s = _LOOK_S
+                        continue  # others need not wait for it
+                    self._cut(call)
+                while call.unsent:
+                    chunk = call.unsent[0]
+                    if self._tokens and self._tokens + chunk.rows > self._max_tokens:
+                        return wait_s
+                    call.unsent.popleft()
+                    call.sent.append(chunk)
+                    self._tokens += chunk.rows
+                    self._labeller.estimate_answers(chunk)
+                    self._labeller.submit(chunk, self._answered, lambda: self._labeller.closed)
+            except Exception as exc:  # noqa: BLE001 - raised again where the result is asked for
+                self._drop(call)
+                _fail(call, exc)
+        return wait_s
+
+    def _awaits_teacher(self, call: ScoreCall) -> bool:
+        """Return whether a call waits for the first teacher of a route, or for one that takes its longest sequence.
+
+        Raises:
+            NoTeacherError: it has waited long enough.
+        """
+        limits = self._labeller.limits
+        return any(
+            limits.lacks_teacher(call.began, route) or limits.awaits_sequence(rows, call.began, route)
+            for route, rows in call.longest.items()
+        )
+
+    def _cut(self, call: ScoreCall) -> None:
+        cutter = routed_cutter(self._router, self._cutter)
+        limits = self._labeller.limits
+        reading = cutter.read(call.samples)
+        for route, part in cutter.by_route():
+            if route in call.longest:
+                part.fit = functools.partial(limits.rows_that_fit, route=route)
+                part.max_rows = limits.max_rows(lambda: self._labeller.closed, route)
+                part.max_sequence = limits.max_sequence(route)
+        call.item, ready = cutter.cut(reading)
+        call.unsent.extend([*ready, *cutter.finish()])
+
+    def _cutter(self) -> SequenceListCutter:
+        return SequenceListCutter(self._getters, self._request_tokens, self._labeller.services)
+
+    def _answered(self, surplus_nbytes: int = 0) -> None:
+        """Note, on the event loop, that a chunk may be done."""
+        self._loop.wake()
+
+    def _has_ended(self, call: ScoreCall, now: float) -> bool:
+        """Return whether a call has its answers, or never will; its future says which."""
+        if call.future.cancelled():
+            call.future.set_running_or_notify_cancel()
+            return True
+        failed = next((chunk.error for chunk in call.sent if chunk.error is not None), None)
+        if failed is not None:
+            _fail(call, failed)
+            return True
+        if call.item is not None and not call.unsent and all(chunk.done for chunk in call.sent):
+            self._labeller.record_delivery(call.item.rows)
+            try:
+                scores = [call.labels(_outputs(*part)) for part in call.item.parts]
+            except Exception as exc:  # noqa: BLE001 - raised again where the result is asked for
+                _fail(call, exc)
+            else:
+                if call.future.set_running_or_notify_cancel():
+                    call.future.set_result(scores)
+            return True
+        if call.deadline is not None and now >= call.deadline:
+            done = sum(chunk.rows for chunk in call.sent if chunk.done)
+            words = f"not all sequences were scored within {call.timeout_s:g} s ({done} tokens were)"
+            _fail(call, TemporaryError(words))
+            return True
+        self._release(call)
+        return False
+
+    def _release(self, call: ScoreCall) -> None:
+        """Let others have the room of what is answered."""
+        done = [chunk for chunk in call.sent if chunk.done and chunk.left]
+        for chunk in done:
+            self._tokens -= chunk.left
+            chunk.left = 0
+
+    def _drop(self, call: ScoreCall) -> None:
+        with contextlib.suppress(ValueError):  # a future's callback has closed the scorer
+            self._calls.remove(call)
+        self._tokens -= sum(chunk.left for chunk in call.sent)
+        open_chunks = [chunk for chunk in call.sent if not chunk.done]
+        if open_chunks:
+            self._labeller.cancel(open_chunks)
+        for chunk in call.sent:
+            chunk.left = 0
+        call.owner = None
+
+    def _end_all(self) -> None:
+        """End all calls, and refuse new ones. In the loop's thread, or when that has ended."""
+        with self._lock:
+            self._closed = True
+            calls = [*self._calls, *self._added]
+            self._calls.clear()
+            self._added.clear()
+        for call in calls:
+            _fail(call, _closed_error())
+
+
+def _length(sample: tuple[Any, ...]) -> int:
+    """Return the length of a sequence; 1 of a single value, which the cutter refuses."""
+    return len(sample[0]) if sample[0].ndim else 1
+
+
+def _closed_error() -> ClosedError:
+    return ClosedError("the scorer was closed before the sequences were scored")
+
+
+def _fail(call: ScoreCall, error: BaseException) -> None:
+    if (call.future.cancelled() or not call.future.done()) and call.future.set_running_or_notify_cancel():
+        call.future.set_exception(error)
+
+
+def _outputs(chunk: Chunk, start: int, stop: int) -> Mapping[str, Array | TopK]:
+    """Return a sequence's outputs as arrays of its own: the user may keep a sequence, and not all of its request."""
+    outputs = chunk.outputs[0]
+    assert outputs is not None
+    return {name: _copied(output[start:stop]) for name, output in outputs.items()}
+
+
+def _copied(output: Array | TopK) -> Array | TopK:
+    return output.map(lambda array: array.copy()) if isinstance(output, TopK) else output.copy()
+
+
+class Scorer:
+    """Asks language-model teachers for the labels of sequences, many calls at a time.
+
+    ::
+
+        scorer = Scorer("qwen-teacher", top_k=64, tokenizer="student/")
+        future = scorer.score([ids, more_ids])
+        ...
+        first, second = future.result()   # TopK of as many rows as each sequence has tokens
+
+    Row t of a label belongs to token t, and is the teacher's prediction of token t + 1 (the last row predicts what
+    would follow). Requests are filled, sent again and hedged as a reader's are. Thread-safe.
+
+    Args:
+        teachers: a service's name, `host:port` of teachers, or `Teachers`; None for what the environment says. Where
+            teachers differ by domain, a mapping from domain to these, and under None those of all other domains: each
+            call then has `route`.
+        top_k: how many of the most probable tokens to answer, as `TopK`.
+        targets: ask for the log-probabilities of certain tokens as well: each call then has `targets`.
+        temperature: at which the tail's mass is summed up; some teachers know 1 only.
+        dtype: "float16" or "float32" for the values of `TopK`, None as the model gives them. Log-probabilities of
+            `targets` are float32 in any case.
+        version: labels of this version of the model only; empty for any.
+        tokenizer: path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash: teachers of
+            another are refused by name. Empty for any.
+        discovery: URL of the registry that `teachers` names a service of.
+        request_tokens: tokens of a request; None for 2,048, or a quarter of what teachers let wait.
+        max_tokens: tokens that teachers have been asked for and not answered, at most.
+        options: deadlines, hedging, credentials; see `Options`.
+
+    Attributes:
+        targets: as given.
+
+    Raises:
+        SettingsError: An argument is invalid.
+    """
+
+    def __init__(
+        self,
+        teachers: TeachersLike = None,
+        *,
+        top_k: int = 64,
+        targets: bool = False,
+        temperature: float = 1.0,
+        dtype: Literal["float16", "float32"] | None = None,
+        version: str = "",
+        tokenizer: str | os.PathLike[str] = "",
+        discovery: str | None = None,
+        request_tokens: int | None = None,
+        max_tokens: int = 1 << 16,
+        options: Options | None = None,
+    ) -> None:
+        for name, value in (("top_k", top_k), ("max_tokens", max_tokens), ("request_tokens", request_tokens or 1)):
+            if not is_count(value):
+                raise SettingsError(f"{name}={value!r}: must be a whole number of at least 1")
+        self._router: Router | None = None
+        if isinstance(teachers, Mapping):
+            groups, self._router = resolve_routes(teachers, lambda values: values, discovery)
+        else:
+            groups = resolve_teachers(teachers, discovery)
+        if len(groups) != 1 and self._router is None:
+            raise SettingsError(
+                f"each sequence is scored by one service, and {len(groups)} are named: make a Scorer for each, or name "
+                "them by domain, as teachers={'math': ..., None: ...}"
+            )
+        self.targets = targets
+        self._outputs = (LOGPROBS, TARGET_LOGPROBS) if targets else (LOGPROBS,)
+        output_spec = OutputSpec(
+            self._outputs,
+            top_k=top_k,
+            temperature=temperature,
+            dtype=dtype,
+            version=version,
+            tokenizer=resolve_tokenizer(os.fspath(tokenizer)),
+        )
+        names = (IDS, TARGETS) if targets else (IDS,)
+        getters: Mapping[str, Getter] = {name: _field(index) for index, name in enumerate(names)}
+        self._session = LabelSession(LabelRequest(output_spec, groups, options or Options(), router=self._router))
+        # Sequences are sent with the number of the service that labels them behind their arrays.
+        numbers = Router(_field(-1), {index: index for index in range(len(groups))}) if self._router else None
+        self._calls = ScoreCalls(self._session.labeller, getters, request_tokens, max_tokens, numbers)
+        weakref.finalize(self, _let_go, self._session, self._calls).atexit = False  # the session sees to that
+
+    def score(
+        self,
+        sequences: Sequence[Any],
+        *,
+        targets: Sequence[Any] | None = None,
+        route: Any = None,
+        timeout_s: float | None = None,
+    ) -> Future[list[Any]]:
+        """Ask for the labels of sequences. Returns at once; the arrays may be used again.
+
+        Args:
+            sequences: of token ids, each [tokens]: arrays, tensors or lists of integers, of at least one token.
+            targets: by sequence, the tokens whose log-probabilities are asked for, [tokens, m] with the same m for all;
+                given if and only if the scorer was made with `targets=True`.
+            route: the domain of each sequence (a list, an array or a tensor), or one for all of them; where teachers
+                are named by domain.
+            timeout_s: seconds until the future fails with `TemporaryError`; None for the deadlines of `Options` alone.
+
+        Returns:
+            A future of a list with a `TopK` for each sequence, of as many rows as it has tokens; with `targets` a pair
+            of the `TopK` and the log-probabilities, float32 [tokens, m]. It may be cancelled. Its errors are those of a
+            reader: `NoTeacherError`, `RejectedError`, `BadOutputError`, `SourceError` for a sequence that no teacher
+            takes, and `ClosedError`.
+
+        Raises:
+            ClosedError: the scorer is closed.
+            SettingsError: `targets`, `route` or `timeout_s` is invalid.
+            SourceError: `sequences` or `targets` cannot be sent, or no teachers are named for a domain.
+        """
+        self._session.labeller.check()
+        if (targets is not None) != self.targets:
+            raise SettingsError(
+                "targets are given with each call if, and only if, the scorer is made with targets=True"
+            )
+        if timeout_s is not None and not is_above_zero(timeout_s):
+            raise SettingsError(f"timeout_s={timeout_s!r}: must be a number of seconds above 0, or None")
+        samples = _samples(sequences, targets)
+        if self._router is not None:
+            numbers = self._router.of_batch(route, len(samples), "the call")
+            samples = [(*sample, number) for sample, number in zip(samples, numbers, strict=True)]
+        elif route is not None:
+            raise SettingsError(f"route={route!r}, and this scorer has one service: name teachers by domain")
+        future: Future[list[Any]] = Future()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        # Not a method: the traceback of an error that a future holds would hold the scorer.
+        labels = operator.itemgetter(*self._outputs)
+        self._calls.add(ScoreCall(samples, future, self, deadline, timeout_s, labels))
+        return future
+
+    @property
+    def max_sequence(self) -> int:
+        """Tokens of the longest sequence that some known teacher takes; 0 where none says."""
+        return self._session.labeller.limits.max_sequence()
+
+    def stats(self) -> ReaderStats:
+        """Return what has been done so far, in tokens where it says rows; may be called from any thread."""
+        return self._session.stats()
+
+    def close(self) -> None:
+        """End all connections; calls under way end with `ClosedError`. May be called twice."""
+        self._session.close()
+        self._calls.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _let_go(session: LabelSession, calls: ScoreCalls) -> None:
+    session.close_without_waiting()
+    calls.let_go()
+
+
+def _field(index: int) -> Callable[[Any], Any]:
+    return lambda value: value[index]
+
+
+def _samples(sequences: Sequence[Any], targets: Sequence[Any] | None) -> list[tuple[Any, ...]]:
+    """Return tuples of arrays of their own: the caller may go on with what it gave."""
+    if isinstance(sequences, str | bytes) or not hasattr(sequences, "__len__"):
+        raise SourceError(f"sequences of type {type(sequences).__name__}: expected a list of sequences of token ids")
+    columns = [(IDS, sequences)] if targets is None else [(IDS, sequences), (TARGETS, targets)]
+    if targets is not None and len(targets) != len(sequences):
+        raise SourceError(f"{len(targets)} targets for {len(sequences)} sequences")
+    arrays = [
+        [np.array(as_array(part, f"sequence {number}, {name}")) for number, part in enumerate(column)]
+        for name, column in columns
+    ]
+    return list(zip(*arrays, strict=True))
+
+
+P = TypeVar("P")
+
+
+def on_policy(
+    prompts: Iterable[P],
+    generate: Callable[[P], Sequence[Any]],
+    teacher: Scorer,
+    *,
+    ahead: int = 1,
+    route: Route = None,
+    timeout_s: float | None = None,
+) -> Generator[tuple[P, Sequence[Any], list[Any]], None, None]:
+    """Generate from prompts and yield what was generated with its labels, in the order of the prompts.
+
+    The teacher scores a batch while the next ones are generated. The price of `ahead=1` is that a batch is generated by
+    the student as it was an optimizer step before; `ahead=0` generates, waits and yields, with the student of now.
+
+    Args:
+        prompts: batches of prompts, of any type.
+        generate: returns the sequences of a batch, prompt and continuation, as `Scorer.score` takes them. Called in the
+            thread that iterates.
+        teacher: scores them. Where it was made with `targets`, these are the tokens that follow: token t + 1 at row t,
+            and at the last row, which nothing follows, the last token once more.
+        ahead: batches that are generated and being scored when a batch is yielded.
+        route: where in a batch of prompts the domain of each sequence is (a key, a position or a function), or one of
+            all; where the scorer's teachers are named by domain.
+        timeout_s: see `Scorer.score`.
+
+    Yields:
+        The prompts, the sequences, and their labels: a `TopK` for each sequence, or a pair of it and the
+            log-probabilities of the next tokens, float32 [tokens, 1].
+
+    Raises:
+        SettingsError: `ahead` is below 0.
+        EDLError: as `Scorer.score`'s future.
+    """
+    if ahead < 0:
+        raise SettingsError(f"ahead={ahead}: must be 0 or more")
+    find = route if route is None or callable(route) else field_getter(route)
+    waiting: deque[tuple[P, Sequence[Any], Future[list[Any]]]] = deque()
+    try:
+        for batch in prompts:
+            sequences = generate(batch)
+            values = None if find is None else find(batch)
+            targets = [_next_tokens(sequence) for sequence in sequences] if teacher.targets else None
+            future = teacher.score(sequences, targets=targets, route=values, timeout_s=timeout_s)
+            waiting.append((batch, sequences, future))
+            while len(waiting) > ahead:
+                yield _scored(*waiting.popleft())
+        while waiting:
+            yield _scored(*waiting.popleft())
+    finally:
+        for _, _, future in waiting:
+            future.cancel()
+
+
+def _next_tokens(sequence: Any) -> Array:
+    tokens = np.atleast_1d(as_array(sequence, "sequence"))  # a number alone is refused, by name, by the scorer
+    return np.concatenate([tokens[1:], tokens[-1:]])[:, None]
+
+
+def _scored(batch: P, sequences: Sequence[Any], future: Future[list[Any]]) -> tuple[P, Sequence[Any], list[Any]]:
+    return batch, sequences, future.result()

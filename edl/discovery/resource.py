@@ -21,6 +21,8 @@ from edl.notifier import Notifier
 
 __all__ = ["CallThread", "Resource"]
 
+_CLOSE_S: Final = 10.0
+"""How long to wait for another thread that closes a part. A thread that the part waits for must not wait for ever."""
 _IDLE_S: Final = 3600.0
 """How long a `CallThread` waits for a call if nothing wakes it; every call does."""
 
@@ -44,7 +46,8 @@ class Resource:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._closed = False
-        self._first_close = threading.Lock()  # the first `close` takes it without waiting, and never releases it
+        self._closers: list[tuple[int, object]] = []  # calls of `close`, with their threads: the first does the work
+        self._released = threading.Event()
         self._parts: list[_Closable] = []
         self._owner: Resource | None = None
 
@@ -78,15 +81,30 @@ class Resource:
         if sys.is_finalizing():
             self._closed = True
             return
-        if self._pid != os.getpid() or not self._first_close.acquire(blocking=False):
+        if self._pid != os.getpid() or not self._is_first_closer():
             return
         self._closed = True
-        self._halt()
-        while (part := self._pop_part()) is not None:
-            part.close()
-        self._release()
+        try:
+            self._halt()
+            while (part := self._pop_part()) is not None:
+                part.close()
+                if isinstance(part, Resource):
+                    part._wait_released()
+            self._release()
+        finally:
+            self._released.set()
         if self._owner is not None:
             self._owner._disown(self)
+
+    def _is_first_closer(self) -> bool:
+        closer = (threading.get_ident(), object())  # atomic, unlike a lock and a note of who holds it
+        self._closers.append(closer)
+        return self._closers[0] is closer
+
+    def _wait_released(self) -> None:
+        """Wait for another thread that closes this: its owner's connection must last as long, to give leases up."""
+        if self._closers[0][0] != threading.get_ident():  # this thread may be below, interrupted by a signal handler
+            self._released.wait(_CLOSE_S)
 
     def _pop_part(self) -> _Closable | None:
         with contextlib.suppress(IndexError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from edl.discovery import Instance, Snapshot, Store, base_store, open_registry, 
 from edl.discovery import registry as registering
 from edl.discovery.base_store import Claim, RenewedLease
 from edl.discovery.registry import InstanceClaim, Registration, Rejected, ServiceView
+from edl.discovery.resource import Resource
 from edl.discovery.sqlite.store import SqliteStore
 from edl.discovery.store import Entry, Lease
 from edl.discovery.watching import LatestValue
@@ -41,6 +43,33 @@ def test_slot_hands_out_the_newest_once() -> None:
     slot.put(3)
     slot.close()
     assert slot.take() is None
+
+
+def test_owner_waits_for_a_closing_part() -> None:
+    """A lease that one thread gives up needs the connection that another closes."""
+    order: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Part(Resource):
+        def _release(self) -> None:
+            begun.set()
+            assert go_on.wait(DEADLINE_S)
+            order.append("part")
+
+    class Owner(Resource):
+        def _release(self) -> None:
+            order.append("owner")
+
+    owner = Owner()
+    part = owner._own(Part())
+    closing = start_call("edl-test", part.close)
+    assert begun.wait(DEADLINE_S)
+    also = start_call("edl-test", owner.close)
+    wait_until(lambda: not owner._parts, "the owner to close its part, too")
+    go_on.set()
+    closing.result(DEADLINE_S)
+    also.result(DEADLINE_S)
+    assert order == ["part", "owner"]
 
 
 class FakeClaim(Claim, InstanceClaim):

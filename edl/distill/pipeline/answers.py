@@ -69,7 +69,8 @@ def _specified_nbytes(spec: ModelSpec, output_spec: OutputSpec) -> int | None:
     ]
     if any(array.dtype.hasobject for array in arrays):
         return None
-    return sum(math.prod(array.shape[1:]) * array.itemsize for array in arrays)
+    nbytes: int = sum(math.prod(array.shape[1:]) * array.itemsize for array in arrays)
+    return nbytes
 
 
 def empty_like(outputs: Outputs) -> Outputs:

@@ -9,7 +9,7 @@ from edl.protocol import kserve, names
 from edl.quoting import quote
 from edl_serving.backends.backend import Backend, TensorSpec
 from edl_serving.backends.source import WeightsVersion
-from edl_serving.request_error import not_found
+from edl_serving.request_error import invalid_argument, not_found
 from edl_serving.settings import ServerSettings
 
 
@@ -69,6 +69,8 @@ class ServedModel:
 
     def check_request(self, name: str, version: str) -> None:
         """Refuse a request for another model or version, as Triton does: another server may have it."""
+        if not name:  # no question of another server: students send the request in another form
+            raise invalid_argument(f"the request names no model: this server has {self.name!r}")
         if name != self.name:
             raise not_found(f"unknown model {quote(name)}: this server has {self.name!r}")
         if version not in ("", self.version):

@@ -70,13 +70,7 @@ def parser() -> argparse.ArgumentParser:
     add_credentials(found)
     add = found.add_argument_group("labels").add_argument
     add("--top-k", type=int, metavar="K", help="keep only the K largest logits, and the mass of the rest")
-    add(
-        "--temperature",
-        type=float,
-        default=1.0,
-        metavar="T",
-        help="temperature of the student's loss, for --top-k (default: 1)",
-    )
+    add("--temperature", type=float, default=1.0, metavar="T", help="the student's, for --top-k (default: 1)")
     add("--dtype", choices=("float16", "float32"), help="type of floating-point outputs (default: the teachers')")
     add("--ids", metavar="KEY", help="name of the samples' ids in DATA (default: a row's position is its id)")
     add("--dataset", default="", metavar="TAG", help="tag to tell data sets and augmentations in one folder apart")

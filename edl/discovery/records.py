@@ -22,7 +22,6 @@ __all__ = [
     "Snapshot",
     "check_service",
     "check_ttl",
-    "from_fields",
     "from_json",
     "is_service",
     "parsed",
@@ -149,10 +148,10 @@ def check_ttl(ttl_s: float) -> float:
 def validated(instance: Instance) -> Instance:
     """Return `instance` if every registry can hold it and hand it out; else raise SettingsError."""
     check_service(instance.service)
-    try:
-        return from_fields(instance.service, instance.id, _fields(instance))
-    except ValueError as exc:
-        raise SettingsError(f"instance {instance.id!r} of service {instance.service!r}: {exc}") from exc
+    found = parsed(instance.service, instance.id, _fields(instance))
+    if isinstance(found, Rejected):
+        raise SettingsError(f"instance {instance.id!r} of service {instance.service!r}: {found.reason}")
+    return found
 
 
 def to_json(instance: Instance) -> str:
@@ -181,33 +180,28 @@ def from_json(service: str, instance_id: str, text: str | bytes) -> Instance | R
 
 
 def parsed(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instance | Rejected:
-    """Return the instance that `fields` describe, or why it cannot be used."""
+    """Return the instance that `fields` describe, as far as they are known, or why it cannot be used."""
     try:
-        return from_fields(service, instance_id, fields)
+        if instance_id == "":
+            raise ValueError("id is empty")
+        address = _text("address", fields.get("address"))
+        if not address or any(char.isspace() for char in address):
+            raise ValueError(f"address {address!r} is empty or has blanks")
+        if address in ("0.0.0.0", "::"):
+            raise ValueError(f"address {address!r} means every interface: others cannot connect to it")
+        return Instance(
+            service=service,
+            id=_text("id", instance_id),
+            address=address,
+            port=_port(address, fields.get("port")),
+            capacity=_capacity(fields.get("capacity", 1.0)),
+            state=_state(fields.get("state", "ready")),
+            model=_text("model", fields.get("model", "")),
+            tags=_tags(fields.get("tags", ())),
+            meta=_meta(fields.get("meta", {})),
+        )
     except ValueError as exc:
         return Rejected(shown(instance_id, MAX_META_BYTES), str(exc))
-
-
-def from_fields(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instance:
-    """Return the instance that `fields` describe, as far as they are known; raise ValueError if one makes no sense."""
-    if instance_id == "":
-        raise ValueError("id is empty")
-    address = _text("address", fields.get("address"))
-    if not address or any(char.isspace() for char in address):
-        raise ValueError(f"address {address!r} is empty or has blanks")
-    if address in ("0.0.0.0", "::"):
-        raise ValueError(f"address {address!r} means every interface: others cannot connect to it")
-    return Instance(
-        service=service,
-        id=_text("id", instance_id),
-        address=address,
-        port=_port(address, fields.get("port")),
-        capacity=_capacity(fields.get("capacity", 1.0)),
-        state=_state(fields.get("state", "ready")),
-        model=_text("model", fields.get("model", "")),
-        tags=_tags(fields.get("tags", ())),
-        meta=_meta(fields.get("meta", {})),
-    )
 
 
 def _fields(instance: Instance) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The registry of services: who offers which service, kept true by leases.
+"""The registry of services: who offers which service, kept up to date by leases.
 
 `KeyRegistry` keeps services in any store. A registration is two keys under two leases: a record
 (`registry/SERVICE/records/CLAIM/ID`, JSON) that outlives its sign of life (`registry/SERVICE/alive/CLAIM`) by about a
@@ -406,7 +406,7 @@ class _KeysClaim(InstanceClaim):
             if not self._record.renew():
                 return False
             self._record_renewed = now
-        # A person may have deleted a key; its lease does not notice. One of the two is looked at each time.
+        # Someone may have deleted a key, which its lease does not notice. Check one of the two each time.
         self._checks_record = not self._checks_record
         return (self._record if self._checks_record else self._alive).exists()
 
@@ -494,8 +494,8 @@ def build_snapshot(
 ) -> Snapshot:
     """Sort what a registry holds, in the order of registration, into a snapshot.
 
-    Of two with the same id the later one counts. Of those whose lease has expired, draining instances have left, and
-    nonsense is dropped.
+    If two have the same id, the later one counts. Draining instances whose lease has expired have left, and nonsense
+    whose lease has expired is dropped.
     """
     newest = {entry.id: entry for entry in found}
     over = {entry.id: entry for entry in lapsed if entry.id not in newest}

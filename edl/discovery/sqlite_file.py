@@ -65,7 +65,7 @@ _Inode = tuple[int, int]
 
 
 def next_revision(connection: sqlite3.Connection) -> int:
-    """Tell watchers that something has changed; returns the new revision."""
+    """Tell watchers that something has changed, and return the new revision."""
     connection.execute("UPDATE state SET revision = revision + 1")
     return int(connection.execute("SELECT revision FROM state").fetchone()[0])
 
@@ -79,7 +79,7 @@ def expire(connection: sqlite3.Connection) -> None:
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """The files at a path at a time.
+    """The files at a path at one moment.
 
     Attributes:
         place: Where they lie: SQLite follows links before it adds `-wal` and `-shm`.
@@ -122,7 +122,7 @@ def discard(identity: FileIdentity, path: str) -> bool:
     Raises:
         OSError: They cannot be removed.
     """
-    with _folder_lock(identity.place) as locked:  # of two that see it, the second removes no successor
+    with _folder_lock(identity.place) as locked:  # a second process must not remove the new file
         if not locked or not identity.change(path):
             return False
         for side in ("", *_SIDES):
@@ -132,7 +132,7 @@ def discard(identity: FileIdentity, path: str) -> bool:
 
 @contextlib.contextmanager
 def opening(path: str) -> Iterator[None]:
-    """Open a file while no other process that does so in this way makes or removes it; make it where there is none.
+    """Keep other processes from making or removing a file while it is opened; make it if it does not exist.
 
     SQLite finds the journal and memory by their names, some time after it has opened the database. They may belong to a
     database that took its place, or was there before it: what SQLite writes there is lost to their owners, and where it
@@ -152,7 +152,7 @@ def opening(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder_lock(place: str) -> Iterator[bool]:
-    """Lock the folder of a file against others that open or remove files; False where one does so for too long."""
+    """Lock the folder of a file against others that open or remove files; yield False if one takes too long."""
     deadline = time.monotonic() + _LOCK_WAIT_S
     folder = os.open(Path(place).parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -236,7 +236,7 @@ class SqliteFile(Resource):
         Look at the clock inside: compared with an earlier time, a lease renewed in between would end later than it can.
         """
         with self._transaction("BEGIN") as connection:
-            connection.execute("SELECT revision FROM state").fetchone()  # SQLite puts the beginning off until a look
+            connection.execute("SELECT revision FROM state").fetchone()  # SQLite begins at the first read
             yield connection
 
     def data_version(self) -> tuple[int, int, int]:
@@ -300,7 +300,7 @@ class SqliteFile(Resource):
             self._end(connection.sqlite)
             return
         self._idle.append(connection)
-        if self._closed:  # maybe before it was there to be closed as well
+        if self._closed:  # perhaps `_release` ran before it was back
             self._end_idle()
 
     def _end(self, connection: sqlite3.Connection) -> None:
@@ -338,7 +338,7 @@ class SqliteFile(Resource):
                 except BaseException as exc:
                     self._end(connection)
                     if isinstance(exc, (sqlite3.Error, SettingsError)) and FileIdentity.of(self.path).main != before:
-                        continue  # it says nothing of the file that is there now
+                        continue  # the error is about a file that has been replaced
                     raise
                 if identity.main == before is not None:
                     self._open[connection] = identity
@@ -370,7 +370,7 @@ class SqliteFile(Resource):
         return connection
 
     def _leave_broken(self) -> None:
-        """Make no connection beside an older connection of this process whose `-wal` or `-shm` is gone.
+        """Discard the file if an older connection of this process has lost its `-wal` or `-shm`.
 
         SQLite lets all connections of a process to a file share their memory: a new one would read a new journal by
         the index of the old.
@@ -412,7 +412,7 @@ class SqliteFile(Resource):
                 self._initialize(connection)
                 connection.execute("COMMIT")
         except sqlite3.DatabaseError as exc:
-            # These are not going to pass: not a database, no permission, a read-only disk.
+            # These do not pass by themselves: not a database, no permission, a read-only disk.
             if any(words in str(exc) for words in ("not a database", "readonly", "unable to open")):
                 raise SettingsError(f"discovery file {self.path}: {exc}") from exc
             raise
@@ -478,7 +478,7 @@ def _boot_id() -> str:
 
 
 def _never_close(connection: Any) -> None:
-    """Leak a connection, beyond the end of the interpreter."""
+    """Keep a connection from ever being closed, even at the end of the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
 

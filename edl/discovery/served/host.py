@@ -27,7 +27,7 @@ KEPT: Final = "keep/"
 """Prefix of keys which say that the store is needed after its server has ended, so its file stays."""
 
 _LOOK_S: Final = 0.1
-"""How soon another process of this host serves where one died. A look is one call of `flock`."""
+"""How soon another process of this host takes over from one that died. A check is one call of `flock`."""
 _PORT_AGAIN_S: Final = 1.0
 """Wait between two attempts to listen while another program has the port, or its last connections linger."""
 _END_S: Final = 2.0
@@ -119,7 +119,7 @@ class StoreHost(Resource):
             time.sleep(_LOOK_S)
 
     def _look(self) -> float | None:
-        if not self._is_waiting:  # a process that ended looked at that moment whether others wait, or removed the file
+        if not self._is_waiting:  # a process that was ending had the lock, or removed the file
             self._is_waiting = self._waiting.take(fcntl.LOCK_SH)
         server = self._server
         if server is not None and server.failed:
@@ -137,7 +137,7 @@ class StoreHost(Resource):
         return _LOOK_S
 
     def _attempt(self, *, made: bool = False) -> None:
-        """Serve, unless another process does; with `made` only what others have made."""
+        """Serve unless another process does; with `made`, only if the file exists."""
         if self._server is not None or not self._serving.take(fcntl.LOCK_EX):
             return
         if made and not self.path.exists():
@@ -155,7 +155,7 @@ class StoreHost(Resource):
         self._began()
 
     def _remove(self) -> None:
-        """Leave nothing of the store behind; of its locks neither, if no other process waits for them."""
+        """Remove the store's file, and its locks if no other process waits for them."""
         for side in ("", "-wal", "-shm"):
             Path(f"{self.path}{side}").unlink(missing_ok=True)
         if self._waiting.take(fcntl.LOCK_EX):
@@ -163,7 +163,7 @@ class StoreHost(Resource):
             self._serving.path.unlink(missing_ok=True)
 
     def _hand_over(self, server: StoreServer) -> bool:
-        """Let another process of this host go on. Return False if none does, and this process has to."""
+        """Hand over to another process of this host; return False if this process has to go on."""
         self._waiting.release()
         if self._waiting.take(fcntl.LOCK_EX):  # no other process waits
             self._waiting.release()
@@ -180,7 +180,7 @@ class StoreHost(Resource):
             if self._waiting.take(fcntl.LOCK_EX):  # it has ended instead
                 self._waiting.release()
                 break
-            time.sleep(2 * _LOOK_S)  # its turn
+            time.sleep(2 * _LOOK_S)  # for the other process to take it
         self._attempt()
         return self._server is None
 

@@ -62,7 +62,7 @@ read renewals, so leases do not count the pause. Less than a fourth of a 1.5 s l
 _CHUNK_NBYTES: Final = 1 << 20
 """Size of a message: gRPC refuses more than 4 MiB by default, and an entry may exceed the chunk by 256 KiB."""
 _CHUNK_ENTRIES: Final = 1000
-"""Entries per message, so that many small ones hold the server up for milliseconds at most."""
+"""Entries per message, so that many small ones block the server for milliseconds at most."""
 
 Context = Any
 
@@ -142,7 +142,7 @@ class StoreServicer:
                     logger.warning("the store that is served here cannot be written: %s", exc)
 
     def _catch_up(self) -> None:
-        """Keep a time in which this process stood still, and read no renewals, from ending leases."""
+        """Extend all leases by a time in which this process stood still and read no renewals."""
         late_s = time.monotonic() - self._ticked_at
         if late_s <= PAUSE_S:
             return
@@ -151,7 +151,7 @@ class StoreServicer:
         self._ticked_at = time.monotonic()
 
     def _prolong(self, update: str, values: dict[str, float]) -> None:
-        """Have leases end later, even those that are over."""
+        """Set new ends of leases, even of those that are over."""
         with self._file.write(lambda connection: connection.execute(update, {"now": time.monotonic(), **values})):
             pass
 
@@ -179,7 +179,7 @@ class StoreServicer:
         with _refusing(context):
             self._catch_up()
             return answer(request)
-        return reply()  # which gRPC does not send beside a refusal
+        return reply()  # gRPC does not send it with a refusal
 
     def _hello(self, request: messages.HelloRequest) -> messages.HelloReply:
         return messages.HelloReply(format=FORMAT, server=self._name, hostname=socket.gethostname())

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import logging
+import os
 import signal
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from edl.cli._credentials import add_server_credentials
 from edl.discovery.served.addresses import ListenAddress, is_loopback
+from edl.discovery.served.host import FileLock
 from edl.discovery.served.server import StoreLimits, StoreServer
 from edl.discovery.served.store import DEFAULT_PORT, store_credentials
 from edl.end_signals import collect_signals
 from edl.errors import DiscoveryError, SettingsError
 from edl.log_output import log_to_stderr
 from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls.handshake import FailedHandshakes
 from edl.settings import Credentials
 
 __all__ = ["main"]
@@ -29,13 +35,13 @@ _POLL_S: Final = 0.2
 _BY_SIGNAL: Final = 128
 """Exit code: as in a shell, this and the signal's number."""
 _MOST_NBYTES: Final = 256 << 20
-"""Of all values together. They lie in a file on disk; an agent's store lies in memory and takes less."""
+"""Largest size of all values together. They lie in a file on disk; an agent's store lies in memory and takes less."""
 
 _DESCRIPTION = """\
 Serves a store for teachers, students and jobs on any number of hosts, and runs in the foreground until SIGTERM or
 Ctrl-C. Everything is in one SQLite file. A server that is started again with its file goes on where it stopped; one
-that is started with an empty file is filled again within seconds, as teachers and jobs register anew. Run one server
-per file. In Kubernetes, the Helm chart runs this (docs/kubernetes-operators.md)."""
+that is started with an empty file is filled again within seconds, as teachers and jobs register again. A second server
+of the same file is refused. In Kubernetes, the Helm chart runs this (docs/kubernetes-operators.md)."""
 
 _EXAMPLES = """\
 examples:
@@ -70,9 +76,10 @@ def main(argv: Sequence[str]) -> int:
         raise SettingsError("a store speaks mutual TLS or none: set --tls-ca, --tls-cert and --tls-key")
     credentials = store_credentials(given)
     files = CredentialFiles(credentials, serving=True) if credentials else None
-    with collect_signals() as caught:
+    path = Path(options.file).absolute()
+    with collect_signals() as caught, _alone(path), FailedHandshakes() as failed_handshakes:
         address = ListenAddress(options.host, options.port)
-        server = StoreServer(str(Path(options.file).absolute()), address, files, StoreLimits(nbytes=_MOST_NBYTES))
+        server = StoreServer(str(path), address, files, StoreLimits(nbytes=_MOST_NBYTES))
         try:
             logger.info("serving the store in %s on port %d", options.file, server.port, extra={"port": server.port})
             if not credentials and not is_loopback(options.host):
@@ -84,8 +91,32 @@ def main(argv: Sequence[str]) -> int:
             while not caught:
                 if server.failed:
                     raise DiscoveryError("the server ended; see the log above")
+                failed_handshakes.log()
                 time.sleep(_POLL_S)
         finally:
             server.close()
         logger.info("stopped by %s", signal.Signals(caught[0]).name)
         return _BY_SIGNAL + caught[0]
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Refuse to serve a file that another `edl store` serves: their clients would miss each other's changes.
+
+    The lock is on a file of its own, so that other commands can open the store's file (`sqlite://`) beside the server.
+    That file names the process, and stays when it ends: the kernel releases the lock, also if the process was killed.
+    """
+    place = Path(f"{os.path.realpath(path)}.lock")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(place)
+    except OSError as exc:
+        raise SettingsError(f"--file {path}: {place} cannot be opened: {exc.strerror}") from exc
+    try:
+        if not lock.take(fcntl.LOCK_EX):
+            holder = place.read_text(errors="replace").strip() or "another process"
+            raise SettingsError(f"--file {path} is served already, by {holder}: stop that one, or name another file")
+        place.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        yield
+    finally:
+        lock.close()

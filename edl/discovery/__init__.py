@@ -1,7 +1,17 @@
-"""Who is live: services in a `Registry`, small shared state in a `Store`, which is what a registry lies in.
+"""Who is live: services in a `Registry`, and the small shared state in a `Store`, where a registry keeps its services.
 
 One URL says where: a SQLite file (one machine, no server to install), a store that another process serves (`edl://`),
-Consul or etcd. Nothing else in EDL knows which. `balance` decides, purely, which teachers a student talks to.
+Consul or etcd. Nothing else in EDL knows which.
+
+- `store` is the contract, and all that stores have in common. `registry` keeps services in any store, and `records`
+  says what an instance of a service is.
+- Each backend is a module: `sqlite` (with `sqlite_file`), `etcd`, `consul` (with `consul_client`), and the folder
+  `served` for `edl://`.
+- `balance` computes which teachers a student talks to, and students agree on it in a `group`.
+
+To add a fifth store, write a module with a subclass of `Store` that implements its seven abstract methods (`etcd` is a
+model; `watching.Follower` says what a watch needs), add its scheme to `urls`, and run the tests of
+`tests/fast/discovery/conformance` on it. It is a registry as well.
 
 What does not belong here: connections to teachers, anything about models or tensors, and job logic.
 """

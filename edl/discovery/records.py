@@ -22,7 +22,6 @@ __all__ = [
     "Snapshot",
     "check_service",
     "check_ttl",
-    "from_fields",
     "from_json",
     "is_service",
     "parsed",
@@ -37,7 +36,7 @@ MAX_META, MAX_META_BYTES = 60, 512
 on the others."""
 MAX_TAGS = 64  # as many as names in the metadata; Consul itself has no limit
 MAX_RECORD = 1_000_000
-"""Characters that are read. What is written has a fourth at most, and fits into a value of every store."""
+"""The longest record that is read, in characters. EDL writes a fourth at most, which fits into a store's value."""
 RESERVED_META = frozenset({"model", "capacity", "state"})
 
 _State = Literal["ready", "draining"]
@@ -58,10 +57,10 @@ class Instance:
         address: Host name or IP address at which others reach the process, or `unix:/path`. Not `0.0.0.0` or `::`.
         port: TCP port, 1 to 65535; 0 for a Unix socket, and only for it.
         capacity: Relative weight in balancing; 2.0 takes twice the students of 1.0. Positive and finite.
-        state: "ready", or "draining" while it finishes its work and takes no more.
+        state: "ready", or "draining" while it finishes its work and takes no new work.
         model: Name of the served model in KServe v2 requests; empty if clients know it.
-        tags: Free for users, 64 at most; in Consul the service's tags.
-        meta: Free for users, 60 names at most, of letters, digits, `-` and `_`, not `model`, `capacity` or
+        tags: For users, 64 at most; in Consul the service's tags.
+        meta: For users, 60 names at most, of letters, digits, `-` and `_`, not `model`, `capacity` or
             `state`, and not beginning with `consul-` or `edl-`; in Consul the service's metadata.
     """
 
@@ -130,11 +129,7 @@ def is_service(name: object) -> bool:
 
 
 def check_service(service: str) -> str:
-    """Return `service` if it can name a service in every registry.
-
-    Raises:
-        SettingsError: it cannot.
-    """
+    """Return `service` if it can name a service in every registry; else raise SettingsError."""
     if not is_service(service):
         raise SettingsError(
             f"service {service!r}: a name has 1 to 128 letters, digits, '-', '_' and '.', and starts and ends with a"
@@ -144,27 +139,19 @@ def check_service(service: str) -> str:
 
 
 def check_ttl(ttl_s: float) -> float:
-    """Return `ttl_s` if leases of that length can be kept.
-
-    Raises:
-        SettingsError: it is out of range.
-    """
+    """Return `ttl_s` if leases of that length can be kept; else raise SettingsError."""
     if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
         raise SettingsError(f"ttl_s={ttl_s!r}: must lie between {MIN_TTL_S} and {MAX_TTL_S} seconds")
     return float(ttl_s)
 
 
 def validated(instance: Instance) -> Instance:
-    """Return `instance` if every registry can hold it and hand it out.
-
-    Raises:
-        SettingsError: a value is unusable; the message names it.
-    """
+    """Return `instance` if every registry can hold it and hand it out; else raise SettingsError."""
     check_service(instance.service)
-    try:
-        return from_fields(instance.service, instance.id, _fields(instance))
-    except ValueError as exc:
-        raise SettingsError(f"instance {instance.id!r} of service {instance.service!r}: {exc}") from exc
+    found = parsed(instance.service, instance.id, _fields(instance))
+    if isinstance(found, Rejected):
+        raise SettingsError(f"instance {instance.id!r} of service {instance.service!r}: {found.reason}")
+    return found
 
 
 def to_json(instance: Instance) -> str:
@@ -176,54 +163,45 @@ def to_json(instance: Instance) -> str:
 def from_json(service: str, instance_id: str, text: str | bytes) -> Instance | Rejected:
     """Read a record: what was registered, or why it cannot be used.
 
-    Args:
-        service: Its service.
-        instance_id: Its id, unless the record says another; records of earlier releases do not say it.
-        text: The record.
+    A record of an earlier release does not say its id, which is `instance_id` then.
     """
-    if len(text) > MAX_RECORD:
-        return Rejected(shown(instance_id, MAX_META_BYTES), f"{len(text):,} characters, more than {MAX_RECORD:,}")
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        return Rejected(shown(instance_id, MAX_META_BYTES), f"not JSON: {exc}")
+    fields: Any = None
+    reason = f"{len(text):,} characters, more than {MAX_RECORD:,}"
+    if len(text) <= MAX_RECORD:
+        try:
+            fields = json.loads(text)
+            reason = f"a JSON object is expected, not {type(fields).__name__}"
+        except (ValueError, RecursionError) as exc:
+            reason = f"not JSON: {exc}"
     if not isinstance(fields, dict):
-        return Rejected(shown(instance_id, MAX_META_BYTES), f"a JSON object is expected, not {type(fields).__name__}")
+        return Rejected(shown(instance_id, MAX_META_BYTES), reason)
     named = fields.get("id")
     return parsed(service, named if isinstance(named, str) else instance_id, fields)
 
 
 def parsed(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instance | Rejected:
-    """Return the instance that `fields` describe, or why it cannot be used."""
+    """Return the instance that `fields` describe, as far as they are known, or why it cannot be used."""
     try:
-        return from_fields(service, instance_id, fields)
+        if instance_id == "":
+            raise ValueError("id is empty")
+        address = _text("address", fields.get("address"))
+        if not address or any(char.isspace() for char in address):
+            raise ValueError(f"address {address!r} is empty or has blanks")
+        if address in ("0.0.0.0", "::"):
+            raise ValueError(f"address {address!r} means every interface: others cannot connect to it")
+        return Instance(
+            service=service,
+            id=_text("id", instance_id),
+            address=address,
+            port=_port(address, fields.get("port")),
+            capacity=_capacity(fields.get("capacity", 1.0)),
+            state=_state(fields.get("state", "ready")),
+            model=_text("model", fields.get("model", "")),
+            tags=_tags(fields.get("tags", ())),
+            meta=_meta(fields.get("meta", {})),
+        )
     except ValueError as exc:
         return Rejected(shown(instance_id, MAX_META_BYTES), str(exc))
-
-
-def from_fields(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instance:
-    """Return the instance that `fields` describe; unknown fields are ignored.
-
-    Raises:
-        ValueError: a field is missing or makes no sense.
-    """
-    address = _text("address", fields.get("address"))
-    if not address or any(char.isspace() for char in address):
-        raise ValueError(f"address {address!r} is empty or has blanks")
-    if address in ("0.0.0.0", "::"):
-        raise ValueError(f"address {address!r} means every interface: others cannot connect to it")
-    meta = fields.get("meta", {})
-    return Instance(
-        service=service,
-        id=_id(instance_id),
-        address=address,
-        port=_port(address, fields.get("port")),
-        capacity=_capacity(fields.get("capacity", 1.0)),
-        state=_state(fields.get("state", "ready")),
-        model=_text("model", fields.get("model", "")),
-        tags=_tags(fields.get("tags", ())),
-        meta=_meta(meta),
-    )
 
 
 def _fields(instance: Instance) -> dict[str, Any]:
@@ -243,12 +221,6 @@ def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value.isprintable() or len(value.encode()) > MAX_META_BYTES:
         raise ValueError(f"{name} {value!r:.80} is not printable text of at most {MAX_META_BYTES} bytes")
     return value
-
-
-def _id(value: object) -> str:
-    if not _text("id", value):
-        raise ValueError("id is empty")
-    return str(value)
 
 
 def _port(address: str, value: object) -> int:

@@ -1,4 +1,4 @@
-"""The registry of services: who offers which service, kept true by leases.
+"""The registry of services: who offers which service, kept up to date by leases.
 
 `KeyRegistry` keeps services in any store. A registration is two keys under two leases: a record
 (`registry/SERVICE/records/CLAIM/ID`, JSON) that outlives its sign of life (`registry/SERVICE/alive/CLAIM`) by about a
@@ -19,14 +19,13 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from typing_extensions import override
 
 from edl.background import BackgroundLoop
-from edl.discovery.base_store import RENEWALS, BaseStore, Claim, retry_s
 from edl.discovery.records import (
     Instance,
     Rejected,
@@ -39,8 +38,8 @@ from edl.discovery.records import (
     validated,
 )
 from edl.discovery.resource import Resource
-from edl.discovery.store import Closing, Entry, check_key
-from edl.discovery.watching import FollowedWatch, Follower
+from edl.discovery.store import RENEWALS, Claim, Entry, Store, check_key, retry_s
+from edl.discovery.watching import FollowedWatch, Follower, Snapshots
 from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from edl.notifier import Notifier
 
@@ -66,37 +65,17 @@ REMEMBERED_S: Final = 60.0
 _RECORD_RENEWAL_S: Final = 15.0
 """How often a record's lease is renewed at most: there is no need to do it with every sign of life."""
 _ATTEMPTS: Final = 3
-"""To write a key: a lease that expired is granted anew, and expires again if the process stands still that long."""
+"""How often to write a key: a lease that has expired is replaced, and expires too if the process stands still again."""
 
 T = TypeVar("T")
 
 
-class Watch(Closing):
-    """Snapshots of a service as its instances change.
+class Watch(Snapshots[Snapshot]):
+    """Snapshots of a service as its instances change; the promises are those of `edl.discovery.store.StoreWatch`.
 
-    - The first `get` returns the present state as soon as the registry has answered, even if no instance is registered.
-    - A change is seen within about 0.2 s on a registry that answers. Changes are not queued: a watcher that falls
-      behind gets the newest snapshot, and holds up nothing.
-    - While the registry cannot be reached, a snapshot has `stale` set and the instances known last, and the watch goes
-      on by itself. It never gives an empty snapshot because the registry is away.
-    - If several threads call `get`, each snapshot may go to only one of them.
+    While the registry cannot be reached, a snapshot has `stale` set and the instances known last. A watch never gives
+    an empty snapshot because the registry is away.
     """
-
-    @abc.abstractmethod
-    def get(self, timeout_s: float | None = None) -> Snapshot | None:
-        """Wait for a snapshot that differs from the one returned last.
-
-        Args:
-            timeout_s: Seconds to wait; 0 looks without waiting, None waits as long as it takes.
-
-        Returns:
-            The newest snapshot; None if `timeout_s` passed without a change, or the watch or its registry was closed.
-        """
-
-    def __iter__(self) -> Iterator[Snapshot]:
-        """Yield snapshots, waiting for each, until the watch is closed."""
-        while (snapshot := self.get()) is not None:
-            yield snapshot
 
 
 class InstanceClaim(abc.ABC):
@@ -124,7 +103,7 @@ class _Update:
     failure: Exception | None = None
 
 
-class Registration(Resource, Closing):
+class Registration(Resource):
     """An instance that a background thread keeps registered until it is closed.
 
     The thread renews four times per lease length. If the lease ended (the process was paused, or the registry was
@@ -134,7 +113,7 @@ class Registration(Resource, Closing):
     Args:
         claim: Announced here once, so that a registry that is away is an error. Later only the thread uses it, which
             keeps renewals and updates in order without a lock.
-        instance: What others are to see.
+        instance: The instance that others see.
         ttl_s: Seconds after the last renewal until it lapses.
     """
 
@@ -149,13 +128,12 @@ class Registration(Resource, Closing):
         self._announced = False
         self._kept_until = 0.0  # monotonic; it lapses by then, as far as this process knows
         self._renew_at = time.monotonic() + ttl_s / RENEWALS
-        self._begun = False
         self._announce()
         self._background = self._own(BackgroundLoop("edl-registration", self._step))
 
     @property
     def instance(self) -> Instance:
-        """What is registered, or will be as soon as the registry answers."""
+        """The instance as it is registered, or will be as soon as the registry answers."""
         return self._instance
 
     @property
@@ -176,9 +154,9 @@ class Registration(Resource, Closing):
             instance: The new values, with the same service and id.
 
         Raises:
-            SettingsError: another service or id, or values that no registry could hold. Nothing has changed.
-            DiscoveryError: the registry cannot be reached. The new values are kept, and written as soon as possible.
-            ClosedError: the registration is closed, or was closed meanwhile.
+            SettingsError: Another service or id, or values that no registry could hold. Nothing has changed.
+            DiscoveryError: The registry cannot be reached. The new values are kept, and written as soon as possible.
+            ClosedError: The registration is closed, or was closed during the call.
         """
         self._check()
         instance = validated(instance)
@@ -206,20 +184,7 @@ class Registration(Resource, Closing):
         self._kept_until = asked + self._ttl_s
 
     def _step(self) -> float:
-        if not self._updates:
-            if not self._begun:  # it has just been announced
-                self._begun = True
-                return self._ttl_s / RENEWALS
-            return self._renew()
-        self._begun = True
-        self._take_updates()
-        if not self._announced:
-            return retry_s(self._ttl_s)
-        # An announcement need not renew the lease, and updates may come more often than renewals are due.
-        due_s = self._renew_at - time.monotonic()
-        return due_s if due_s > 0 and not self._error else self._renew()
-
-    def _take_updates(self) -> None:
+        was_updated = bool(self._updates)
         while self._updates:
             update = self._updates.popleft()
             self._instance = update.instance
@@ -230,6 +195,11 @@ class Registration(Resource, Closing):
                 update.failure = exc
             update.done = True
             self._updated.notify()
+        if was_updated and not self._announced:
+            return retry_s(self._ttl_s)
+        # An announcement need not renew the lease, and updates may come more often than renewals are due.
+        due_s = self._renew_at - time.monotonic()
+        return due_s if due_s > 0 and self._announced and not self._error else self._renew()
 
     def _renew(self) -> float:
         asked = time.monotonic()
@@ -273,7 +243,7 @@ class Registration(Resource, Closing):
             )
 
 
-class Registry(Resource, Closing):
+class Registry(Resource):
     """Services and the processes that offer them; opened by `open_registry`.
 
     A registry that cannot be reached is an error, never an empty answer. A registration that cannot be used is left out
@@ -287,7 +257,7 @@ class Registry(Resource, Closing):
         alone.
 
         Args:
-            instance: What others are to see.
+            instance: The instance that others see.
             ttl_s: Seconds after the last renewal until the registration lapses, 0.5 to 86,400. If this process dies,
                 others see it lapsed about that long after. (etcd counts whole seconds, rounded up.)
 
@@ -295,8 +265,8 @@ class Registry(Resource, Closing):
             The registration, which others see from now on.
 
         Raises:
-            SettingsError: the instance has values that no registry could hold, or `ttl_s` is out of range.
-            DiscoveryError: the registry cannot be reached. Nothing is kept: register again.
+            SettingsError: The instance has values that no registry could hold, or `ttl_s` is out of range.
+            DiscoveryError: The registry cannot be reached. Nothing is kept: register again.
         """
         self._check()
         instance, ttl_s = validated(instance), check_ttl(ttl_s)
@@ -318,8 +288,8 @@ class Registry(Resource, Closing):
             The instances, with `stale` empty; none if there is no such service.
 
         Raises:
-            SettingsError: no service can have that name.
-            DiscoveryError: the registry cannot be reached.
+            SettingsError: No service can have that name.
+            DiscoveryError: The registry cannot be reached.
         """
         self._check()
         return self._read(check_service(service))
@@ -331,7 +301,7 @@ class Registry(Resource, Closing):
             The names, sorted.
 
         Raises:
-            DiscoveryError: the registry cannot be reached.
+            DiscoveryError: The registry cannot be reached.
         """
         self._check()
         return tuple(sorted(self._names()))
@@ -348,7 +318,7 @@ class Registry(Resource, Closing):
             The watch, which has a thread and a connection of its own.
 
         Raises:
-            SettingsError: no service can have that name.
+            SettingsError: No service can have that name.
         """
         self._check()
         return self._own(self._follow(check_service(service)))
@@ -376,9 +346,9 @@ class Registry(Resource, Closing):
 class KeyRegistry(Registry):
     """A registry in a store, which is closed with it."""
 
-    def __init__(self, store: BaseStore) -> None:
+    def __init__(self, store: Store) -> None:
         super().__init__()
-        self._store = self._own(store)
+        self._store: Store = self._own(store)
 
     def __repr__(self) -> str:
         return f"KeyRegistry({self._store!r})"
@@ -409,7 +379,7 @@ class _KeysClaim(InstanceClaim):
     without a sign would be shown as lapsed.
     """
 
-    def __init__(self, store: BaseStore, instance: Instance, ttl_s: float) -> None:
+    def __init__(self, store: Store, instance: Instance, ttl_s: float) -> None:
         name, folder = secrets.token_hex(8), _folder(instance.service)
         record = f"{folder}records/{name}/{instance.id}"
         try:
@@ -436,7 +406,7 @@ class _KeysClaim(InstanceClaim):
             if not self._record.renew():
                 return False
             self._record_renewed = now
-        # A person may have deleted a key; its lease does not notice. One of the two is looked at each time.
+        # Someone may have deleted a key, which its lease does not notice. Check one of the two each time.
         self._checks_record = not self._checks_record
         return (self._record if self._checks_record else self._alive).exists()
 
@@ -451,7 +421,7 @@ class _KeysClaim(InstanceClaim):
 class _LeasedKey:
     """A key under a claim of its own, which is granted when it is needed."""
 
-    def __init__(self, store: BaseStore, key: str, ttl_s: float) -> None:
+    def __init__(self, store: Store, key: str, ttl_s: float) -> None:
         self._store = store
         self._key = key
         self._ttl_s = ttl_s
@@ -487,7 +457,7 @@ class _LeasedKey:
             claim.withdraw()
 
     def _drop(self) -> None:
-        """Let go of a claim that has expired, and of its connection."""
+        """Release a claim that has expired, and its connection."""
         with contextlib.suppress(DiscoveryError):
             self.withdraw()
 
@@ -522,12 +492,10 @@ def _parse(service: str, found: Iterable[Entry]) -> Snapshot:
 def build_snapshot(
     service: str, found: Iterable[Instance | Rejected], lapsed: Iterable[Instance | Rejected] = ()
 ) -> Snapshot:
-    """Sort what a registry holds into a snapshot. Of two with the same id the later one counts.
+    """Sort what a registry holds, in the order of registration, into a snapshot.
 
-    Args:
-        service: Its name.
-        found: Those with a live lease, in the order in which they registered.
-        lapsed: Those whose lease has expired. Draining instances have left, and nonsense that lapsed is dropped.
+    If two have the same id, the later one counts. Draining instances whose lease has expired have left, and nonsense
+    whose lease has expired is dropped.
     """
     newest = {entry.id: entry for entry in found}
     over = {entry.id: entry for entry in lapsed if entry.id not in newest}
@@ -581,7 +549,7 @@ class ServiceView:
             self._failing = True
             self._settled_at = None
             known = len(self._last.instances)
-            what = f"keeping the last known {known}" if known else "nobody is known yet"
+            what = f"keeping the last known {known}" if known else "no instance is known yet"
             log.warning("service %s: %s: %s", self._service, what, reason)
         self._last = replace(self._last, stale=reason)
         return self._last
@@ -608,13 +576,7 @@ class ServiceView:
 
 
 class ServiceWatch(FollowedWatch[T, Snapshot], Watch):
-    """Hands out what a `ServiceView` believes of a service.
-
-    Args:
-        service: Its name.
-        follower: Follows what the backend has of it.
-        parse: Makes a snapshot of that.
-    """
+    """Hands out what a `ServiceView` believes of a service; `parse` turns the backend's state into a snapshot."""
 
     def __init__(self, service: str, follower: Follower[T], parse: Callable[[T], Snapshot]) -> None:
         view = ServiceView(service)

@@ -13,7 +13,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Final, Protocol, TypeVar
+
+from typing_extensions import Self
 
 from edl.background import BackgroundLoop
 from edl.errors import ClosedError
@@ -36,7 +39,7 @@ A = TypeVar("A")
 
 
 class Resource:
-    """Base of everything that is open. Closing closes its parts first.
+    """Base of everything that is open, until `close` or the end of a `with` block. Closing closes its parts first.
 
     A forked child can neither use nor close it: the parent still uses the sockets, locks and database handles. While
     the interpreter shuts down, `close` only sets a flag: daemon threads are frozen by then, perhaps with a lock held,
@@ -50,6 +53,14 @@ class Resource:
         self._released = threading.Event()
         self._parts: list[_Closable] = []
         self._owner: Resource | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _check(self) -> None:
         """Raise ClosedError unless this is open, in the process that opened it."""
@@ -119,13 +130,10 @@ class Resource:
 
 
 class CallThread(Resource):
-    """Makes the main thread's calls of libraries that hold locks meanwhile, such as gRPC.
+    """Makes the main thread's calls of libraries that hold locks, such as gRPC, in a thread with this name.
 
     A signal handler that closes a client waits for threads that need the same locks. If the main thread held them
     below the handler, both would wait for ever.
-
-    Args:
-        name: of the thread.
     """
 
     def __init__(self, name: str) -> None:

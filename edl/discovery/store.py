@@ -1,7 +1,9 @@
-"""The contract of a store: small shared state with leases, compare-and-set, watches and elections.
+"""A store: small state that processes share, with leases, compare-and-set, watches and elections.
 
-`open_store` opens EDL's own stores. To add one, subclass `edl.discovery.base_store.BaseStore`, which leaves seven small
-methods to a backend; `tests/fast/discovery/conformance` holds every store to what is promised here.
+`open_store` opens EDL's own stores. To add one, subclass `Store`: a backend implements the seven methods from `grant`
+to `follow`. The rest is the same for all stores: checks of arguments, leases that are kept renewed, watches and
+elections. `edl.discovery.registry` keeps services in any store by the same seven methods.
+`tests/fast/discovery/conformance` checks every store for what is promised here.
 
 These hold for every class below, unless a method says otherwise:
 
@@ -20,19 +22,26 @@ These hold for every class below, unless a method says otherwise:
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
-from typing_extensions import Self
-
-from edl.errors import SettingsError
+from edl.background import BackgroundLoop
+from edl.discovery.records import check_ttl
+from edl.discovery.resource import Resource
+from edl.discovery.watching import FollowedWatch, Follower
+from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError, SettingsError
+from edl.notifier import Notifier
 
 __all__ = [
     "MAX_VALUE_BYTES",
-    "Closing",
+    "RENEWALS",
+    "Claim",
     "Election",
+    "Entries",
     "Entry",
     "Lease",
     "Store",
@@ -41,19 +50,29 @@ __all__ = [
     "check_key",
     "check_prefix",
     "check_value",
+    "held_by_another",
+    "retry_s",
 ]
+
+log = logging.getLogger("edl.discovery")
 
 MAX_VALUE_BYTES: Final = 256 * 1024
 """Consul's transactions, which make compare-and-set atomic, take 512 KiB of JSON with the value in base64."""
 MAX_KEY_CHARS: Final = 512
 """Consul's limit, kept everywhere so that a program that runs on one store runs on the others."""
+RENEWALS: Final = 4
+"""Renewals per lease length: three may fail before the lease expires."""
+_RETRY_S: Final = 0.5
+"""The longest wait before a failed renewal is tried again, so that all are back soon after a store restarts."""
+_CAMPAIGN_S: Final = 0.2
+"""Wait after a failed attempt to lead: a job without a leader stands still, and an attempt is three small requests."""
 
 
 def check_key(key: str) -> str:
     """Return `key` if every store can hold it: parts of printable characters with single slashes between them.
 
     Raises:
-        SettingsError: no key can look like this.
+        SettingsError: No key can look like this.
     """
     if not isinstance(key, str) or not key or any(part in ("", ".", "..") for part in key.split("/")):
         raise SettingsError(f"store key {key!r:.80}: expected parts separated by '/', none of them empty, '.' or '..'")
@@ -64,7 +83,7 @@ def check_prefix(prefix: str) -> str:
     """Return `prefix` if keys can begin with it.
 
     Raises:
-        SettingsError: no key can begin like this.
+        SettingsError: No key can begin like this.
     """
     whole_parts = prefix.split("/")[:-1] if isinstance(prefix, str) else [""]
     if any(part in ("", ".", "..") for part in whole_parts):
@@ -76,7 +95,7 @@ def check_value(value: bytes) -> bytes:
     """Return `value` if it is bytes, and no more than `MAX_VALUE_BYTES`.
 
     Raises:
-        SettingsError: it is not.
+        SettingsError: It is not.
     """
     if not isinstance(value, bytes):
         raise SettingsError(f"a store value must be bytes, not {type(value).__name__}")
@@ -89,6 +108,16 @@ def _check_text(text: str) -> str:
     if not text.isprintable() or len(text) > MAX_KEY_CHARS:
         raise SettingsError(f"store key {text!r:.80}: at most {MAX_KEY_CHARS} printable characters are possible")
     return text
+
+
+def retry_s(ttl_s: float) -> float:
+    """Return how long to wait after a failed renewal of a lease of that length."""
+    return min(ttl_s / RENEWALS / 2, _RETRY_S)
+
+
+def held_by_another(key: str) -> ConflictError:
+    """Return the error for a write of a key that belongs to another lease."""
+    return ConflictError(f"key {key!r} is held by another lease: it can be written with that one only")
 
 
 @dataclass(frozen=True)
@@ -107,6 +136,9 @@ class Entry:
     version: int
 
 
+Entries = Mapping[str, Entry]
+
+
 @dataclass(frozen=True)
 class StoreSnapshot:
     """All entries under a prefix at a moment.
@@ -117,95 +149,11 @@ class StoreSnapshot:
             (none if the store has not answered yet).
     """
 
-    entries: Mapping[str, Entry]
+    entries: Entries
     stale: str = ""
 
 
-class Closing(abc.ABC):
-    """An object that is closed when it is no longer needed, by `close` or at the end of a `with` block."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Release everything. May be called twice, from any thread, and by signal handlers."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Lease(Closing):
-    """A sign of life that keys can belong to, renewed by a background thread until it is closed.
-
-    The thread renews four times per lease length, so three renewals in a row may fail. `close` ends the lease at once
-    and deletes its keys. If the store does not answer then, a warning is logged, and the lease expires by itself.
-    """
-
-    @property
-    @abc.abstractmethod
-    def lost(self) -> bool:
-        """Whether the lease has expired or may have, and its keys with it.
-
-        Compares clocks of this process only, and asks the store nothing. The holder's clock starts when it asks for a
-        renewal, the store's when it answers, so the holder notices first. Once True it stays True, even after the
-        whole process was paused; ask for a new lease then. True after `close`.
-        """
-
-    @property
-    @abc.abstractmethod
-    def late_at(self) -> float:
-        """When a renewal was last late, in seconds of `time.monotonic()`: -inf if never, now while one is late.
-
-        A renewal is late if it comes more than half the lease length after the one before. Whatever delayed it, a store
-        that is away or a machine that stood still, may also have ended the leases of others who are alive.
-        """
-
-
-class Election(Closing):
-    """A candidate for a name; at most one candidate leads at a time.
-
-    A background thread campaigns: it creates the key `elections/NAME` under a lease of its own whenever that key does
-    not exist. A candidate that lost its lease campaigns again by itself, also after its store was away. `close` steps
-    down, and another candidate leads about a second later at most, on a store that answers.
-    """
-
-    @property
-    @abc.abstractmethod
-    def is_leader(self) -> bool:
-        """Whether this candidate leads now; asks the store nothing.
-
-        False from the moment its lease may have expired, before any other candidate can lead. Check it before every
-        write that only a leader may make. A write that takes longer than the rest of the lease may still come late, so
-        use `compare_and_set` for it. False after `close`.
-        """
-
-    @abc.abstractmethod
-    def leader(self) -> bytes | None:
-        """Ask the store who leads.
-
-        Returns:
-            The value that the leader campaigns with; None while there is no leader.
-
-        Raises:
-            DiscoveryError: the store cannot be reached.
-        """
-
-    @abc.abstractmethod
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until this candidate leads.
-
-        Args:
-            timeout_s: Seconds to wait; None for as long as it takes.
-
-        Returns:
-            True if it leads; False if `timeout_s` passed, or it was closed meanwhile.
-        """
-
-
-class StoreWatch(Closing):
+class StoreWatch(FollowedWatch[Entries, StoreSnapshot]):
     """Snapshots of a prefix as it changes.
 
     - The first `get` returns the present state as soon as the store has answered, even if it is empty.
@@ -217,26 +165,241 @@ class StoreWatch(Closing):
     - While the store cannot be reached, a snapshot has `stale` set and the entries known last. The watch goes on by
       itself: when the store answers again, a snapshot with `stale` empty follows.
     - If several threads call `get`, each snapshot may go to only one of them.
+
+    Args:
+        follower: Follows the prefix in the backend.
     """
 
-    @abc.abstractmethod
-    def get(self, timeout_s: float | None = None) -> StoreSnapshot | None:
-        """Wait for a snapshot that differs from the one returned last.
+    def __init__(self, follower: Follower[Entries]) -> None:
+        self._last: Entries = {}
+        super().__init__(follower, self._remember, lambda reason: StoreSnapshot(self._last, stale=reason))
 
-        Args:
-            timeout_s: Seconds to wait; 0 looks without waiting, None waits as long as it takes.
+    def _remember(self, entries: Entries) -> StoreSnapshot:
+        self._last = entries
+        return StoreSnapshot(entries)
+
+
+class Claim(abc.ABC):
+    """A lease in a backend, which lasts only as long as it is renewed. Its methods may raise DiscoveryError.
+
+    Attributes:
+        granted: A monotonic time before it was granted, so that the holder's clock runs ahead of the backend's.
+    """
+
+    def __init__(self) -> None:
+        self.granted = time.monotonic()
+
+    @abc.abstractmethod
+    def renew(self) -> bool:
+        """Renew; False if it has expired."""
+
+    @abc.abstractmethod
+    def withdraw(self) -> None:
+        """End it now, with its keys, and release what this object holds. Called once."""
+
+
+class Lease(Resource):
+    """A sign of life that keys can belong to, renewed by a background thread until it is closed.
+
+    The thread renews four times per lease length, so three renewals in a row may fail. `close` ends the lease at once
+    and deletes its keys. If the store does not answer then, a warning is logged, and the lease expires by itself.
+
+    Args:
+        claim: Granted by the backend just now.
+        ttl_s: Seconds after the last renewal until it expires.
+    """
+
+    def __init__(self, claim: Claim, ttl_s: float) -> None:
+        super().__init__()
+        self.claim = claim
+        self._ttl_s = ttl_s
+        self._expires = claim.granted + ttl_s
+        self._late_at = -math.inf
+        self._forfeited = False
+        self._renew_at = time.monotonic() + ttl_s / RENEWALS
+        self._own(BackgroundLoop("edl-lease", self._step))
+
+    @property
+    def lost(self) -> bool:
+        """Whether the lease has expired or may have, and its keys with it.
+
+        Compares clocks of this process only, and asks the store nothing. The holder's clock starts when it asks for a
+        renewal, the store's when it answers, so the holder notices first. Once True it stays True, even after the
+        whole process was paused; ask for a new lease then. True after `close`.
+        """
+        if not self._closed:
+            self._check_process()
+        # Looks at the clock every time: after a pause of the process, the thread may not have noticed yet.
+        if self._closed or time.monotonic() >= self._expires:
+            self._forfeited = True
+        return self._forfeited
+
+    @property
+    def late_at(self) -> float:
+        """When a renewal was last late, in seconds of `time.monotonic()`: -inf if never, now while one is late.
+
+        A renewal is late if it comes more than half the lease length after the one before. Whatever delayed it, a store
+        that is away or a machine that stood still, may also have ended the leases of others who are alive.
+        """
+        self._record_lateness()
+        return self._late_at
+
+    def forfeit(self) -> None:
+        """Note that the store says that the lease is gone."""
+        self._forfeited = True
+
+    def _record_lateness(self) -> None:
+        now = time.monotonic()
+        if now > self._expires - self._ttl_s / 2:
+            self._late_at = now
+
+    def _step(self) -> float | None:
+        asked = time.monotonic()
+        if asked < self._renew_at:  # it has just been granted
+            return self._renew_at - asked
+        if self.lost:
+            return None
+        try:
+            if not self.claim.renew():
+                self._forfeited = True
+                log.warning("a lease of %g s has expired", self._ttl_s)
+                return None
+        except DiscoveryError as exc:
+            log.debug("a lease of %g s could not be renewed: %s", self._ttl_s, exc)
+            return retry_s(self._ttl_s)
+        if not self.lost:
+            self._record_lateness()
+            self._expires = asked + self._ttl_s
+        return self._ttl_s / RENEWALS
+
+    def _release(self) -> None:
+        try:
+            self.claim.withdraw()
+        except (DiscoveryError, ClosedError) as exc:  # another thread may close the store at this moment
+            log.warning("a lease could not be given up, it expires within %g s: %s", self._ttl_s, exc)
+
+
+class Election(Resource):
+    """A candidate for a name; at most one candidate leads at a time.
+
+    A background thread campaigns: it creates the key `elections/NAME` under a lease of its own whenever that key does
+    not exist. A candidate that lost its lease campaigns again by itself, also after its store was away. `close` steps
+    down, and another candidate leads about a second later at most, on a store that answers.
+
+    Args:
+        store: Where the candidates compete.
+        name: What they compete for.
+        value: Tells others who leads.
+        ttl_s: Length of the candidate's lease in seconds.
+    """
+
+    def __init__(self, store: Store, name: str, value: bytes, ttl_s: float) -> None:
+        super().__init__()
+        self._store = store
+        self._key = check_key(f"elections/{name}")
+        self._value = value
+        self._ttl_s = ttl_s
+        self._lease: Lease | None = None
+        self._written: int | None = None  # the version of the key that this candidate wrote, under its present lease
+        self._leads = False
+        self._changed = Notifier()  # a signal handler may close this in the middle of `wait`
+        self._watch: StoreWatch = self._own(store.watch(self._key))
+        self._own(BackgroundLoop("edl-election", self._campaign, self._watch.close))
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this candidate leads now; asks the store nothing.
+
+        False from the moment its lease may have expired, before any other candidate can lead. Check it before every
+        write that only a leader may make. A write that takes longer than the rest of the lease may still come late, so
+        use `compare_and_set` for it. False after `close`.
+        """
+        if not self._closed:
+            self._check_process()
+        lease = self._lease
+        return self._leads and lease is not None and not lease.lost and not self._closed
+
+    def leader(self) -> bytes | None:
+        """Ask the store who leads.
 
         Returns:
-            The newest snapshot; None if `timeout_s` passed without a change, or the watch or its store was closed.
+            The value that the leader campaigns with; None while no candidate leads.
+
+        Raises:
+            DiscoveryError: The store cannot be reached.
         """
+        self._check()
+        entry = self._store.get(self._key)
+        return None if entry is None else entry.value
 
-    def __iter__(self) -> Iterator[StoreSnapshot]:
-        """Yield snapshots, waiting for each, until the watch is closed."""
-        while (snapshot := self.get()) is not None:
-            yield snapshot
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until this candidate leads.
+
+        Args:
+            timeout_s: Seconds to wait; None for as long as it takes.
+
+        Returns:
+            True if it leads; False if `timeout_s` passed, or it was closed during the wait.
+        """
+        self._check()
+        self._changed.wait_for(lambda: self._closed or self.is_leader, timeout_s)
+        return not self._closed and self.is_leader
+
+    def _campaign(self) -> float | None:
+        try:
+            self._try()
+        except (DiscoveryError, LeaseLostError) as exc:
+            log.debug("election %s: %s", self._key, exc)
+            return _CAMPAIGN_S
+        except ClosedError:  # the store is being closed, and this candidate with it
+            return None
+        # The watch only wakes this thread; the store itself is asked for the state. A key that came and went between
+        # two looks is missed by the watch, hence a second at most.
+        self._watch.get(min(self._ttl_s / 4, 1.0))
+        return 0.0
+
+    def _try(self) -> None:
+        """Find out whether this candidate leads; take the key if it is free."""
+        if self._lease is None or self._lease.lost:
+            self._drop_lease()
+            self._lease = self._store.lease(self._ttl_s)
+        entry = self._store.get(self._key)
+        if entry is not None:
+            # Also after a look that did not find it: a server that has just started may answer with an older state.
+            self._set_leads(entry.version == self._written)
+            return
+        self._leads = False
+        try:
+            entry = self._store.compare_and_set(self._key, self._value, None, self._lease)
+        except DiscoveryError:
+            # The write may have happened all the same, and then no process would know who leads: give up the key with
+            # its lease.
+            self._drop_lease()
+            raise
+        if entry is not None:
+            self._written = entry.version
+            self._set_leads(True)
+
+    def _set_leads(self, leads: bool) -> None:
+        self._leads = leads
+        self._changed.notify()
+
+    def _drop_lease(self) -> None:
+        self._leads, self._written = False, None
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    def _halt(self) -> None:
+        self._changed.notify()
+
+    def _release(self) -> None:
+        self._leads = False
+        if self._lease is not None:
+            self._lease.close()
 
 
-class Store(Closing):
+class Store(Resource, abc.ABC):
     """Keys and values that processes on several machines share.
 
     A key is text of at most 512 printable characters: one or more parts with single slashes between them, none of them
@@ -253,7 +416,6 @@ class Store(Closing):
     A write that raises `DiscoveryError` may or may not have happened: read the key, or use `compare_and_set`.
     """
 
-    @abc.abstractmethod
     def lease(self, ttl_s: float = 10.0) -> Lease:
         """Make a lease that keys can belong to, and renew it until it is closed.
 
@@ -265,11 +427,13 @@ class Store(Closing):
             The lease.
 
         Raises:
-            DiscoveryError: the store cannot be reached.
+            DiscoveryError: The store cannot be reached.
             SettingsError: `ttl_s` is out of range.
         """
+        self._check()
+        ttl_s = check_ttl(ttl_s)
+        return self._own(Lease(self.grant(ttl_s), ttl_s))
 
-    @abc.abstractmethod
     def get(self, key: str) -> Entry | None:
         """Read a key.
 
@@ -277,13 +441,14 @@ class Store(Closing):
             key: The key.
 
         Returns:
-            Its entry; None if there is no such key.
+            Its entry; None if the key does not exist.
 
         Raises:
-            DiscoveryError: the store cannot be reached. Never raised because there is no such key.
+            DiscoveryError: The store cannot be reached. Never raised because the key does not exist.
         """
+        self._check()
+        return self.read(check_key(key))
 
-    @abc.abstractmethod
     def list(self, prefix: str) -> list[Entry]:
         """Read all keys under a prefix, as they were at one moment.
 
@@ -294,10 +459,11 @@ class Store(Closing):
             Their entries, sorted by key; empty if there are none.
 
         Raises:
-            DiscoveryError: the store cannot be reached. Never answered with an empty list.
+            DiscoveryError: The store cannot be reached. Never answered with an empty list.
         """
+        self._check()
+        return [*self.read_all(check_prefix(prefix))]
 
-    @abc.abstractmethod
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> Entry:
         """Set a key, whether it exists or not.
 
@@ -312,12 +478,15 @@ class Store(Closing):
 
         Raises:
             LeaseLostError: `lease` is lost.
-            ConflictError: the key belongs to a live lease other than `lease`.
+            ConflictError: The key belongs to a live lease other than `lease`.
             SettingsError: `lease` is another store's.
-            DiscoveryError: the store cannot be reached.
+            DiscoveryError: The store cannot be reached.
         """
+        entry = self._write(key, value, None, lease)
+        if entry is None:
+            raise DiscoveryError(f"{self!r} compared a version, which it was not asked to")
+        return entry
 
-    @abc.abstractmethod
     def compare_and_set(self, key: str, value: bytes, version: int | None, lease: Lease | None = None) -> Entry | None:
         """Set a key only if it has not changed since its version was read.
 
@@ -333,12 +502,33 @@ class Store(Closing):
 
         Raises:
             LeaseLostError: `lease` is lost.
-            ConflictError: the version is right, but the key belongs to a live lease other than `lease`.
+            ConflictError: The version is right, but the key belongs to a live lease other than `lease`.
             SettingsError: `lease` is another store's.
-            DiscoveryError: the store cannot be reached.
+            DiscoveryError: The store cannot be reached.
         """
+        if version is not None and version < 1:  # no key has that version, and 0 would tell `write` another thing
+            self._check()
+            check_key(key)
+            check_value(value)
+            return None
+        return self._write(key, value, version or 0, lease)
 
-    @abc.abstractmethod
+    def _write(self, key: str, value: bytes, expected: int | None, lease: Lease | None) -> Entry | None:
+        self._check()
+        check_key(key)
+        check_value(value)
+        if lease is None:
+            return self.write(key, value, expected, None)
+        if not isinstance(lease, Lease) or not self.owns(lease.claim):
+            raise SettingsError(f"{lease!r} is not a lease of {self!r}")
+        if lease.lost:
+            raise LeaseLostError("the lease has expired")
+        try:
+            return self.write(key, value, expected, lease.claim)
+        except LeaseLostError:
+            lease.forfeit()
+            raise
+
     def delete(self, key: str, version: int | None = None) -> bool:
         """Delete a key, whichever lease it belongs to.
 
@@ -350,10 +540,12 @@ class Store(Closing):
             Whether the key existed at that version, and was deleted.
 
         Raises:
-            DiscoveryError: the store cannot be reached.
+            DiscoveryError: The store cannot be reached.
         """
+        self._check()
+        check_key(key)
+        return (version is None or version > 0) and self.remove(key, version)
 
-    @abc.abstractmethod
     def watch(self, prefix: str) -> StoreWatch:
         """Follow all keys under a prefix until the watch is closed.
 
@@ -365,8 +557,9 @@ class Store(Closing):
         Returns:
             The watch, which has a thread of its own.
         """
+        self._check()
+        return self._own(StoreWatch(self.follow(check_prefix(prefix))))
 
-    @abc.abstractmethod
     def elect(self, name: str, value: bytes, ttl_s: float = 10.0) -> Election:
         """Campaign for a name in the background, until the election is closed. Does not wait for the store.
 
@@ -377,4 +570,78 @@ class Store(Closing):
 
         Returns:
             The election, in which this process is a candidate from now on.
+        """
+        self._check()
+        return self._own(Election(self, name, check_value(value), check_ttl(ttl_s)))
+
+    # --- What a backend implements. Arguments have been checked; what is raised is one of EDL's errors. ---
+
+    @abc.abstractmethod
+    def grant(self, ttl_s: float) -> Claim:
+        """Return a new lease in the backend, which lasts `ttl_s` seconds after each renewal.
+
+        Args:
+            ttl_s: Its length.
+        """
+
+    @abc.abstractmethod
+    def owns(self, claim: Claim) -> bool:
+        """Return whether this store can use a claim.
+
+        Args:
+            claim: Granted by some store, perhaps of another server or file.
+        """
+
+    @abc.abstractmethod
+    def read(self, key: str) -> Entry | None:
+        """Return a key's entry; None if the key does not exist.
+
+        Args:
+            key: The key.
+        """
+
+    @abc.abstractmethod
+    def read_all(self, prefix: str) -> Sequence[Entry]:
+        """Return all entries under a prefix, sorted by key.
+
+        Args:
+            prefix: What the keys begin with.
+        """
+
+    @abc.abstractmethod
+    def write(self, key: str, value: bytes, expected: int | None, claim: Claim | None) -> Entry | None:
+        """Write a key.
+
+        Args:
+            key: The key.
+            value: Its value.
+            expected: The version that the key must have; 0 if it must not exist, None for any.
+            claim: The lease that the key belongs to from now on; None for no lease.
+
+        Returns:
+            The new entry; None if the key has another version.
+
+        Raises:
+            ConflictError: Another claim holds the key.
+            LeaseLostError: The claim has expired.
+        """
+
+    @abc.abstractmethod
+    def remove(self, key: str, version: int | None) -> bool:
+        """Delete a key.
+
+        Args:
+            key: The key.
+            version: The version that the key must have; None for any.
+
+        Returns:
+            Whether it existed at that version, and was deleted.
+        """
+
+    @abc.abstractmethod
+    def follow(self, prefix: str) -> Follower[Entries]:
+        """Return what follows all keys under a prefix. Does not wait for the backend.
+
+        Args:
+            prefix: What the keys begin with.
         """

@@ -1,4 +1,7 @@
-"""From a URL to a registry or a store. Implementations are imported when a URL names them, never before."""
+"""From a URL to a registry or a store. A backend is imported when a URL names it, never before.
+
+A further backend needs its scheme in `_SCHEMES` and `_ACCEPTED`, its port in `_PORTS`, and a branch in `_open`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import re
 from typing import Final
 from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
-from edl.discovery.base_store import BaseStore
 from edl.discovery.registry import KeyRegistry, Registry
 from edl.discovery.store import Store
 from edl.errors import SettingsError
@@ -27,7 +29,7 @@ _CONSUL: Final = ("consul", "consul+https")
 _ETCD: Final = ("etcd", "etcd+https")
 _SCHEMES: Final = ("sqlite", *_CONSUL, *_ETCD, "edl")
 _PORTS: Final = {"consul": 8500, "consul+https": 8501, "etcd": 2379, "etcd+https": 2379, "edl": 29400}
-"""Of URLs that name none. The clients know them too, but importing those here would import their libraries."""
+"""Default ports. The clients know them too, but importing those here would import their libraries."""
 
 
 def open_registry(url: str, *, timeout_s: float = 5.0, credentials: Credentials | None = None) -> Registry:
@@ -45,18 +47,16 @@ def open_registry(url: str, *, timeout_s: float = 5.0, credentials: Credentials 
         The registry, which the caller closes.
 
     Raises:
-        SettingsError: the URL cannot be used, or the file is not EDL's.
-        DiscoveryError: the file cannot be opened just now.
+        SettingsError: The URL cannot be used, or the file is not EDL's.
+        DiscoveryError: The file cannot be opened just now.
     """
     scheme, parts = _split(url, timeout_s)
     if scheme in _CONSUL:
-        from edl.discovery.consul.client import ConsulTarget
-        from edl.discovery.consul.registry import ConsulRegistry
+        from edl.discovery.consul import ConsulRegistry, ConsulTarget
 
         return ConsulRegistry(ConsulTarget.of(parts, timeout_s))
     if scheme in _ETCD:
-        from edl.discovery.etcd.client import EtcdTarget
-        from edl.discovery.etcd.store import REGISTRY_ROOT, EtcdStore
+        from edl.discovery.etcd import REGISTRY_ROOT, EtcdStore, EtcdTarget
 
         return KeyRegistry(EtcdStore(EtcdTarget.of(parts, timeout_s), REGISTRY_ROOT))
     return KeyRegistry(_open(scheme, parts, url, timeout_s, credentials))
@@ -77,23 +77,23 @@ def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | N
     Args:
         url: Where the store is.
         timeout_s: Seconds that a request may take before it is an error.
-        credentials: What an `edl://` server is shown, and what it is checked against: mutual TLS if CA, certificate and
-            key are set, and tokens. None for those of the environment (`EDL_TLS_CA`, ...).
+        credentials: Mutual TLS with an `edl://` server, if CA, certificate and key are set, and a token for it. None
+            for those of the environment (`EDL_TLS_CA`, ...).
 
     Returns:
         The store, which the caller closes.
 
     Raises:
-        SettingsError: the URL cannot be used, or the file is not EDL's.
-        DiscoveryError: the file cannot be opened just now.
+        SettingsError: The URL cannot be used, or the file is not EDL's.
+        DiscoveryError: The file cannot be opened just now.
     """
     scheme, parts = _split(url, timeout_s)
     return _open(scheme, parts, url, timeout_s, credentials)
 
 
-def _open(scheme: str, parts: SplitResult, url: str, timeout_s: float, credentials: Credentials | None) -> BaseStore:
+def _open(scheme: str, parts: SplitResult, url: str, timeout_s: float, credentials: Credentials | None) -> Store:
     if scheme == "sqlite":
-        from edl.discovery.sqlite.store import SqliteStore
+        from edl.discovery.sqlite import SqliteStore
 
         return SqliteStore(_path(url, parts), timeout_s=timeout_s)
     if scheme == "edl":
@@ -101,13 +101,11 @@ def _open(scheme: str, parts: SplitResult, url: str, timeout_s: float, credentia
 
         return ServedStore(ServedTarget.of(parts, timeout_s, credentials))
     if scheme in _ETCD:
-        from edl.discovery.etcd.client import EtcdTarget
-        from edl.discovery.etcd.store import EtcdStore
+        from edl.discovery.etcd import EtcdStore, EtcdTarget
 
         return EtcdStore(EtcdTarget.of(parts, timeout_s))
     assert scheme in _CONSUL, f"no store is opened for {scheme}"
-    from edl.discovery.consul.client import ConsulTarget
-    from edl.discovery.consul.store import ConsulStore
+    from edl.discovery.consul import ConsulStore, ConsulTarget
 
     return ConsulStore(ConsulTarget.of(parts, timeout_s))
 
@@ -134,11 +132,7 @@ def identify_store(url: str) -> str:
 
 
 def identify_server(scheme: str, member: str) -> str:
-    """Return host and port of a store's server in one spelling.
-
-    Raises:
-        ValueError: `member` is no host with an optional port.
-    """
+    """Return host and port of a store's server in one spelling; raise ValueError if `member` has no host."""
     parts = urlsplit(f"//{member}")
     host = parts.hostname
     if not host:
@@ -158,7 +152,7 @@ def servers_of(url: str) -> list[tuple[str, int | None]]:
 def _split(url: str, timeout_s: float) -> tuple[str, SplitResult]:
     if not 0 < timeout_s < float("inf"):
         raise SettingsError(f"timeout_s={timeout_s!r}: must be a finite number above 0")
-    # Somebody may have put a token into it, so what is shown ends before the query and begins after an "@".
+    # A user may have put a token into it, so what is shown ends before the query and begins after an "@".
     shown = re.sub(r"//[^/]*@", "//", url.partition("?")[0])
     try:
         parts = urlsplit(url)

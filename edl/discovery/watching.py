@@ -1,15 +1,17 @@
-"""Watches: a thread follows a backend and leaves the newest state in a slot, where `get` picks it up.
+"""Watches: a thread follows a backend and keeps the newest state, which `get` hands out.
 
-A backend says how to follow it by a `Follower`; everything else (the thread, retries, what a reader sees meanwhile) is
-the same for all of them.
+A backend says how to follow it by a `Follower`. The thread, its retries and what a reader sees during an outage are the
+same for all backends.
 """
 
 from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Final, Generic, TypeVar
+
+from typing_extensions import override
 
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
@@ -17,7 +19,7 @@ from edl.discovery.resource import Resource
 from edl.errors import ClosedError, DiscoveryError
 from edl.notifier import Notifier
 
-__all__ = ["FollowedWatch", "Follower", "LatestValue", "query_wait_s"]
+__all__ = ["FollowedWatch", "Follower", "Snapshots", "query_wait_s"]
 
 QUERY_S = 10.0
 """How long a server may hold a blocking query. If it hangs, a watch notices after this and a request's timeout."""
@@ -29,46 +31,32 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-class LatestValue(Generic[T]):
-    """A slot for the newest value only: a slow reader skips values, and never holds up the writer.
+class Snapshots(Resource, abc.ABC, Generic[S]):
+    """States of something that changes, until it is closed."""
 
-    A signal handler may call `put` and `close`, also in the middle of `take`.
-    """
+    @abc.abstractmethod
+    def get(self, timeout_s: float | None = None) -> S | None:
+        """Wait for a snapshot that differs from the one returned last.
 
-    def __init__(self) -> None:
-        self._changed = Notifier()
-        self._value: T | None = None
-        self._taken: T | None = None
-        self._closed = False
+        Args:
+            timeout_s: Seconds to wait; 0 looks without waiting, None waits as long as it takes.
 
-    def put(self, value: T) -> None:
-        """Make `value` the newest."""
-        self._value = value
-        self._changed.notify()
+        Returns:
+            The newest snapshot; None if `timeout_s` passed without a change, or the watch was closed, by itself or with
+            the store or registry that it belongs to.
+        """
 
-    def take(self, timeout_s: float | None = None) -> T | None:
-        """Wait for a value that differs from the one taken last; None after `timeout_s`, or when the slot is closed."""
-        self._changed.wait_for(lambda: self._closed or self._is_new(self._value), timeout_s)
-        value = self._value
-        if self._closed or not self._is_new(value):
-            return None
-        self._taken = value
-        return value
-
-    def close(self) -> None:
-        """End every wait, now and later."""
-        self._closed = True
-        self._changed.notify()
-
-    def _is_new(self, value: T | None) -> bool:
-        return value is not None and value != self._taken
+    def __iter__(self) -> Iterator[S]:
+        """Yield snapshots, waiting for each, until the watch is closed."""
+        while (snapshot := self.get()) is not None:
+            yield snapshot
 
 
 class Follower(abc.ABC, Generic[T]):
     """Follows something in a backend, over a connection of its own; one thread calls `next`.
 
     Attributes:
-        pause_s: how long the watch waits between two calls, so that one query reads several quick changes together.
+        pause_s: Seconds that the watch waits between two calls, so that one query reads several quick changes together.
     """
 
     pause_s: ClassVar[float] = 0.0
@@ -78,11 +66,11 @@ class Follower(abc.ABC, Generic[T]):
         """Return the state: at once the first time and after an error, then when it may have changed.
 
         Args:
-            wait_s: return after that many seconds in any case; None for whatever suits the backend.
+            wait_s: Seconds after which to return in any case; None for whatever suits the backend.
 
         Raises:
-            DiscoveryError: the backend does not answer.
-            ClosedError: this was closed.
+            DiscoveryError: The backend does not answer.
+            ClosedError: This was closed.
         """
 
     @abc.abstractmethod
@@ -95,14 +83,15 @@ def query_wait_s(wait_s: float | None) -> float:
     return round(QUERY_S if wait_s is None else min(QUERY_S, wait_s), 3)
 
 
-class FollowedWatch(Resource, Generic[T, S]):
-    """Fills a `LatestValue` with what a reader is to see.
+class FollowedWatch(Snapshots[S], Generic[T, S]):
+    """Keeps the newest snapshot only: a slow reader skips some, and never holds up the thread that follows.
 
     Args:
-        follower: closed with this watch.
-        answered: turns a state into what the reader sees.
-        failed: turns the reason of a failure into what the reader sees.
-        recheck_at: the monotonic time at which `answered` must be called again even without a change; None for never.
+        follower: Closed with this watch.
+        answered: Turns a state into a snapshot.
+        failed: Turns the reason of a failure into a snapshot.
+        recheck_at: Returns the monotonic time at which `answered` must be called again even without a change; None for
+            never.
     """
 
     def __init__(
@@ -118,30 +107,41 @@ class FollowedWatch(Resource, Generic[T, S]):
         self._failed = failed
         self._recheck_at = recheck_at
         self._backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S, jitter=0.5)
-        self._newest: LatestValue[S] = LatestValue()
+        self._changed = Notifier()  # a signal handler may close this in the middle of `get`
+        self._newest: S | None = None
+        self._taken: S | None = None
         self._own(BackgroundLoop("edl-watch", self._step, follower.close))
 
+    @override
     def get(self, timeout_s: float | None = None) -> S | None:
-        """See `StoreWatch.get` and `Watch.get`."""
         if not self._closed:
             self._check()
-        return self._newest.take(timeout_s)
+        self._changed.wait_for(lambda: self._closed or self._is_news(self._newest), timeout_s)
+        newest = self._newest
+        if self._closed or not self._is_news(newest):
+            return None
+        self._taken = newest
+        return newest
+
+    def _is_news(self, snapshot: S | None) -> bool:
+        return snapshot is not None and snapshot != self._taken
 
     def _halt(self) -> None:
-        self._newest.close()
+        self._changed.notify()
 
     def _step(self) -> float | None:
         recheck_at = self._recheck_at()
         wait_s = None if recheck_at is None else max(0.1, recheck_at - time.monotonic())
         try:
-            found = self._follower.next(wait_s)
+            self._newest = self._answered(self._follower.next(wait_s))
+            pause_s = self._follower.pause_s
+            self._backoff.reset()
         except ClosedError:
             return None
         except DiscoveryError as exc:
             if self._closed:
                 return None
-            self._newest.put(self._failed(str(exc)))
-            return self._backoff.next_wait_s()
-        self._backoff.reset()
-        self._newest.put(self._answered(found))
-        return self._follower.pause_s
+            self._newest = self._failed(str(exc))
+            pause_s = self._backoff.next_wait_s()
+        self._changed.notify()
+        return pause_s

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
 from edl.background import BackgroundLoop
 from edl.discovery import Registry, Snapshot, open_registry, open_store
@@ -174,6 +175,8 @@ def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
 def fixed_instance(endpoint: str) -> Instance:
     """Return an endpoint, `host:port` or `unix:/path`, as an instance."""
     if not _is_endpoint(endpoint):
+        if "://" in endpoint:
+            raise SettingsError(f"teacher {endpoint!r}: a URL; did you mean {urlsplit(endpoint).netloc!r} (host:port)?")
         other = " (name a service with Teachers(service=...) or set_dynamic_teacher)" if is_service(endpoint) else ""
         raise SettingsError(f"teacher {endpoint!r}: expected host:port, such as 10.0.0.7:8500{other}")
     if endpoint.startswith("unix:"):
@@ -186,7 +189,7 @@ def _is_endpoint(text: str) -> bool:
     if text.startswith("unix:"):
         return True
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+    return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
 
 
 class TeacherWatcher:
@@ -255,7 +258,7 @@ class TeacherWatcher:
             with self._registry.watch(service) as watch:
                 self._pass_on(service, watch.get)
             return
-        from edl.discovery.balance.group import BalanceGroup
+        from edl.discovery.group import BalanceGroup
 
         store = open_store(self._url)
         try:

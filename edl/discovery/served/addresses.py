@@ -8,7 +8,6 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from edl.errors import DiscoveryError, SettingsError
@@ -51,12 +50,7 @@ class ListenAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def check_free(self) -> None:
-        """Find out whether a server can listen here; gRPC does not say why it cannot.
-
-        Raises:
-            PortTakenError: another program listens here.
-            SettingsError: it cannot for another reason.
-        """
+        """Raise PortTakenError or SettingsError if a server cannot listen here; gRPC does not say why it cannot."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -91,9 +85,9 @@ def is_loopback(host: str) -> bool:
 
 
 def is_own_host(host: str) -> bool:
-    """Whether `host` is this host: by its name as torch's c10d decides it, or by an address of any of its interfaces.
+    """Return whether `host` names this host, as torch's c10d decides it, or is an address of any of its interfaces.
 
-    A name that cannot be resolved now is not; ask again.
+    A name that cannot be resolved now does not; ask again.
     """
     if is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):
         return True
@@ -105,30 +99,17 @@ def is_own_host(host: str) -> bool:
 
 
 def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
-    """Only a host's own addresses can be bound to, unless the system was told to allow others."""
-    version = "ipv6" if family == socket.AF_INET6 else "ipv4"
-    allowed = Path(f"/proc/sys/net/{version}/ip_nonlocal_bind")
-    try:
-        if allowed.read_text().strip() not in ("", "0"):
-            return _leads_here(family, address)
-    except OSError:
-        pass
+    """Return whether this host can bind to an address.
+
+    Only its own ones, unless the system allows others (`ip_nonlocal_bind`): then an agent that serves a store finds out
+    when its client reaches another one (`edl.collective.agent.command_line.served_store`).
+    """
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address[0], 0, *address[2:]))
     except OSError:
         return False
     return True
-
-
-def _leads_here(family: int, address: tuple[object, ...]) -> bool:
-    """Whether the way to an address begins at that address. Sends nothing. Misses second addresses of an interface."""
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address[0], 1, *address[2:]))
-            return bool(probe.getsockname()[0] == address[0])
-    except OSError:
-        return False
 
 
 def outward_address(servers: Iterable[str]) -> str:
@@ -151,12 +132,9 @@ def outward_address(servers: Iterable[str]) -> str:
 
 
 class Diagnosis(NamedTuple):
-    """The result of a connection.
+    """What a connection found out: the remedy, empty if a gRPC server answers.
 
-    Attributes:
-        words: The remedy; empty if a gRPC server answers.
-        final: Whether it will not pass by itself.
-        connected: Whether something listens there.
+    `final` says that it will not pass by itself, `connected` that something listens there.
     """
 
     words: str

@@ -19,19 +19,19 @@ from edl.discovery.served.server import StoreServer
 from edl.errors import DiscoveryError, SettingsError
 from edl.protocol.tls.credentials import CredentialFiles
 
-__all__ = ["KEPT", "StoreHost"]
+__all__ = ["KEPT", "FileLock", "StoreHost"]
 
 logger = logging.getLogger(__name__)
 
 KEPT: Final = "keep/"
-"""Keys with this prefix say that the store is needed after its server has ended, and its file is to stay."""
+"""Prefix of keys which say that the store is needed after its server has ended, so its file stays."""
 
 _LOOK_S: Final = 0.1
-"""How soon another process of this host serves where one died. A look is one call of `flock`."""
+"""How soon another process of this host takes over from one that died. A check is one call of `flock`."""
 _PORT_AGAIN_S: Final = 1.0
-"""Between two attempts to listen where another program has the port, or its last connections linger."""
+"""Wait between two attempts to listen while another program has the port, or its last connections linger."""
 _END_S: Final = 2.0
-"""How long others may take to end as well, before one of them is to serve, or a line says that this process stays."""
+"""How long other processes may take to end as well. After that another one serves, or this one says that it goes on."""
 _HAND_OVER_S: Final = 10.0
 """How long another process may take to begin to serve: it looks every 0.1 s, and opens a file in memory."""
 
@@ -49,7 +49,7 @@ class StoreHost(Resource):
         began: Called when this process begins to serve.
 
     Raises:
-        SettingsError: this host cannot serve there at all.
+        SettingsError: This host cannot serve there at all.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class StoreHost(Resource):
         name = f"{address.port}-{_namespace()}"
         folder = _folder()
         self.path: Final = folder / f"{name}.sqlite"
-        self._serving = _Lock(folder / f"{name}.serving")
-        self._waiting = _Lock(folder / f"{name}.waiting")
+        self._serving = FileLock(folder / f"{name}.serving")
+        self._waiting = FileLock(folder / f"{name}.waiting")
         self._is_waiting = self._waiting.take(fcntl.LOCK_SH)
         try:
             self._attempt()
@@ -81,14 +81,14 @@ class StoreHost(Resource):
         return "" if server is None else server.name
 
     def leave(self, say: Callable[[str], None], patience_s: float) -> None:
-        """Stop serving, as soon as no client is left or another process of this host goes on; at once if none is here.
+        """Stop serving as soon as no client is left, or another process of this host goes on.
 
-        Clients that are left would lose the store, and their job with it. The last removes the file, unless keys that
-        begin with `KEPT` say that clients will come for it: then it waits so long for them, and leaves the file.
+        Clients that are left would lose the store, and their job with it. The last process removes the file, unless
+        keys that begin with `KEPT` say that clients will come for it: then it waits for them, and leaves the file.
 
         Args:
-            say: called with a line where this takes long.
-            patience_s: how long to wait for clients that kept something.
+            say: Called with a line if this takes long.
+            patience_s: Seconds to wait for clients that kept something.
         """
         self._background.close()
         began = time.monotonic()
@@ -97,7 +97,10 @@ class StoreHost(Resource):
             server = self._server
             if server is None:
                 self._waiting.release()
-                if not self._serve_for_others():
+                # The server may have ended just now, and handed over to this process, which ends as well.
+                with contextlib.suppress(DiscoveryError, SettingsError):
+                    self._attempt(made=True)
+                if self._server is None:
                     return
                 continue
             kept, needed = server.holds(KEPT), server.needed and not server.failed
@@ -116,7 +119,7 @@ class StoreHost(Resource):
             time.sleep(_LOOK_S)
 
     def _look(self) -> float | None:
-        if not self._is_waiting:  # a process that ended looked at that moment whether others wait, or removed the file
+        if not self._is_waiting:  # a process that was ending had the lock, or removed the file
             self._is_waiting = self._waiting.take(fcntl.LOCK_SH)
         server = self._server
         if server is not None and server.failed:
@@ -134,7 +137,7 @@ class StoreHost(Resource):
         return _LOOK_S
 
     def _attempt(self, *, made: bool = False) -> None:
-        """Serve, unless another process does; with `made` only what others have made."""
+        """Serve unless another process does; with `made`, only if the file exists."""
         if self._server is not None or not self._serving.take(fcntl.LOCK_EX):
             return
         if made and not self.path.exists():
@@ -152,7 +155,7 @@ class StoreHost(Resource):
         self._began()
 
     def _remove(self) -> None:
-        """Leave nothing of the store behind; of its locks neither, if no other process waits for them."""
+        """Remove the store's file, and its locks if no other process waits for them."""
         for side in ("", "-wal", "-shm"):
             Path(f"{self.path}{side}").unlink(missing_ok=True)
         if self._waiting.take(fcntl.LOCK_EX):
@@ -160,7 +163,7 @@ class StoreHost(Resource):
             self._serving.path.unlink(missing_ok=True)
 
     def _hand_over(self, server: StoreServer) -> bool:
-        """Let another process of this host go on. Return False if none does, and this process has to."""
+        """Hand over to another process of this host; return False if this process has to go on."""
         self._waiting.release()
         if self._waiting.take(fcntl.LOCK_EX):  # no other process waits
             self._waiting.release()
@@ -177,15 +180,9 @@ class StoreHost(Resource):
             if self._waiting.take(fcntl.LOCK_EX):  # it has ended instead
                 self._waiting.release()
                 break
-            time.sleep(2 * _LOOK_S)  # its turn
+            time.sleep(2 * _LOOK_S)  # for the other process to take it
         self._attempt()
         return self._server is None
-
-    def _serve_for_others(self) -> bool:
-        """Serve where the server has just ended, and handed over to this process, which ends as well."""
-        with contextlib.suppress(DiscoveryError, SettingsError):
-            self._attempt(made=True)
-        return self._server is not None
 
     def _release(self) -> None:
         if self._server is not None:
@@ -194,15 +191,19 @@ class StoreHost(Resource):
         self._serving.close()
 
 
-class _Lock:
-    """A lock on a file, which the kernel releases when this process ends. Its holder may remove the file."""
+class FileLock:
+    """A lock on a file, which the kernel releases when this process ends. Its holder may remove the file.
+
+    Args:
+        path: The file, created if missing. It may say who holds the lock.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = self._open()
 
     def take(self, kind: int) -> bool:
-        """Take it, or turn it into this kind; False if others have it."""
+        """Take it, or turn it into this kind (`fcntl.LOCK_EX` or `LOCK_SH`); return False if others have it."""
         while True:
             try:
                 fcntl.flock(self._file, kind | fcntl.LOCK_NB)
@@ -213,13 +214,15 @@ class _Lock:
                     return True
             except FileNotFoundError:
                 pass
-            self.close()  # who had it before has removed it
+            self.close()  # the former holder has removed the file
             self._file = self._open()
 
     def release(self) -> None:
+        """Let others take it."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
+        """Release it for good."""
         os.close(self._file)
 
     def _open(self) -> int:

@@ -1,7 +1,7 @@
 """The serving side of a store: a gRPC server over a SQLite file, with an event loop in a thread of its own.
 
-All calls are answered in the loop's thread, and none waits inside a transaction. No other process writes the file
-meanwhile, so what changes is pushed to watches at once.
+All calls are answered in the loop's thread, and none waits inside a transaction. No other process should write the
+file, so a change is pushed to watches at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import logging
 import secrets
 import socket
-import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,19 +23,7 @@ from edl.discovery.records import check_ttl
 from edl.discovery.resource import Resource
 from edl.discovery.served.addresses import ListenAddress, PortTakenError
 from edl.discovery.served.store import FORMAT, SERVICE
-from edl.discovery.sqlite.file import SqliteFile
-from edl.discovery.sqlite.tables import (
-    delete_entry,
-    first_expiry,
-    grant,
-    prolong,
-    read_entries,
-    read_entry,
-    renew,
-    renew_all,
-    revoke,
-    write_entry,
-)
+from edl.discovery.sqlite import RowClaim, SqliteStore
 from edl.discovery.store import check_key, check_prefix, check_value
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
@@ -75,7 +62,7 @@ read renewals, so leases do not count the pause. Less than a fourth of a 1.5 s l
 _CHUNK_NBYTES: Final = 1 << 20
 """Size of a message: gRPC refuses more than 4 MiB by default, and an entry may exceed the chunk by 256 KiB."""
 _CHUNK_ENTRIES: Final = 1000
-"""Entries per message, so that many small ones hold the server up for milliseconds at most."""
+"""Entries per message, so that many small ones block the server for milliseconds at most."""
 
 Context = Any
 
@@ -85,10 +72,10 @@ class StoreLimits:
     """Limits that keep a runaway client from filling the server's memory.
 
     Attributes:
-        keys: A job has about ten, and two for every node; a teacher has two.
-        nbytes: All values together. An agent's file lies in memory, of which containers often have 64 MB.
-        leases: A node has one, a teacher two.
-        watches: A node has two.
+        keys: Number of keys. A job has about ten, and two for every node; a teacher has two.
+        nbytes: Size of all values together. An agent's file lies in memory, of which containers often have 64 MB.
+        leases: Number of leases. A node has one, a teacher two.
+        watches: Number of watches. A node has two.
     """
 
     keys: int = 20_000
@@ -98,28 +85,23 @@ class StoreLimits:
 
 
 class StoreServicer:
-    """Answers from a file. Its leases are renewed first: their holders could not renew while it was not served."""
+    """Answers from a store. Its leases are renewed first: their holders could not renew while it was not served."""
 
-    def __init__(self, file: SqliteFile, limits: StoreLimits, name: str) -> None:
-        self._file = file
+    def __init__(self, store: SqliteStore, limits: StoreLimits, name: str) -> None:
+        self._store = store
+        self._file = store.file
         self._limits = limits
         self._name = name
         self._seen = (-1, -1)
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._watches: set[object] = set()
+        self.watches: set[object] = set()
         self._ending = False
         self._ticked_at = time.monotonic()
         self._complaint = ""
-        with self._file.write(renew_all):
-            pass
-
-    @property
-    def watches(self) -> int:
-        """How many watches are open."""
-        return len(self._watches)
+        self._prolong("UPDATE lease SET expires = ttl_s + :now", {})
 
     def end(self) -> None:
-        """Let every watch end."""
+        """Have every watch end."""
         self._ending = True
         self._notify()
 
@@ -160,34 +142,35 @@ class StoreServicer:
                     logger.warning("the store that is served here cannot be written: %s", exc)
 
     def _catch_up(self) -> None:
-        """Keep a time in which this process stood still, and read no renewals, from ending leases."""
+        """Extend all leases by a time in which this process stood still and read no renewals."""
         late_s = time.monotonic() - self._ticked_at
         if late_s <= PAUSE_S:
             return
-        with self._file.write(lambda connection: prolong(connection, late_s)):
-            pass
+        # No lease ends later than one that is granted now.
+        self._prolong("UPDATE lease SET expires = min(expires + :by, ttl_s + :now)", {"by": late_s})
         self._ticked_at = time.monotonic()
 
+    def _prolong(self, update: str, values: dict[str, float]) -> None:
+        """Set new ends of leases, even of those that are over."""
+        with self._file.write(lambda connection: connection.execute(update, {"now": time.monotonic(), **values})):
+            pass
+
     def _expire(self) -> None:
-        """End leases that are over, and let watches look if a transaction ended some, or the file is new."""
-        with self._file.read() as connection:
-            due = first_expiry(connection) <= time.monotonic()
-        if due:
+        """End leases that are over, and wake the watches if a transaction ended some, or the file is new."""
+        if self._store.first_expiry() <= time.monotonic():
             with self._file.write():
                 pass
-        with self._file.read() as connection:
-            revision = connection.execute("SELECT revision FROM state").fetchone()[0]
-        seen = (self._file.data_version()[0], revision)
+        seen = (self._file.data_version()[0], self._ask("SELECT revision FROM state")[0])
         if seen != self._seen:
             self._seen = seen
             self._notify()
 
     def _notify(self) -> None:
-        """Let every watch look, after the call that changed something."""
+        """Wake every watch, after the call that changed something."""
         changed, self._changed = self._changed, self._changed.get_loop().create_future()
         changed.set_result(None)
 
-    # --- Calls. ---
+    # --- Calls ---
 
     async def _answer(
         self, answer: Callable[[Any], Any], reply: Callable[[], Any], request: Any, context: Context
@@ -196,58 +179,49 @@ class StoreServicer:
         with _refusing(context):
             self._catch_up()
             return answer(request)
-        return reply()  # which gRPC does not send beside a refusal
+        return reply()  # gRPC does not send it with a refusal
 
     def _hello(self, request: messages.HelloRequest) -> messages.HelloReply:
         return messages.HelloReply(format=FORMAT, server=self._name, hostname=socket.gethostname())
 
     def _get(self, request: messages.GetRequest) -> messages.GetReply:
-        with self._file.read() as connection:
-            entry = read_entry(connection, check_key(request.key))
+        entry = self._store.read(check_key(request.key))
         if entry is None:
             return messages.GetReply()
         return messages.GetReply(entry=messages.StoreEntry(key=entry.key, value=entry.value, version=entry.version))
 
     def _set(self, request: messages.SetRequest) -> messages.SetReply:
         key, value = check_key(request.key), check_value(request.value)
-        lease = request.lease if request.HasField("lease") else None
+        claim = RowClaim(self._file, request.lease) if request.HasField("lease") else None
         expected = request.version if request.HasField("version") else None
         outcome = messages.SetReply.Outcome
-        with self._file.write() as connection:
-            try:
-                entry = write_entry(
-                    connection, key, value, expected, lease, lambda new: self._check_room(connection, new, len(value))
-                )
-            except LeaseLostError:
-                return messages.SetReply(outcome=outcome.LEASE_LOST)
-            except ConflictError:
-                return messages.SetReply(outcome=outcome.HELD)
+        self._check_room(key, len(value))
+        try:
+            entry = self._store.write(key, value, expected, claim)
+        except LeaseLostError:
+            return messages.SetReply(outcome=outcome.LEASE_LOST)
+        except ConflictError:
+            return messages.SetReply(outcome=outcome.HELD)
         if entry is None:
             return messages.SetReply(outcome=outcome.OTHER_VERSION)
         self._notify()
         return messages.SetReply(outcome=outcome.WRITTEN, version=entry.version)
 
     def _delete(self, request: messages.DeleteRequest) -> messages.DeleteReply:
-        version = request.version if request.HasField("version") else None
-        with self._file.write() as connection:
-            deleted = delete_entry(connection, check_key(request.key), version)
+        deleted = self._store.remove(check_key(request.key), request.version if request.HasField("version") else None)
         self._notify()
         return messages.DeleteReply(deleted=deleted)
 
     def _grant(self, request: messages.GrantRequest) -> messages.GrantReply:
-        ttl_s = check_ttl(request.ttl_s)
-        with self._file.write() as connection:
-            if connection.execute("SELECT count(*) FROM lease").fetchone()[0] >= self._limits.leases:
-                raise _FullError(f"it has {self._limits.leases:,} leases already")
-            return messages.GrantReply(lease=grant(connection, ttl_s))
+        if self._ask("SELECT count(*) FROM lease")[0] >= self._limits.leases:
+            raise _FullError(f"it has {self._limits.leases:,} leases already")
+        return messages.GrantReply(lease=self._store.grant(check_ttl(request.ttl_s)).number)
 
     def _renew(self, request: messages.RenewRequest) -> messages.RenewReply:
-        with self._file.write() as connection:
-            return messages.RenewReply(renewed=renew(connection, request.lease))
+        return messages.RenewReply(renewed=RowClaim(self._file, request.lease).renew())
 
     def _revoke(self, request: messages.RevokeRequest) -> messages.RevokeReply:
-        with self._file.write() as connection:
-            revoke(connection, request.lease)
+        RowClaim(self._file, request.lease).withdraw()
         self._notify()
         return messages.RevokeReply()
 
@@ -256,10 +230,10 @@ class StoreServicer:
         watch = object()
         with _refusing(context):
             prefix = check_prefix(request.prefix)
-            if len(self._watches) >= self._limits.watches:
+            if len(self.watches) >= self._limits.watches:
                 raise _FullError(f"it has {self._limits.watches:,} watches already")
             if not request.once:
-                self._watches.add(watch)
+                self.watches.add(watch)
             try:
                 sent: dict[str, int] = {}
                 first = True
@@ -274,12 +248,11 @@ class StoreServicer:
                     await asyncio.shield(changed)
                 raise _EndingError("this server ends")
             finally:
-                self._watches.discard(watch)
+                self.watches.discard(watch)
 
     def _differences(self, prefix: str, sent: dict[str, int], first: bool) -> list[messages.WatchReply]:
         """Return what has changed since `sent`, which is updated; the first time, at least one message."""
-        with self._file.read() as connection:
-            entries, _ = read_entries(connection, prefix)
+        entries = self._store.read_all(prefix)
         reply, nbytes = messages.WatchReply(deleted=sent.keys() - {entry.key for entry in entries}), 0
         replies = [reply]
         for entry in entries:
@@ -295,12 +268,16 @@ class StoreServicer:
         sent.update((entry.key, entry.version) for entry in entries)
         return replies if first or len(replies) > 1 or reply.changed or reply.deleted else []
 
-    def _check_room(self, connection: sqlite3.Connection, new: bool, nbytes: int) -> None:
-        keys, held = connection.execute("SELECT count(*), coalesce(sum(length(value)), 0) FROM entry").fetchone()
-        if new and keys >= self._limits.keys:
+    def _check_room(self, key: str, nbytes: int) -> None:
+        keys, held = self._ask("SELECT count(*), coalesce(sum(length(value)), 0) FROM entry")
+        if keys >= self._limits.keys and self._store.read(key) is None:
             raise _FullError(f"it has {self._limits.keys:,} keys already")
         if held + nbytes > self._limits.nbytes:
             raise _FullError(f"its values would have more than {self._limits.nbytes:,} bytes together")
+
+    def _ask(self, query: str) -> Any:
+        with self._file.read() as connection:
+            return connection.execute(query).fetchone()
 
 
 class _FullError(Exception):
@@ -329,7 +306,7 @@ _CODES: Final = {
 
 
 class StoreServer(Resource):
-    """Serves the store in a file until closed. No other process may have the file open.
+    """Serves the store in a file until closed. Other processes may use the file, but only one may serve it.
 
     Args:
         path: The SQLite file, created if missing.
@@ -338,9 +315,9 @@ class StoreServer(Resource):
         limits: Limits beyond which writes are refused.
 
     Raises:
-        PortTakenError: another program listens there.
-        SettingsError: the address or the file cannot be used.
-        DiscoveryError: the file cannot be opened just now.
+        PortTakenError: Another program listens there.
+        SettingsError: The address or the file cannot be used.
+        DiscoveryError: The file cannot be opened just now.
     """
 
     def __init__(
@@ -362,7 +339,7 @@ class StoreServer(Resource):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         address.check_free()
-        self._file = self._own(SqliteFile(path, _FILE_S))
+        self._store = self._own(SqliteStore(path, timeout_s=_FILE_S))
         self._expected_until = time.monotonic() + _RETURN_S if self.holds("") else 0.0
         # Closed before the file: parts are closed from the last to the first.
         self._own(BackgroundLoop("edl-store-server", self._run, self._interrupt))
@@ -380,8 +357,7 @@ class StoreServer(Resource):
         if time.monotonic() < self._expected_until:
             return True
         try:
-            with self._file.read() as connection:
-                return first_expiry(connection) < float("inf")
+            return self._store.first_expiry() < float("inf")
         except DiscoveryError:
             return False
 
@@ -393,8 +369,7 @@ class StoreServer(Resource):
     def holds(self, prefix: str) -> bool:
         """Whether there are keys that start with `prefix`. For any thread."""
         try:
-            with self._file.read() as connection:
-                return bool(read_entries(connection, prefix)[0])
+            return bool(self._store.read_all(prefix))
         except DiscoveryError:
             return False
 
@@ -417,7 +392,7 @@ class StoreServer(Resource):
         checks = token_checks(self._files)
         age = [("grpc.max_connection_age_ms", _AGE_MS)] if self._files is not None else []
         server = grpc.aio.server(options=[*_OPTIONS, *age], interceptors=checks)
-        servicer = StoreServicer(self._file, self._limits, self.name)
+        servicer = StoreServicer(self._store, self._limits, self.name)
         server.add_generic_rpc_handlers((servicer.handler(),))
         try:
             self.port = listen(server, self._address.endpoint, self._files)

@@ -12,9 +12,8 @@ from urllib.parse import SplitResult
 from google.protobuf.message import Message
 from typing_extensions import override
 
-from edl.discovery.base_store import BaseStore, Claim, Entries, held_by_another
 from edl.discovery.resource import CallThread, Resource
-from edl.discovery.store import Entry
+from edl.discovery.store import Claim, Entries, Entry, Store, held_by_another
 from edl.discovery.watching import Follower
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
@@ -33,7 +32,6 @@ __all__ = [
     "ServedTarget",
     "StoreClient",
     "StoreRefusalError",
-    "WatchCall",
     "store_credentials",
 ]
 
@@ -69,12 +67,20 @@ def store_credentials(credentials: Credentials) -> Credentials:
 
 @dataclass(frozen=True)
 class ServedTarget:
-    """A served store as a client sees it."""
+    """A served store as a client sees it.
+
+    Attributes:
+        host, port: Where it listens.
+        timeout_s: Seconds that a call may take.
+        credentials: Mutual TLS, tokens, or neither.
+        offered: All credentials of this side, of which `credentials` leaves out half of mutual TLS.
+    """
 
     host: str
     port: int
     timeout_s: float
     credentials: Credentials = field(default_factory=Credentials)
+    offered: Credentials = field(default_factory=Credentials)
 
     def __str__(self) -> str:
         return f"the store at {self.endpoint}"
@@ -84,21 +90,17 @@ class ServedTarget:
         """Host and port as gRPC takes them."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    @property
-    def url(self) -> str:
-        """What opens it again."""
-        return f"edl://{self.endpoint}"
-
     @classmethod
     def of(cls, parts: SplitResult, timeout_s: float, credentials: Credentials | None = None) -> ServedTarget:
         """Return what a split URL says; `credentials` are those of the environment if None.
 
-        Raises:
-            SettingsError: the URL cannot be used. The message repeats no password and no query.
+        The message of a `SettingsError` repeats no password and no query.
         """
         where = f"discovery URL {parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         if "@" in parts.netloc:
-            raise SettingsError(f"{where}: a URL is no place for a password; name a file of tokens in EDL_TOKEN_FILE")
+            raise SettingsError(
+                f"{where}: a password does not belong into a URL; name a file of tokens in EDL_TOKEN_FILE"
+            )
         if parts.path not in ("", "/") or parts.query or parts.fragment:
             raise SettingsError(f"{where}: a host and a port are expected, and nothing else")
         try:
@@ -109,8 +111,8 @@ class ServedTarget:
             raise SettingsError(f"{where}: the host is missing; expected is edl://host:{DEFAULT_PORT}")
         if port == 0:
             raise SettingsError(f"{where}: a port from 1 to 65535 is expected")
-        own = store_credentials(Credentials.of() if credentials is None else credentials)
-        return cls(parts.hostname, port, timeout_s, own)
+        offered = Credentials.of() if credentials is None else credentials
+        return cls(parts.hostname, port, timeout_s, store_credentials(offered), offered)
 
 
 class StoreRefusalError(DiscoveryError):
@@ -146,7 +148,8 @@ class StoreClient(Resource):
     def gather(self, prefix: str) -> list[messages.WatchReply]:
         """Ask once what is under a prefix."""
         self._check()
-        return self._calls.run(lambda: list(self.watch(prefix, once=True, timeout_s=self.target.timeout_s)))
+        timeout_s = self.target.timeout_s
+        return self._calls.run(lambda: list(self.replies(self.watch(prefix, once=True, timeout_s=timeout_s))))
 
     def _call_here(self, method: str, request: Message, reply: type[R], timeout_s: float | None) -> R:
         try:
@@ -154,28 +157,30 @@ class StoreClient(Resource):
             made: Any = self._current().unary_unary(path, _serialize, reply.FromString)
             answer: R = made(request, timeout=timeout_s or self.target.timeout_s, metadata=self._metadata())
         except grpc.RpcError as exc:
-            raise self.translated(exc) from exc
+            raise self._translated(exc) from exc
         except ValueError as exc:  # gRPC's way to say that a channel is closed
             raise ClosedError(f"the connection to {self.target} is closed") from exc
         self._answered = True
         return answer
 
-    def watch(self, prefix: str, *, once: bool = False, timeout_s: float | None = None) -> WatchCall:
-        """Follow a prefix until the call is cancelled, fails or times out. Not for the main thread."""
+    def watch(self, prefix: str, *, once: bool = False, timeout_s: float | None = None) -> Any:
+        """Return a call of gRPC's, which follows a prefix until it is cancelled. Not for the main thread."""
         self._check()
         try:
             made: Any = self._current().unary_stream(f"/{SERVICE}/Watch", _serialize, messages.WatchReply.FromString)
-            request = messages.WatchRequest(prefix=prefix, once=once)
-            return WatchCall(self, made(request, timeout=timeout_s, metadata=self._metadata()))
+            return made(messages.WatchRequest(prefix=prefix, once=once), timeout=timeout_s, metadata=self._metadata())
         except ValueError as exc:
             raise ClosedError(f"the connection to {self.target} is closed") from exc
 
-    def hello(self) -> messages.HelloReply:
-        """Ask who serves.
+    def replies(self, call: Any) -> Iterator[messages.WatchReply]:
+        """Yield what a call of `watch` answers."""
+        try:
+            yield from call
+        except grpc.RpcError as exc:
+            raise self._translated(exc) from exc
 
-        Raises:
-            SettingsError: it is a server of another version of EDL.
-        """
+    def hello(self) -> messages.HelloReply:
+        """Ask who serves; raise SettingsError if it is a server of another version of EDL."""
         reply = self.call("Hello", messages.HelloRequest(), messages.HelloReply)
         if reply.format != FORMAT:
             raise SettingsError(
@@ -184,8 +189,8 @@ class StoreClient(Resource):
             )
         return reply
 
-    def translated(self, exc: grpc.RpcError) -> DiscoveryError | ClosedError:
-        """EDL's error for gRPC's."""
+    def _translated(self, exc: grpc.RpcError) -> DiscoveryError | ClosedError:
+        """Return EDL's error for gRPC's."""
         if self._closed:
             return ClosedError(f"the connection to {self.target} is closed")
         code, words = exc.code(), shown(exc.details() or "")
@@ -193,7 +198,7 @@ class StoreClient(Resource):
             return _NoAnswerError(f"{self.target} did not answer within {self.target.timeout_s:g} s")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return StoreRefusalError(
-                f"{self.target.endpoint} is a gRPC server, and no store of EDL: another program has this port"
+                f"{self.target.endpoint} is a gRPC server, but not a store of EDL: another program has this port"
             )
         if code is grpc.StatusCode.UNAUTHENTICATED:
             return StoreRefusalError(
@@ -210,14 +215,22 @@ class StoreClient(Resource):
         if self._answered or not looks_like_handshake(words):
             return words
         try:
-            return asyncio.run(explain_handshake(self.target.endpoint, self._files)) or words
+            return self.explain_tls() or words
         except RuntimeError:  # called from inside an event loop
             return words
 
-    @property
-    def files(self) -> CredentialFiles | None:
-        """The certificates and tokens of this side."""
-        return self._files
+    def explain_tls(self) -> str:
+        """Connect once more, and return what is wrong with TLS or certificates; empty if nothing is."""
+        words = asyncio.run(explain_handshake(self.target.endpoint, self._files))
+        if not words or self.target.credentials.ca:
+            return words
+        offered = self.target.offered
+        material = {"EDL_TLS_CA": offered.ca, "EDL_TLS_CERT": offered.cert, "EDL_TLS_KEY": offered.key}
+        return (
+            f"{self.target.endpoint} speaks TLS, and a store's TLS is mutual: it wants a client certificate. Set"
+            " EDL_TLS_CA, EDL_TLS_CERT and EDL_TLS_KEY, or --tls-ca, --tls-cert and --tls-key where a command has them;"
+            f" missing now: {', '.join(name for name, value in material.items() if not value)}"
+        )
 
     @property
     def _material_version(self) -> int:
@@ -244,24 +257,6 @@ class StoreClient(Resource):
         self._channel.close()  # one that `_current` made at this moment
 
 
-class WatchCall:
-    """The states of a prefix; iterating raises DiscoveryError when the connection fails."""
-
-    def __init__(self, client: StoreClient, call: Any) -> None:
-        self._client = client
-        self._call = call
-
-    def __iter__(self) -> Iterator[messages.WatchReply]:
-        try:
-            yield from self._call
-        except grpc.RpcError as exc:
-            raise self._client.translated(exc) from exc
-
-    def cancel(self) -> None:
-        """Have the iteration end soon."""
-        self._call.cancel()
-
-
 def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
@@ -269,7 +264,7 @@ def _serialize(message: Message) -> bytes:
 # --- The store ---
 
 
-class ServedStore(BaseStore):
+class ServedStore(Store):
     """See `Store`. Opening it asks the server nothing."""
 
     def __init__(self, target: ServedTarget) -> None:
@@ -278,7 +273,7 @@ class ServedStore(BaseStore):
         self.client: Final = self._own(StoreClient(target))
 
     def __repr__(self) -> str:
-        return f"ServedStore({self._target.url!r})"
+        return f"ServedStore('edl://{self._target.endpoint}')"
 
     @override
     def grant(self, ttl_s: float) -> Claim:
@@ -295,12 +290,13 @@ class ServedStore(BaseStore):
 
     @override
     def read_all(self, prefix: str) -> Sequence[Entry]:
-        state = _PrefixState()
+        entries: dict[str, Entry] = {}
+        partial = True
         for reply in self.client.gather(prefix):
-            state.take(reply)
-        if state.partial:
+            partial = _apply(reply, entries)
+        if partial:
             raise DiscoveryError(f"{self._target} broke off in the middle of an answer")
-        return [state.entries[key] for key in sorted(state.entries)]
+        return [entries[key] for key in sorted(entries)]
 
     @override
     def write(self, key: str, value: bytes, expected: int | None, claim: Claim | None) -> Entry | None:
@@ -346,21 +342,6 @@ class _GrantedClaim(Claim):
         self.client.call("Revoke", messages.RevokeRequest(lease=self.number), messages.RevokeReply)
 
 
-class _PrefixState:
-    """All entries under a prefix, put together from what a server sends; `partial` while the rest is on its way."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
-        self.partial = True
-
-    def take(self, reply: messages.WatchReply) -> None:
-        for key in reply.deleted:
-            self.entries.pop(key, None)
-        for entry in reply.changed:
-            self.entries[entry.key] = _entry(entry)
-        self.partial = reply.more
-
-
 class _PushFollower(Follower[Entries]):
     """Reads what the server pushes. The server sends the whole state first, then only what changes."""
 
@@ -368,7 +349,7 @@ class _PushFollower(Follower[Entries]):
         self._client = client
         self._prefix = prefix
         self._closed = False
-        self._call: WatchCall | None = None
+        self._call: Any = None
 
     @override
     def next(self, wait_s: float | None) -> Entries:
@@ -376,21 +357,22 @@ class _PushFollower(Follower[Entries]):
             self._call.cancel()
             self._call = None
         if self._call is None:
-            self._state = _PrefixState()
+            self._entries: dict[str, Entry] = {}
+            self._partial = True
             self._call = self._client.watch(self._prefix, timeout_s=wait_s)
-            self._replies = iter(self._call)
+            self._replies = self._client.replies(self._call)
             if self._closed:  # `close` looked for a call to cancel before there was one
                 self._call.cancel()
         try:
             for reply in self._replies:
-                self._state.take(reply)
-                if not self._state.partial:
-                    return dict(self._state.entries)
+                self._partial = _apply(reply, self._entries)
+                if not self._partial:
+                    return dict(self._entries)
         except _NoAnswerError:
             self._call = None
-            if wait_s is None or self._state.partial:
+            if wait_s is None or self._partial:
                 raise
-            return dict(self._state.entries)
+            return dict(self._entries)
         except BaseException:
             self._call = None
             raise
@@ -403,6 +385,15 @@ class _PushFollower(Follower[Entries]):
         call = self._call
         if call is not None:
             call.cancel()
+
+
+def _apply(reply: messages.WatchReply, entries: dict[str, Entry]) -> bool:
+    """Make the changes that a server sent; return whether more of them are on their way."""
+    for key in reply.deleted:
+        entries.pop(key, None)
+    for entry in reply.changed:
+        entries[entry.key] = _entry(entry)
+    return reply.more
 
 
 def _entry(found: Any) -> Entry:

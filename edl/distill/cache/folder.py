@@ -42,7 +42,7 @@ from urllib.parse import quote
 
 from edl import mounts
 from edl.background import BackgroundLoop
-from edl.discovery.sqlite.file import FileIdentity, opening
+from edl.discovery.sqlite_file import FileIdentity, opening
 from edl.distill.cache.key import FINGERPRINT_NBYTES, CacheKey, Head, SampleId
 from edl.distill.cache.records import RowLayout
 from edl.errors import EDLError, SettingsError, TemporaryError

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from edl.discovery import Store
+from edl.discovery.urls import KUBERNETES_GONE
 from edl.errors import SettingsError
 from edl.master.journal.journal import Journal
 
@@ -58,6 +59,8 @@ def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0
         if store is None:
             raise SettingsError(f"journal {url!r}: needs a store; {_ACCEPTED}")
         return StoreJournal(store, rest, timeout_s=timeout_s)
+    if scheme == "kubernetes":
+        raise SettingsError(f"journal {url!r}: {KUBERNETES_GONE}. The journal is store:JOB then")
     raise SettingsError(f"journal {url!r}: unknown; {_ACCEPTED}")
 
 

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from typing_extensions import override
 
 from edl import mounts
-from edl.discovery.sqlite.file import FileIdentity, opening
+from edl.discovery.sqlite_file import FileIdentity, opening
 from edl.errors import JournalError, LeaseLostError, ProtocolError, SettingsError
 from edl.master.journal.journal import Journal
 from edl.quoting import shown

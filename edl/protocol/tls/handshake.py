@@ -1,28 +1,45 @@
-"""Why a TLS handshake failed, in words that say what to do.
+"""Why a TLS handshake failed: words for a client that say what to do, and few log lines for a server.
 
-gRPC's own words name a code of its TLS library at best, and "Socket closed" where the other side refused. So the
-handshake is made once more, with the standard library, which tells the reason.
+gRPC's own words name a code of its TLS library at best, and "Socket closed" where the other side refused. So a client
+makes the handshake once more, with the standard library, which tells the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
+import re
 import ssl
+import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Final, TypeVar
 
+from typing_extensions import Self
+
+from edl.background import start_call
 from edl.notifier import wait_within
 from edl.protocol.tls import certificates, verification
 from edl.protocol.tls.certificates import CertificateIdentity
 from edl.protocol.tls.credentials import CredentialFiles, Material
 
-__all__ = ["explain_handshake", "looks_like_handshake"]
+__all__ = ["FailedHandshakes", "explain_handshake", "looks_like_handshake"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _TIMEOUT_S: Final = 2.0
 """For each of two connections: less than a student waits between two attempts to connect to a teacher that is away."""
+
+_STDERR: Final = 2
+_LOG_EVERY_S: Final = 60.0
+"""How often a server logs the same reason: a day of a client's attempts is 1,440 lines, not 100,000."""
+_FAILED: Final = re.compile(rb"Handshake failed with error (?:.*OPENSSL_internal:)?([^:\n]*)")
+"""What gRPC writes on a server's standard error, with OpenSSL's name of the reason."""
 
 _ABOUT_CERTIFICATES: Final = (
     "ALERT_CERTIFICATE",
@@ -188,3 +205,62 @@ class _Connection:
                 self._writer.write(self._out.read())
             data = await self._reader.read(1 << 16)
             self._in.write(data) if data else self._in.write_eof()
+
+
+class FailedHandshakes:
+    """Logs the TLS handshakes that fail in gRPC's servers of this process: a line per reason and minute.
+
+    gRPC itself writes a line to standard error for each of them, from C, which Python's logging never sees. A client
+    without TLS that tries again and again would fill a disk. Within the `with` block standard error is a pipe, whose
+    reader counts these lines and passes on all others. Call `log` every second or so.
+
+    Args:
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counts: Counter[str] = Counter()  # since the last line, by reason
+        self._due: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self._kept: int | None = os.dup(_STDERR)
+        except OSError:  # standard error is closed
+            self._kept = None
+            return self
+        reader, writer = os.pipe()
+        os.dup2(writer, _STDERR)
+        os.close(writer)
+        kept = self._kept
+        self._reading = start_call("edl-handshakes", lambda: self._read(reader, kept))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._kept is None:
+            return
+        os.dup2(self._kept, _STDERR)  # which closes the pipe, so the reader ends once it has passed on what is left
+        if wait([self._reading], _TIMEOUT_S).done:  # not if a forked child holds the pipe
+            os.close(self._kept)
+        self.log()
+
+    def _read(self, reader: int, kept: int) -> None:
+        with open(reader, "rb") as lines:
+            for line in lines:
+                if failed := _FAILED.search(line):
+                    self._counts[failed[1].decode(errors="replace")] += 1
+                else:
+                    with contextlib.suppress(OSError):  # the pipe must not fill up where standard error is closed
+                        os.write(kept, line)
+
+    def log(self) -> None:
+        """Log what has failed, unless it was logged in the last minute."""
+        now = self._clock()
+        for reason in list(self._counts):
+            if now >= self._due.get(reason, 0.0):
+                self._due[reason] = now + _LOG_EVERY_S
+                logger.warning(
+                    "a client's TLS handshake failed, %d times since the last such line: %s (see docs/security.md)",
+                    self._counts.pop(reason),
+                    reason,
+                )

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edl.discovery.balance import balance
-from edl.discovery.balance.group import (
+from edl.discovery.group import (
     GroupKeys,
     choose_teachers,
     pack_limit,
@@ -266,12 +266,6 @@ def test_unlimited_student_needs_no_entry() -> None:
     grown = plan_links(KEYS, more, listed(x=2, y=2), [], fits.links)
     kept = sum(len({"a", "b"} & set(linked)) for linked in grown.links.values())
     assert kept == 2, "each of the two new teachers takes one link, the others stay"
-
-
-def test_larger_teacher_has_more_students() -> None:
-    ready = [Instance("resnet", "big", "h", 1, capacity=3.0), Instance("resnet", "small", "h", 2)]
-    links = plan_links(KEYS, ready, listed(a=1, b=1, c=1, d=1), [], {}).links
-    assert Counter(name for (name,) in links.values()) == {"big": 3, "small": 1}
 
 
 def test_too_large_links_are_left_out() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from edl.background import start_call
 from edl.discovery import Instance, Registry, Snapshot, Store, open_registry, open_store
-from edl.discovery.balance.group import BalanceGroup, pack_limit, pack_links
+from edl.discovery.group import BalanceGroup, pack_limit, pack_links
 from edl.discovery.registry import Registration
 from edl.discovery.store import StoreSnapshot, StoreWatch
 from edl.errors import SettingsError
@@ -53,7 +53,7 @@ Join = Callable[..., Student]
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edl.discovery.balance.group.RETRY_S", 0.1)
+    monkeypatch.setattr("edl.discovery.group.RETRY_S", 0.1)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def join(registry: Registry, store: Store, stack: ExitStack) -> Join:
     """Have a student take part, by way of this file or another registry or store."""
 
     def start(name: str, *, over: Store | None = None, of: Registry | None = None, **options: Any) -> Student:
-        group = BalanceGroup(of or registry, over or store, SERVICE, name, **{"ttl_s": LONG_S, **options})
+        group = BalanceGroup(of or registry, over or store, SERVICE, name, **{"want": 32, "ttl_s": LONG_S, **options})
         return Student(stack.enter_context(group))
 
     return start
@@ -133,9 +133,9 @@ def test_killed_leader_is_replaced(registry: Registry, store: Store, join: Join,
 
 
 def test_draining_teacher_is_replaced(registry: Registry, join: Join) -> None:
-    """And seen to drain. The smaller of two limits counts."""
+    """And seen to drain."""
     teachers = start_teachers(registry, *range(3))
-    student = join("s", want=9, fan_out=1)
+    student = join("s", want=1)
     wait_until(lambda: student.is_settled)
     (mine,) = student.has
     teachers[int(mine[1:])].update(number(int(mine[1:]), "draining"))
@@ -182,7 +182,7 @@ def test_links_wait_for_the_former_lifes_key(
     store.put(f"balance/{SERVICE}/links/again", pack_links(["t0", "t7"]))
     gate, watch = threading.Event(), store.watch
     monkeypatch.setattr(store, "watch", lambda prefix: GatedWatch(watch(prefix), gate))
-    monkeypatch.setattr("edl.discovery.balance.group.PATIENCE_S", DEADLINE_S)
+    monkeypatch.setattr("edl.discovery.group.PATIENCE_S", DEADLINE_S)
     again = join("again", want=2)
     first = start_call("edl-test", lambda: again.has)
     wait_until(lambda: "held by another lease" in again.group.error)
@@ -216,7 +216,7 @@ def test_without_store_teachers_are_kept(registry: Registry, tmp_path: Path, sta
     before = [student.has for student in students]
     spoil_database(path)
     for student in students:
-        student.group._member._lease.forfeit()  # type: ignore[union-attr]
+        student.group._lease.forfeit()  # type: ignore[union-attr]
     wait_until(lambda: all("cannot agree" in student.now.stale and student.group.error for student in students))
     assert [student.has for student in students] == before
     for lost in before[0]:
@@ -311,4 +311,4 @@ def test_mistakes_are_named(registry: Registry, store: Store) -> None:
         ("a/b", "a", {}, "service"),
     ):
         with pytest.raises(SettingsError, match=words):
-            BalanceGroup(registry, store, service, student, **options)  # type: ignore[arg-type]
+            BalanceGroup(registry, store, service, student, **{"want": 1, **options})  # type: ignore[arg-type]

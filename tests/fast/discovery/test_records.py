@@ -100,15 +100,12 @@ def test_impossible_instance_is_refused(changes: dict[str, Any]) -> None:
         validated(replace(GOOD, **changes))
 
 
-@pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", ".", "a/../b", "a\nb", "x" * 513])
-def test_impossible_key_is_refused(key: str) -> None:
-    with pytest.raises(SettingsError, match="key"):
-        check_key(key)
-
-
 def test_keys_and_prefixes_that_will_do() -> None:
     for key in ("a", "a/b ü ?#%", "x" * 512, "..a"):
         assert check_key(key) == key
+    for key in ("", "/a", "a/", "a//b", ".", "a/../b", "a\nb", "x" * 513):
+        with pytest.raises(SettingsError, match="key"):
+            check_key(key)
     for prefix in ("", "a", "a/", "a/.", "a/b"):
         assert check_prefix(prefix) == prefix
     for prefix in ("/", "a//", "../a"):

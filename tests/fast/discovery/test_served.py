@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from edl.cli.cmd_store import _alone
 from edl.discovery import open_store
 from edl.discovery.served.addresses import ListenAddress
 from edl.discovery.served.server import StoreLimits, StoreServer
@@ -22,6 +25,7 @@ from edl.discovery.store import MAX_VALUE_BYTES, StoreSnapshot, StoreWatch
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
 from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls.handshake import FailedHandshakes
 from edl.protocol.transport import grpc
 from edl.settings import Credentials
 from tests.certificates import HERE, Authority, put
@@ -114,7 +118,7 @@ def test_a_server_checks_what_it_gets(serve: Serve) -> None:
 def test_a_server_s_pause_ends_no_lease(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Renewals that came while the server stood still are read behind the pause, which does not count."""
     now = [1000.0]
-    for module in ("served.server", "sqlite.tables"):
+    for module in ("served.server", "sqlite", "sqlite_file"):
         monkeypatch.setattr(f"edl.discovery.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
     server = serve()
     with opened(server) as store:
@@ -221,8 +225,13 @@ def test_tls_of_a_served_store(serve: Serve, tmp_path: Path) -> None:
     with opened(server, own) as store, store.watch("") as watch:
         entry = store.put("a", b"1")
         wait_until(lambda: next_snapshot(watch).entries == {"a": entry})
-    with opened(server) as store, pytest.raises(DiscoveryError, match="speaks TLS, and this side has no CA set"):
-        store.get("a")
+    for half, words in (
+        (Credentials(), "missing now: EDL_TLS_CA, EDL_TLS_CERT, EDL_TLS_KEY"),
+        (Credentials(ca=own.ca), "wants a client certificate.*missing now: EDL_TLS_CERT, EDL_TLS_KEY"),
+        (Credentials(cert=own.cert, key=own.key), "missing now: EDL_TLS_CA$"),
+    ):
+        with opened(server, half) as store, pytest.raises(DiscoveryError, match=words):
+            store.get("a")
     strange = stranger.issue(*HERE).save(tmp_path, "strange")
     foreign = Credentials(ca=own.ca, **strange)  # type: ignore[arg-type]
     with opened(server, foreign) as store, pytest.raises(DiscoveryError, match="does not take this side's certificate"):
@@ -235,12 +244,61 @@ def test_tls_of_a_served_store(serve: Serve, tmp_path: Path) -> None:
         plain.close()
 
 
+def test_failed_handshakes_are_summed_up(
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A line per reason and minute, in place of gRPC's for each; what else goes to standard error is passed on."""
+    ca, now = Authority(), [0.0]
+    with FailedHandshakes(lambda: now[0]) as failed:
+        server = serve(credentials=Credentials(ca=ca.save(tmp_path), **ca.issue(*HERE).save(tmp_path)))  # type: ignore[arg-type]
+
+        def lines(count: int) -> int:
+            for _ in range(count):
+                with socket.create_connection((LOCAL, server.port)) as client:
+                    client.sendall(b"this is not how a client of TLS begins")
+                    client.recv(1)
+            wait_until(lambda: sum(failed._counts.values()) >= count)
+            failed.log()
+            return len(caplog.records)
+
+        os.write(2, b"another line\n")
+        assert lines(3) == 1
+        assert lines(1) == 1
+        now[0] += 60.0
+        assert lines(1) == 2
+    assert "failed, 3 times since the last such line: WRONG_VERSION_NUMBER" in caplog.text
+    assert "failed, 2 times" in caplog.text
+    written = capfd.readouterr().err
+    assert "another line" in written
+    assert "Handshake failed" not in written
+
+
+def test_a_file_has_one_server(tmp_path: Path) -> None:
+    """A second is told who has it; the lock goes with that process, and other commands use the file beside it."""
+    path = tmp_path / "store.sqlite"
+    command = [sys.executable, "-m", "edl", "store", "--file", str(path), "--host", LOCAL, "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stderr is not None
+            assert "serving the store" in first.stderr.readline()
+            with open_store(f"sqlite:///{path}") as store:
+                assert store.put("a", b"1").value == b"1"
+            (tmp_path / "link").symlink_to(path)
+            for same in (path, tmp_path / "link"):
+                with pytest.raises(SettingsError, match=f"process {first.pid} on .*: stop that one"), _alone(same):
+                    pytest.fail("it is served twice")
+        finally:
+            first.kill()
+    with _alone(path):
+        assert path.exists()
+
+
 def test_other_servers_are_told_apart() -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1))
     port = server.add_insecure_port(f"{LOCAL}:0")
     server.start()
     try:
-        with open_store(f"edl://{LOCAL}:{port}") as store, pytest.raises(DiscoveryError, match="no store of EDL"):
+        with open_store(f"edl://{LOCAL}:{port}") as store, pytest.raises(DiscoveryError, match="not a store of EDL"):
             store.get("a")
     finally:
         server.stop(None).wait(DEADLINE_S)

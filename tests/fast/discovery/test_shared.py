@@ -9,20 +9,21 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 
 from edl import notifier
 from edl.background import start_call
-from edl.discovery import Instance, Snapshot, Store, base_store, open_registry, open_store
+from edl.discovery import Instance, Snapshot, Store, open_registry, open_store
 from edl.discovery import registry as registering
-from edl.discovery.base_store import Claim, RenewedLease
+from edl.discovery import store as storing
 from edl.discovery.registry import InstanceClaim, Registration, Rejected, ServiceView
 from edl.discovery.resource import Resource
-from edl.discovery.sqlite.store import SqliteStore
-from edl.discovery.store import Entry, Lease
-from edl.discovery.watching import LatestValue
+from edl.discovery.sqlite import SqliteStore
+from edl.discovery.store import Claim, Entry, Lease
+from edl.discovery.watching import FollowedWatch, Follower
 from edl.errors import ClosedError, DiscoveryError
 from tests.interrupting import NEVER, InterruptAt, interrupt_some
 from tests.waiting import DEADLINE_S, wait_until
@@ -30,19 +31,28 @@ from tests.waiting import DEADLINE_S, wait_until
 TEACHER = Instance("digits", "a", "h", 1)
 
 
-def test_slot_hands_out_the_newest_once() -> None:
-    slot: LatestValue[int] = LatestValue()
-    assert slot.take(0.01) is None
-    slot.put(1)
-    slot.put(2)
-    assert slot.take(0) == 2
-    assert slot.take(0.01) is None
-    slot.put(3)
-    slot.put(2)
-    assert slot.take(0.01) is None, "a change and its reversal between two looks are no news"
-    slot.put(3)
-    slot.close()
-    assert slot.take() is None
+def test_watch_hands_out_the_newest_once() -> None:
+    states: SimpleQueue[int] = SimpleQueue()
+
+    class Follow(Follower[int]):
+        def next(self, wait_s: float | None) -> int:
+            return states.get()
+
+        def close(self) -> None:
+            states.put(0)
+
+    def follow(*news: int) -> None:
+        for state in (*news, news[-1]):  # the last is taken twice: when it is, it has been shown
+            states.put(state)
+        wait_until(states.empty)
+
+    with FollowedWatch(Follow(), str, str) as watch:
+        assert watch.get(0) is None
+        follow(1, 2)
+        assert [watch.get(0), watch.get(0)] == ["2", None]
+        follow(3, 2)
+        assert watch.get(0) is None, "a change and its reversal between two looks are no news"
+    assert watch.get() is None
 
 
 def test_owner_waits_for_a_closing_part() -> None:
@@ -113,7 +123,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         def close(self) -> None:
             pass
 
-    for module in (base_store, registering):
+    for module in (storing, registering):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
         monkeypatch.setattr(module, "BackgroundLoop", Steps)
     return now
@@ -122,7 +132,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_lease_lives_from_renewal_to_renewal(clock: list[float]) -> None:
     claim = FakeClaim()
     claim.granted -= 1.0
-    with RenewedLease(claim, 8.0) as lease:
+    with Lease(claim, 8.0) as lease:
         assert lease._step() == 2.0
         assert claim.renewals == 0, "it has just been granted"
         clock[0] += 6.5
@@ -149,9 +159,10 @@ def test_late_renewal_does_not_save_a_lease(clock: list[float]) -> None:
         return True
 
     claim.answer = answer_late
-    with RenewedLease(claim, 8.0) as lease:
+    with Lease(claim, 8.0) as lease:
         lease._step()
         assert lease.late_at < 0
+        clock[0] += 2.0
         lease._step()
         assert lease.lost
         assert lease.late_at == clock[0]
@@ -164,11 +175,13 @@ def test_lapsed_registration_is_announced_again(clock: list[float], caplog: pyte
     with Registration(claim, TEACHER, 8.0) as registration:
         assert registration._step() == 2.0
         assert claim.renewals == 0, "it has just been announced"
+        clock[0] += 2.0
         answers = deque([False, True])
         claim.answer = lambda: answers.popleft() if answers else True
         assert registration._step() == 2.0
         assert claim.announced == [TEACHER, TEACHER]
         claim.answer = fail
+        clock[0] += 2.0
         for _ in range(2):
             assert registration._step() == 0.5
         assert registration.error == "away"
@@ -213,6 +226,24 @@ def test_unsure_candidate_stands_again(path: Path) -> None:
     with _Doubtful(str(path)) as store, store.elect("x", b"me", 600.0) as election:
         assert election.wait(DEADLINE_S), "the key that nobody knows to hold must not stay"
         assert store.failures == 0
+
+
+class _Forgetful(SqliteStore):
+    """Finds no key while it is `blind`, as a server may that has just started."""
+
+    blind = False
+
+    def get(self, key: str) -> Entry | None:
+        return None if self.blind else super().get(key)
+
+
+def test_leader_survives_an_older_state(path: Path) -> None:
+    with _Forgetful(str(path)) as store, store.elect("x", b"me", 600.0) as election:
+        assert election.wait(DEADLINE_S)
+        store.blind = True
+        wait_until(lambda: not election.is_leader)
+        store.blind = False
+        assert election.wait(DEADLINE_S), "the key is still this candidate's"
 
 
 def teachers(*names: str) -> tuple[Instance, ...]:

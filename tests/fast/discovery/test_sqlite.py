@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from edl.discovery import Registry, Store, open_registry, open_store
-from edl.discovery.base_store import RenewedLease
+from edl.discovery.store import Lease
 from edl.errors import DiscoveryError, SettingsError
 from tests.fast.discovery.conformance.backends import remove_database, spoil_database, teacher
 from tests.fast.discovery.conformance.processes import Member
@@ -44,7 +44,10 @@ def found_ids(registry: Registry) -> list[str]:
     [
         ("", "not a database"),
         ("CREATE TABLE precious (x)", "another program's database"),
-        (f"PRAGMA application_id = {0x45444C31}; PRAGMA user_version = 99; CREATE TABLE a (x)", "format 99"),
+        (
+            f"PRAGMA application_id = {0x45444C31}; PRAGMA user_version = 1; CREATE TABLE a (x)",
+            "format 1.*remove the file",
+        ),
     ],
 )
 def test_files_of_others_are_left_alone(path: Path, url: str, sql: str, words: str) -> None:
@@ -73,7 +76,7 @@ def _tables(path: Path) -> object:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time of the file's leases, which no other clock moves."""
     now = [1000.0]
-    for module in ("sqlite.tables", "registry"):
+    for module in ("sqlite", "sqlite_file", "registry"):
         monkeypatch.setattr(f"edl.discovery.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
@@ -81,7 +84,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_leases_end_unless_they_are_renewed(registry: Registry, store: Store, clock: list[float]) -> None:
     """Instances are remembered for a minute, and until a process writes; keys are not."""
     lease, registration = store.lease(LONG_S), registry.register(teacher("s"), LONG_S)
-    assert isinstance(lease, RenewedLease)
+    assert isinstance(lease, Lease)
     entry = store.put("a", b"1", lease)
     for _ in range(2):
         clock[0] += 0.9 * LONG_S
@@ -117,45 +120,6 @@ def test_a_boot_ends_leases_and_keeps_keys(path: Path, url: str, sql: str) -> No
             assert store_after.list("") == [kept]
             assert store_after.put("kept", b"3").version > kept.version
         registration.close()
-
-
-FORMAT_1 = f"""
-CREATE TABLE state (boot TEXT NOT NULL, revision INTEGER NOT NULL);
-CREATE TABLE lease (id INTEGER PRIMARY KEY, ttl_s REAL NOT NULL, expires REAL NOT NULL);
-CREATE TABLE entry (
-    key TEXT PRIMARY KEY, value BLOB NOT NULL, version INTEGER NOT NULL,
-    lease INTEGER REFERENCES lease (id) ON DELETE CASCADE
-);
-CREATE TABLE instance (
-    lease INTEGER PRIMARY KEY REFERENCES lease (id) ON DELETE CASCADE,
-    service TEXT NOT NULL, id TEXT NOT NULL, registered INTEGER NOT NULL, record TEXT NOT NULL
-);
-INSERT INTO state VALUES ('', 7);
-INSERT INTO entry VALUES ('kept', x'31', 3, NULL);
-PRAGMA application_id = {0x45444C31};
-PRAGMA user_version = 1;
-"""
-
-
-def test_file_of_the_release_before(path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its keys are kept; it is refused while a process of that release is registered there."""
-    monkeypatch.setattr("edl.discovery.sqlite.file._boot_id", lambda: "")
-    with raw(path) as connection:
-        connection.executescript(FORMAT_1)
-        connection.execute("INSERT INTO lease VALUES (1, 1e9, 1e9)")
-        connection.execute("INSERT INTO instance VALUES (1, 's', 'gpu-7', 1, '{}')")
-    with pytest.raises(SettingsError, match="gpu-7 is registered there by an earlier release"):
-        open_store(url)
-    with raw(path) as connection:
-        connection.execute("UPDATE lease SET expires = 0")
-    with open_store(url) as store, open_registry(url) as registry, registry.register(teacher("s"), LONG_S):
-        assert [entry.value for entry in store.list("kept")] == [b"1"]
-        assert ids(registry.snapshot("s").instances) == ["a"]
-
-
-def test_folders_of_the_file_are_made(tmp_path: Path) -> None:
-    with open_store(f"sqlite:///{tmp_path}/a/b/discovery.sqlite") as store:
-        store.put("key", b"value")
 
 
 def test_a_lease_of_another_file_is_refused(store: Store, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from edl.discovery import open_registry, open_store
-from edl.discovery.consul.client import ConsulTarget
-from edl.discovery.etcd.client import EtcdTarget
-from edl.discovery.served.store import ServedTarget, store_credentials
+from edl.discovery.consul_client import ConsulTarget
+from edl.discovery.etcd import EtcdTarget
+from edl.discovery.served.store import store_credentials
 from edl.discovery.urls import identify_store, servers_of
 from edl.errors import SettingsError
 from edl.settings import Credentials
@@ -81,11 +81,6 @@ def test_an_unusable_timeout_is_refused(tmp_path: Path) -> None:
     for timeout_s in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(SettingsError, match="timeout_s"):
             open_registry(f"sqlite:///{tmp_path}/x.sqlite", timeout_s=timeout_s)
-
-
-def test_a_served_url_says_where() -> None:
-    assert repr(ServedTarget.of(urlsplit("edl://host"), 5.0).url) == "'edl://host:29400'"
-    assert ServedTarget.of(urlsplit("edl://[::1]:1"), 5.0).endpoint == "[::1]:1"
 
 
 def test_half_of_tls_is_for_teachers() -> None:

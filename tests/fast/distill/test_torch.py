@@ -272,6 +272,8 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         "set_fixed_teacher with route=",
     ),
     (lambda: DistillReader(**READ).set_fixed_teacher("localhost"), {}, r"expected host:port.*Teachers\(service"),
+    (distill, {**ASKED, "teachers": "http://127.0.0.1:45001"}, "a URL; did you mean '127.0.0.1:45001'"),
+    (DistillReader, {**READ, "teachers": ["h:1", "h/v2:1"]}, "'h/v2:1': expected host:port"),
     (lambda: DistillReader(**READ).set_sample_generator(list).set_batch_generator(list), {}, "set already"),
     (lambda: DistillReader(**READ).set_sample_generator(iter([])), {}, "not the iterator"),  # type: ignore[arg-type]
     (lambda: DistillReader(**READ).set_sample_generator(list)(), {}, "EDL_SERVICE"),

@@ -19,7 +19,7 @@ import pytest
 
 from edl.background import start_call
 from edl.discovery import Instance, open_registry, open_store
-from edl.discovery.base_store import RenewedLease
+from edl.discovery.store import Lease
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.pipeline.session import load_publishers
 from edl.errors import ClosedError, DiscoveryError, SettingsError
@@ -251,7 +251,7 @@ def test_lost_lease_is_taken_again(
     publisher = publish()
     wait_until(lambda: load(url).students)
     lease = publisher._lease
-    assert isinstance(lease, RenewedLease)
+    assert isinstance(lease, Lease)
     lease.forfeit()
     counted.rows = 1
     wait_until(lambda: publisher._lease is not lease)

@@ -7,8 +7,8 @@ import pytest
 
 from edl.background import start_call
 from edl.discovery import Registry, Store, open_registry, open_store
-from edl.discovery.base_store import RenewedLease
 from edl.discovery.registry import ServiceView
+from edl.discovery.store import Lease
 from edl.errors import ClosedError, DiscoveryError
 from tests.fast.discovery.conformance.backends import ConsulBackend, EtcdBackend, teacher
 from tests.fast.discovery.conformance.suite import LONG_S, RegistrySuite, StoreSuite, seen, seen_values
@@ -27,7 +27,7 @@ class TestStore(StoreSuite):
     def test_renewed_lease_outlives_its_length(self, store: Store, folder: str, ttl_s: float) -> None:
         """A second lease, which nobody renews, says when the length of both is over."""
         with store.lease(ttl_s) as renewed, store.lease(ttl_s) as left:
-            assert isinstance(left, RenewedLease)
+            assert isinstance(left, Lease)
             entry = store.put(f"{folder}renewed", b"1", renewed)
             store.put(f"{folder}left", b"1", left)
             for part in left._parts:

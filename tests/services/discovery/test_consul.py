@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import Instance, Registry, Snapshot, Store, open_registry, open_store
-from edl.discovery.consul.client import ConsulClient
+from edl.discovery.consul_client import ConsulClient
 from edl.errors import DiscoveryError, SettingsError
 from tests.certificates import Authority
 from tests.fast.discovery.conformance.backends import ConsulBackend, teacher

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from edl.discovery import Registry, Snapshot, Store, open_registry, open_store
-from edl.discovery.base_store import RenewedLease
-from edl.discovery.etcd import client as client_module
-from edl.discovery.etcd.client import EtcdClient, EtcdTarget
+from edl.discovery import Registry, Snapshot, Store, etcd, open_registry, open_store
+from edl.discovery.etcd import EtcdClient, EtcdTarget
+from edl.discovery.store import Lease
 from edl.errors import ClosedError, LeaseLostError, SettingsError
 from tests.certificates import Authority
 from tests.fast.discovery.conformance.backends import EtcdBackend, teacher
@@ -67,7 +66,7 @@ def test_deleted_keys_are_registered_again(etcd_server: EtcdServer, registry: Re
 def test_leases_of_others_are_refused(etcd_server: EtcdServer, store: Store, service: str) -> None:
     """Those of another etcd, whose number might be another's there, and those that it has ended."""
     with store.lease(LONG_S) as lease, open_store("etcd://127.0.0.1:1") as other:
-        assert isinstance(lease, RenewedLease)
+        assert isinstance(lease, Lease)
         with pytest.raises(SettingsError, match="not a lease of"):
             other.put(f"{service}/a", b"x", lease)
         assert not lease.lost
@@ -145,7 +144,7 @@ def test_too_large_an_answer_is_an_error(
     for number in range(20):
         store.put(f"{service}/{number}", b"x" * 256 * 1024)
     assert len(store.list(f"{service}/")) == 20, "5 MiB, more than gRPC takes unless it is told to"
-    monkeypatch.setattr(client_module, "_MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(etcd, "_MOST_BYTES", 1_000_000)
     with open_store(etcd_server.url) as small:
         assert "larger than max" in refusal(lambda: small.list(f"{service}/"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import socket
@@ -17,7 +16,6 @@ from edl.discovery.served.host import KEPT, StoreHost
 from edl.discovery.served.store import ServedStore, StoreRefusalError, store_credentials
 from edl.errors import DiscoveryError, SettingsError
 from edl.protocol.tls.credentials import CredentialFiles
-from edl.protocol.tls.handshake import explain_handshake
 from edl.settings import Credentials
 
 __all__ = ["keep_for_later", "served_store"]
@@ -170,10 +168,10 @@ def _explain(store: ServedStore, exc: DiscoveryError) -> str:
     Raises:
         SettingsError: for a reason that does not pass by itself.
     """
-    target, files = store.client.target, store.client.files
+    target = store.client.target
     found = diagnose(target.host, target.port)
     if found.connected and (found.words or target.credentials.ca):
-        words = asyncio.run(explain_handshake(target.endpoint, files))
+        words = store.client.explain_tls()
         if words:
             raise SettingsError(f"the job's store: {words}; TLS is for all nodes of a job or for none") from exc
     if found.final:

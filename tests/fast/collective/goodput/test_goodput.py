@@ -30,7 +30,7 @@ from edl.collective.goodput.summary import SILENT_S, summarize
 from edl.collective.job_records import JobState, Member, World
 from edl.collective.worker_status import Phase, WorkerStatus, WorkerStatusPage
 from edl.discovery import Store
-from edl.discovery.sqlite.store import SqliteStore
+from edl.discovery.sqlite import SqliteStore
 from edl.discovery.store import MAX_VALUE_BYTES, Entry
 from edl.errors import DiscoveryError, ProtocolError, SettingsError
 from tests.waiting import wait_until

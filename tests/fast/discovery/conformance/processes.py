@@ -118,7 +118,7 @@ def _elect(url: str, name: str, value: str, ttl_s: str) -> None:
 def _balance(url: str, service: str, student: str) -> None:
     """Take part in a balance group; answers whether this student decides who gets which teachers."""
     from edl.discovery import open_registry, open_store
-    from edl.discovery.balance.group import BalanceGroup
+    from edl.discovery.group import BalanceGroup
 
     with (
         open_registry(url, timeout_s=30.0) as registry,

@@ -88,6 +88,11 @@ def test_file_is_taken_away(tmp_path: Path, change: str) -> None:
             journal.append([b"z"])
 
 
+def test_a_journal_in_kubernetes_is_explained() -> None:
+    with pytest.raises(SettingsError, match="no longer supported.*edl://edl-store.edl:29400.*store:JOB"):
+        open_journal("kubernetes://lab")
+
+
 def test_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "journal.sqlite"
     url = f"sqlite:///{path}"

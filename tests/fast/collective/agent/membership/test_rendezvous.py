@@ -33,7 +33,7 @@ from edl.collective.agent.shutdown import ShutdownState
 from edl.collective.goodput.records import read_job
 from edl.collective.job_records import Exclusion, JobState, Member, Node, World
 from edl.collective.worker_status import WorkerStatus, WorkerStatusPage
-from edl.discovery.sqlite.store import SqliteStore
+from edl.discovery.sqlite import SqliteStore
 from edl.errors import DiscoveryError, ProtocolError
 
 TTL_S = 1.5

@@ -1,13 +1,13 @@
-"""The file: its format, and connections to it that survive what happens to the file.
+"""SQLite files that processes share: the format of a store's file, and connections that survive what happens to a file.
 
 SQLite keeps three files open: the database, its journal (`-wal`) and the memory that connections share (`-shm`). It
-never looks whether they are still there. A process whose `-wal` was removed writes where nobody reads, and later
-processes see an empty store. So every use of a connection first compares the files at the path with those that the
-connection was made to (`FileIdentity`), and connections are opened under a lock of the folder (`opening`).
+never looks whether they are still there. A process whose `-wal` was removed writes where no other process reads, and
+later processes see an empty store. So every use of a connection first compares the files at the path with those that
+the connection was made to (`FileIdentity`), and connections are opened under a lock of the folder (`opening`).
 
 The file must lie on a local file system: SQLite's locks and shared memory do not work across machines. Containers of a
-machine may share it through a common folder. Whoever may write the file may register anything. A process that is
-stopped (SIGSTOP) in the microseconds in which it writes keeps the others from writing until it goes on.
+machine may share it through a common folder. Any process that may write the file may register anything. A process that
+is stopped (SIGSTOP) in the microseconds in which it writes keeps the others from writing until it goes on.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from urllib.parse import quote
 
 from edl import mounts
 from edl.discovery.resource import Resource
-from edl.discovery.sqlite.tables import expire, next_revision
 from edl.errors import DiscoveryError, SettingsError
 from edl.quoting import shown
 from edl.settings import allows_shared_file
 
-__all__ = ["FileIdentity", "SqliteFile", "discard", "opening"]
+__all__ = ["FileIdentity", "SqliteFile", "discard", "expire", "next_revision", "opening"]
 
 log = logging.getLogger("edl.discovery")
 
 APPLICATION_ID: Final = 0x45444C31  # "EDL1", in the file's header
 FORMAT: Final = 2
-"""Of the tables below. Format 1 had services in a table of their own; `_upgrade` drops it. Others are refused."""
+"""The version of the tables below; files of other versions are refused."""
 
 # `revision` counts changes of entries, not renewals: a watcher that finds it unchanged reads no further.
 _SCHEMA: Final = """
@@ -65,13 +64,26 @@ _LOCK_WAIT_S: Final = 1.0
 _Inode = tuple[int, int]
 
 
+def next_revision(connection: sqlite3.Connection) -> int:
+    """Tell watchers that something has changed, and return the new revision."""
+    connection.execute("UPDATE state SET revision = revision + 1")
+    return int(connection.execute("SELECT revision FROM state").fetchone()[0])
+
+
+def expire(connection: sqlite3.Connection) -> None:
+    """Delete leases that are over, with their entries."""
+    over = "expires <= :now OR expires > :now + ttl_s"
+    if connection.execute(f"DELETE FROM lease WHERE {over}", {"now": time.monotonic()}).rowcount:
+        next_revision(connection)
+
+
 @dataclass(frozen=True)
 class FileIdentity:
-    """The files at a path at a time.
+    """The files at a path at one moment.
 
     Attributes:
-        place: where they lie: SQLite follows links before it adds `-wal` and `-shm`.
-        main: the database; None if it was not there.
+        place: Where they lie: SQLite follows links before it adds `-wal` and `-shm`.
+        main: The database; None if it was not there.
         sides: `-wal` and `-shm`, which are there as long as a connection is open.
     """
 
@@ -103,14 +115,14 @@ class FileIdentity:
 
 
 def discard(identity: FileIdentity, path: str) -> bool:
-    """Remove the files, unless another process has: every process sees that the database is another, and leaves it.
+    """Remove the files unless another process has; every process sees that the database was replaced, and leaves it.
 
-    The database goes first: who makes the next database meets its journal and memory without an owner at worst.
+    The database goes first: at worst, the process that makes the next one finds a journal and memory without an owner.
 
     Raises:
-        OSError: they cannot be removed.
+        OSError: They cannot be removed.
     """
-    with _folder_lock(identity.place) as locked:  # of two that see it, the second removes no successor
+    with _folder_lock(identity.place) as locked:  # a second process must not remove the new file
         if not locked or not identity.change(path):
             return False
         for side in ("", *_SIDES):
@@ -120,13 +132,13 @@ def discard(identity: FileIdentity, path: str) -> bool:
 
 @contextlib.contextmanager
 def opening(path: str) -> Iterator[None]:
-    """Open a file while no other process that does so in this way makes or removes it; make it where there is none.
+    """Keep other processes from making or removing a file while it is opened; make it if it does not exist.
 
-    SQLite finds the journal and memory by their names, some time after it has opened the database. Those of a database
-    that took its place, or was there before it, are none of its own: what is written there is lost to their owners, and
-    beginning the memory anew kills who reads it (SIGBUS).
+    SQLite finds the journal and memory by their names, some time after it has opened the database. They may belong to a
+    database that took its place, or was there before it: what SQLite writes there is lost to their owners, and where it
+    starts the memory again, processes that read it are killed (SIGBUS).
 
-    What cannot be made is left to SQLite, which says why.
+    If the file cannot be made, SQLite is left to say why.
     """
     place = os.path.realpath(path)
     with contextlib.ExitStack() as held:
@@ -140,7 +152,7 @@ def opening(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder_lock(place: str) -> Iterator[bool]:
-    """Lock the folder of a file against others that open or remove files; False where one does so for too long."""
+    """Lock the folder of a file against others that open or remove files; yield False if one takes too long."""
     deadline = time.monotonic() + _LOCK_WAIT_S
     folder = os.open(Path(place).parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -186,13 +198,13 @@ class SqliteFile(Resource):
     connection would never be released there, and the thread that renews, which `close` joins, would wait for it too.
 
     Args:
-        path: Created if missing, with its folder.
-        timeout_s: How long to wait for other processes' transactions.
-        lazy: Connect at the first use, when everything that is wrong with the file is a DiscoveryError.
+        path: Where it lies. Created if missing, with its folder.
+        timeout_s: Seconds to wait for other processes' transactions.
+        lazy: Whether to connect at the first use, when everything that is wrong with the file is a DiscoveryError.
 
     Raises:
-        SettingsError: the file cannot be made or written, or is not EDL's.
-        DiscoveryError: it is busy, or damaged.
+        SettingsError: The file cannot be made or written, or is not EDL's.
+        DiscoveryError: It is busy, or damaged.
     """
 
     def __init__(self, path: str, timeout_s: float, lazy: bool = False) -> None:
@@ -209,7 +221,7 @@ class SqliteFile(Resource):
 
     @contextlib.contextmanager
     def write(
-        self, before: Callable[[sqlite3.Connection], None] = lambda connection: None
+        self, before: Callable[[sqlite3.Connection], object] = lambda connection: None
     ) -> Iterator[sqlite3.Connection]:
         """Run a transaction that writes. Expired leases are deleted first, after `before` was called."""
         with self._transaction("BEGIN IMMEDIATE") as connection:
@@ -224,7 +236,7 @@ class SqliteFile(Resource):
         Look at the clock inside: compared with an earlier time, a lease renewed in between would end later than it can.
         """
         with self._transaction("BEGIN") as connection:
-            connection.execute("SELECT revision FROM state").fetchone()  # SQLite puts the beginning off until a look
+            connection.execute("SELECT revision FROM state").fetchone()  # SQLite begins at the first read
             yield connection
 
     def data_version(self) -> tuple[int, int, int]:
@@ -288,7 +300,7 @@ class SqliteFile(Resource):
             self._end(connection.sqlite)
             return
         self._idle.append(connection)
-        if self._closed:  # maybe before it was there to be closed as well
+        if self._closed:  # perhaps `_release` ran before it was back
             self._end_idle()
 
     def _end(self, connection: sqlite3.Connection) -> None:
@@ -326,7 +338,7 @@ class SqliteFile(Resource):
                 except BaseException as exc:
                     self._end(connection)
                     if isinstance(exc, (sqlite3.Error, SettingsError)) and FileIdentity.of(self.path).main != before:
-                        continue  # it says nothing of the file that is there now
+                        continue  # the error is about a file that has been replaced
                     raise
                 if identity.main == before is not None:
                     self._open[connection] = identity
@@ -358,7 +370,7 @@ class SqliteFile(Resource):
         return connection
 
     def _leave_broken(self) -> None:
-        """Make no connection beside an older connection of this process whose `-wal` or `-shm` is gone.
+        """Discard the file if an older connection of this process has lost its `-wal` or `-shm`.
 
         SQLite lets all connections of a process to a file share their memory: a new one would read a new journal by
         the index of the old.
@@ -400,7 +412,7 @@ class SqliteFile(Resource):
                 self._initialize(connection)
                 connection.execute("COMMIT")
         except sqlite3.DatabaseError as exc:
-            # These are not going to pass: not a database, no permission, a read-only disk.
+            # These do not pass by themselves: not a database, no permission, a read-only disk.
             if any(words in str(exc) for words in ("not a database", "readonly", "unable to open")):
                 raise SettingsError(f"discovery file {self.path}: {exc}") from exc
             raise
@@ -426,11 +438,13 @@ class SqliteFile(Resource):
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if (application_id, version) == (APPLICATION_ID, FORMAT):
             return self._is_this_boot(connection)
-        if (application_id, version) == (APPLICATION_ID, 1):
-            return False
+        if application_id == APPLICATION_ID:
+            raise SettingsError(
+                f"discovery file {self.path}: EDL's format {version}, not {FORMAT}: another release made it. Stop that"
+                " release's processes and remove the file (teachers and jobs register again), or name another file"
+            )
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            kind = f"EDL's format {version}" if application_id == APPLICATION_ID else "another program's database"
-            raise SettingsError(f"discovery file {self.path}: {kind}, not EDL's format {FORMAT}")
+            raise SettingsError(f"discovery file {self.path}: another program's database, not EDL's")
         return False
 
     @staticmethod
@@ -438,34 +452,19 @@ class SqliteFile(Resource):
         return bool(connection.execute("SELECT boot = ? FROM state", (_boot_id(),)).fetchone()[0])
 
     def _initialize(self, connection: sqlite3.Connection) -> None:
-        """Make or upgrade the tables, or start a new boot, unless another process has just done it."""
+        """Make the tables, or start a new boot, unless another process has just done it."""
         if self._is_ready(connection):
             return
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
-            for statement in _SCHEMA.split(";"):
-                connection.execute(statement)
-            connection.execute("INSERT INTO state VALUES (?, 0)", (_boot_id(),))
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        elif not self._is_this_boot(connection):
+        if connection.execute("PRAGMA user_version").fetchone()[0] == FORMAT:
             connection.execute("DELETE FROM lease")
             next_revision(connection)
             connection.execute("UPDATE state SET boot = ?", (_boot_id(),))
-        if version == 1:
-            self._upgrade(connection)
+            return
+        for statement in _SCHEMA.split(";"):
+            connection.execute(statement)
+        connection.execute("INSERT INTO state VALUES (?, 0)", (_boot_id(),))
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {FORMAT}")
-
-    def _upgrade(self, connection: sqlite3.Connection) -> None:
-        """Drop the services' table of format 1, unless a process of that release is registered there."""
-        live = "SELECT instance.id FROM instance JOIN lease ON lease.id = instance.lease WHERE expires > ?"
-        found = connection.execute(live, (time.monotonic(),)).fetchone()
-        if found is not None:
-            raise SettingsError(
-                f"discovery file {self.path}: {shown(found[0])} is registered there by an earlier release of EDL, which"
-                " cannot share the file with this one: stop the processes of the earlier release, or name another file"
-            )
-        connection.execute("DELETE FROM lease WHERE id IN (SELECT lease FROM instance)")
-        connection.execute("DROP TABLE instance")
 
     def _release(self) -> None:
         self._end_idle()  # one that is in use ends when its transaction does
@@ -479,7 +478,7 @@ def _boot_id() -> str:
 
 
 def _never_close(connection: Any) -> None:
-    """Leak a connection, beyond the end of the interpreter."""
+    """Keep a connection from ever being closed, even at the end of the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
 

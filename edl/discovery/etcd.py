@@ -1,4 +1,7 @@
-"""etcd's gRPC API: where the members are, what EDL asks of them, and every error of gRPC translated.
+"""The store on etcd, over etcd's gRPC API: keys below `edl/store/`, leases as etcd's own, versions as revisions.
+
+Every write is a transaction, which compares the version and the lease of the key and sets it. A registry uses the same
+class with keys below `edl/`, where earlier releases have their registrations.
 
 No client library is behind it: the maintained ones leave out what EDL needs of etcd, and the others do not run beside
 today's protobuf (docs/architecture.md). gRPC and protobuf are there for teachers anyway. The variables of etcd's own
@@ -10,13 +13,17 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
+from typing_extensions import override
+
 from edl.discovery.resource import CallThread, Resource
-from edl.errors import DiscoveryError, SettingsError
+from edl.discovery.store import Claim, Entries, Entry, Store, held_by_another
+from edl.discovery.watching import Follower, query_wait_s
+from edl.errors import DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import etcd as wire
 from edl.protocol.channel import Metadata, channel
 from edl.protocol.tls.credentials import CredentialFiles
@@ -24,66 +31,62 @@ from edl.protocol.transport import grpc
 from edl.quoting import shown
 from edl.settings import SYSTEM_CA, Credentials, boolean, read
 
-__all__ = ["EtcdClient", "EtcdSession", "EtcdTarget"]
+__all__ = ["REGISTRY_ROOT", "EtcdClient", "EtcdStore", "EtcdTarget"]
 
 Q = TypeVar("Q", bound=Any)
 A = TypeVar("A", bound=Any)
 
+ROOT: Final = "edl/store/"
+REGISTRY_ROOT: Final = "edl/"
 PORT: Final = 2379
 """The port that IANA gave to etcd's clients."""
+_NO_LEASE: Final = 0
+"""etcd's own number for a key that belongs to no lease."""
 _MOST_BYTES: Final = 64 * 1024**2
-"""Of an answer: some hundred thousand teachers. gRPC's own limit is 4 MiB, which 16 values of a store may exceed."""
+"""The largest answer: some hundred thousand teachers. gRPC's own limit of 4 MiB is less than 17 values of a store."""
 _PING_EVERY_S: Final = 10.0
-"""How often a connection with a request under way is tried. etcd hangs up on who tries more often than every 5 s."""
+"""How often a connection with a request under way is tested. etcd closes those that are tested every 5 s or faster."""
 _RECONNECT_S: Final = (0.1, 1.0)
-"""The first and the longest wait between two attempts of gRPC to connect: who comes back is found within a second."""
+"""The first and the longest wait between two attempts of gRPC to connect: a member is found within a second of its
+return."""
 _CONNECT_S: Final = 2.0
 """How long an attempt to connect may take. gRPC's own 20 s would be spent on a host that was away at its beginning."""
 
 
+# --- Where etcd is, and how to authenticate ---
+
+
 @dataclass(eq=False)
-class EtcdSession:
-    """A user's session, which etcd takes its time to begin.
-
-    Attributes:
-        token: goes with every call. None before the login, empty where etcd has no users.
-    """
-
-    token: str | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
 class EtcdTarget:
-    """A cluster.
+    """A cluster, as a URL and the environment name it.
 
     Attributes:
         endpoints: `host:port` of members; the first that answers is asked.
-        timeout_s: how long a request may take, all attempts together.
+        timeout_s: Seconds that a request may take, all attempts together.
         files: None without TLS (`etcd+https:`). Holds `ETCDCTL_CACERT`, `ETCDCTL_CERT` and `ETCDCTL_KEY`.
         user, password: `ETCDCTL_USER`, also as `name:password`, and `ETCDCTL_PASSWORD`. The password is never shown.
-        session: shared by all connections to this target.
+        token: The user's session, which goes with every call of all connections to this cluster, as etcd takes its time
+            to begin one. None before the login, empty where etcd has no users.
     """
 
     endpoints: tuple[str, ...]
     timeout_s: float = 5.0
-    files: CredentialFiles | None = field(default=None, repr=False, compare=False)
+    files: CredentialFiles | None = field(default=None, repr=False)
     user: str = ""
     password: str = field(default="", repr=False)
-    session: EtcdSession = field(default_factory=EtcdSession, repr=False, compare=False)
+    token: str | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return f"etcd at {'https' if self.files else 'http'}://{','.join(self.endpoints)}"
 
     @classmethod
     def of(cls, parts: SplitResult, timeout_s: float, environ: Mapping[str, str] | None = None) -> EtcdTarget:
-        """Return what a split URL and the environment say.
-
-        Raises:
-            SettingsError: something in it is unusable. The message repeats no password.
-        """
+        """Return what a split URL and the environment say; the message of a `SettingsError` repeats no password."""
         where = f"discovery URL {parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         if "@" in parts.netloc:
-            raise SettingsError(f"{where}: a URL is no place for a password; set ETCDCTL_USER and ETCDCTL_PASSWORD")
+            raise SettingsError(
+                f"{where}: a password does not belong into a URL; set ETCDCTL_USER and ETCDCTL_PASSWORD"
+            )
         if parts.path not in ("", "/") or parts.query or parts.fragment:
             raise SettingsError(f"{where}: hosts and ports are expected, and nothing else: etcd://host:2379,host2:2379")
         user, password = _user(environ)
@@ -111,7 +114,7 @@ def _user(environ: Mapping[str, str] | None) -> tuple[str, str]:
     user, colon, password = (read("ETCDCTL_USER", str, environ) or "").partition(":")
     apart = read("ETCDCTL_PASSWORD", str, environ)
     if apart is not None:
-        # etcdctl takes a name with a colon for one with a password, too, unless the password comes apart.
+        # As in etcdctl, a colon separates name and password, unless the password has a variable of its own.
         return user + colon + password, apart
     if user and not colon:
         raise SettingsError(f"ETCDCTL_USER={user!r} is set without a password: set ETCDCTL_PASSWORD")
@@ -134,15 +137,16 @@ def _files(environ: Mapping[str, str] | None) -> CredentialFiles:
         raise SettingsError(f"ETCDCTL_CACERT, ETCDCTL_CERT or ETCDCTL_KEY: {exc}") from exc
 
 
+# --- The client ---
+
+
 @dataclass(frozen=True)
 class _Method(Generic[Q, A]):
     """A method of etcd's API.
 
     LeaseKeepAlive is a stream in both directions there, and used with a message each way. On the wire that is a unary
-    call, which has a deadline and needs no thread.
-
-    Attributes:
-        repeatable: it may be asked of another member where it is unknown whether the first did it.
+    call, which has a deadline and needs no thread. `repeatable` is one that may be asked of another member where it is
+    unknown whether the first did it.
     """
 
     path: str
@@ -158,52 +162,13 @@ _GRANT = _Method("/etcdserverpb.Lease/LeaseGrant", wire.LeaseGrantRequest, wire.
 _RENEW = _Method("/etcdserverpb.Lease/LeaseKeepAlive", wire.LeaseKeepAliveRequest, wire.LeaseKeepAliveResponse, True)
 _REVOKE = _Method("/etcdserverpb.Lease/LeaseRevoke", wire.LeaseRevokeRequest, wire.LeaseRevokeResponse, True)
 _LOGIN = _Method("/etcdserverpb.Auth/Authenticate", wire.AuthenticateRequest, wire.AuthenticateResponse, True)
-_WATCH = _Method("/etcdserverpb.Watch/Watch", wire.WatchRequest, wire.WatchResponse, True)
-_UNARY: Final = (_RANGE, _TXN, _DELETE, _GRANT, _RENEW, _REVOKE, _LOGIN)
-
-
-class _Member:
-    """A channel to a member, which connects when it is first used, and again whenever it has to."""
-
-    def __init__(self, target: EtcdTarget, files: CredentialFiles | None, endpoint: str) -> None:
-        options = (
-            ("grpc.max_receive_message_length", _MOST_BYTES),
-            ("grpc.keepalive_time_ms", int(_PING_EVERY_S * 1000)),
-            ("grpc.keepalive_timeout_ms", math.ceil(target.timeout_s * 1000)),
-            ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.initial_reconnect_backoff_ms", int(_RECONNECT_S[0] * 1000)),
-            ("grpc.max_reconnect_backoff_ms", int(_RECONNECT_S[1] * 1000)),
-            ("grpc.min_reconnect_backoff_ms", int(_CONNECT_S * 1000)),
-        )
-        self.endpoint = endpoint
-        self._channel = channel(endpoint, files, options)
-        self.unary: Mapping[str, Any] = {
-            method.path: self._channel.unary_unary(
-                method.path,
-                request_serializer=method.request.SerializeToString,
-                response_deserializer=method.answer.FromString,
-            )
-            for method in _UNARY
-        }
-        # A stream in both directions as well. etcd goes on answering after the last request.
-        self.watch: Any = self._channel.unary_stream(
-            _WATCH.path,
-            request_serializer=_WATCH.request.SerializeToString,
-            response_deserializer=_WATCH.answer.FromString,
-        )
-
-    def close(self) -> None:
-        """Hang up on calls that are under way."""
-        self._channel.close()
 
 
 class EtcdClient(Resource):
     """Calls to a cluster. Closing it ends calls that are under way.
 
-    All methods raise DiscoveryError when no member can be reached, or etcd refuses.
-
-    Args:
-        from_main: the main thread calls this, for which there is a `CallThread`; else only background threads do.
+    All methods raise DiscoveryError when no member can be reached, or etcd refuses. Without `from_main` only background
+    threads may call them: the main thread's calls need a `CallThread`.
     """
 
     def __init__(self, target: EtcdTarget, *, from_main: bool = True) -> None:
@@ -215,7 +180,17 @@ class EtcdClient(Resource):
 
     def _connect(self, files: CredentialFiles | None) -> None:
         self._trust = _trust(files)
-        self._members = tuple(_Member(self.target, files, endpoint) for endpoint in self.target.endpoints)
+        options = (
+            ("grpc.max_receive_message_length", _MOST_BYTES),
+            ("grpc.keepalive_time_ms", int(_PING_EVERY_S * 1000)),
+            ("grpc.keepalive_timeout_ms", math.ceil(self.target.timeout_s * 1000)),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.initial_reconnect_backoff_ms", int(_RECONNECT_S[0] * 1000)),
+            ("grpc.max_reconnect_backoff_ms", int(_RECONNECT_S[1] * 1000)),
+            ("grpc.min_reconnect_backoff_ms", int(_CONNECT_S * 1000)),
+        )
+        # A channel connects when it is first used, and again whenever it has to.
+        self._members = tuple(channel(endpoint, files, options) for endpoint in self.target.endpoints)
 
     def _halt(self) -> None:
         for member in self._members:
@@ -223,91 +198,76 @@ class EtcdClient(Resource):
 
     # Keys
 
-    def entry(self, key: bytes) -> wire.KeyValue | None:
-        """Read a key."""
-        found = self._call(_RANGE, wire.RangeRequest(key=key)).kvs
-        return found[0] if found else None
-
     def entries(self, prefix: bytes) -> tuple[int, list[wire.KeyValue]]:
-        """All keys that start with `prefix`, sorted, and the revision that they are of."""
-        answer = self._call(_RANGE, wire.RangeRequest(key=prefix, range_end=_end(prefix)))
+        """Return the present revision, and all keys that start with `prefix`, sorted."""
+        answer = self.call(_RANGE, wire.RangeRequest(key=prefix, range_end=_end(prefix)))
         return answer.header.revision, list(answer.kvs)
 
     def await_change(self, prefix: bytes, revision: int, wait_s: float) -> None:
-        """Wait until a key under `prefix` differs from what it was at `revision`, or may; `wait_s` at most.
-
-        Not for the main thread.
-        """
+        """Wait up to `wait_s` until a key under `prefix` may have changed since `revision`. Not for the main thread."""
         self._check()
         index = self._preferred
         create = wire.WatchCreateRequest(key=prefix, range_end=_end(prefix), start_revision=revision + 1)
         # A member without a leader would stay silent: with this it ends the stream.
         metadata = (*self._login(time.monotonic() + self.target.timeout_s), ("hasleader", "true"))
         try:
-            stream = self._members[index].watch(
-                wire.WatchRequest(create_request=create), timeout=wait_s, metadata=metadata
+            # A stream in both directions, like LeaseKeepAlive. etcd goes on answering after the last request.
+            watch: Any = self._members[index].unary_stream(
+                "/etcdserverpb.Watch/Watch", wire.WatchRequest.SerializeToString, wire.WatchResponse.FromString
             )
+            stream = watch(wire.WatchRequest(create_request=create), timeout=wait_s, metadata=metadata)
         except ValueError:  # the channel was closed
             self._check()
             raise
         try:
             for answer in stream:
                 if answer.canceled and not answer.compact_revision:
-                    self.target.session.token = None  # what etcd says where it has expired is that permission is denied
+                    self.target.token = None  # perhaps it has expired, which etcd calls "permission denied" here
                 if answer.events or answer.canceled or answer.header.revision < revision:
                     return
         except grpc.RpcError as exc:
             self._check()
             if exc.code() is grpc.StatusCode.UNAVAILABLE:
-                self._avoid(index)  # whoever asks for the present state hears whether another member is there
+                self._avoid(index)  # the next question, for the present state, is an error if no member is there
             elif exc.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise self._translated(exc) from exc
         finally:
             stream.cancel()
 
     def transact(self, request: wire.TxnRequest) -> wire.TxnResponse | None:
-        """Do a transaction; None if a lease that it names is gone, so that nothing was done."""
+        """Do a transaction; return None if a lease that it names is gone, so that nothing was done."""
         try:
-            return self._request(_TXN, request)
-        except _Refusal as refusal:
-            if refusal.code is grpc.StatusCode.NOT_FOUND:
-                return None
-            raise DiscoveryError(str(refusal)) from refusal
-
-    def delete(self, key: bytes) -> bool:
-        """Delete a key; whether it was there."""
-        return self._call(_DELETE, wire.DeleteRangeRequest(key=key)).deleted > 0
+            return self.call(_TXN, request)
+        except _RefusalError as refusal:
+            if refusal.code is not grpc.StatusCode.NOT_FOUND:
+                raise
+        return None
 
     # Leases
 
     def grant(self, ttl_s: float) -> int:
         """Grant a lease. etcd counts in whole seconds, and grants more where its elections take longer."""
-        lease = self._call(_GRANT, wire.LeaseGrantRequest(TTL=math.ceil(ttl_s))).ID
+        lease = self.call(_GRANT, wire.LeaseGrantRequest(TTL=math.ceil(ttl_s))).ID
         if not lease:
             raise DiscoveryError(f"{self.target}: the answer is not what etcd answers: a lease without a number")
         return lease
 
     def renew(self, lease: int, ttl_s: float) -> bool:
         """Renew; False if it is gone. A member that is silent leaves time for another before the lease is over."""
-        return self._call(_RENEW, wire.LeaseKeepAliveRequest(ID=lease), ttl_s / 4).TTL > 0
+        return self.call(_RENEW, wire.LeaseKeepAliveRequest(ID=lease), ttl_s / 4).TTL > 0
 
     def revoke(self, lease: int) -> None:
-        """End a lease now, with its keys, if there is such a lease."""
+        """End a lease now, with its keys, if it still exists."""
         try:
-            self._request(_REVOKE, wire.LeaseRevokeRequest(ID=lease))
-        except _Refusal as refusal:
+            self.call(_REVOKE, wire.LeaseRevokeRequest(ID=lease))
+        except _RefusalError as refusal:
             if refusal.code is not grpc.StatusCode.NOT_FOUND:
-                raise DiscoveryError(str(refusal)) from refusal
+                raise
 
     # Calls
 
-    def _call(self, method: _Method[Q, A], request: Q, patience_s: float = math.inf) -> A:
-        try:
-            return self._request(method, request, patience_s)
-        except _Refusal as refusal:
-            raise DiscoveryError(str(refusal)) from refusal
-
-    def _request(self, method: _Method[Q, A], request: Q, patience_s: float = math.inf) -> A:
+    def call(self, method: _Method[Q, A], request: Q, patience_s: float = math.inf) -> A:
+        """Call a method; all members but the last have `patience_s` at most to answer."""
         self._check()
         if self._calls is None:
             return self._call_here(method, request, patience_s)
@@ -317,27 +277,27 @@ class EtcdClient(Resource):
         deadline = time.monotonic() + self.target.timeout_s
         try:
             return self._ask(method, request, self._login(deadline), deadline, patience_s)
-        except _Refusal as refusal:
-            if not (self.target.session.token and refusal.concerns_session):
+        except _RefusalError as refusal:
+            if not (self.target.token and refusal.concerns_session):
                 raise
         # It was refused before anything was done: the session has expired, or users have changed.
-        self.target.session.token = None
+        self.target.token = None
         return self._ask(method, request, self._login(deadline), deadline, patience_s)
 
     def _login(self, deadline: float) -> Metadata:
         """Return what goes with every call; ask for it first, where that has not been done."""
         if not self.target.user:
             return ()
-        token = self.target.session.token
+        token = self.target.token
         if token is None:
             login = wire.AuthenticateRequest(name=self.target.user, password=self.target.password)
             try:
                 token = self._ask(_LOGIN, login, (), deadline).token
-            except _Refusal as refusal:
+            except _RefusalError as refusal:
                 if "not enabled" not in refusal.words:
                     raise
-                token = ""  # etcd asks nobody who they are
-            self.target.session.token = token
+                token = ""  # this etcd has no users
+            self.target.token = token
         return (("token", token),) if token else ()
 
     def _ask(
@@ -346,12 +306,17 @@ class EtcdClient(Resource):
         """Ask the members in turn, all but the last for `patience_s` at most."""
         failure: grpc.RpcError | None = None
         try:
-            for index, is_last in self._in_turn():
+            first, count = self._preferred, len(self._members)
+            for index in [*range(first, count), *range(first)]:
+                is_last = index == (first - 1) % count
                 left_s = max(0.001, deadline - time.monotonic())
                 # One that is silent must leave time for another. What must not be done twice waits for its answer.
                 share_s = left_s if is_last or not method.repeatable else min(left_s / 2, patience_s)
                 try:
-                    answer: A = self._members[index].unary[method.path](request, timeout=share_s, metadata=metadata)
+                    call: Any = self._members[index].unary_unary(
+                        method.path, method.request.SerializeToString, method.answer.FromString
+                    )
+                    answer: A = call(request, timeout=share_s, metadata=metadata)
                 except ValueError:  # the channel was closed
                     self._check()
                     raise
@@ -370,16 +335,11 @@ class EtcdClient(Resource):
         finally:
             failure = None  # its traceback holds this frame
 
-    def _in_turn(self) -> Iterator[tuple[int, bool]]:
-        first, count = self._preferred, len(self._members)
-        for number in range(count):
-            yield (first + number) % count, number == count - 1
-
     def _avoid(self, index: int) -> None:
         """Ask another member from now on, and with the certificates that there are now."""
         if self.target.files is not None:
-            # A channel keeps those that it began with. The object of the target has a lock, which the thread of a
-            # signal handler may hold.
+            # A channel keeps the certificates that it began with. `target.files` is not asked: it has a lock, which the
+            # thread that a signal handler interrupted may hold.
             with contextlib.suppress(SettingsError):
                 files = CredentialFiles(self.target.files.settings)
                 if _trust(files) != self._trust:
@@ -393,7 +353,7 @@ class EtcdClient(Resource):
             return DiscoveryError(f"{self.target}: timed out after {self.target.timeout_s:g} s; {words}")
         if code is grpc.StatusCode.UNAVAILABLE and "etcdserver" not in (exc.details() or ""):
             return DiscoveryError(f"{self.target} cannot be reached: {words}{self._about_tls(words)}")
-        return _Refusal(f"{self.target}: {words or code.name}{self._remedy(code, words)}", code, words)
+        return _RefusalError(f"{self.target}: {words or code.name}{self._remedy(code, words)}", code, words)
 
     def _about_tls(self, words: str) -> str:
         if self.target.files is not None:
@@ -415,11 +375,11 @@ class EtcdClient(Resource):
         if "database space exceeded" in words:
             return ": compact and defragment it, then `etcdctl alarm disarm`"
         if code is grpc.StatusCode.UNIMPLEMENTED:
-            return ": this is no etcd of version 3.4 or newer"
+            return ": etcd 3.4 or newer is needed"
         return ""
 
 
-class _Refusal(DiscoveryError):
+class _RefusalError(DiscoveryError):
     """etcd has answered, and said no."""
 
     def __init__(self, message: str, code: grpc.StatusCode, words: str) -> None:
@@ -434,7 +394,7 @@ class _Refusal(DiscoveryError):
 
 
 def _trust(files: CredentialFiles | None) -> tuple[bytes | None, tuple[bytes, bytes] | None]:
-    """CAs, and this side's own certificate with its key."""
+    """Return CAs, and this side's own certificate with its key."""
     if files is None:
         return None, None
     material = files.current(now=True)
@@ -449,3 +409,149 @@ def _was_not_sent(exc: grpc.RpcError) -> bool:
 def _end(prefix: bytes) -> bytes:
     """Return the first key behind all that start with `prefix`, which is UTF-8 and not empty: 0xff is not in it."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+# --- The store ---
+
+
+class EtcdStore(Store):
+    """See `Store`."""
+
+    def __init__(self, target: EtcdTarget, root: str = ROOT) -> None:
+        super().__init__()
+        self._target = target
+        self._root = root
+        self._client = self._own(EtcdClient(target))
+
+    def __repr__(self) -> str:
+        return f"EtcdStore({self._target})"
+
+    @override
+    def grant(self, ttl_s: float) -> Claim:
+        return _EtcdClaim(self._target, ttl_s)
+
+    @override
+    def owns(self, claim: Claim) -> bool:
+        return isinstance(claim, _EtcdClaim) and claim.client.target.endpoints == self._target.endpoints
+
+    @override
+    def read(self, key: str) -> Entry | None:
+        found = self._client.call(_RANGE, wire.RangeRequest(key=self._path(key))).kvs
+        return _entry(found[0], self._root) if found else None
+
+    @override
+    def read_all(self, prefix: str) -> Sequence[Entry]:
+        return [_entry(found, self._root) for found in self._client.entries(self._path(prefix))[1]]
+
+    @override
+    def write(self, key: str, value: bytes, expected: int | None, claim: Claim | None) -> Entry | None:
+        path = self._path(key)
+        put = _put_if_free(path, value, claim.number if isinstance(claim, _EtcdClaim) else _NO_LEASE)
+        if expected is None:  # not within another transaction, where etcd checks neither its quota nor permissions
+            request = put
+        else:  # a key that does not exist has revision 0
+            request = wire.TxnRequest(compare=[_has_version(path, expected)], success=[wire.RequestOp(request_txn=put)])
+        answer = self._client.transact(request)
+        if answer is None:
+            if claim is None:
+                raise DiscoveryError(
+                    f"{self._target}: the answer is not what etcd answers: a lease is gone, and none was named"
+                )
+            raise LeaseLostError("the lease has expired")
+        if expected is not None and not answer.succeeded:
+            return None
+        puts = [answer] if expected is None else [inner.response_txn for inner in answer.responses]
+        # Whether either branch of `_put_if_free` was taken.
+        if not any(each.succeeded or any(other.response_txn.succeeded for other in each.responses) for each in puts):
+            raise held_by_another(key)
+        return Entry(key, value, answer.header.revision)
+
+    @override
+    def remove(self, key: str, version: int | None) -> bool:
+        path = self._path(key)
+        request = wire.DeleteRangeRequest(key=path)
+        if version is None:
+            return self._client.call(_DELETE, request).deleted > 0
+        delete = wire.RequestOp(request_delete_range=request)
+        answer = self._client.transact(wire.TxnRequest(compare=[_has_version(path, version)], success=[delete]))
+        return answer is not None and answer.succeeded
+
+    @override
+    def follow(self, prefix: str) -> Follower[Entries]:
+        return _EtcdFollower(self._target, self._root, self._path(prefix))
+
+    def _path(self, key: str) -> bytes:
+        return (self._root + key).encode()
+
+
+class _EtcdClaim(Claim):
+    """A lease of etcd's, with a connection of its own: the store may be closed while the lease is granted."""
+
+    def __init__(self, target: EtcdTarget, ttl_s: float) -> None:
+        super().__init__()
+        self.client = EtcdClient(target)
+        self._ttl_s = ttl_s
+        try:
+            self.number = self.client.grant(ttl_s)
+        except BaseException:
+            self.client.close()
+            raise
+
+    @override
+    def renew(self) -> bool:
+        return self.client.renew(self.number, self._ttl_s)
+
+    @override
+    def withdraw(self) -> None:
+        try:
+            self.client.revoke(self.number)
+        finally:
+            self.client.close()
+
+
+class _EtcdFollower(Follower[Entries]):
+    pause_s: ClassVar[float] = 0.05
+
+    def __init__(self, target: EtcdTarget, root: str, path: bytes) -> None:
+        self._client = EtcdClient(target, from_main=False)
+        self._root = root
+        self._path = path
+        self._revision: int | None = None
+
+    @override
+    def next(self, wait_s: float | None) -> Entries:
+        known, self._revision = self._revision, None
+        if known is not None:
+            self._client.await_change(self._path, known, query_wait_s(wait_s))
+        revision, found = self._client.entries(self._path)
+        if known is None or revision >= known:  # an etcd that lost its memory is behind
+            self._revision = max(1, revision)
+        return {entry.key: entry for entry in (_entry(each, self._root) for each in found)}
+
+    @override
+    def close(self) -> None:
+        self._client.close()
+
+
+def _entry(found: wire.KeyValue, root: str) -> Entry:
+    # Another program may have put a key there that is not text.
+    return Entry(found.key.decode(errors="replace").removeprefix(root), found.value, found.mod_revision)
+
+
+def _has_version(path: bytes, version: int) -> wire.Compare:
+    """Compare a key's last revision, 0 for a key that does not exist."""
+    return wire.Compare(target=wire.Compare.MOD, key=path, mod_revision=version)
+
+
+def _put_if_free(path: bytes, value: bytes, lease: int) -> wire.TxnRequest:
+    """Set a key unless another lease holds it. To etcd a missing key has lease 0."""
+    put = wire.RequestOp(request_put=wire.PutRequest(key=path, value=value, lease=lease))
+
+    def if_held_by(holder: int) -> wire.TxnRequest:
+        compare = wire.Compare(target=wire.Compare.LEASE, key=path, lease=holder)
+        return wire.TxnRequest(compare=[compare], success=[put])
+
+    request = if_held_by(_NO_LEASE)
+    if lease != _NO_LEASE:
+        request.failure.append(wire.RequestOp(request_txn=if_held_by(lease)))
+    return request

@@ -6,8 +6,8 @@ They elect a leader, which computes `balance` and writes everybody's links. Keys
 - `links/STUDENT`, written by the leader: `{"teachers": [id, ...]}`. A student whose limit all teachers fit within has
   no links: it talks to all of them.
 
-`choose_teachers`, `choose_lapsed` and `plan_links` decide and are pure; `BalanceGroup` is what a student watches,
-`GroupMember` its thread.
+`choose_teachers`, `choose_lapsed` and `plan_links` decide and are pure. `BalanceGroup` is what a student watches; its
+thread takes part in the group, and leads it with `_Leader`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote, unquote
 
 from typing_extensions import override
 
 from edl.background import BackgroundLoop
-from edl.discovery.balance.assignment import DEFAULT_FAN_OUT, balance
+from edl.discovery.balance import balance
 from edl.discovery.records import check_ttl
 from edl.discovery.registry import Instance, Registry, Snapshot, Watch
-from edl.discovery.resource import Resource
 from edl.discovery.store import MAX_VALUE_BYTES, Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
 from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from edl.quoting import shown
@@ -36,7 +35,6 @@ from edl.quoting import shown
 __all__ = [
     "BalanceGroup",
     "GroupKeys",
-    "GroupMember",
     "LinkPlan",
     "TeacherChoice",
     "choose_lapsed",
@@ -51,7 +49,7 @@ __all__ = [
 log = logging.getLogger("edl.discovery")
 
 MAX_ID_BYTES: Final = 100
-"""Of a student's id: three times as long once its characters are escaped, it fits into a key of 512 characters."""
+"""The longest id of a student: three times as long once it is escaped, it fits into a key of 512 characters."""
 LOOK_S: Final = 0.1
 """How often a waiting member looks whether its links changed; a look is a glance into memory."""
 PATIENCE_S: Final = 1.0
@@ -59,31 +57,19 @@ PATIENCE_S: Final = 1.0
 STEP_S: Final = 0.1
 """How often to look whether anything changed: glances into memory, nothing is asked of the store."""
 RETRY_S: Final = 1.0
-"""Wait after the store did not answer: students choose for themselves meanwhile, so nothing is urgent."""
+"""Wait after the store did not answer. Students choose for themselves until then, so nothing is urgent."""
 REMEMBERED: Final = 1000
 """How many students that left a leader remembers the teachers of: some 100 kB, and more than restart at one time."""
 
 
-@dataclass(frozen=True)
 class GroupKeys:
-    """The keys of a service's group."""
+    """The keys of a service's group: the leader's election, and prefixes of students' own keys and of their links."""
 
-    service: str
-
-    @property
-    def election(self) -> str:
-        """Name of the leader's election."""
-        return f"balance/{self.service}"
-
-    @property
-    def students(self) -> str:
-        """Prefix of the keys under which students list themselves."""
-        return f"balance/{self.service}/students/"
-
-    @property
-    def links(self) -> str:
-        """Prefix of the keys of links."""
-        return f"balance/{self.service}/links/"
+    def __init__(self, service: str) -> None:
+        self.service = service
+        self.election = f"balance/{service}"
+        self.students = f"{self.election}/students/"
+        self.links = f"{self.election}/links/"
 
     def student(self, student: str) -> str:
         """Return the key under which a student lists itself."""
@@ -94,11 +80,7 @@ class GroupKeys:
         return self.links + _part(student)
 
     def student_in(self, key: str) -> str:
-        """Return the student that a key below `students` or `links` belongs to.
-
-        Raises:
-            ValueError: it belongs to no student.
-        """
+        """Return the student of a key below `students` or `links`; raise ValueError if it belongs to none."""
         student = unquote(key.rpartition("/")[2])
         if key not in (self.student(student), self.links_of(student)):
             raise ValueError("it is not the key of a student")
@@ -154,13 +136,10 @@ def _field(value: bytes, name: str) -> Any:
 # --- What a student decides ---
 
 
-@dataclass(frozen=True)
-class TeacherChoice:
+class TeacherChoice(NamedTuple):
     """The teachers that a student talks to.
 
-    Attributes:
-        ids: Their ids.
-        coordinated: Whether the whole group agreed on this; otherwise it is the best that the student can do alone.
+    Either the whole group agreed on them (`coordinated`), or they are the best that the student can do alone.
     """
 
     ids: frozenset[str]
@@ -173,7 +152,7 @@ def choose_teachers(
     """Decide which of the teachers that are `ready` a student talks to: at least one, if any is ready.
 
     Args:
-        student: Its name.
+        student: The student's name.
         limit: The most teachers it may talk to.
         ready: The teachers that take work.
         links: The teachers that the leader gave it; None if unknown or possibly out of date.
@@ -234,7 +213,7 @@ def plan_links(
     """Balance, and compare with what is in the store.
 
     Args:
-        keys: Of the group.
+        keys: The group's keys.
         ready: The teachers that take work.
         students: All entries below `keys.students`.
         stored: All entries below `keys.links`.
@@ -275,26 +254,28 @@ def plan_links(
 # --- The group ---
 
 
-class BalanceGroup(Resource, Watch):
+class BalanceGroup(Watch):
     """A `Watch` of the teachers that this student talks to, in place of `registry.watch(service)`.
 
     As long as all teachers fit within the student's limit it is given all of them, and the store plays no part. Beyond,
     the students elect a leader, which computes `balance` and writes all links into the store. A student that
     has no links, or whose store does not answer, stays with the teachers it has and fills up to its limit with others;
-    the snapshot's `stale` says so. While a teacher is live it never has none. A draining teacher is given to none;
-    the students that have it see it drain. Teachers whose registration lapsed fill up what is left of the limit.
+    the snapshot's `stale` says so. While a teacher is live it never has none. A draining teacher is not given out; the
+    students that have it see it drain. Teachers whose registration lapsed fill up what is left of the limit.
 
     A background thread runs; the `Registry` and the `Store` stay the caller's to close.
 
     Args:
-        student_id: unique among the students of the service; the same after a restart keeps the same teachers.
-        want: the most teachers this student can use.
-        fan_out: the most teachers any student may talk to. Of both the smaller counts; 32 if neither is given.
-        ttl_s: how long this student, or the leader, may be silent before the others go on without it.
+        registry: Where the teachers are registered.
+        store: What the students agree through.
+        service: The teachers' service.
+        student_id: Unique among the students of the service; the same after a restart keeps the same teachers.
+        want: The most teachers that this student talks to.
+        ttl_s: Seconds that this student, or the leader, may be silent before the others go on without it.
 
     Raises:
-        SettingsError: an argument cannot be used.
-        DiscoveryError: the registry cannot be reached. A store that cannot be reached is no error.
+        SettingsError: An argument cannot be used.
+        DiscoveryError: The registry cannot be reached. Not raised for a store that cannot be reached.
     """
 
     def __init__(
@@ -304,34 +285,43 @@ class BalanceGroup(Resource, Watch):
         service: str,
         student_id: str,
         *,
-        want: int | None = None,
-        fan_out: int | None = None,
+        want: int,
         ttl_s: float = 10.0,
     ) -> None:
         super().__init__()
-        self._limit = min((limit for limit in (want, fan_out) if limit is not None), default=DEFAULT_FAN_OUT)
-        if self._limit < 1:
-            raise SettingsError(f"want={want!r}, fan_out={fan_out!r}: a student needs at least 1 teacher")
-        ttl_s = check_ttl(ttl_s)
+        if want < 1:
+            raise SettingsError(f"want={want!r}: a student needs at least 1 teacher")
+        self._limit = want
+        self._store = store
+        self._keys = GroupKeys(service)
         self._student = student_id
-        self._links_key = GroupKeys(service).links_of(student_id)
+        self._ttl_s = check_ttl(ttl_s)
+        self._links_key = self._keys.links_of(student_id)
         self._taking = threading.Lock()
         self._patient_until = time.monotonic() + PATIENCE_S
         self._seen: Snapshot | None = None
         self._links: StoreSnapshot | None = None
         self._given: Snapshot | None = None
+        # What the thread works with: it opens these, and `_release` closes them.
+        self._error = ""
+        self._over = ""  # why this student will never take part again: the store was closed
+        self._links_watch: StoreWatch | None = None
+        self._lease: Lease | None = None
+        self._listed = False
+        self._election: Election | None = None
+        self._leader = _Leader(registry, store, self._keys, self._ttl_s)
         self._teachers = registry.watch(service)
-        self._member = self._own(GroupMember(registry, store, service, student_id, self._limit, ttl_s))
+        self._own(BackgroundLoop("edl-balance", self._take_part))
 
     @property
     def error(self) -> str:
         """Why this student cannot take part in the group just now; empty while all is well."""
-        return self._member.error
+        return self._error
 
     @property
     def is_leader(self) -> bool:
         """Whether this student decides for the group now."""
-        return self._member.is_leader
+        return self._election is not None and self._election.is_leader and not self._closed
 
     @override
     def get(self, timeout_s: float | None = None) -> Snapshot | None:
@@ -354,16 +344,14 @@ class BalanceGroup(Resource, Watch):
             if seen is None and wait_s and time.monotonic() - asked < wait_s / 2:
                 return None  # it did not wait: the registry was closed, and this watch with it
             self._seen = seen or self._seen
-            self._links = self._member.take_links() or self._links
+            if self._links_watch is not None:
+                self._links = self._links_watch.get(0) or self._links
             if (snapshot := self._decide()) is not None and snapshot != self._given and not self._closed:
                 self._given = snapshot
                 return snapshot
             if time.monotonic() >= deadline:
                 return None
         return None
-
-    def _halt(self) -> None:
-        self._teachers.close()
 
     def _decide(self) -> Snapshot | None:
         """Return what to give out; None while nothing is known, or a better answer is about to come."""
@@ -374,19 +362,24 @@ class BalanceGroup(Resource, Watch):
         before = () if self._given is None else (*self._given.instances, *self._given.lapsed)
         last = frozenset(teacher.id for teacher in before)
         choice = choose_teachers(self._student, self._limit, ready, links, last)
-        # A reason is no cause for haste while the links are about to be read: a student that was killed and is back
-        # cannot take part until its former lease ends, but its links are there.
-        awaited = not reason or (self._links is None and self._member.reads_links)
+        # Even with a reason, wait while the links are about to be read: a student that was killed and is back cannot
+        # take part until its former lease ends, but its links are there.
+        awaited = not reason or (self._links is None and self._links_watch is not None)
         if not choice.coordinated and self._given is None and awaited and time.monotonic() < self._patient_until:
             return None
         given = choice.ids | {teacher.id for teacher in self._seen.instances if teacher.state != "ready"} & last
         tried = choose_lapsed(self._student, self._limit - len(choice.ids), self._seen.lapsed, links, last)
         listed = {teacher.id for teacher in (*self._seen.instances, *self._seen.lapsed)}
         revoked = last if self._given is None else last | self._given.revoked
+        stale = self._seen.stale
+        if not choice.coordinated:
+            why = f"students cannot agree on their teachers: {reason}" if reason else "students have not agreed yet"
+            why = f"{why}; this one goes on with {len(choice.ids)} of its own choice"
+            stale = f"{stale}; {why}" if stale else why
         return replace(
             self._seen,
             instances=tuple(teacher for teacher in self._seen.instances if teacher.id in given),
-            stale=self._seen.stale if choice.coordinated else self._explain(choice, reason),
+            stale=stale,
             lapsed=tuple(teacher for teacher in self._seen.lapsed if teacher.id in tried),
             revoked=(revoked & listed) - given - tried,
         )
@@ -394,70 +387,22 @@ class BalanceGroup(Resource, Watch):
     def _known_links(self) -> tuple[frozenset[str] | None, str]:
         """Return the links if they are valid now, or the reason why not."""
         if self._links is None:
-            return None, self._member.error
-        if reason := self._links.stale or self._member.over:
+            return None, self._error
+        if reason := self._links.stale or self._over:
             return None, reason
         entry = self._links.entries.get(self._links_key)
         if entry is None:
-            return None, self._member.error
+            return None, self._error
         try:
             return unpack_links(entry.value), ""
         except ValueError as exc:
             return None, f"the store's {self._links_key} makes no sense: {exc}"
 
-    def _explain(self, choice: TeacherChoice, reason: str) -> str:
-        assert self._seen is not None
-        why = f"students cannot agree on their teachers: {reason}" if reason else "students have not agreed yet"
-        stale = f"{why}; this one goes on with {len(choice.ids)} of its own choice"
-        return "; ".join(filter(None, [self._seen.stale, stale]))
+    # The thread, which keeps this student in its group
 
-
-class GroupMember(Resource):
-    """Keeps a student in its group with a background thread. Everything it opens, it closes."""
-
-    def __init__(self, registry: Registry, store: Store, service: str, student: str, limit: int, ttl_s: float) -> None:
-        super().__init__()
-        self._store = store
-        self._keys = GroupKeys(service)
-        self._student = student
-        self._limit = limit
-        self._ttl_s = ttl_s
-        self._error = ""
-        self._over = ""
-        self._links: StoreWatch | None = None
-        self._lease: Lease | None = None
-        self._listed = False
-        self._election: Election | None = None
-        self._leader = _Leader(registry, store, self._keys, self._ttl_s)
-        self._own(BackgroundLoop("edl-balance", self._step))
-
-    @property
-    def error(self) -> str:
-        """Why this student cannot take part just now; empty while all is well."""
-        return self._error
-
-    @property
-    def over(self) -> str:
-        """Why this student will never take part again (the store was closed); empty otherwise."""
-        return self._over
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this student decides for the group."""
-        return self._election is not None and self._election.is_leader and not self._closed
-
-    @property
-    def reads_links(self) -> bool:
-        """Whether the store has been asked for this student's links."""
-        return self._links is not None
-
-    def take_links(self) -> StoreSnapshot | None:
-        """Return what the store says of this student's links, None if that is nothing new. Does not wait."""
-        return None if self._links is None else self._links.get(0)
-
-    def _step(self) -> float | None:
+    def _take_part(self) -> float | None:
         try:
-            self._take_part()
+            self._join()
         except (ConflictError, DiscoveryError, LeaseLostError) as exc:
             if not self._error:
                 log.warning("student %s cannot take part in %s: %s", self._student, self._keys.election, exc)
@@ -471,9 +416,9 @@ class GroupMember(Resource):
             self._error = ""
         return STEP_S
 
-    def _take_part(self) -> None:
-        if self._links is None:
-            self._links = self._store.watch(self._keys.links_of(self._student))
+    def _join(self) -> None:
+        if self._links_watch is None:
+            self._links_watch = self._store.watch(self._links_key)
         if self._lease is None or self._lease.lost:
             self._listed = False
             if self._lease is not None:
@@ -489,16 +434,19 @@ class GroupMember(Resource):
         else:
             self._leader.rest()
 
+    def _halt(self) -> None:
+        self._teachers.close()
+
     def _release(self) -> None:
         self._leader.rest()
-        for part in (self._election, self._links):
+        for part in (self._election, self._links_watch):
             if part is not None:
                 part.close()
         if self._lease is None:
             return
         self._lease.close()
         try:
-            self._store.delete(self._keys.links_of(self._student))
+            self._store.delete(self._links_key)
         except (ClosedError, DiscoveryError) as exc:
             log.debug("the links of student %s are left to the next leader to delete: %s", self._student, exc)
 

@@ -350,10 +350,10 @@ class Dataset(abc.ABC):
         parts = unpack_parts(spec.index)
         try:
             order = parts[0].head.get("shuffle_within", False) if parts else False
-            if order is True:
+            if order not in (False, _ORDER):
                 raise SettingsError(
-                    f"{spec.kind}:{quote(spec.location)} was created by an earlier version of EDL, which read the "
-                    f"units of a shard in another order: create it again, under another name"
+                    f"{spec.kind}:{quote(spec.location)} was created by a version of EDL that reads the units of a "
+                    f"shard in another order: create it again, under another name"
                 )
             self._shuffle_within = order == _ORDER
             self._known = self._load(parts)

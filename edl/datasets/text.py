@@ -21,6 +21,7 @@ import logging
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -245,14 +246,17 @@ class LinesDataset(_TextDataset):
         encoding, errors, keep_ends = self._options.values()
         if encoding == "utf-8-sig":
             encoding, data = "utf-8", data if at else data.removeprefix(_BOM)  # a mark elsewhere is data
-        for line in _split_lines(data, keep_ends=keep_ends):
-            try:
-                yield line if encoding is None else line.decode(encoding, errors)
-            except UnicodeError as exc:
-                raise SourceError(
-                    f"{quote(path)}: the line {quote(line)} is not {encoding}: {exc}. Read bytes (encoding=None), or "
-                    f"choose errors='replace' or another encoding"
-                ) from exc
+        lines = _split_lines(data, keep_ends=keep_ends)
+        return lines if encoding is None else map(partial(self._decode, path, encoding, errors), lines)
+
+    def _decode(self, path: str, encoding: str, errors: str, line: bytes) -> str:
+        try:
+            return line.decode(encoding, errors)
+        except UnicodeError as exc:
+            raise SourceError(
+                f"{quote(path)}: the line {quote(line)} is not {encoding}: {exc}. Read bytes (encoding=None), or "
+                f"choose errors='replace' or another encoding"
+            ) from exc
 
     @classmethod
     def _create_growing(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:

@@ -83,7 +83,7 @@ class SoftLabelCache:
         path: The folder, made if it is missing; None to keep rows in memory only. It must not lie on a file system that
             several machines share, unless `EDL_SHARED_FILE` is set because one of them uses it.
         disk_bytes: Bytes of the folder's database and its journal together, at least 1 MiB; the oldest labels make
-            room. A single label takes an eighth at most. None for no bound.
+            room. A single label takes a sixteenth at most. None for no bound.
         store_dtype: "float16" keeps floating-point outputs so, whatever teachers give; finite values stay finite.
         flush_interval_s: Seconds after which a row is on disk at the latest (as on `flush` and `close`).
 
@@ -453,18 +453,17 @@ class CacheView:
         cache = self._cache
         with cache.lock:
             records = cache.memory.get(self._memory, samples)
-            if cache.writer is not None:
-                held = cache.writer.held(self._space, samples)
+            if cache.writer is not None and (held := cache.writer.held(self._space, samples)):
                 records = [record or held.get(sample) for sample, record in zip(samples, records, strict=True)]
 
-        def is_right(at: int, record: bytes | None) -> bool:
+        def is_right(at: int, record: bytes) -> bool:
             layout = self.layout
-            if record is None or heads is None or layout is None or layout.sequence_inputs is None:
-                return record is not None
+            if heads is None or layout is None or layout.sequence_inputs is None:
+                return True
             return layout.head_of(record) == heads[at]
 
         # One of another text in memory is looked up too: another process may have labelled the text as it is now.
-        wrong = [at for at, record in enumerate(records) if not is_right(at, record)]
+        wrong = [at for at, record in enumerate(records) if record is None or not is_right(at, record)]
         if wrong and cache.folder is not None:
             # Without the lock, so that `put` does not wait for the disk.
             read = cache.folder.read(self._space, [samples[at] for at in wrong])
@@ -477,8 +476,8 @@ class CacheView:
                         cache.memory.put(self._memory, [sample], [record])
                     records[at] = record
         for at in wrong:
-            if (record := records[at]) is not None and not is_right(at, record):
-                self._warn_of_other_text(samples[at], heads[at][0] if heads is not None else 0, record)
+            if heads is not None and (record := records[at]) is not None and not is_right(at, record):
+                self._warn_of_other_text(samples[at], heads[at][0], record)
                 records[at] = None
         return records
 

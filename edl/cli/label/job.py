@@ -40,7 +40,6 @@ from edl.distill.labelling import (
 )
 from edl.errors import ConflictError, DiscoveryError, NoMasterError, ProtocolError, SettingsError
 from edl.master.client import MasterClient, ShardReader
-from edl.master.naming import election_key
 from edl.master.reports import read_report
 from edl.master.server import MasterServer, MasterSettings
 from edl.protocol.master import DatasetSpec
@@ -194,10 +193,7 @@ class _Worker:
             store = stack.enter_context(open_store(url, credentials=credentials))
             master = stack.enter_context(MasterServer(self._job, settings))
             client = stack.enter_context(MasterClient(self._job, store, timeout_s=_MASTER_S, credentials=credentials))
-            self._await_master(master, store, client)
-            if self._options.retry_poisoned and client.describe_dataset(_DATASET) is not None:
-                shards = client.retry_poisoned(_DATASET)
-                print(f"{counted(shards, 'shard')} that had been given up {'is' if shards == 1 else 'are'} tried again")
+            self._await_master(master, client)
             labeller = self._agreed(client)
             if labeller is None:
                 print(f"job {self._job} is done already, and no teacher was asked")
@@ -208,7 +204,7 @@ class _Worker:
                 master.wait_done(_LINGER_S)
             return self._conclude(client, store, progress)
 
-    def _await_master(self, master: MasterServer, store: Store, client: MasterClient) -> None:
+    def _await_master(self, master: MasterServer, client: MasterClient) -> None:
         """Wait until a master leads, in this process or another.
 
         Raises:
@@ -218,8 +214,8 @@ class _Worker:
         begun = time.monotonic()
         warned = False
         while True:
-            with contextlib.suppress(DiscoveryError, NoMasterError):  # or all was done, and the master has just ended
-                if master.wait_leading(_LOOK_S) or store.get(election_key(self._job)) is not None:
+            with contextlib.suppress(NoMasterError):  # all was done, and the master has just ended
+                if master.wait_leading(_LOOK_S) or master.rival:
                     client.status()
                     return
             waited_s = time.monotonic() - begun
@@ -244,6 +240,9 @@ class _Worker:
             if agreement is not None:
                 self._key = agreement.key
                 self._refuse(agreement.plan_differences(self._guard.fingerprint, plan))
+                if self._options.retry_poisoned:
+                    shards = counted(client.retry_poisoned(_DATASET), "shard")
+                    print(f"{shards} that had been given up {'is' if shards == '1 shard' else 'are'} tried again")
                 labels = _labels_of(client.status())
                 if labels is not None and labels["finished"]:
                     return None

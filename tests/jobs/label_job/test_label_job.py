@@ -103,6 +103,7 @@ def test_poisoned_rows_are_listed(make_run: Callable[..., Run]) -> None:
         assert re.search(r"rows 40 to 79, 3 failures, the last by .*: sample 76: .*this row is bad", worker.err)
         assert "job numbers: 360 of 400 rows have a label" in worker.out
     assert set(range(400)) - set(load_labels(run.folder / "labels").ids) == {76}, "but the others of it are there too"
+    assert main(["label", *run.arguments(), "--retry-poisoned", "--outputs", "y,z"]) == 1, "nothing is put back"
     (teacher,) = run.teachers
     path = Path(next(run.folder.glob("model_*.py")))
     path.write_text(path.read_text().replace("BAD = [77]", "BAD = []"))
@@ -171,6 +172,7 @@ def test_other_jobs_are_refused(
     assert main(["label", *run.arguments(), "--no-data-check"]) == 0
     assert run.asked.rows() == asked
     monkeypatch.setattr(job, "_LEASE_S", 1.0)
+    monkeypatch.setattr(job, "_LOOK_S", 0.01)  # it looks while it is elected and cannot lead yet
     with open_store(run.store) as store:
         for entry in store.list("journals/"):
             store.delete(entry.key)

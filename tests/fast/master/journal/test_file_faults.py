@@ -89,7 +89,7 @@ def test_file_is_taken_away(tmp_path: Path, change: str) -> None:
 
 
 def test_a_journal_in_kubernetes_is_explained() -> None:
-    with pytest.raises(SettingsError, match="no longer supported.*edl://edl-store.edl:29400.*store:JOB"):
+    with pytest.raises(SettingsError, match=r"no longer supported.*edl://edl-store.edl:29400.*store:JOB"):
         open_journal("kubernetes://lab")
 
 

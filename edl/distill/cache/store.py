@@ -453,18 +453,17 @@ class CacheView:
         cache = self._cache
         with cache.lock:
             records = cache.memory.get(self._memory, samples)
-            if cache.writer is not None:
-                held = cache.writer.held(self._space, samples)
+            if cache.writer is not None and (held := cache.writer.held(self._space, samples)):
                 records = [record or held.get(sample) for sample, record in zip(samples, records, strict=True)]
 
-        def is_right(at: int, record: bytes | None) -> bool:
+        def is_right(at: int, record: bytes) -> bool:
             layout = self.layout
-            if record is None or heads is None or layout is None or layout.sequence_inputs is None:
-                return record is not None
+            if heads is None or layout is None or layout.sequence_inputs is None:
+                return True
             return layout.head_of(record) == heads[at]
 
         # One of another text in memory is looked up too: another process may have labelled the text as it is now.
-        wrong = [at for at, record in enumerate(records) if not is_right(at, record)]
+        wrong = [at for at, record in enumerate(records) if record is None or not is_right(at, record)]
         if wrong and cache.folder is not None:
             # Without the lock, so that `put` does not wait for the disk.
             read = cache.folder.read(self._space, [samples[at] for at in wrong])
@@ -477,8 +476,8 @@ class CacheView:
                         cache.memory.put(self._memory, [sample], [record])
                     records[at] = record
         for at in wrong:
-            if (record := records[at]) is not None and not is_right(at, record):
-                self._warn_of_other_text(samples[at], heads[at][0] if heads is not None else 0, record)
+            if heads is not None and (record := records[at]) is not None and not is_right(at, record):
+                self._warn_of_other_text(samples[at], heads[at][0], record)
                 records[at] = None
         return records
 

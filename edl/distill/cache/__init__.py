@@ -3,9 +3,9 @@
 `SoftLabelCache` keeps rows by sample id, apart for everything else that an answer depends on (`CacheKey`), in memory
 and in a folder that several processes may share. `load_labels` reads such a folder whole. Inside:
 
-- `key`: what an answer depends on, and sample ids; `records`: how a row of several outputs becomes a run of bytes;
+- `key`: the identity of labels; `records`: how a row of several outputs becomes a run of bytes;
 - `memory`: the records in memory, and which of them stay; `folder`: those on disk, in a SQLite database;
-- `store`: the front; `labels`: a whole folder as arrays.
+- `store`: the front; `labels`: `load_labels`.
 
 What does not belong here: deciding when to ask teachers.
 """

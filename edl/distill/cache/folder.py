@@ -57,7 +57,7 @@ _DATABASE = "labels.sqlite"
 _APPLICATION_ID = 0x45444C43  # "EDLC", in the database's header
 _FORMAT = 2
 """Version of the tables below. Version 1 had the labels in files beside the database."""
-# `label_id` answers which labels there are without a look at the records.
+# `label_id` tells which labels there are, so that no record is read for that.
 _SCHEMA = """
 CREATE TABLE key (number INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE, layout TEXT, data_set TEXT);
 CREATE TABLE label (
@@ -72,7 +72,7 @@ _NUMBER = "(SELECT number FROM key WHERE text = ?)"
 _PART = 8
 """A transaction changes an eighth of the bound at most. The journal takes as much; a quarter is kept free for it."""
 _PART_NBYTES = 48 << 20
-"""What a transaction changes without a bound: large enough that the disk's syncs do not count."""
+"""Bytes that a transaction changes where there is no bound: large enough that the disk's syncs do not count."""
 _SHARED_MEMORY_NBYTES = 64 << 10
 """Bytes of `-shm`, which grows with the journal."""
 _BUSY_S = 30.0
@@ -86,7 +86,7 @@ _READ_AT_ONCE = 64
 _MOST_VERIFIED = 1 << 22
 """Labels remembered as verified, about 200 bytes each: hashing a label takes as long as reading it."""
 _BATCH_NBYTES = 16 << 20
-"""Labels that wait are written when they are so many bytes: syncs do not count then, and a few fit into memory."""
+"""Waiting labels are written from this size on: syncs do not count then, and three batches fit into memory."""
 _MOST_WAITING = 3
 """Batches' worth of labels that may wait to be written, or be on their way: while one is written the next gathers."""
 _ROW_NBYTES = 64
@@ -362,7 +362,7 @@ class LabelFolder:
         return int(number)
 
     def _make_room(self, db: sqlite3.Connection, nbytes: int, limit_bytes: int, key: int) -> bool:
-        """Delete the oldest labels, as many as a transaction may change, and return whether so many bytes fit then."""
+        """Delete the oldest labels, as many as a transaction may change, and return whether `nbytes` more fit."""
 
         def pages(pragma: str) -> int:
             return int(db.execute(f"PRAGMA {pragma}").fetchone()[0])
@@ -378,7 +378,7 @@ class LabelFolder:
                 if nbytes <= 0:
                     break
             if not oldest:
-                raise SettingsError(f"there is no room in disk_bytes={limit_bytes}")
+                raise SettingsError(f"other tables fill disk_bytes={limit_bytes}")
             if any(of == key for _, of, _ in oldest):
                 self._warn(
                     "it is full: labels of the same teacher and data set make room for each other, so teachers are "
@@ -482,7 +482,7 @@ class _Database:
             db = self._connect("memory")
             db.executescript(_SCHEMA)
         else:
-            raise FileNotFoundError(errno.ENOENT, "there are no labels, and none can be written here")
+            raise FileNotFoundError(errno.ENOENT, "the folder is empty and cannot be written")
         self._connection = db
 
     def _open(self) -> None:

@@ -1,4 +1,4 @@
-"""What a soft label is of: `CacheKey` for all samples of a teacher and data set, and ids for the samples.
+"""Identity of soft labels: `CacheKey` for all samples of a teacher and data set, and ids for the samples.
 
 Ids are integers or strings. They may come with fingerprints of the inputs, which tell one text from another that comes
 under the same id: always for sequences (`SequenceIds`), for one row in 16 otherwise (`RowIds`).
@@ -38,9 +38,9 @@ Head: TypeAlias = tuple[int, bytes]
 """Rows and fingerprint of a sample."""
 
 FINGERPRINT_NBYTES = 8
-"""Two texts share a fingerprint by chance in 1 of 2**64 cases, and on purpose if somebody tries."""
+"""Two texts share a fingerprint by chance in 1 of 2**64 cases; it does not keep out an attacker."""
 UNKNOWN = bytes(FINGERPRINT_NBYTES)
-"""In place of a fingerprint that nobody has computed."""
+"""In place of a fingerprint that was not computed."""
 _FINGERPRINTED_ONE_IN = 16
 """Rows of which one has a fingerprint: hashing every image would take a core, and a data set that has changed as a
 whole shows at once."""

@@ -1,6 +1,6 @@
 """How the outputs of a sample become a run of bytes, its record, and what a look-up returns.
 
-A record is the fingerprint of the sample's inputs (0 where nobody has computed it), then each column with all rows of
+A record is the fingerprint of the sample's inputs (0 where it was not computed), then each column with all rows of
 the sample: one, or those of a sequence. `TopK` is three columns.
 """
 

@@ -281,7 +281,7 @@ class LabelFolder:
         self._write_part(space, part, part_nbytes)
 
     def _write_part(self, space: Namespace, part: Mapping[SampleId, bytes], nbytes: int) -> None:
-        if self.limit_bytes is not None and nbytes > self._part_nbytes:
+        if self.limit_bytes is not None and nbytes > self.limit_bytes // _PART:
             largest = max(map(len, part.values()))
             raise SettingsError(f"a label of {largest} bytes is too large for disk_bytes={self.limit_bytes}")
         while True:
@@ -367,7 +367,7 @@ class LabelFolder:
         def pages(pragma: str) -> int:
             return int(db.execute(f"PRAGMA {pragma}").fetchone()[0])
 
-        most = (limit_bytes - 2 * self._part_nbytes - _SHARED_MEMORY_NBYTES) // _PAGE_NBYTES
+        most = (limit_bytes - 2 * max(self._part_nbytes, nbytes) - _SHARED_MEMORY_NBYTES) // _PAGE_NBYTES
         wanted = nbytes // _PAGE_NBYTES
         if pages("page_count") - pages("freelist_count") + wanted > most:
             oldest: list[tuple[int, int, int]] = []

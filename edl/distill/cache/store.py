@@ -83,7 +83,7 @@ class SoftLabelCache:
         path: The folder, made if it is missing; None to keep rows in memory only. It must not lie on a file system that
             several machines share, unless `EDL_SHARED_FILE` is set because one of them uses it.
         disk_bytes: Bytes of the folder's database and its journal together, at least 1 MiB; the oldest labels make
-            room. A single label takes an eighth at most. None for no bound.
+            room. A single label takes a sixteenth at most. None for no bound.
         store_dtype: "float16" keeps floating-point outputs so, whatever teachers give; finite values stay finite.
         flush_interval_s: Seconds after which a row is on disk at the latest (as on `flush` and `close`).
 

@@ -77,6 +77,14 @@ def test_the_bound_holds_for_two_writers(tmp_path: Path) -> None:
         assert cache.stats().disk_bytes == nbytes(tmp_path)
 
 
+def test_a_label_of_many_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a text of 32,000 tokens, say: larger than what is written at a time."""
+    monkeypatch.setattr(module, "_PART_NBYTES", MIB // 16)
+    put(tmp_path, range(10), KEY, 40_000, disk_bytes=4 * MIB)
+    assert nbytes(tmp_path) <= 4 * MIB
+    assert all(found(tmp_path, range(5, 10), KEY, 40_000))
+
+
 def test_a_reader_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps the journal from being emptied: that costs new labels, and neither old ones nor the bound."""
     monkeypatch.setattr(module, "_BUSY_S", 0.2)

@@ -291,7 +291,8 @@ def test_tls_on_half_of_the_nodes(tmp_path: Path) -> None:
     own = Credentials(ca=ca.save(tmp_path), **ca.issue(*HERE).save(tmp_path))
     port = free_ports(1)[0]
     with served(port, own):
-        with pytest.raises(SettingsError, match=r"wants a client certificate.*EDL_TLS_KEY; TLS is for all nodes of a job"):
+        words = r"wants a client certificate.*EDL_TLS_KEY; TLS is for all nodes of a job"
+        with pytest.raises(SettingsError, match=words):
             served(port, own=False).__enter__()
         with served(port, own, own=False) as store:
             assert store.get("a") is None

@@ -147,9 +147,7 @@ class Dispatcher:
     ) -> list[Action]:
         """Note that a teacher is connected, for the first time or again.
 
-        `max_rows`: most rows that it takes in a request; 0 for any number. `max_nbytes`: most bytes of tensors
-        that it takes in a request; 0 for any number. `max_in_flight`: most requests that it may have, 0 for
-        what the policy says. `max_sequence`: most rows of a sequence that it takes; 0 for any number.
+        The limits are those that the teacher announces, 0 for none; without `max_in_flight`, the policy's holds.
         """
         self._connecting.discard(teacher)
         state = self.teachers.setdefault(teacher, TeacherState(Window(self.policy.window)))

@@ -29,10 +29,9 @@ _LOOK_S = 0.2
 class TeacherLimits:
     """Limits of what teachers accept, known once the first of them is there.
 
-    A route is the number of the only service that labels a row; None where all services do.
-
-    Args:
-        timeout_s: Seconds to wait for a first teacher before `NoTeacherError` is raised.
+    A route is the number of the only service that labels a row; None where all services do. `stopped` returns whether
+    the work was ended, which ends all waiting. A wait that is over, or can only be useless, raises `NoTeacherError`, or
+    `SettingsError` where all teachers have answered and none has what is asked for.
     """
 
     def __init__(self, teachers: Sequence[Teachers], engines: Sequence[Engine], timeout_s: float) -> None:
@@ -49,14 +48,7 @@ class TeacherLimits:
         return all(self._engines[index].await_spec(0.0) is not None for index in self.asked(route))
 
     def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
-        """Return the most rows in a request that the teachers of a route accept, 0 if any number.
-
-        `stopped`: returns whether the work was ended, which ends all waiting.
-
-        Raises:
-            NoTeacherError: No teacher said in time what its model looks like.
-            SettingsError: All teachers have answered, and none has what is asked for.
-        """
+        """Return the most rows in a request that the teachers of a route accept, 0 if any number."""
         known = [index for index in self.asked(route) if self.await_spec(index, stopped) is not None]
         limits = [self._engines[index].limits.max_rows for index in known]
         return min((limit for limit in limits if limit), default=0)
@@ -80,8 +72,6 @@ class TeacherLimits:
 
         One may come while teachers of a fixed list are still being connected to, and at any moment to a service, whose
         teachers come and go.
-
-        `route`: route of the sequence; None where every service labels it.
         """
         services = [(self._teachers[index], self._engines[index]) for index in self.asked(route)]
         short = [
@@ -94,11 +84,7 @@ class TeacherLimits:
         return all(group.service is not None or engine.awaits_teachers for group, engine in short)
 
     def await_max_sequence(self, rows: int, stopped: Callable[[], bool], route: int | None = None) -> int:
-        """Wait as long as `awaits_sequence` says, and return `max_sequence`.
-
-        `stopped`: returns whether the work was ended, which ends all waiting. `route`: route of the sequence;
-        None where every service labels it.
-        """
+        """Wait as long as `awaits_sequence` says, and return `max_sequence`."""
         begin = time.monotonic()
         warned = False
         asked = self.asked(route)
@@ -117,14 +103,7 @@ class TeacherLimits:
         return self.max_sequence(route)
 
     def lacks_teacher(self, since: float, route: int | None = None) -> bool:
-        """Return whether a service of a route has had no teacher yet.
-
-        `route`: route of the work; None where every service does it.
-
-        Raises:
-            NoTeacherError: It has waited for `timeout_s`.
-            SettingsError: All teachers have answered, and none has what is asked for.
-        """
+        """Return whether a service of a route has had no teacher yet."""
         for index in self.asked(route):
             engine = self._engines[index]
             if engine.await_spec(0.0) is None:
@@ -158,14 +137,7 @@ class TeacherLimits:
         return None
 
     def await_spec(self, index: int, stopped: Callable[[], bool]) -> ModelSpec | None:
-        """Wait for the first teacher of a service; return None if the work was ended before.
-
-        `stopped`: returns whether the work was ended, which ends all waiting.
-
-        Raises:
-            NoTeacherError: No teacher said in time what its model looks like.
-            SettingsError: All teachers have answered, and none has what is asked for.
-        """
+        """Wait for the first teacher of a service; return None if the work was ended before."""
         engine = self._engines[index]
         begin = time.monotonic()
         warned = False

@@ -17,11 +17,10 @@ from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
 from edl_serving.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from edl_serving.process import serve
-    from edl_serving.server import TeacherServer
+    from edl_serving.server import TeacherServer, serve
 
 __all__ = ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "TopKArrays", "serve"]
-_HOMES = {"TeacherServer": "server", "serve": "process"}
+_HOMES = {"TeacherServer": "server", "serve": "server"}
 
 
 def __getattr__(name: str) -> Any:

@@ -252,7 +252,7 @@ def is_revocation(before: Material, after: Material) -> bool:
 async def watch_revocations(files: CredentialFiles, end_streams: Callable[[], None]) -> None:
     """Call `end_streams` when replaced files revoke a token or an authority. Run until cancelled.
 
-    A client whose stream has ended connects anew, and is authenticated again.
+    A client whose stream has ended connects again, and is authenticated again.
     """
     before, complaint = files.current(), ""
     while True:
@@ -261,7 +261,7 @@ async def watch_revocations(files: CredentialFiles, end_streams: Callable[[], No
             after = files.current()
             if is_revocation(before, after):
                 end_streams()
-        except Exception as exc:  # noqa: BLE001 - whatever it is, this must not be the last look: nobody would see that it ended
+        except Exception as exc:  # noqa: BLE001 - whatever it is, this must not be the last look: its end would go unnoticed
             if complaint != repr(exc):
                 complaint = repr(exc)
                 _log.exception("revoked credentials could not be followed; that is tried again")
@@ -275,7 +275,7 @@ def warn_of_no_credentials(host: str, credentials: Credentials) -> None:
         return
     if not credentials.cert and not credentials.token_file:
         _log.warning(
-            "listening on %s without TLS and tokens: whoever reaches this port can use the model, and the network can "
+            "listening on %s without TLS and tokens: everyone who reaches it can use the model, and the network can "
             "read what students send; set --tls-cert and --tls-key, and --tls-ca or --token-file (docs/security.md)",
             host,
         )

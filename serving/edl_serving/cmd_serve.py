@@ -11,8 +11,7 @@ from pathlib import Path
 
 from edl.errors import EDLError
 from edl_serving.backends import open_backends
-from edl_serving.backends.backend import Backend
-from edl_serving.backends.described import DescribedBackend, complete_outputs
+from edl_serving.backends.backend import Backend, DescribedBackend, complete_outputs
 from edl_serving.backends.source import ModelSource, is_library, top_name
 from edl_serving.options import CommandParser
 from edl_serving.serve_config import GROUPS, ServeConfig, prepare_process
@@ -59,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     _, given = parser.parse_settings(GROUPS, argv)
     config = ServeConfig.of(given)
     prepare_process("edl serve", given)
-    from edl_serving.process import serve  # what it needs, besides gRPC, is an extra, and `--help` needs none of it
+    from edl_serving.server import serve  # what it needs, besides gRPC, is an extra, and `--help` needs none of it
 
     with config.registering() as registration:
         try:

@@ -1,23 +1,30 @@
-"""`ModelInfer` and `ModelStreamInfer`: from a message's bytes to the response's."""
+"""KServe v2's methods as gRPC handlers over bytes: from a message's bytes to the response's.
+
+gRPC is given no (de)serializers: inference requests are cut apart by `edl.protocol.codec`, without copying tensors, and
+a message that does not parse is answered with INVALID_ARGUMENT rather than with gRPC's own INTERNAL.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
+from google.protobuf.message import DecodeError, Message
+
+from edl import __version__
 from edl.errors import ProtocolError
 from edl.protocol import bundles, codec, fragments, kserve, names
 from edl.protocol.codec import Buffer
+from edl.protocol.transport import grpc
 from edl.quoting import clip, quote
-from edl_serving.access_log import AccessLog
 from edl_serving.admission import ConnectionLimiter, Lifecycle, ServicerContext, StreamSlot, client_of
 from edl_serving.batching.batch_queue import InferenceJob
 from edl_serving.batching.batcher import Batcher
-from edl_serving.metrics import Metrics
 from edl_serving.model import ServedModel
+from edl_serving.monitoring import AccessLog, Metrics
 from edl_serving.request import RequestDecoder
 from edl_serving.request_error import RequestError, invalid_argument, malformed_message
 from edl_serving.request_plan import request_id_of, valid_traceparent
@@ -26,8 +33,23 @@ from edl_serving.shared_memory import ClientRegions, RegionTable
 _log = logging.getLogger(__name__)
 
 
-class InferenceHandler:
-    """Answers inference calls; `regions` and `access` are None where they are turned off."""
+Answer: TypeAlias = Callable[[Any, ServicerContext], Message]
+_ONE_MODEL = "this server has one model: start another with edl serve, and end one with SIGTERM"
+_SYSTEM_MEMORY = "this server takes system shared memory only: SystemSharedMemoryRegister"
+_ELSEWHERE = {
+    "RepositoryModelLoad": _ONE_MODEL,
+    "RepositoryModelUnload": _ONE_MODEL,
+    "CudaSharedMemoryStatus": _SYSTEM_MEMORY,
+    "CudaSharedMemoryRegister": _SYSTEM_MEMORY,
+    "CudaSharedMemoryUnregister": _SYSTEM_MEMORY,
+    "TraceSetting": "this server makes no traces: send traceparent, and read it in edl serve --access-log",
+    "LogSettings": "the server's logging is set when it starts: edl serve --verbose and --log-format",
+}
+"""Methods of Triton that this server does not have, and what to use instead."""
+
+
+class InferenceServicer:
+    """Answers KServe v2's methods; `regions` and `access` are None where they are turned off."""
 
     def __init__(
         self,
@@ -50,6 +72,95 @@ class InferenceHandler:
         self._access = access
         self._streams: set[InferStream] = set()
 
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return gRPC's handler for all methods of the service."""
+        answers: dict[str, Answer] = {
+            "ServerLive": lambda request, context: kserve.ServerLiveResponse(live=True),
+            "ServerReady": lambda request, context: kserve.ServerReadyResponse(ready=self.lifecycle.ready),
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._model_config,
+            "ModelStatistics": self._model_statistics,
+            "RepositoryIndex": self._repository_index,
+            "SystemSharedMemoryStatus": lambda request, context: self._local_regions(context).status(request.name),
+            "SystemSharedMemoryRegister": self._shm_register,
+            "SystemSharedMemoryUnregister": self._shm_unregister,
+        }
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(self.infer),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self.stream_infer),
+        }
+        handlers |= {name: _unary(getattr(kserve, f"{name}Request"), answer) for name, answer in answers.items()}
+        handlers |= {name: _refusing(f"no method {name}: {instead}") for name, instead in _ELSEWHERE.items()}
+        return grpc.method_handlers_generic_handler(names.SERVICE, handlers)
+
+    def _model_ready(self, request: kserve.ModelReadyRequest, context: ServicerContext) -> Message:
+        known = request.name == self.model.name and request.version in ("", self.model.version)
+        return kserve.ModelReadyResponse(ready=known and self.lifecycle.ready)
+
+    def _server_metadata(self, request: kserve.ServerMetadataRequest, context: ServicerContext) -> Message:
+        return kserve.ServerMetadataResponse(name="edl", version=__version__, extensions=self.model.extensions())
+
+    def _model_metadata(self, request: kserve.ModelMetadataRequest, context: ServicerContext) -> Message:
+        self._check_room(context)
+        self.model.check_request(request.name, request.version)
+        return self.model.metadata()
+
+    def _model_config(self, request: kserve.ModelConfigRequest, context: ServicerContext) -> Message:
+        self.model.check_request(request.name, request.version)
+        return self.model.config()
+
+    def _model_statistics(self, request: kserve.ModelStatisticsRequest, context: ServicerContext) -> Message:
+        """Describe the calls of the model by their rows; a request without a name means all models, as with Triton."""
+        self.model.check_request(request.name or self.model.name, request.version)
+        batches = self.metrics.batches()
+        answer = kserve.ModelStatisticsResponse()
+        found = answer.model_stats.add(
+            name=self.model.name,
+            version=self.model.version,
+            inference_count=sum(rows * count for rows, (count, _) in batches.items()),
+            execution_count=sum(count for count, _ in batches.values()),
+        )
+        for rows, (count, compute_s) in sorted(batches.items()):
+            spent = kserve.StatisticDuration(count=count, ns=round(compute_s * 1e9))
+            found.batch_stats.add(batch_size=rows, compute_infer=spent)
+        return answer
+
+    def _repository_index(self, request: kserve.RepositoryIndexRequest, context: ServicerContext) -> Message:
+        ready = self.lifecycle.ready
+        answer = kserve.RepositoryIndexResponse()
+        if ready or not request.ready:
+            state, reason = ("READY", "") if ready else ("UNAVAILABLE", self.lifecycle.state.value)
+            answer.models.add(name=self.model.name, version=self.model.version, state=state, reason=reason)
+        return answer
+
+    def _shm_register(self, request: kserve.SystemSharedMemoryRegisterRequest, context: ServicerContext) -> Message:
+        self._local_regions(context).register(request)
+        return kserve.SystemSharedMemoryRegisterResponse()
+
+    def _shm_unregister(self, request: kserve.SystemSharedMemoryUnregisterRequest, context: ServicerContext) -> Message:
+        self._local_regions(context).unregister(request.name)
+        return kserve.SystemSharedMemoryUnregisterResponse()
+
+    def _check_room(self, context: ServicerContext) -> None:
+        """Refuse a student beyond the limits when it connects, rather than at its first request."""
+        clients = self.clients
+        try:
+            clients.close_call(clients.open_call(client_of(context)))
+        except RequestError as error:
+            self.metrics.record_rejected_call(error)
+            raise
+
+    def _local_regions(self, context: ServicerContext) -> ClientRegions:
+        table = self.regions
+        if table is None:
+            raise invalid_argument("shared memory is turned off on this server")
+        regions = table.regions_of_client(context.peer())
+        if regions is None:
+            raise invalid_argument(f"shared memory is for clients on this host, not for {quote(context.peer())}")
+        return regions
+
     async def infer(self, data: bytes, context: ServicerContext) -> bytes:
         """Answer `ModelInfer`."""
         answer = await self._answer_call(data, context)
@@ -61,30 +172,30 @@ class InferenceHandler:
     async def _answer_call(self, data: bytes, context: ServicerContext) -> bytes | RequestError:
         """Return the response to a call, or why it is refused."""
         call, metadata = self._open_call(context)
-        request_id = request_id_of(metadata)
+        request_id, nbytes = request_id_of(metadata), len(data)
         try:
             self.lifecycle.begin_request()
             _after_call(context, self.lifecycle.end_request)
             client = self.clients.open_call(call.client)
             _after_call(context, lambda: self.clients.close_call(client))
-            client.hold_bytes(len(data))
-            _after_call(context, lambda: client.release_bytes(len(data)))
+            client.hold_bytes(nbytes)
+            _after_call(context, lambda: client.release_bytes(nbytes))
             try:
                 header, raw = codec.split_request(data)
             except ProtocolError as exc:
                 raise malformed_message(data, str(exc)) from exc
         except RequestError as error:
-            self.record_error(error, call, request_id, len(data))
+            self.record_error(error, call, request_id, nbytes)
             return error.copy()
         try:
-            answer = await self.answer(call, header, raw, len(data), request_id, None)
+            answer = await self.answer(call, header, raw, nbytes, request_id, None)
         except asyncio.CancelledError:
             self.metrics.record_outcome("cancelled")
             raise
         if isinstance(answer, bytes):
-            nbytes = len(answer)
-            client.nbytes += nbytes
-            _after_call(context, lambda: client.release_bytes(nbytes))
+            sent_nbytes = len(answer)
+            client.nbytes += sent_nbytes
+            _after_call(context, lambda: client.release_bytes(sent_nbytes))
         return answer
 
     async def answer(
@@ -141,10 +252,10 @@ class InferenceHandler:
 
     def _log_access(self, status: str, call: Call, request_id: str, nbytes: int, job: InferenceJob | None) -> None:
         if self._access is not None:
-            traceparent = (job.request.plan.traceparent if job is not None else "") or call.traceparent
-            self._access.write_request(
-                job, status, client=call.client, id=clip(request_id, 128), traceparent=traceparent, bytes=nbytes
-            )
+            sent = job.request.plan.traceparent if job is not None else ""
+            fields = {"client": call.client, "id": clip(request_id, 128), "traceparent": sent or call.traceparent}
+            timing = job.timing() if job is not None else {}
+            self._access.write_request(**fields, bytes=nbytes, status=status, **timing)
 
     def _open_call(self, context: ServicerContext) -> tuple[Call, Mapping[str, str | bytes]]:
         metadata = dict(context.invocation_metadata() or ())
@@ -183,7 +294,7 @@ class InferStream:
     """
 
     def __init__(
-        self, handler: InferenceHandler, call: Call, slot: StreamSlot, metadata: Mapping[str, str | bytes]
+        self, handler: InferenceServicer, call: Call, slot: StreamSlot, metadata: Mapping[str, str | bytes]
     ) -> None:
         self._handler = handler
         self._call = call
@@ -222,7 +333,7 @@ class InferStream:
             self._defragmenter.drop()
 
     def end(self) -> None:
-        """Take no more requests, and end the stream behind the last response."""
+        """Stop taking requests, and end the stream behind the last response."""
         if self._receiver is not None:
             self._receiver.cancel()
 
@@ -388,3 +499,25 @@ def _encode_error(error: RequestError, model: str, request_id: str) -> bytes:
         answer.parameters[names.RETRY_AFTER].int64_param = error.retry_after_ms
     message = kserve.ModelStreamInferResponse(error_message=error.message, infer_response=answer)
     return bytes(message.SerializeToString())
+
+
+def _unary(kind: type[Message], answer: Answer) -> grpc.RpcMethodHandler[Any, Any]:
+    async def handle(data: bytes, context: ServicerContext) -> bytes:
+        try:
+            try:
+                request = kind.FromString(data)
+            except DecodeError as exc:
+                raise malformed_message(data, f"malformed {kind.__name__}: {exc}") from exc
+            return answer(request, context).SerializeToString()
+        except RequestError as error:
+            await context.abort(error.code, error.message, error.trailing_metadata)
+
+    handler: Callable[[bytes, ServicerContext], Awaitable[bytes]] = handle
+    return grpc.unary_unary_rpc_method_handler(handler)
+
+
+def _refusing(words: str) -> grpc.RpcMethodHandler[Any, Any]:
+    async def refuse(data: bytes, context: ServicerContext) -> bytes:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, words)
+
+    return grpc.unary_unary_rpc_method_handler(refuse)

@@ -131,7 +131,7 @@ def json_or_text(raw: Any) -> Any:
 
 
 def no_token(raw: Any) -> str:
-    """Refuse any value: a token on a command line is no secret."""
+    """Refuse any value: every user of the host sees a token on a command line."""
     raise ValueError("expected --token-file with a path: a token on the command line shows in ps")
 
 

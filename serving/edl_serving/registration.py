@@ -7,6 +7,7 @@ serve whether or not the registry answers: an `InstanceReconciler` tries again i
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import logging
 import os
@@ -15,10 +16,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edl.background import BackgroundLoop, start_call
 from edl.backoff import Backoff
 from edl.discovery import Instance, Registry, open_registry
 from edl.discovery.records import check_ttl, validated
@@ -81,7 +84,7 @@ class RegistrationSettings:
         )
 
 
-_ANYWHERE = "198.51.100.1"  # RFC 5737: belongs to nobody, so it is routed like any other foreign address
+_ANYWHERE = "198.51.100.1"  # RFC 5737: unassigned, so it is routed like any other foreign address
 
 
 def outward_address(discovery_url: str | None) -> str:
@@ -161,6 +164,7 @@ class ReadyFile:
 
 _FIRST_RETRY_S = 0.25  # a registry that restarts is back within a second or two
 _LAST_RETRY_S = 5.0  # half of the default TTL: a thousand teachers then ask 200 times a second
+_IDLE_S = 3600.0  # between two looks without a change, which wakes the thread by itself
 
 
 class InstanceReconciler:
@@ -174,21 +178,19 @@ class InstanceReconciler:
         self._url = url
         self._ttl_s = ttl_s
         self._on_published = on_published
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # of `published` and the failure
+        self._backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         self._desired: Instance | None = None
         self.published: Instance | None = None
         self._failure: Exception | None = None
         self._trouble = ""
-        self._closing = False
         self._registration: Registration | None = None
         self._registry: Registry | None = None
         try:
             self._registry = open_registry(url)
         except DiscoveryError as exc:
             _log.warning("discovery at %s does not answer yet: %s", url, exc)
-        # Not a `BackgroundLoop`, which goes on after errors: this thread ends with an error, and deregisters then.
-        self._thread = threading.Thread(target=self._run, name="edl-reconciler", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop("edl-reconciler", self._reconcile)
 
     @property
     def error(self) -> str:
@@ -200,9 +202,9 @@ class InstanceReconciler:
 
     def set_desired(self, instance: Instance | None) -> None:
         """Have the registry show an instance. Return at once."""
-        with self._changed:
-            self._desired = instance
-            self._changed.notify_all()
+        self._desired = instance
+        self._backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
+        self._loop.wake()
 
     def wait_until_current(self, timeout_s: float) -> bool:
         """Wait until the registry shows the desired instance; False if `timeout_s` passes first.
@@ -217,56 +219,47 @@ class InstanceReconciler:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Deregister the instance; leave a registry that does not answer to the lease's expiry after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        self.set_desired(None)
         with self._changed:
-            self._desired = None
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+            self._changed.wait_for(lambda: self._failure or self.published is None, timeout_s)
+        try:
+            start_call("edl-reconciler", self._let_go).result(max(deadline - time.monotonic(), 0.0))
+        except FutureTimeoutError:
             _log.warning("discovery does not answer; others see this teacher gone within %g s", self._ttl_s)
 
-    def _run(self) -> None:
+    def _let_go(self) -> None:
+        self._loop.close()
+        if self._registration is not None:
+            self._registration.close()
+        if self._registry is not None:
+            self._registry.close()
+
+    def _reconcile(self) -> float | None:
+        """Publish the desired instance if the registry does not show it; return when to look again."""
+        desired = self._desired
+        if desired == self.published:
+            return _IDLE_S
         try:
-            while self._reconcile():
-                pass
+            self._publish(desired)
+            self._trouble = ""
+            if self._on_published is not None:
+                self._on_published(desired)
+        except DiscoveryError as exc:
+            self._trouble = str(exc)
+            level = logging.DEBUG if self._backoff.failures else logging.WARNING
+            _log.log(level, "discovery does not answer, and is asked again until it does: %s", exc)
+            return self._backoff.next_wait_s()
         except Exception as exc:  # noqa: BLE001 - raised again in `wait_until_current`
             _log.error("discovery: %s", exc, exc_info=_log.isEnabledFor(logging.DEBUG))
             with self._changed:
                 self._failure = exc
                 self._changed.notify_all()
-        finally:
-            if self._registration is not None:
-                self._registration.close()
-            if self._registry is not None:
-                self._registry.close()
-
-    def _reconcile(self) -> bool:
-        """Wait for a change of the desired instance and publish it; return False when the thread is to end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing or self.published != self._desired)
-            desired = self._desired
-            if self._closing:
-                return False
-        backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
-        while True:
-            try:
-                self._publish(desired)
-                self._trouble = ""
-                break
-            except DiscoveryError as exc:
-                self._trouble = str(exc)
-                level = logging.DEBUG if backoff.failures else logging.WARNING
-                _log.log(level, "discovery does not answer, and is asked again until it does: %s", exc)
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._desired != desired, backoff.next_wait_s())
-                if self._closing or self._desired != desired:
-                    return not self._closing
-        if self._on_published is not None:
-            self._on_published(desired)
+            return None
         with self._changed:
             self.published = desired
             self._changed.notify_all()
-        return True
+        return 0.0
 
     def _publish(self, desired: Instance | None) -> None:
         if self._registry is None:
@@ -297,15 +290,7 @@ def _warn_of_a_namesake(registry: Registry, desired: Instance) -> None:
 
 @dataclass(frozen=True)
 class TeacherCounts:
-    """What a teacher has computed so far.
-
-    Attributes:
-        rows: Rows computed; None if unknown.
-        compute_s: Seconds that they took, summed over workers; None if unknown.
-        workers: Batches computed at the same time.
-        queue_rows: Rows in the queue; None if unknown.
-        note: Why rows are unknown; empty if they are known.
-    """
+    """What a teacher has computed; `note` says why rows are unknown (None), `compute_s` is summed over workers."""
 
     rows: int | None = 0
     compute_s: float | None = 0.0
@@ -356,6 +341,34 @@ class TeacherLoad:
         endpoint = "" if instance.address.startswith("unix:") else instance.endpoint
         found = {"teacher": instance.id, "model": instance.model, "version": instance.meta.get("version", "")}
         return {**fields, **found, "endpoint": endpoint}
+
+
+class ProbeStatus(enum.Enum):
+    """The outcome of a readiness probe."""
+
+    READY = "ready"
+    NOT_READY = "not ready"
+    NO_ANSWER = "no answer"
+
+
+class ReadinessTracker:
+    """Decides after each probe whether a server is registered.
+
+    A server that says that it is not ready leaves at once. A server that does not answer leaves after `failures` probes
+    in a row, because a single probe may be lost.
+    """
+
+    def __init__(self, failures: int) -> None:
+        self._failures = failures
+        self._missed = 0
+        self.registered = False
+
+    def record_probe(self, status: ProbeStatus) -> bool:
+        """Count a probe; return whether the server should be in discovery."""
+        self._missed = self._missed + 1 if status is ProbeStatus.NO_ANSWER else 0
+        patient = self.registered and status is ProbeStatus.NO_ANSWER and self._missed < self._failures
+        self.registered = status is ProbeStatus.READY or patient
+        return self.registered
 
 
 _WITHDRAW_TIMEOUT_S = 2.0
@@ -475,7 +488,7 @@ class TeacherRegistration:
                 self._write_ready_file(instance)
 
     def _write_ready_file(self, instance: Instance) -> None:
-        """Write the ready file, with the lock held, unless the teacher has ceased to be ready meanwhile.
+        """Write the ready file, with the lock held, unless the teacher is no longer ready.
 
         A registry may take long to show an instance; the file that is removed in that time must stay away.
         """

@@ -38,7 +38,7 @@ class DecodedRequest:
     Attributes:
         plan: The plan of its header.
         arrays: The inputs in the model's order, `[rows, *shape]`; views of the message or of shared memory.
-        regions: The shared memory that outputs are to be written to, by name.
+        regions: The shared memory to write outputs to, by name.
     """
 
     plan: RequestPlan
@@ -141,9 +141,9 @@ def _refuse_count(plan: RequestPlan, count: int) -> None:
 _MAX_REST = 1 << 20
 """Bytes of names, shapes and parameters: a hundred inputs take some ten thousand."""
 _NUMBER_NBYTES = 16
-"""Of an element of typed contents: up to 8 as protobuf keeps it, and as many in the array that it becomes."""
+"""Bytes of an element of typed contents: up to 8 as protobuf keeps it, and as many in the array that it becomes."""
 _STRING_NBYTES = 64
-"""Of one of BYTES, beside its own: 16 as protobuf keeps it, and 41 of CPython's object and the array."""
+"""Bytes of an element of BYTES beside its own: 16 as protobuf keeps it, and 41 of CPython's object and the array."""
 
 
 def check_large_header(header: bytes, model: ServedModel, max_rows: int, max_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What the commands serve: their option tables, and the settings that are made of the values.
+"""What the commands serve: their option tables, the settings made of the values, and the end with a parent process.
 
 `edl serve` and the gateway of `edl register` are teachers alike: `TeacherConfig` is what they share.
 """
@@ -6,12 +6,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import select
+import signal
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import Self
 
+from edl.background import BackgroundLoop
 from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
 from edl.protocol.tls.credentials import CredentialFiles
@@ -20,7 +26,6 @@ from edl_serving import options as v
 from edl_serving.backends import MODEL_LOADERS
 from edl_serving.backends.source import DEFAULT_MAX_TOKENS, ModelSource
 from edl_serving.options import Option, OptionGroup
-from edl_serving.parent_watch import terminate_with_parent
 from edl_serving.registration import ReadyFile, RegistrationSettings, TeacherRegistration, outward_address
 from edl_serving.settings import ServerSettings
 
@@ -284,3 +289,55 @@ def _advertised_address(given: Mapping[str, Any], url: str | None) -> str:
         return str(given["advertise"])
     host = str(given.get("host", ServerSettings.host)).strip("[]")
     return outward_address(url) if host in ("0.0.0.0", "::", "*") else host
+
+
+_POLL_S = 0.25  # without pidfd; a port that is used again by a test is free this soon
+
+
+def terminate_with_parent(pid: int) -> None:
+    """Send this process SIGTERM when process `pid` ends, however it ends.
+
+    This process moves to a process group of its own. When the group's last tie to its session goes with the other
+    process, the kernel sends its *stopped* members SIGHUP and SIGCONT (setpgid(2), POSIX "orphaned process group"), so
+    that a process paused by SIGSTOP, whose threads cannot notice anything, goes as well.
+    """
+    try:
+        watched = _open(pid)
+    except ProcessLookupError as exc:
+        raise SettingsError(f"--exit-with {pid}: there is no such process") from exc
+    if os.getpgrp() != os.getpid() and os.getsid(0) != os.getpid():
+        os.setpgid(0, 0)
+    BackgroundLoop("edl-parent-watch", functools.partial(_terminate_if_gone, pid, watched))
+
+
+def _open(pid: int) -> int | None:
+    if sys.platform == "linux":
+        try:
+            return os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise
+        except OSError:
+            pass  # a kernel or sandbox without it
+    if not _is_alive(pid):
+        raise ProcessLookupError
+    return None
+
+
+def _terminate_if_gone(pid: int, watched: int | None) -> float | None:
+    """Send SIGTERM if the process has ended; return the seconds to wait before the next look, None at the end."""
+    if watched is not None:
+        select.select([watched], [], [])
+    elif _is_alive(pid):
+        return _POLL_S
+    os.kill(os.getpid(), signal.SIGTERM)
+    return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's, but there
+    return True

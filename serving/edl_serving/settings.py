@@ -35,48 +35,47 @@ class ServerSettings:
     """Everything that a teacher server can be told.
 
     Attributes:
-        model: the name that requests must ask for.
-        host: address to listen on; "0.0.0.0" or "[::]" for all.
+        model: Name that requests must ask for.
+        host: Address to listen on; "0.0.0.0" or "[::]" for all.
         port: TCP port, 0 for a free one.
-        uds: path of a Unix socket to listen on as well; None for none.
-        max_batch_rows: the most rows in one call of the backend. A request with more is computed in parts.
-        max_delay_s: how long the first request of a batch waits for others to join it, while the model is idle. With 0
-            a batch is what gathered while the model was busy.
-        max_queue_rows: rows that may wait. Beyond it requests are refused with UNAVAILABLE and a hint when to retry;
+        uds: Path of a Unix socket to listen on as well; None for none.
+        max_batch_rows: Most rows in one call of the backend. A request with more is computed in parts.
+        max_delay_s: Seconds that the first request of a batch waits for others to join it, while the model is idle.
+            With 0 a batch is what gathered while the model was busy.
+        max_queue_rows: Rows that may wait. Beyond it requests are refused with UNAVAILABLE and a hint when to retry;
             a request with more rows than this on its own is INVALID_ARGUMENT.
-        max_queue_bytes: bytes of requests that may wait, with those that their answers will take; refused likewise. A
+        max_queue_bytes: Bytes of requests that may wait, with those that their answers will take; refused likewise. A
             request that only its answer makes too large waits alone; one that is too large without it is
-            INVALID_ARGUMENT. Of tensors in shared memory only their names count, as the memory is the client's. 0 for
+            INVALID_ARGUMENT. Tensors in shared memory count only by their names, as the memory is the client's. 0 for
             1 GiB, or room for two of the largest messages if that is more.
-        max_message_bytes: the largest request in bytes.
-        max_connections: clients that may have calls open at a time; more are refused with RESOURCE_EXHAUSTED, but for
-            questions about health and readiness.
-        max_streams: streams that may be open at a time, those of all clients together; likewise.
-        max_calls: calls that one connection may have open at a time. gRPC has the client wait with others.
-        max_client_bytes: bytes of one client's requests that have no answer yet, and of its answers that are not sent
-            yet; what goes beyond is refused with RESOURCE_EXHAUSTED. 0 as for `max_queue_bytes`.
-        check_nan: answer INTERNAL rather than NaN.
-        shared_memory: let clients on this host pass tensors through system shared memory.
-        shared_memory_users: ids of users whose shared memory is taken, besides the server's own; it is copied, as they
-            could else end the server by making it shorter.
-        max_regions, max_region_bytes: how many regions may be registered, and how large all of them together.
-        drain_timeout_s: how long SIGTERM waits for what is in flight.
-        metrics_port: serve Prometheus metrics, `/livez` and `/readyz` over HTTP on this port (0 for a free one); None
-            for not at all.
-        metrics_host: address for that.
-        credentials: certificate, key and tokens; with a `ca` only clients with a certificate of it are served (mutual
+        max_message_bytes: Bytes of the largest request.
+        max_connections: Clients with open calls. More are refused with RESOURCE_EXHAUSTED, except for questions about
+            health and readiness.
+        max_streams: Open streams of all clients together; more are refused likewise.
+        max_calls: Open calls of one connection; gRPC makes the client wait with others.
+        max_client_bytes: Bytes of one client's requests without an answer, and of its answers not sent yet. The excess
+            is refused with RESOURCE_EXHAUSTED. 0 as for `max_queue_bytes`.
+        check_nan: Answer INTERNAL rather than NaN.
+        shared_memory: Let clients on this host pass tensors through system shared memory.
+        shared_memory_users: Ids of users whose shared memory is accepted, besides the server's own user. It is copied,
+            as they could otherwise end the server by making it shorter.
+        max_regions, max_region_bytes: Most registered regions, and their most bytes together.
+        drain_timeout_s: Seconds that SIGTERM waits for requests in flight.
+        metrics_port: Port for Prometheus metrics, `/livez` and `/readyz` over HTTP (0 for a free one); None for none.
+        metrics_host: Address for that.
+        credentials: Certificate, key and tokens; with a `ca` only clients with a certificate of it are served (mutual
             TLS). Files are read again when they change.
-        open_health: answer the health service without a token.
-        max_connection_age_s: how long a connection lives with mutual TLS: a certificate that is taken no more is of use
-            for so long on connections that exist.
-        canary_s: run a row of the sample through the model so often, and be ready only while it is answered; None for
-            never.
-        canary_timeout_s: how long that may take, waiting included.
-        stall_timeout_s: a call of the model, or its warm-up, that takes longer makes `/livez` fail.
-        access_log: a file for a line of JSON for each request, "-" for standard output; None for none.
+        open_health: Answer the health service without a token.
+        max_connection_age_s: Seconds that a connection lives with mutual TLS: existing connections keep a revoked
+            certificate valid for this long.
+        canary_s: Seconds between two rows of the sample that are run through the model; the server is ready only while
+            they are answered. None for never.
+        canary_timeout_s: Seconds that such a row may take, queueing included.
+        stall_timeout_s: Seconds of a call of the model, or of its warm-up, after which `/livez` fails.
+        access_log: File for a line of JSON for each request, "-" for standard output; None for none.
 
     Raises:
-        SettingsError: names the setting, its value, and what is accepted.
+        SettingsError: Names the setting, its value, and what is accepted.
     """
 
     model: str
@@ -124,7 +123,7 @@ class ServerSettings:
             credentials.cert or credentials.allow_insecure_tokens or is_this_host(authority(self.host, 0))
         ):
             raise SettingsError(
-                f"tokens without TLS on {self.host}: whoever reads the network has them. Give the teacher a "
+                f"tokens without TLS on {self.host}: anyone who reads the network has them. Give the teacher a "
                 "certificate (--tls-cert, --tls-key), or listen on 127.0.0.1, or say that the network may be trusted "
                 "(--allow-insecure-tokens)"
             )

@@ -48,15 +48,11 @@ class SharedMemoryRegion:
     It stays open, and mapped if it was, until the last array in it is gone, whether or not it is still registered.
 
     Attributes:
-        name: Name of the region.
         key: Name of the object.
         offset: Where the region begins in the object, in bytes.
-        nbytes: Size of the region.
-        fd: The open object.
-        mapped: Its bytes in place; None if they are to be copied.
+        mapped: Its bytes in place; None to copy them.
         identity: Device and inode of the object.
         peer: The connection that registered it, as gRPC names it.
-        used_at: When it was last used, in seconds of a monotonic clock.
     """
 
     name: str
@@ -364,7 +360,7 @@ class PeerCredentials:
         self._users.clear()
         port = f":{self._port():04X}"
         for table in _TABLES:
-            with contextlib.suppress(OSError):  # no IPv6, or a system without such tables: then nobody is known
+            with contextlib.suppress(OSError):  # no IPv6, or a system without such tables: then no user is known
                 for line in table.read_text().splitlines()[1:]:
                     if port in line:
                         self._add_client(line.split(), port)

@@ -10,7 +10,8 @@ import pytest
 
 from edl.distill import DistillReader
 from edl.testing import LocalTeacher
-from edl_serving.foreign_server import ForeignServer, ProbeStatus
+from edl_serving.cmd_register import ForeignServer
+from edl_serving.registration import ProbeStatus
 
 VARIABLES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "grpc_proxy", "all_proxy", "ALL_PROXY")
 

@@ -22,8 +22,7 @@ import numpy as np
 
 from edl.errors import SettingsError
 from edl.protocol.tensors import array_of
-from edl_serving.backends.backend import Array, Backend, TensorSpec
-from edl_serving.backends.described import DescribedBackend, read_sample
+from edl_serving.backends.backend import Array, Backend, DescribedBackend, TensorSpec, read_sample
 from edl_serving.backends.model_version import compute_version
 from edl_serving.backends.source import ModelSource, import_target, module_of
 

@@ -12,8 +12,8 @@ a model holds anything else (an object, a container that is filled later, code w
 until `--model-version` names it. Not seen, and for `--model-version` as well: files and environment variables that a
 function reads when it is called, and the versions of installed libraries.
 
-`user_modules` finds the modules, `content_hash` hashes values. What does not belong here: versions of files that hold a
-whole model, which are the hashes of these files.
+`UserModules` finds the modules, `ContentHash` hashes values. Versions of files that hold a whole model are the hashes
+of these files, and do not belong here.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class UserModules:
                     self.queue(value)
 
     def drain(self) -> Iterator[types.ModuleType]:
-        """Yield the queued modules, also those that are queued meanwhile, once."""
+        """Yield the queued modules once, with those that are queued in the meantime."""
         while self._unread:
             yield self._unread.popleft()
 
@@ -313,7 +313,7 @@ class ContentHash:
         elif isinstance(value, np.ufunc):
             self.update(_ufunc_name(where, value).encode())
         elif type(value) is np.ndarray and not value.dtype.hasobject:
-            self.update(repr(value.dtype).encode(), str(value.shape).encode(), _bytes_of(value))
+            self.update(repr(value.dtype).encode(), str(value.shape).encode(), value.tobytes())
         elif isinstance(value, type):
             self._add_class(where, value)
         elif self._modules.is_library_object(value) or (
@@ -506,13 +506,6 @@ def _ufunc_name(where: str, function: np.ufunc) -> str:
     raise UnknownStateError(
         f"{where} is a numpy.ufunc that no installed module has under the name {function.__name__!r}"
     )
-
-
-def _bytes_of(array: Any) -> memoryview:
-    if not array.nbytes:
-        return memoryview(b"")
-    view: memoryview = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return view
 
 
 def _tensor_parts(where: str, torch: Any, tensor: Any) -> Iterable[bytes | memoryview]:

@@ -15,10 +15,11 @@ import numpy as np
 
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import datatype_of
-from edl_serving.backends.backend import Array, TensorSpec
-from edl_serving.backends.described import (
+from edl_serving.backends.backend import (
+    Array,
     BatchSizeRange,
     DescribedBackend,
+    TensorSpec,
     default_output_names,
     parse_specs,
     predict_in_parts,

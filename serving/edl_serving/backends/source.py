@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 8192
 
 
 class WeightsVersion(str):
-    """A version that is a hash of weights and code: equal versions are equal models, whoever serves them.
+    """A version that is a hash of weights and code: equal versions are equal models, whichever teacher serves them.
 
     A type of its own, since a version that a person chose may look like a hash.
     """
@@ -38,24 +38,8 @@ class WeightsVersion(str):
 class ModelSource:
     """A model by the flags of `edl serve`; fields have the flags' names.
 
-    Attributes:
-        kind: Key of `MODEL_LOADERS`, the flag that names the model.
-        target: What that flag says: a path, or `package.module:name`.
-        checkpoint: File with the weights, for a model that a factory builds.
-        options: Keyword arguments of the factory.
-        inputs: Tensors as `parse_spec` reads them; empty if the model itself says.
-        outputs: Tensors, or names alone; empty for all that the model answers.
-        sample: An `.npz` file with a batch of the inputs; says names, types and shapes, and warms the model up.
-        device: "cpu", "cuda", "cuda:1" or "auto"; None for the backend's default.
-        threads: CPU threads for a call, None for the framework's default.
-        autocast: "bfloat16" or "float16", None for the model's own precision.
-        normalize: "imagenet", or means and deviations of channels as "m,m,m/s,s,s": makes floats of uint8 inputs.
-        version: Identifies the weights; None to compute it.
-        task: Task that a model of transformers is served for.
-        top_k: Largest k of a language model; None for its default.
-        max_tokens: Tokens of a batch of sequences; None for `DEFAULT_MAX_TOKENS`.
-        dtype: Type of the weights of a model of transformers; None for the checkpoint's own.
-        packing: Whether sequences are packed without padding.
+    `kind` is the flag that names the model, a key of `MODEL_LOADERS`, and `target` what it says. What is None, empty or
+    False was not given.
     """
 
     kind: str

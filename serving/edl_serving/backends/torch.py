@@ -23,17 +23,19 @@ from torch.utils._pytree import tree_unflatten
 
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import datatype_of
-from edl_serving.backends.backend import Array, Backend, TensorSpec
-from edl_serving.backends.callable import call_factory
-from edl_serving.backends.described import (
+from edl_serving.backends.backend import (
+    Array,
+    Backend,
     BatchSizeRange,
     DescribedBackend,
+    TensorSpec,
     default_output_names,
     parse_specs,
     predict_in_parts,
     read_sample,
     spec_of,
 )
+from edl_serving.backends.callable import call_factory
 from edl_serving.backends.model_version import compute_version
 from edl_serving.backends.source import ModelSource, digest, existing_file, import_target, module_of
 

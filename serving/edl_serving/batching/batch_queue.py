@@ -21,7 +21,7 @@ from edl_serving.request import DecodedRequest
 from edl_serving.request_error import RequestError
 
 Shapes: TypeAlias = tuple[Hashable, ...]
-"""Of a job's inputs, without the rows, and what else jobs of one batch have in common (`RequestPlan.shapes`)."""
+"""Shapes of a job's inputs without the rows, and all else that jobs of one batch share (`RequestPlan.shapes`)."""
 
 
 @dataclass(eq=False)
@@ -29,22 +29,17 @@ class InferenceJob:
     """A request on its way through the server.
 
     Attributes:
-        request: What to compute.
-        rows: How many rows it has, above 0.
         shapes: Jobs of the same shapes can share a batch.
         arrived: When it arrived, in seconds of a monotonic clock.
         deadline: When its client stops waiting, on the same clock.
         reply: Future of a job in the queue, done when `answer` is set.
-        cancelled: Whether the client has cancelled it.
         id_bytes: For a response on a stream, the id that it carries (`codec.id_field`); None for a unary call.
-        client: Name of its client (`admission.client_of`).
         nbytes: Bytes of its message, of Python objects made of it, and of its answer.
         answer_nbytes: Bytes of its answer alone.
         done: Rows computed so far, of a job with more rows than a batch holds.
         partial: Outputs of these rows.
         started: When its computation began; 0 until then.
         ended: When its computation ended; 0 until then.
-        id: The client's id, empty if it sent none.
         answer: The response's bytes, or the error; None until computed.
     """
 
@@ -71,6 +66,13 @@ class InferenceJob:
         """Id and client, for the end of a log line; empty without an id."""
         of = f" of {self.client}" if self.client else ""
         return f" (request {quote(self.id)}{of})" if self.id else ""
+
+    def timing(self) -> dict[str, Any]:
+        """Return rows and times for the access log."""
+        ended = self.ended or time.monotonic()
+        queue_ms = round(((self.started or ended) - self.arrived) * 1000, 3)
+        compute_ms = round((ended - self.started) * 1000, 3) if self.started else 0.0
+        return {"rows": self.rows, "queue_ms": queue_ms, "compute_ms": compute_ms}
 
     @property
     def unfinished(self) -> bool:

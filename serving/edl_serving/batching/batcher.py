@@ -1,6 +1,7 @@
 """The batcher between the event loop and the model: jobs go in, worker threads take batches, responses come back.
 
-The workers take the next batch themselves, so the model never waits for the event loop, which may be busy receiving.
+The workers take the next batch themselves, so the model never waits for the event loop, which may be busy receiving. A
+canary finds readiness out by a row of the sample, which it sends through the queue and the model.
 """
 
 from __future__ import annotations
@@ -10,24 +11,28 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from edl.background import start_call
+from edl.notifier import wait_within
+from edl.protocol import kserve, names
 from edl.protocol.transport import grpc
-from edl_serving.backends.backend import Backend
+from edl_serving.backends.backend import Array, Backend
 from edl_serving.batching.batch_queue import BatchQueue, InferenceJob
 from edl_serving.batching.executor import Executor, exit_if_forked
-from edl_serving.metrics import Metrics
 from edl_serving.model import ServedModel
+from edl_serving.monitoring import Metrics
+from edl_serving.request import DecodedRequest
 from edl_serving.request_error import RequestError, invalid_argument
+from edl_serving.request_plan import plan_request
 from edl_serving.settings import ServerSettings
 
 _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """Warms a backend up, computes batches until there are no more, and closes it, all in one thread.
+    """Warms a backend up, computes batches until the batcher closes, and closes it, all in one thread.
 
     Some models must be warmed up, called and closed in a single thread. It is a daemon thread: a model that hangs must
     not keep the process alive.
@@ -57,7 +62,7 @@ class Worker:
                 jobs = []  # what was computed last is not held while it waits: it may lie in a student's shared memory
         try:
             self._executor.backend.close()
-        except Exception as exc:  # noqa: BLE001 - the user's code, and nobody is left to tell
+        except Exception as exc:  # noqa: BLE001 - the user's code, and no caller is left
             _log.error("closing the backend raised %s: %s", type(exc).__name__, exc, exc_info=exc)
 
     def _warm_up(self) -> bool:
@@ -239,7 +244,7 @@ class Batcher:
             jobs[0].answer = _stopping_error()
         try:
             self._loop.call_soon_threadsafe(_wake_waiters, jobs)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed: nothing waits for them
             _log.debug("%d answers came after the event loop was closed", len(jobs))
 
     async def close(self, timeout_s: float) -> None:
@@ -267,3 +272,74 @@ def _wake_waiters(jobs: list[InferenceJob]) -> None:
 
 def _stopping_error() -> RequestError:
     return RequestError(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+
+
+_LOOKS = 20  # within the time for an answer: a model that computes is asked again soon, and a look costs nothing
+_NAME = "canary"  # as a client: it takes its turn like any other
+
+
+class Canary:
+    """Sends a row to the model at intervals, and awaits `changed` whenever the model begins or ceases to answer."""
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        model: ServedModel,
+        row: Mapping[str, Array],
+        every_s: float,
+        timeout_s: float,
+        changed: Callable[[bool], Awaitable[None]],
+    ) -> None:
+        self._batcher = batcher
+        self._every_s = every_s
+        self._timeout_s = timeout_s
+        self._changed = changed
+        header = kserve.ModelInferRequest(model_name=model.name, id=_NAME)
+        inputs = model.inputs_of(())
+        for spec in inputs:
+            header.inputs.add(name=spec.name, datatype=spec.datatype, shape=row[spec.name].shape)
+        if model.max_top_k is not None:
+            header.parameters[names.TOP_K].int64_param = model.max_top_k
+        self._request = DecodedRequest(plan_request(header, model, 1), tuple(row[spec.name] for spec in inputs), {})
+        self._model = model.name
+        self.healthy = True
+
+    async def run(self) -> None:
+        """Send rows until cancelled."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            why = await self._ask()
+            if why is None or self.healthy == (not why):
+                continue
+            self.healthy = not why
+            if why:
+                _log.error("model %r fails a row of the sample, so this teacher is not ready: %s", self._model, why)
+            else:
+                _log.warning("model %r answers a row of the sample again: ready", self._model)
+            await self._changed(self.healthy)
+
+    async def _ask(self) -> str | None:
+        """Send a row; return what is wrong, empty if the model answered, None where that cannot be known now."""
+        job = InferenceJob.of(self._request, self._timeout_s, _NAME, 0, _NAME)
+        try:
+            await wait_within(self._batcher.compute(job), self._timeout_s)
+        except asyncio.TimeoutError:
+            return f"no answer within {self._timeout_s:g} s"
+        except RequestError as error:
+            if error.reason == "queue":
+                return await self._stuck()
+            if error.code is grpc.StatusCode.UNAVAILABLE:
+                return None
+            if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return f"no answer within {self._timeout_s:g} s"
+            return error.message
+        return ""
+
+    async def _stuck(self) -> str | None:
+        """Return what is wrong if no row is computed while the queue is full; None as soon as a row has been."""
+        before = self._batcher.computed_rows
+        for _ in range(_LOOKS):
+            await asyncio.sleep(self._timeout_s / _LOOKS)
+            if self._batcher.computed_rows != before:
+                return None
+        return f"the queue is full, and nothing was computed within {self._timeout_s:g} s"

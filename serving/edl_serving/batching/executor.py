@@ -18,8 +18,8 @@ from edl.protocol.transport import grpc
 from edl.quoting import clip, quote
 from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays, is_read_only_error, warn_of_copies
 from edl_serving.batching.batch_queue import InferenceJob
-from edl_serving.metrics import WorkerMetrics
 from edl_serving.model import ServedModel
+from edl_serving.monitoring import WorkerMetrics
 from edl_serving.request import encode_response
 from edl_serving.request_error import RequestError
 from edl_serving.request_plan import RequestPlan

@@ -6,7 +6,3 @@ engine for the prompt's log-probabilities. It runs beside the engine: JSON is re
 What does not belong here: how a model is served (`edl_serving.server`), students, and starting or stopping engines.
 Importing this package imports no HTTP library.
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

@@ -14,10 +14,19 @@ from edl.errors import SettingsError
 from edl.protocol import names
 from edl.protocol.transport import grpc
 from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
-from edl_serving.foreign_server import ProbeStatus, ReadinessTracker
 from edl_serving.gateway.endpoints import EngineAnswerError
-from edl_serving.gateway.engine import EngineAccess, EngineConnection, EngineRefusal
-from edl_serving.gateway.inspection import EngineFacts, answer_limit, explain, most_k, probe_endpoint, read_model
+from edl_serving.gateway.engine import (
+    EngineAccess,
+    EngineConnection,
+    EngineFacts,
+    EngineRefusal,
+    answer_limit,
+    explain,
+    most_k,
+    probe_endpoint,
+    read_model,
+)
+from edl_serving.registration import ProbeStatus, ReadinessTracker
 from edl_serving.request_error import RequestError, invalid_argument
 
 _log = logging.getLogger(__name__)
@@ -71,7 +80,7 @@ class EngineHealth:
         return why
 
     def close(self) -> None:
-        """Ask no more. May be called twice."""
+        """Stop asking. May be called twice."""
         self._loop.close(self._timeout_s + 1.0)
 
     def _look(self) -> float:
@@ -282,7 +291,7 @@ def _unavailable(why: str, reason: str) -> RequestError:
 def _prompts(ids: Array, position: Array, targets: Array | None) -> list[list[int]]:
     """Return the tokens of each sequence, with another behind them: what its last row is asked about, or any.
 
-    What a causal model predicts depends on the tokens before alone.
+    A causal model's predictions depend on the tokens before alone.
     """
     starts = np.flatnonzero(position == 0)
     ends = [*(starts[1:] - 1).tolist(), len(ids) - 1]

@@ -63,17 +63,7 @@ GATEWAY_GROUPS = (
 class GatewayConfig(TeacherConfig):
     """The settings of `edl register vllm://…`: those of a teacher, and the engine.
 
-    Attributes:
-        engine: How to reach the engine.
-        engine_model: The engine's name of the model.
-        exact_model: Refuse any other model.
-        top_k: Largest k that students may ask for.
-        version: Version of the weights.
-        tokenizer: Path of the tokenizer or its folder; empty if not given.
-        wait_s: Seconds to wait for an engine that starts.
-        interval_s: Seconds between two health checks.
-        timeout_s: Seconds that a health check may take.
-        failures: Health checks without an answer after which the engine is gone.
+    Unless `exact_model`, an engine's only model is taken whatever its name is. `tokenizer` is empty if not given.
     """
 
     engine: EngineAccess
@@ -158,8 +148,8 @@ def main(argv: Sequence[str]) -> int:
     config = GatewayConfig.of(arguments["endpoint"], given)
     prepare_process("edl register", given)
     from edl_serving.gateway.backend import EngineHealth, GatewayBackend
-    from edl_serving.gateway.inspection import find_facts
-    from edl_serving.process import serve  # what these need is an extra, and `--help` needs none of it
+    from edl_serving.gateway.engine import find_facts
+    from edl_serving.server import serve  # what these need is an extra, and `--help` needs none of it
 
     meta = {names.TOKENIZER_META: hash_tokenizer(config.tokenizer)} if config.tokenizer else {}
     with config.registering() as registration:

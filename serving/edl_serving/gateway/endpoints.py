@@ -91,7 +91,7 @@ def _first_row(wrong: Array) -> int:
 
 
 _ABOVE_CERTAIN = 0.01
-"""Of a log-probability at most: those of bfloat16 logits exceed 0 by some thousandths, logits by far more."""
+"""Largest accepted log-probability: those of bfloat16 logits exceed 0 by some thousandths, logits by far more."""
 
 
 Entries: TypeAlias = tuple[list[list[int]], list[list[Any]], list[Any]]

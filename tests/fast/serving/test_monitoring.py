@@ -24,8 +24,7 @@ from edl.errors import SettingsError
 from edl.log_output import JsonFormatter
 from edl.protocol.transport import grpc
 from edl_serving import Array, ServerSettings, TeacherServer, serve
-from edl_serving.access_log import AccessLog
-from edl_serving.metrics import HealthProbes, Metrics, MetricsServer
+from edl_serving.monitoring import AccessLog, HealthProbes, Metrics, MetricsServer
 from edl_serving.request_plan import request_id_of, valid_traceparent
 from tests.fast.serving.conftest import TIMEOUT_S, Client, Connect, StartInside
 from tests.fast.serving.fakes import Base, Gated, Moody
@@ -159,7 +158,7 @@ def test_json_lines_hold_any_message() -> None:
 
 @pytest.fixture(autouse=True)
 def patient_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edl_serving.access_log._CLOSE_S", DEADLINE_S)
+    monkeypatch.setattr("edl_serving.monitoring._CLOSE_S", DEADLINE_S)
 
 
 def lines_of(path: Path) -> list[dict[str, object]]:
@@ -169,10 +168,10 @@ def lines_of(path: Path) -> list[dict[str, object]]:
 def test_the_access_log_may_be_rotated(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     log = AccessLog(str(path), "m", "1")
-    log.write_request(None, "OK", id="first")
+    log.write_request(status="OK", id="first")
     wait_until(lambda: lines_of(path))
     path.rename(tmp_path / "access.log.1")
-    log.write_request(None, "OK", id="second")
+    log.write_request(status="OK", id="second")
     log.close()
     assert [line["id"] for line in lines_of(tmp_path / "access.log.1")] == ["first"]
     assert [line["id"] for line in lines_of(path)] == ["second"]
@@ -191,9 +190,9 @@ def test_impossible_access_logs_are_refused(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     log = AccessLog("/dev/full", "m", "1")
     for _ in range(100):
-        log.write_request(None, "OK", id="lost")
+        log.write_request(status="OK", id="lost")
     log.close()
-    said = [record.getMessage() for record in caplog.records if record.name == "edl_serving.access_log"]
+    said = [record.getMessage() for record in caplog.records if record.name == "edl_serving.monitoring"]
     assert len(said) == 1, said
     assert "No space left" in said[0]
 
@@ -201,14 +200,14 @@ def test_a_full_disk_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_pipe_that_hangs_holds_nothing_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edl_serving.access_log._CLOSE_S", 0.1)
+    monkeypatch.setattr("edl_serving.monitoring._CLOSE_S", 0.1)
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         log = AccessLog(str(path), "m", "1")
         for number in range(30_000):  # a pipe holds 64 kB, and the queue 10,000 lines
-            log.write_request(None, "OK", id=number)
+            log.write_request(status="OK", id=number)
         log.close()
         assert any("hangs" in record.getMessage() for record in caplog.records)
     finally:
@@ -219,13 +218,13 @@ def test_a_pipe_that_hangs_holds_nothing_up(
 
 
 def test_dropped_lines_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edl_serving.access_log._MOST_WAITING", 10)
+    monkeypatch.setattr("edl_serving.monitoring._MOST_WAITING", 10)
     path = tmp_path / "access.log"
     log = AccessLog(str(path), "m", "1")
     for number in range(1000):
-        log.write_request(None, "OK", id=number)
+        log.write_request(status="OK", id=number)
     wait_until(lambda: len(lines_of(path)) >= 10)
-    log.write_request(None, "OK", id="last")
+    log.write_request(status="OK", id="last")
     log.close()
     lines = lines_of(path)
     dropped = sum(int(str(line.get("dropped", 0))) for line in lines)

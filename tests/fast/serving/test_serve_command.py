@@ -27,10 +27,11 @@ from edl.protocol.transport import grpc
 from edl.settings import Credentials, LoadSettings
 from edl.testing import LocalTeacher
 from edl_serving import cmd_register, cmd_serve
-from edl_serving.cmd_register import RegisterConfig, keep_registered, parse_endpoint
-from edl_serving.foreign_server import ForeignServer, ProbeStatus, ReadinessTracker, newest_version
+from edl_serving.cmd_register import ForeignServer, RegisterConfig, keep_registered, newest_version, parse_endpoint
 from edl_serving.registration import (
     InstanceReconciler,
+    ProbeStatus,
+    ReadinessTracker,
     ReadyFile,
     RegistrationSettings,
     TeacherRegistration,

@@ -12,7 +12,7 @@ import pytest
 from edl.errors import SettingsError
 from edl_serving import ServerSettings, TeacherServer, TensorSpec
 from edl_serving import options as values
-from edl_serving.backends.described import cast_to_spec, parse_spec, parse_specs
+from edl_serving.backends.backend import cast_to_spec, parse_spec, parse_specs
 from edl_serving.backends.source import import_target
 from edl_serving.options import CommandParser, add_flags, read_file
 from edl_serving.options import values as merged

@@ -28,8 +28,7 @@ from edl.proxy.settings import ProxySettings
 from edl.testing import LocalTeacher
 from edl_serving.gateway.backend import EngineHealth, GatewayBackend
 from edl_serving.gateway.endpoints import CompletionsEndpoint, GenerateEndpoint
-from edl_serving.gateway.engine import EngineAccess, EngineAddress
-from edl_serving.gateway.inspection import find_facts
+from edl_serving.gateway.engine import EngineAccess, EngineAddress, find_facts
 from tests.fast.proxy.clients import ask as ask_http
 from tests.fast.serving.gateway.conftest import Gateways, ask
 from tests.plugins_vllm import MODEL, PYTHON, VllmFactory, VllmServer

@@ -1,14 +1,15 @@
 """The backends of transformers: language models, encoders, and classifiers of texts.
 
-Language models give the log-probabilities of the next token, or of masked tokens, by their largest values, which are
-found on the device.
+A batch of sequences is planned first: which are computed together, padded to a common length or packed one behind the
+other. Language models give the log-probabilities of the next token, or of masked tokens, by their largest values, which
+are found on the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,10 +20,84 @@ from edl.errors import SettingsError
 from edl.protocol import names
 from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
 from edl_serving.backends.hf import probes
-from edl_serving.backends.hf.buckets import Bucket, make_buckets, make_packs, sequence_starts
 from edl_serving.request_error import invalid_argument
 
 _log = logging.getLogger(__name__)
+
+_MAX_PADDING = 0.25
+"""Padding of a bucket by its tokens: with more, sequences of 16 tokens are computed as if they had 512; with much less,
+each length is a call of its own."""
+_FREE_PADDING = 64
+"""Tokens of padding that are cheaper than another call of the model."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences that are computed together.
+
+    Attributes:
+        rows: The row of each place, `[sequences, length]`; of a place that is padding, any row.
+        valid: Which places are not padding, `[sequences, length]`.
+    """
+
+    rows: Array
+    valid: Array
+
+    @property
+    def padded(self) -> bool:
+        """Whether any place is padding."""
+        return not bool(self.valid.all())
+
+    @property
+    def flat_rows(self) -> Array:
+        """The rows of the places that are not padding, in the order of the places."""
+        rows: Array = self.rows[self.valid]
+        return rows
+
+
+def sequence_starts(position: Array) -> Array:
+    """Return the rows in which sequences begin, INT64 `[sequences]`."""
+    starts: Array = np.flatnonzero(position == 0)
+    return starts
+
+
+def make_buckets(
+    starts: Array, rows: int, max_tokens: int, *, padding: bool = True, borders: Sequence[int] = ()
+) -> list[Bucket]:
+    """Plan the computation of a batch: sequences of similar length together, or of equal ones without `padding`.
+
+    A bucket has at most `max_tokens` places, padding included; a longer sequence is a bucket by itself. Sequences up to
+    a length in `borders` and longer ones are in different buckets.
+    """
+    lengths = np.diff(starts, append=rows)
+    sides = np.searchsorted(borders, lengths)
+    order = np.argsort(-lengths, kind="stable")
+    buckets: list[Bucket] = []
+    at = 0
+    while at < len(order):
+        longest = int(lengths[order[at]])
+        end, tokens = at + 1, longest
+        while end < len(order) and sides[order[end]] == sides[order[at]] and (end + 1 - at) * longest <= max_tokens:
+            tokens += int(lengths[order[end]])
+            added = (end + 1 - at) * longest - tokens
+            if added > (max(_FREE_PADDING, _MAX_PADDING * tokens) if padding else 0):
+                break
+            end += 1
+        chosen = np.sort(order[at:end])
+        places = np.arange(longest)
+        valid = places < lengths[chosen, None]
+        buckets.append(Bucket(np.minimum(starts[chosen, None] + places, rows - 1), valid))
+        at = end
+    return buckets
+
+
+def make_packs(starts: Array, rows: int, borders: Sequence[int] = ()) -> list[Bucket]:
+    """Plan the computation of a batch whose sequences stand one behind the other: buckets of one line, in order."""
+    lengths = np.diff(starts, append=rows)
+    sides = np.repeat(np.searchsorted(borders, lengths), lengths)
+    packs = [np.flatnonzero(sides == side)[None] for side in range(len(borders) + 1)]
+    return [Bucket(pack, np.ones(pack.shape, bool)) for pack in packs if pack.size]
+
 
 _GPU_SLICE_BYTES = 64 << 20
 """Of float32 logits that are held at a time, beside as many for work: with 152k tokens 110 rows, enough to keep a GPU
@@ -41,7 +116,7 @@ class TopLogits(NamedTuple):
 
 
 def rows_of_slice(vocabulary: int, device: torch.device) -> int:
-    """Return how many rows of float32 logits are to be held at a time."""
+    """Return how many rows of float32 logits to hold at a time."""
     nbytes = _CPU_SLICE_BYTES if device.type == "cpu" else _GPU_SLICE_BYTES
     return max(1, nbytes // (4 * vocabulary))
 
@@ -72,19 +147,14 @@ def select_top_k(logits: torch.Tensor, k: int, temperature: float, targets: torc
 
 
 _WARM_UP_TOKENS_CPU = 1024
-"""Of the warm-up where there is no memory of a GPU to be reserved: a large model takes seconds for them."""
+"""Tokens of a warm-up without the memory of a GPU to reserve: a large model takes seconds for them."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model of transformers, and what the server says about it.
 
-    Attributes:
-        model: A `PreTrainedModel`, in evaluation mode on its device.
-        version: Version of the weights.
-        meta: Metadata for discovery.
-        max_tokens: Most places of a call, padding included.
-        longest: Tokens of the longest sequence.
+    `max_tokens` bounds the places of a call, padding included; `longest` is the longest sequence.
     """
 
     model: Any

@@ -10,7 +10,7 @@ import numpy as np
 from edl.testing.models import prefix_scores, prefix_scores_of
 from edl_serving import Array, Backend, TensorSpec
 from edl_serving.backends.backend import TopKArrays
-from edl_serving.output_options import top_k
+from edl_serving.request_plan import top_k
 
 VOCABULARY = 31
 

@@ -21,9 +21,8 @@ from edl.distill.transport.request import Payload
 from edl.errors import ProtocolError, SourceError
 from edl.protocol.arrays import as_array
 from edl.protocol.tensors import array_of, from_raw, to_raw
-from edl_serving.backends.backend import TensorSpec
+from edl_serving.backends.backend import TensorSpec, cast_to_spec
 from edl_serving.backends.callable import CallableBackend
-from edl_serving.backends.described import cast_to_spec
 
 ALWAYS = TimeBudget(1.0, always=True)
 X = {"x": itemgetter(0)}

@@ -17,8 +17,8 @@ from edl.distill.source.iterator import SourceIterator
 from edl.errors import SourceError
 from edl_serving import ServerSettings
 from edl_serving.batching.batcher import Batcher
-from edl_serving.metrics import Metrics
 from edl_serving.model import ServedModel
+from edl_serving.monitoring import Metrics
 from tests.fast.serving.fakes import FakeBackend
 from tests.waiting import DEADLINE_S
 

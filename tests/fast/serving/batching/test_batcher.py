@@ -21,9 +21,9 @@ from edl.protocol.transport import grpc
 from edl.settings import LoadSettings
 from edl_serving import Array, ServerSettings, TensorSpec
 from edl_serving.batching.batch_queue import InferenceJob
-from edl_serving.batching.canary import Canary
+from edl_serving.batching.batcher import Canary
 from edl_serving.batching.executor import Executor, LogThrottle
-from edl_serving.metrics import WorkerMetrics
+from edl_serving.monitoring import WorkerMetrics
 from edl_serving.registration import ReadyFile, RegistrationSettings, TeacherRegistration
 from edl_serving.request_error import RequestError
 from tests.fast.serving.conftest import TIMEOUT_S, Connect, StartInside, outputs_of, request_bytes

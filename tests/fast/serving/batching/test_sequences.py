@@ -16,12 +16,11 @@ from edl_serving import Array, Backend, ServerSettings, TensorSpec
 from edl_serving.backends.backend import TopKArrays
 from edl_serving.batching.batch_queue import InferenceJob
 from edl_serving.batching.executor import Executor
-from edl_serving.metrics import WorkerMetrics
 from edl_serving.model import ServedModel
-from edl_serving.output_options import cut_top_k, top_k
+from edl_serving.monitoring import WorkerMetrics
 from edl_serving.request import DecodedRequest, check_sequences
 from edl_serving.request_error import RequestError, invalid_argument
-from edl_serving.request_plan import plan_request
+from edl_serving.request_plan import cut_top_k, plan_request, top_k
 from tests.fast.distill.sequences.language_model import PrefixModel
 from tests.fast.serving.conftest import outputs_of
 from tests.fast.serving.fakes import FakeBackend, header_for, model_of, refusal_of

@@ -33,8 +33,14 @@ from edl_serving.gateway.endpoints import (
     SGLangEndpoint,
     top_k_rows,
 )
-from edl_serving.gateway.engine import EngineAccess, EngineAddress, EngineConnection, names_engine
-from edl_serving.gateway.inspection import EngineFacts, find_facts
+from edl_serving.gateway.engine import (
+    EngineAccess,
+    EngineAddress,
+    EngineConnection,
+    EngineFacts,
+    find_facts,
+    names_engine,
+)
 from edl_serving.request_error import RequestError
 from tests.fast.serving.gateway.conftest import Gateways, ask, inputs_of
 from tests.fast.serving.gateway.formula_engine import MAX_MODEL_LEN, FormulaEngine, log_probabilities

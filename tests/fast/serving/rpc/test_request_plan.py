@@ -17,10 +17,9 @@ from hypothesis.extra import numpy as hnp
 from edl.errors import ProtocolError
 from edl.protocol import codec, kserve
 from edl_serving import Array, TensorSpec
-from edl_serving.output_options import OutputOptions, top_k
 from edl_serving.request import DecodedRequest, RequestDecoder
 from edl_serving.request_error import RequestError
-from edl_serving.request_plan import plan_request
+from edl_serving.request_plan import OutputOptions, plan_request, top_k
 from tests.fast.serving.fakes import LOGITS, FakeBackend, header_for, model_of, refusal_of
 
 TWO = model_of(

@@ -16,7 +16,7 @@ import tritonclient.utils.shared_memory as triton_shm
 from tritonclient.utils import InferenceServerException
 
 from edl_serving import Array
-from edl_serving.foreign_server import ForeignServer
+from edl_serving.cmd_register import ForeignServer
 from tests.fast.serving.conftest import TIMEOUT_S, StartInside
 from tests.fast.serving.fakes import Base, Mixed, logits
 

@@ -19,7 +19,7 @@ from edl.errors import SettingsError
 from edl.protocol import names
 from edl_serving import Array
 from edl_serving.backends import open_backends
-from edl_serving.backends.hf.buckets import make_buckets, sequence_starts
+from edl_serving.backends.hf.backends import make_buckets, sequence_starts
 from edl_serving.backends.source import ModelSource
 from tests.fast.serving.conftest import TIMEOUT_S, Client, Inside, outputs_of, request_bytes
 from tests.fast.serving.fakes import refusal_of

@@ -1,21 +1,31 @@
-"""The server's metrics for Prometheus: https://prometheus.io/docs/practices/naming/.
+"""What an operator sees of the server: Prometheus metrics, health probes, and the access log.
 
-The counts are plain numbers that are put together at a scrape. The client library's own counters take a lock for an
-increment, which at thousands of requests a second costs more than all of the batching. `/livez` and `/readyz` beside
-`/metrics` run checks by name, as Kubernetes' own servers do:
-https://kubernetes.io/docs/reference/using-api/health-checks/
+The counts are plain numbers that are put together at a scrape (https://prometheus.io/docs/practices/naming/): the
+client library's own counters take a lock for an increment, which at thousands of requests a second costs more than all
+of the batching. `/livez` and `/readyz` beside `/metrics` run checks by name, as Kubernetes' own servers do:
+https://kubernetes.io/docs/reference/using-api/health-checks/.
+
+A thread writes the access log's lines of JSON, since a disk or a pipe may be slow, or hang, and neither the event loop
+nor the end of the process may wait for it. A line says how many lines before it were dropped because the thread could
+not keep up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import logging
+import os
 import socket
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from io import FileIO
+from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Final, Literal
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -25,7 +35,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from edl.background import start_call
+from edl.background import BackgroundLoop, start_call
 from edl.errors import SettingsError
 from edl_serving.request_error import RequestError
 
@@ -34,6 +44,7 @@ _log = logging.getLogger(__name__)
 # From a look-up in memory to a language model's batch, three a decade: quantiles are right within a factor of 2.5.
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _MOST_TRIES = 10  # to read a gauge; each fails with some small chance
+
 # Powers of two, up to the default of --max-queue.
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -310,3 +321,105 @@ class HealthProbes:
         lines = [f"[-]{name} failed: {why}" if why else f"[+]{name} ok" for name, why in failures.items()]
         passed = not any(failures.values())
         return passed, "\n".join([*lines, f"{path[1:]} check {'passed' if passed else 'failed'}", ""])
+
+
+_MOST_WAITING = 10_000  # lines: some seconds of requests, and 5 MB; with more a disk that hangs would fill the memory
+_GATHER_S = 0.05  # between two looks for lines: a wake-up of the thread for each would cost more than the line
+_CLOSE_S = 2.0  # how long the end of the process waits for the last lines
+
+
+class AccessLog:
+    """Writes lines until `close`.
+
+    A file that was moved or deleted is opened again: that is all `logrotate` needs to do.
+    """
+
+    def __init__(self, path: str, model: str, version: str) -> None:
+        self._path = path
+        self._common = {"model": model, "version": version}
+        self._lines: deque[dict[str, Any]] = deque()
+        self._dropped = 0
+        self._failing = False
+        self._closing = False
+        self._file: FileIO | None = None
+        try:
+            self._file = self._open()
+        except OSError as exc:
+            why = "nobody reads this pipe" if exc.errno == errno.ENXIO else exc.strerror or exc
+            raise SettingsError(f"--access-log {path!r}: cannot be written: {why}") from exc
+        self._loop = BackgroundLoop("edl-access-log", self._write_waiting)
+
+    def write_request(self, **fields: Any) -> None:
+        """Write a line. Not thread-safe."""
+        if len(self._lines) >= _MOST_WAITING:
+            self._dropped += 1
+            return
+        line: dict[str, Any] = {"time": time.time(), **self._common, **fields}
+        if self._dropped:
+            line["dropped"] = self._dropped  # before this line
+            self._dropped = 0
+        self._lines.append(line)
+
+    def close(self) -> None:
+        """Write the lines that wait and end the thread, or give up after 2 s on a file that hangs."""
+        self._closing = True
+        self._loop.wake()
+        if not self._loop.wait_ended(_CLOSE_S):
+            _log.error("the access log %r hangs; its last lines are lost", self._path)
+
+    def _write_waiting(self) -> float | None:
+        closing = self._closing  # before the lines are taken, so that the last ones are among them
+        if lines := [self._lines.popleft() for _ in range(len(self._lines))]:
+            self._write(b"".join(map(_encoded, lines)))
+        if closing:
+            self._close_file()
+        return None if closing else _GATHER_S
+
+    def _write(self, data: bytes) -> None:
+        try:
+            if self._file is None or self._was_rotated(self._file):
+                self._close_file()
+                self._file = self._open()
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) or 0 :]
+        except OSError as exc:
+            if not self._failing:
+                self._failing = True
+                _log.error("the access log %r cannot be written: %s", self._path, exc.strerror or exc)
+            self._close_file()
+            return
+        if self._failing:
+            self._failing = False
+            _log.warning("the access log %r is written again", self._path)
+
+    def _open(self) -> FileIO:
+        # Not standard output's buffer: a thread that hangs would keep its lock when the process ends.
+        return FileIO(os.dup(1), "w") if self._path == "-" else FileIO(self._path, "a", opener=_open_at_once)
+
+    def _was_rotated(self, file: FileIO) -> bool:
+        if self._path == "-":
+            return False
+        try:
+            found, ours = Path(self._path).stat(), os.fstat(file.fileno())
+        except FileNotFoundError:
+            return True
+        return (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino)
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a pipe without a reader raises ENXIO, where `open` alone would wait for a reader."""
+    file = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(file, True)
+    return file
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    moment = datetime.fromtimestamp(line["time"], timezone.utc)
+    return json.dumps({**line, "time": moment.isoformat(timespec="milliseconds")}).encode() + b"\n"

@@ -37,7 +37,6 @@ class Task:
         width: of the layers; the model has 2 * width * (width + 1) parameters.
         sleep_s: of a step, in place of a GPU's work.
         save_s: seconds between two snapshots, 0 for as often as costs 1% of the time, infinite for none.
-        stay: survivors go on in the same process.
     """
 
     folder: Path
@@ -45,7 +44,6 @@ class Task:
     width: int
     sleep_s: float
     save_s: float = 0.0
-    stay: bool = False
 
     @classmethod
     def from_arguments(cls) -> Task:
@@ -56,14 +54,12 @@ class Task:
         parser.add_argument("--width", type=int, required=True)
         parser.add_argument("--sleep-s", type=float, required=True)
         parser.add_argument("--save-s", type=float, default=0.0)
-        parser.add_argument("--stay", action="store_true")
         return cls(**vars(parser.parse_args()))
 
     def arguments(self) -> list[str]:
         """Return the command line that `from_arguments` reads."""
         words = ["--folder", str(self.folder), "--name", self.name, "--width", str(self.width)]
-        words += ["--sleep-s", str(self.sleep_s), "--save-s", str(self.save_s)]
-        return [*words, "--stay"] if self.stay else words
+        return [*words, "--sleep-s", str(self.sleep_s), "--save-s", str(self.save_s)]
 
 
 class Training:

@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 from benchmarks._child import ROOT
 from benchmarks._elastic_job import Job, Launch
 from benchmarks._elastic_network import Network
@@ -116,16 +118,22 @@ def torchrun_nodes(task: Task, most: int) -> Job:
 
 
 def torchrun_nodes_in_store(task: Task, most: int) -> Job:
-    """The same, but they meet in a SQLite file, so that any of them may die; told to notice that in 4 s, not in 15."""
-    meet = ["--rdzv-backend", "edl", "--rdzv-endpoint", store_url(task)]
-    timing = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=4"
-    return _torchrun_nodes(task, most, [*meet, "--rdzv-conf", timing])
+    """The same, but this process hosts the rendezvous, so that any node may die; they notice that in 4 s, not in 15."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store.port}"]
+    timing = "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=4"
+    return _torchrun_nodes(task, most, [*meet, "--rdzv-conf", timing], store)
 
 
-def _torchrun_nodes(task: Task, most: int, meet: list[str]) -> Job:
+def _torchrun_nodes(task: Task, most: int, meet: list[str], store: TCPStore | None = None) -> Job:
+    """Start agents of torchrun's that meet there; the job holds the store of this process, if there is one."""
     options = ["--nnodes", f"1:{most}", "--nproc-per-node", "1", "--max-restarts", "1000", "--rdzv-id", "bench", *meet]
     command = [*_TORCHRUN, *options]
-    return Job(task.folder, lambda node: Launch([*command, *_script("_elastic_torchrun.py", task, node)], _OWN_STORE))
+
+    def launch(node: int, store: TCPStore | None = store) -> Launch:
+        return Launch([*command, *_script("_elastic_torchrun.py", task, node)], _OWN_STORE)
+
+    return Job(task.folder, launch)
 
 
 def torchft(task: Task, join_timeout_s: float, stack: ExitStack) -> Job:

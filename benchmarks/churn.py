@@ -2,20 +2,19 @@
 
 A job of one to three nodes (a rank each, two at first) on this machine; every 30 s something happens to it: a node
 joins, one leaves by SIGTERM, one dies with its agent, or a worker dies by SIGKILL, in the order of a seed. Each round
-has another seed, and all sides meet the same trace: `edl run`, `edl run` with `stay` (survivors go on in process),
-torchrun whose nodes meet in the same store as ours, and torchft with a join timeout of 1 s, whose ranks are started
-again at once, as its documentation wants it from a scheduler. torchrun and torchft save to a file every 20 steps, from
-which a job goes on whose ranks are all gone (a worker dies that is alone). Of each step 150 ms are slept in place of a
-GPU's work, since three ranks would fight for the cores of a small machine; backward, the all-reduce and the snapshots
-(2.1 million parameters) are real.
+has another seed, and all sides meet the same trace: `edl run`, torchrun whose nodes meet in a store that outlives them,
+and torchft with a join timeout of 1 s, whose ranks are started again at once, as its documentation wants it from a
+scheduler. torchrun and torchft save to a file every 20 steps, from which a job goes on whose ranks are all gone (a
+worker dies that is alone). Of each step 150 ms are slept in place of a GPU's work, since three ranks would fight for
+the cores of a small machine; backward, the all-reduce and the snapshots (2.1 million parameters) are real.
 
 - `goodput`: the time that the steps of the job take in undisturbed worlds of the same sizes without any snapshot, by
   the time that passed. The steps count that led to the state at the end, each once: not what was done again or thrown
   away. The mean of an undisturbed step is measured right before and right after each side's trace, and the mean of the
-  two is taken, since a machine's speed changes. `goodput_in_process`: the same with `stay`.
+  two is taken, since a machine's speed changes.
 - `goodput_beside_saving`: the same as `goodput`, by undisturbed worlds that make the same snapshots.
-- `vs_torchrun_goodput`: `goodput` by torchrun's; `vs_torchft_goodput`: `goodput_in_process` by torchft's. Each side is
-  measured against undisturbed worlds of its own.
+- `vs_torchrun_goodput`: `goodput` by torchrun's; `vs_torchft_goodput`: by torchft's. Each side is measured against
+  undisturbed worlds of its own.
 - `steady`: steps a second of two ranks under `edl run`, snapshots included, by those of the same model under torchrun
   without EDL and without any checkpoint.
 """
@@ -48,7 +47,6 @@ from benchmarks._step_logs import FinishedStep, longest_gap_s
 
 GOALS = [
     Goal("goodput", 0.985),
-    Goal("goodput_in_process", 0.985),
     Goal("vs_torchrun_goodput", 1.0),
     Goal("vs_torchft_goodput", 1.0),
     Goal("steady", 0.99),
@@ -95,9 +93,9 @@ class Extent:
         return cls(6, 30.0, 10, steady_s, window_s, GOODPUT_LIMIT)
 
 
-def _task(stack: ExitStack, *, stay: bool = False, save_s: float = 0.0) -> Task:
+def _task(stack: ExitStack, *, save_s: float = 0.0) -> Task:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-    return Task(folder, "0", _WIDTH, _SLEEP_S, save_s=save_s, stay=stay)
+    return Task(folder, "0", _WIDTH, _SLEEP_S, save_s=save_s)
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,6 @@ class Side:
     Attributes:
         name: for tables.
         start: a job of up to three nodes, none of them started yet.
-        stay: survivors go on in process.
         restarts: a rank that died is started again by the benchmark, since nobody else does.
         has_ledger: `edl status` knows the job's goodput, too.
         beside_saving: undisturbed steps are also measured with snapshots.
@@ -115,7 +112,6 @@ class Side:
 
     name: str
     start: Callable[[Task, ExitStack], Job]
-    stay: bool = False
     restarts: bool = False
     has_ledger: bool = False
     beside_saving: bool = False
@@ -138,8 +134,7 @@ def _sides(quick: bool) -> dict[str, Side]:
     sides = {"goodput": Side("edl run", _edl, has_ledger=True, beside_saving=not quick)}
     if quick:
         return sides
-    sides["goodput_in_process"] = Side("edl run, in process", _edl, stay=True, has_ledger=True)
-    sides["goodput_torchrun"] = Side("torchrun in the same store", _torchrun)
+    sides["goodput_torchrun"] = Side("torchrun in a store of its own", _torchrun)
     if launchers.TORCHFT.exists():
         sides["goodput_torchft"] = Side("torchft, join timeout 1 s", _torchft, restarts=True)
     else:
@@ -164,9 +159,9 @@ def measure(options: Options, seeds: int = _DEFAULT_SEEDS) -> dict[str, list[flo
     figures = {key: [run.goodput(run.usual_s) for run in found] for key, found in runs.items()}
     if sides["goodput"].beside_saving:
         figures["goodput_beside_saving"] = [run.goodput(run.saving_s) for run in runs["goodput"]]
-    for key, ours in (("goodput_torchrun", "goodput"), ("goodput_torchft", "goodput_in_process")):
-        if key in figures:
-            figures[f"vs_{key.removeprefix('goodput_')}_goodput"] = divide(figures[ours], figures[key])
+    for peer in ("torchrun", "torchft"):
+        if f"goodput_{peer}" in figures:
+            figures[f"vs_{peer}_goodput"] = divide(figures["goodput"], figures[f"goodput_{peer}"])
     return figures | {"steady": divide(rounds["edl"], rounds["torchrun"])}
 
 
@@ -229,7 +224,7 @@ def _run(side: Side, seeds: Iterator[int], extent: Extent) -> Run:
     progress("undisturbed steps before")
     before = [measure_steps() for measure_steps in references]
     with ExitStack() as stack:
-        task = _task(stack, stay=side.stay)
+        task = _task(stack)
         job = side.start(task, stack)
         for number in range(_FIRST):
             job.start(number)
@@ -267,7 +262,7 @@ def _reference(side: Side, save_s: float, nodes: int, extent: Extent) -> dict[in
     """The time of a step in worlds of one to `nodes` ranks that nobody disturbs."""
     found = {}
     with ExitStack() as stack:
-        job = side.start(_task(stack, stay=side.stay, save_s=save_s), stack)
+        job = side.start(_task(stack, save_s=save_s), stack)
         for number in range(nodes):
             job.start(number)
             job.together(count=extent.settle_steps)

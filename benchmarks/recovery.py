@@ -1,21 +1,21 @@
 """One of three ranks dies by SIGKILL: how long until the others have finished another step, and what they lost.
 
 Ways to train the same model (8.4 million parameters, gloo; of a step 60 ms are slept in place of a GPU's work):
-`edl run` as it comes, where new workers are forked and go on from snapshots in memory; `edl run` with `stay`, where
-survivors go on in process; torchrun with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` (as it comes it does not recover) and
-`torch.save` every 20 steps; all three with three workers on one node. torchft, three replica groups of a rank each, of
-which one dies, with join timeouts of 0.1, 0.2 and 1 s, and with the one that it comes with (60 s); and what is like it
-with `edl run`: three nodes of a rank each with `stay`, of which one dies with its agent.
+`edl run`, where new workers are forked and go on from snapshots in memory; torchrun with
+`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` (as it comes it does not recover) and `torch.save` every 20 steps; both with
+three workers on one node. torchft, three replica groups of a rank each, of which one dies, with join timeouts of 0.1,
+0.2 and 1 s, and with the one that it comes with (60 s); and what is like it with `edl run`: three nodes of a rank each,
+of which one dies with its agent.
 
 - `sooner`: torchrun's seconds by those of `edl run`. `sooner_without_imports`: the same, if torchrun's new workers
   had imported torch already, as with a fork server: what an import takes in this round is taken off its seconds.
-- `vs_torchft`: torchft's seconds (1 s) by those of three nodes with `stay`; `vs_torchft_0.2` and `vs_torchft_0.1`
+- `vs_torchft`: torchft's seconds (1 s) by those of three nodes of `edl run`; `vs_torchft_0.2` and `vs_torchft_0.1`
   likewise, though with less than the time between two heartbeats torchft may take the living for dead.
-- `steps_lost`: steps done again, in intervals between snapshots; `steps_lost_in_process`: in steps.
+- `steps_lost`: steps done again, in intervals between snapshots.
 - `join`: the longest pause of two nodes' ranks when a third node joins, more than a usual step: torchrun's by that of
-  `edl run`, which is `join_s` in seconds; `join_in_process`: by that of `stay`.
+  `edl run`, which is `join_s` in seconds.
 - `vs_dynamic_rendezvous`: a node dies with its agent; seconds of torchrun, whose nodes meet by torch's own rendezvous
-  (`DynamicRendezvousHandler`) in the same store as ours and notice a death after 4 s, by those of `edl run`;
+  (`DynamicRendezvousHandler`) in a store that outlives them and notice a death after 4 s, by those of `edl run`;
   `join_vs_dynamic_rendezvous`: the pause when a node joins, likewise.
 - `lost_host_s`: three nodes, each in a network namespace of its own; from one moment on all packets of one host are
   dropped, and nobody hears that its processes are gone. `killed_host_s`: beside it, the same nodes when the processes
@@ -53,15 +53,11 @@ GOALS = [
     Goal("sooner", 8),
     Goal("vs_torchft", 2),
     Goal("steps_lost", 1, "at most", always=True),
-    Goal("steps_lost_in_process", 0, "at most", always=True),
     Goal("join", 10),
     Goal("join_s", 0.25, "at most"),
     Goal("p50_s", 0.5, "at most"),
     Goal("p99_s", 0.5, "at most"),
     Goal("hangs", 0, "at most"),
-    Goal("in_process_p50_s", 0.5, "at most"),
-    Goal("in_process_p99_s", 0.5, "at most"),
-    Goal("in_process_hangs", 0, "at most"),
 ]
 _WIDTH = 2048
 _SLEEP_S = 0.06
@@ -71,9 +67,9 @@ _SETTLE_STEPS = 8
 _DEFAULT_KILLS = 200
 _WORTH_SAYING = 25
 _JOIN_TIMEOUTS_S = {"vs_torchft": 1.0, "vs_torchft_0.2": 0.2, "vs_torchft_0.1": 0.1}
-_NODES_STAY = "edl run, three nodes, in process"
+_NODES = "edl run, three nodes"
 _IMPORTS = "import torch, torch.distributed, torch.nn.parallel, benchmarks._elastic_task"
-_IN_STORE = "torchrun in the same store"
+_IN_STORE = "torchrun in a store of its own"
 
 Start = Callable[[Task, ExitStack], Job]
 
@@ -91,9 +87,9 @@ def _torchft(join_timeout_s: float, task: Task, stack: ExitStack) -> Job:
     return stack.enter_context(launchers.torchft(task, join_timeout_s, stack))
 
 
-def _task(stack: ExitStack, stay: bool = False) -> Task:
+def _task(stack: ExitStack) -> Task:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-    return Task(folder, "0", _WIDTH, _SLEEP_S, stay=stay)
+    return Task(folder, "0", _WIDTH, _SLEEP_S)
 
 
 class Kills:
@@ -104,14 +100,12 @@ class Kills:
         name: str,
         start: Start,
         *,
-        stay: bool = False,
         nodes: int = 1,
         saves: bool = False,
         with_agent: bool = False,
     ) -> None:
         self.name = name
         self._start = start
-        self._stay = stay
         self._nodes = nodes
         self._saves = saves
         self._with_agent = with_agent
@@ -132,7 +126,7 @@ class Kills:
         found: list[Outcome] = []
         while len(found) < kills:
             with ExitStack() as stack:
-                job = self._start(_task(stack, self._stay), stack)
+                job = self._start(_task(stack), stack)
                 for number in range(self._nodes):
                     job.start(number)
                 try:
@@ -168,10 +162,10 @@ class Kills:
         time.sleep(self._random.uniform(0, 0.3))
 
 
-def _join_s(start: Start, stay: bool = False) -> float:
+def _join_s(start: Start) -> float:
     """The pause of two nodes' ranks when a third one joins; infinite if it never trains with them."""
     with ExitStack() as stack:
-        job = start(_task(stack, stay), stack)
+        job = start(_task(stack), stack)
         for number in range(_RANKS - 1):
             job.start(number)
         job.together(count=3 * _SETTLE_STEPS)
@@ -211,13 +205,12 @@ def _torchrun_in_store(task: Task, stack: ExitStack) -> Job:
 def _sides(quick: bool) -> dict[str, Kills]:
     sides = {
         "edl run": Kills("edl run", _forked, saves=True),
-        "edl run, in process": Kills("edl run, in process", _forked, stay=True),
         "torchrun": Kills("torchrun", _torchrun),
     }
     if not launchers.TORCHFT.exists():
         note("torchft is not installed (tools/torchft.sh): not compared.\n")
         return sides
-    sides[_NODES_STAY] = Kills(_NODES_STAY, _nodes, stay=True, nodes=_RANKS, with_agent=True)
+    sides[_NODES] = Kills(_NODES, _nodes, nodes=_RANKS, saves=True, with_agent=True)
     for join_timeout_s in [1.0] if quick else [*_JOIN_TIMEOUTS_S.values(), 60.0]:
         name = _torchft_name(join_timeout_s)
         sides[name] = Kills(name, partial(_torchft, join_timeout_s), nodes=_RANKS)
@@ -241,24 +234,21 @@ def measure(options: Options, kills: int = _DEFAULT_KILLS) -> dict[str, list[flo
     each = 1 if options.quick else 3
     turns: dict[str, Callable[[], float]] = {name: partial(side.seconds, each) for name, side in sides.items()}
     rounds = take_turns({**turns, "imports": _import_s}, options.repeats)
-    forked, in_process = sides["edl run"], sides["edl run, in process"]
+    forked = sides["edl run"]
     figures = {"sooner": divide(rounds["torchrun"], rounds["edl run"])}
-    figures["sooner_in_process"] = divide(rounds["torchrun"], rounds["edl run, in process"])
     workers_s = [whole - imports for whole, imports in zip(rounds["torchrun"], rounds["imports"], strict=True)]
     figures["sooner_without_imports"] = divide(workers_s, rounds["edl run"])
     for key, join_timeout_s in _JOIN_TIMEOUTS_S.items():
         if _torchft_name(join_timeout_s) in rounds:
-            figures[key] = divide(rounds[_torchft_name(join_timeout_s)], rounds[_NODES_STAY])
+            figures[key] = divide(rounds[_torchft_name(join_timeout_s)], rounds[_NODES])
     figures["steps_lost"] = [kill.lost / forked.interval for kill in forked.outcomes if kill.seconds < _TIMEOUT_S]
-    figures["steps_lost_in_process"] = [float(kill.lost) for kill in in_process.outcomes if kill.seconds < _TIMEOUT_S]
     _tell(sides)
     if not options.quick:
         figures |= _joins(max(1, options.repeats // 2))
         figures |= _node_deaths(max(1, options.repeats // 2))
         figures |= _lost_hosts(max(1, options.repeats // 2))
-        figures |= _many(forked, kills, "") | _many(in_process, kills, "in_process_")
-        _adversaries(stay=False)
-        _adversaries(stay=True)
+        figures |= _many(forked, kills)
+        _adversaries()
     return figures
 
 
@@ -278,14 +268,12 @@ def _joins(repeats: int) -> dict[str, list[float]]:
     """The pauses when a node joins, and torchrun's by ours."""
     starts = {
         "edl run": partial(_join_s, _nodes),
-        "edl run, in process": partial(_join_s, _nodes, stay=True),
         "torchrun": partial(_join_s, _torchrun_nodes),
         _IN_STORE: partial(_join_s, _torchrun_in_store),
     }
     pauses = take_turns(starts, repeats)
     _note_seconds("Pause when a node joins", pauses)
-    keys = {"edl run": "join", "edl run, in process": "join_in_process"}
-    figures = _against(pauses, "torchrun", keys)
+    figures = _against(pauses, "torchrun", {"edl run": "join"})
     figures |= _against(pauses, _IN_STORE, {"edl run": "join_vs_dynamic_rendezvous"})
     return figures | {"join_s": pauses["edl run"]}
 
@@ -352,7 +340,7 @@ def _against(seconds: dict[str, list[float]], them: str, keys: dict[str, str]) -
     return {key: divide(theirs, our_s) for key, our_s in zip(keys.values(), ours, strict=True) if kept}
 
 
-def _many(side: Kills, kills: int, prefix: str) -> dict[str, list[float]]:
+def _many(side: Kills, kills: int) -> dict[str, list[float]]:
     """The distribution over many kills."""
     if not kills:
         return {}
@@ -361,13 +349,13 @@ def _many(side: Kills, kills: int, prefix: str) -> dict[str, list[float]]:
     p99 = seconds[min(len(seconds) - 1, round(0.99 * len(seconds)))]
     note(f"{side.name}, {kills} kills: {Spread.of(seconds)} s, p99 {p99:.3g} s, {side.hangs} hung.\n")
     figures = {"p50_s": statistics.median(seconds), "p99_s": p99, "max_s": seconds[-1], "hangs": float(side.hangs)}
-    return {prefix + key: [value] for key, value in figures.items()}
+    return {key: [value] for key, value in figures.items()}
 
 
-def _adversaries(stay: bool) -> None:
+def _adversaries() -> None:
     """A table of what else can happen to three nodes of ours."""
     lines = [
-        f"\nThree nodes with a rank each{', in process' if stay else ''}:\n",
+        "\nThree nodes with a rank each:\n",
         "| what happens | seconds to the slowest survivor's next step | pause | steps lost |",
         "| --- | ---: | ---: | ---: |",
     ]
@@ -375,7 +363,7 @@ def _adversaries(stay: bool) -> None:
     progress("other adversaries")
     while pending:
         with ExitStack() as stack:
-            job = _nodes(_task(stack, stay), stack)
+            job = _nodes(_task(stack), stack)
             try:
                 for name in list(pending):
                     for number in range(_RANKS):

@@ -2,13 +2,13 @@
 
 In a training script: `State` and `Checkpointer` keep what must survive, `Evaluator` what was measured of it,
 `ElasticSampler` orders the data, `ElasticTrainer` makes the update; each works without the others, and without
-`edl run`. With `run_in_process` (also called `stay`) a script keeps its process when others are lost. Inside:
+`edl run`. Inside:
 
-- `agent`: one node's part of a job, `edl run`; `torchrun`: plain torchrun in our stores;
+- `agent`: one node's part of a job, `edl run`;
 - `worker_status`: what a worker and its agent tell each other; `job_records`: what agents tell each other in the Store;
 - `checkpoint`: what survives, in memory and on storage; `replica`: copies of it on other hosts;
 - `training`: what a step trains, and the update that it makes;
-- `inprocess`: `run_in_process`; `goodput`: where the time went; `paddle`: the same for PaddlePaddle;
+- `goodput`: where the time went; `paddle`: the same for PaddlePaddle;
 - `transformers`, `lightning`: callbacks for Hugging Face's and Lightning's `Trainer`; `accelerate`: for loops
   with Accelerate; `loop_position`: what these share.
 
@@ -21,11 +21,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from edl.collective.removed import describe_removal
+
 if TYPE_CHECKING:
     from edl.collective.checkpoint.checkpointer import Checkpointer
     from edl.collective.checkpoint.evaluator import Evaluator
     from edl.collective.checkpoint.state.state import State
-    from edl.collective.inprocess.run_in_process import Place, run_in_process, stay
     from edl.collective.training.sampler import ElasticSampler
     from edl.collective.training.trainer import ElasticTrainer
 
@@ -34,10 +35,7 @@ __all__ = [
     "ElasticSampler",
     "ElasticTrainer",
     "Evaluator",
-    "Place",
     "State",
-    "run_in_process",
-    "stay",
 ]
 
 _HOMES = {
@@ -45,15 +43,15 @@ _HOMES = {
     "ElasticSampler": "training.sampler",
     "ElasticTrainer": "training.trainer",
     "Evaluator": "checkpoint.evaluator",
-    "Place": "inprocess.run_in_process",
     "State": "checkpoint.state.state",
-    "run_in_process": "inprocess.run_in_process",
-    "stay": "inprocess.run_in_process",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import torch only when a name that needs it is asked for."""
+    if name in ("Place", "run_in_process", "stay"):
+        # No AttributeError: `from edl.collective import stay` would drop its words.
+        raise ImportError(describe_removal(name))
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -27,14 +27,14 @@ from edl.settings import read
 __all__ = ["Phase", "WorkerStatus", "WorkerStatusPage"]
 
 _SIZE: Final = 4096  # a page of memory, the least that can be mapped
-_MAGIC: Final = b"EDLBRD01"
+_MAGIC: Final = b"EDLBRD02"
 _RECENT: Final = 64  # steps whose durations are kept: enough for a median, and they fill the page up to _BUSY_WITH
 _NEVER: Final = -1  # no generation or step yet: both begin at 0
 
 # Numbers of fields of eight bytes at a multiple of eight, so that a reader never sees half of a field. An agent reads
 # pages of workers of the same version only; another number is another format.
-_GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED, _STAYS, _WAITED = range(1, 13)
-_FIRST = 13  # the worker's last field
+_GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED = range(1, 11)
+_FIRST = 11  # the worker's last field
 _PAUSE_AT, _BEAT_AT, _BUSY_LIMIT = 16, 17, 18  # apart, for further fields of the worker
 _TOTALS, _DURATIONS, _BUSY_WITH = 24, 64, 128  # where arrays begin: a number for every phase, _RECENT durations, a text
 _BUSY_WITH_BYTES = 64  # more than a line of a log has room for; a multiple of a field's size
@@ -75,8 +75,6 @@ class WorkerStatus:
         paused: the step after which it paused, -1 if it does not.
         samples: processed by this rank, over all workers that wrote here.
         durations_s: seconds of recent steps, in no order.
-        in_process: whether the worker can go on in the next generation in the same process.
-        waited_s: seconds in the synchronization of gradients, over all workers that wrote here; 0 if not measured.
         first: the step with which the ascending run of steps began that ends at `step`; a rollback begins another run.
             -1 before this worker finished any.
         busy_with: what it does in phase BUSY, in the script's words; of other phases the last such words.
@@ -94,8 +92,6 @@ class WorkerStatus:
     paused: int
     samples: int
     durations_s: tuple[float, ...]
-    in_process: bool
-    waited_s: float = 0.0
     first: int = _NEVER
     busy_with: str = ""
     busy_limit_s: float = 0.0
@@ -162,23 +158,9 @@ class WorkerStatusPage:
             generation: of its world.
         """
         self._set(_PAUSED, _NEVER)
-        self._set(_STAYS, 0)
         self._set(_FIRST, _NEVER)
         self._set(_PID, os.getpid())
         self.enter_phase(Phase.START)
-        self._set(_GENERATION, generation)
-
-    def record_in_process(self) -> None:
-        """Record that this worker listens to `EDL_CONTROL`, and can stay in its process for the next generation."""
-        self._set(_STAYS, 1)
-
-    def join_generation(self, generation: int) -> None:
-        """Record that this worker, which stayed in its process, is in the next generation.
-
-        Args:
-            generation: of its world.
-        """
-        self._set(_PAUSED, _NEVER)
         self._set(_GENERATION, generation)
 
     def enter_phase(self, phase: Phase) -> Phase:
@@ -264,14 +246,6 @@ class WorkerStatusPage:
             self._set(_FIRST, step)
         self._set(_STEP, step)
 
-    def add_sync_wait(self, seconds: float) -> None:
-        """Add to the time in the synchronization of gradients, in which fast ranks wait for slow ranks.
-
-        Args:
-            seconds: since the last call.
-        """
-        self._set_time(_WAITED, self._get_time(_WAITED) + seconds)
-
     def record_saved_step(self, step: int) -> None:
         """Record that the state after a step is complete in shared memory.
 
@@ -350,8 +324,6 @@ class WorkerStatusPage:
             paused=self._get(_PAUSED),
             samples=self._get(_SAMPLES),
             durations_s=tuple(seconds for seconds in durations if seconds > 0),
-            in_process=self._get(_STAYS) == 1,
-            waited_s=self._get_time(_WAITED),
             first=self._get(_FIRST),
             busy_with=busy_with.rstrip(b"\0").decode(errors="replace"),
             busy_limit_s=busy_limit_s,

@@ -14,8 +14,7 @@ PUBLIC = {
     "edl": ["__version__"],
     "edl.cli": ["main"],
     "edl.collective": [
-        *("Checkpointer", "ElasticSampler", "ElasticTrainer", "Evaluator", "Place", "State"),
-        *("run_in_process", "stay"),
+        *("Checkpointer", "ElasticSampler", "ElasticTrainer", "Evaluator", "State"),
     ],
     "edl.collective.paddle": ["Checkpointer", "PaddleState", "init_parallel_env"],
     "edl.collective.training": ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"],

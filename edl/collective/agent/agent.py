@@ -13,7 +13,6 @@ import signal
 import time
 
 from edl.collective.agent.context import AgentContext, EventQueue, PeerLost, open_agent_context
-from edl.collective.agent.health.step_times import StepTimes
 from edl.collective.agent.join import join_job
 from edl.collective.agent.launch_spec import LaunchSpec
 from edl.collective.agent.reconciler import NodeReconciler
@@ -26,10 +25,9 @@ __all__ = ["Agent"]
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.1  # workers that are stopped or late are found this soon; `RegroupTimer` counts on it
+_TICK_S = 0.1  # workers that are stopped are found this soon
 _PAUSING_TICK_S = 0.01  # while all wait for a pause: what this adds, every rank waits
 _REREAD_S = 1.0  # should a watch of the store have missed a change; more often would load a store of hundreds of nodes
-_STEP_TIMES_S = 5.0  # a rank is compared by its mean over this time: some tens of steps of the usual length
 
 
 class Agent:
@@ -47,8 +45,6 @@ class Agent:
         self._store = store
         self._events: EventQueue = queue.SimpleQueue()
         self._signals = StopSignals(lambda: self._events.put(None), slurm=spec.slurm)
-        self._step_times = StepTimes()
-        self._shared_at = time.monotonic()
         self._read_at = -math.inf
         self._leave_announced = False
         self._lost_peers: set[str] = set()
@@ -101,7 +97,6 @@ class Agent:
         worker_group = context.worker_group
         worker_group.check_workers()
         context.status.charge_time(reconciler.agent_state, context.replicas.replicated_us)
-        self._share_step_times(context)
         reread_s = _REREAD_S if worker_group.running and not reconciler.pausing else _TICK_S
         due = time.monotonic() - self._read_at >= reread_s
         if not (woken or due or reconciler.pause_unpublished or worker_group.failing):
@@ -142,15 +137,3 @@ class Agent:
         for node in list(self._lost_peers):
             context.membership.delete_node(node)
             self._lost_peers.discard(node)
-
-    def _share_step_times(self, context: AgentContext) -> None:
-        """Every `_STEP_TIMES_S`, publish what this node's ranks took for a step."""
-        now = time.monotonic()
-        if not context.worker_group.running or now - self._shared_at < _STEP_TIMES_S:
-            return
-        self._shared_at = now
-        first = context.worker_group.first_rank
-        statuses = {first + rank: status for rank, status in context.worker_group.read_statuses().items()}
-        own_s = self._step_times.measure_window(statuses)
-        if own_s:
-            context.status.share_step_times(context.worker_group.generation, own_s, leads=first == 0)

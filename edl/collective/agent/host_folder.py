@@ -130,13 +130,6 @@ class HostFolder:
         """Return the file in which a worker writes its stacks when it is asked to."""
         return self.path / f"stacks-{local_rank}"
 
-    def control(self, local_rank: int) -> Path:
-        """Return the pipe that tells a worker that stays of the next generation; made here if it is not there."""
-        path = self.path / f"control-{local_rank}"
-        if not path.exists():
-            os.mkfifo(path, 0o600)
-        return path
-
     def close(self, keep: bool, used: bool = True, ended: bool = False) -> None:
         """Give the folder up.
 

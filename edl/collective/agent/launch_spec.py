@@ -177,7 +177,6 @@ def worker_forks(
     result = {}
     for local_rank, environ in environs.items():
         environ["EDL_BOARD"] = str(host.status_page(local_rank))
-        environ["EDL_CONTROL"] = str(host.control(local_rank))
         environ["EDL_SLOTS"] = host.slots(local_rank)
         environ["EDL_REPLICAS"] = str(host.replicas)
         environ["EDL_RUN"] = host.run

@@ -8,8 +8,6 @@ import threading
 import time
 from dataclasses import replace
 
-from edl.collective.agent.health.step_times import share_step_times
-from edl.collective.agent.health.stragglers import StragglerDetector
 from edl.collective.agent.workers.worker_group import WorkerGroup
 from edl.collective.goodput.node import AgentState, Ledger, NodeRecord
 from edl.collective.goodput.records import LedgerWriter, last_step_before
@@ -43,9 +41,6 @@ class StatusPublisher:
         self._job = job
         self._node = node
         self._worker_group: WorkerGroup | None = None
-        self._step_times: tuple[int, dict[int, float], bool] | None = None
-        self._stragglers = StragglerDetector()
-        self._stragglers_generation = -1
         self._ledger = Ledger(node, workers, time.monotonic(), time.time())
         self._writer = LedgerWriter(store, job, self._ledger)
         self._agent_state = AgentState.RENDEZVOUS
@@ -101,18 +96,6 @@ class StatusPublisher:
             self._events.append((kind, text, generation))
             self._changed.notify()
 
-    def share_step_times(self, generation: int, own_s: dict[int, float], leads: bool) -> None:
-        """Publish what this node's ranks took for a step.
-
-        Args:
-            generation: in which they took it.
-            own_s: seconds a step without the wait for others, by rank.
-            leads: whether this node compares the times of all nodes, and names ranks that are slow.
-        """
-        with self._changed:
-            self._step_times = (generation, own_s, leads)
-            self._changed.notify()
-
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Write what is left, with the workers' last status; what cannot be written in time is not.
 
@@ -163,7 +146,6 @@ class StatusPublisher:
                     return
                 queried = self._queried_generation
                 record, self._record = self._record, None
-                step_times, self._step_times = self._step_times, None
                 events, self._events = self._events, []
             if queried is not None:
                 self._query_finished_steps(queried)
@@ -173,9 +155,6 @@ class StatusPublisher:
             if record is not None:
                 with contextlib.suppress(DiscoveryError, ClosedError):
                     self._writer.write_record(record)
-            if step_times is not None:
-                with contextlib.suppress(DiscoveryError, ClosedError):
-                    self._share_step_times(*step_times)
 
     def _query_finished_steps(self, generation: int) -> None:
         """Ask the store which steps were finished before a generation; without an answer it is asked again."""
@@ -191,13 +170,4 @@ class StatusPublisher:
     @property
     def _has_work(self) -> bool:
         queries = self._queried_generation is not None and not self._query_failed
-        return bool(self._record is not None or self._events or self._step_times is not None or queries)
-
-    def _share_step_times(self, generation: int, own_s: dict[int, float], leads: bool) -> None:
-        if generation != self._stragglers_generation:
-            self._stragglers_generation = generation
-            self._stragglers = StragglerDetector()
-        stragglers = self._stragglers if leads else None
-        for change in share_step_times(self._store, self._job, self._node, generation, own_s, stragglers):
-            logger.warning("%s", change, extra={"generation": generation})
-            self._writer.record_event("straggler", str(change), generation)
+        return bool(self._record is not None or self._events or queries)

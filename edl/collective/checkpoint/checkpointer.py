@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending, share_result
 from edl.collective.checkpoint.memory import transfer
@@ -22,6 +21,7 @@ from edl.collective.checkpoint.storage.manifest import new_run_id, run_name
 from edl.collective.checkpoint.storage.persister import CheckpointPersister
 from edl.collective.checkpoint.storage.reader import newest_stored, restore_from_storage
 from edl.collective.ranks import rank_of, world_of
+from edl.collective.removed import describe_removal
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, SettingsError, TemporaryError
 from edl.settings import positive_float, positive_int, read
@@ -52,8 +52,8 @@ class Checkpointer:
     """Saves a `State` while it changes and restores it where it was left.
 
     `save` is called by every rank after every step. It copies the state into shared memory when it is time to, which
-    takes as long as the copy, or less with `overlap`; storage is written from there, by the node's agent or by a thread
-    of this process, and never makes training wait. Under `edl run` it also tells the agent of each step, and pauses
+    takes as long as the copy; storage is written from there, by the node's agent or by a thread of this process, and
+    never makes training wait. Under `edl run` it also tells the agent of each step, and pauses
     when asked to.
 
     As a context manager it also saves the last step, if the block ends well, since that is the finished model.
@@ -70,10 +70,7 @@ class Checkpointer:
             raises `TemporaryError` if its last state cannot be stored.
         storage_interval_s: how often a saved state is stored there (default 300). `EDL_CHECKPOINT_INTERVAL_S`.
         keep: how many to keep there, if this process writes them itself.
-        overlap: copy parameters and optimizers' moments that are in the CPU's memory beside the next forward and
-            backward pass, and have the next `step()` of an optimizer wait for the rest. With it, nothing but an
-            optimizer may change them between a save and its next step (averaged weights that are swapped in for
-            an evaluation do), unless `wait_until_finished` comes before; torch does not see writes to `.data`.
+        overlap: removed; True raises `SettingsError`.
         pause_s: how long to wait, paused, for the agent.
         agent_s: how long to wait for an agent that gives no sign of life, before the worker ends.
         slots: shared memory to save to; by default what `EDL_SLOTS` says, or else private.
@@ -94,13 +91,15 @@ class Checkpointer:
         storage: str | None = None,
         storage_interval_s: float | None = None,
         keep: int = 3,
-        overlap: bool = False,
+        overlap: Literal[False] = False,
         pause_s: float = PAUSE_S,
         agent_s: float = AGENT_S,
         slots: SlotPair | None = None,
         board: WorkerStatusPage | None = None,
         group: transfer.Group = None,
     ) -> None:
+        if overlap:
+            raise SettingsError(describe_removal("overlap"))
         if overhead is None and interval_s is None and interval_steps is None:
             overhead = OVERHEAD
         self.state = state
@@ -112,7 +111,6 @@ class Checkpointer:
         self._replica_slots = ReplicaSlots.from_env(self._slots.prefix)
         self._keep_next = False
         self._holders: frozenset[int] = frozenset()
-        self._last_save_s = 0.0
         self._last: tuple[int, float] | None = None
         self._replay_until_step = NO_STEP
         self._step = NO_STEP
@@ -131,16 +129,13 @@ class Checkpointer:
         self._store_next = False
         self._pause_s = pause_s
         self._agent_s = agent_s
-        page = self._status_page
-        self._writer = SlotWriter(overlap=overlap, waiting=lambda: page.in_phase(Phase.SAVE))
+        self._writer = SlotWriter()
         self._run = new_run_id()
         self._slots.remove_mark()
         self._persister: CheckpointPersister | None = None
         if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
             self._persister = CheckpointPersister(self._storage, [self._slots.prefix], logger.warning, keep=keep)
             self._persister.start()
-        self._finished: Callable[[int], object] = _do_nothing
-        self._interrupt: Callable[[], object] = _do_nothing
 
     def restore(self, *, evaluate: bool = True) -> int:
         """Restore the newest state: from the memory of any rank, or else from storage. Collective.
@@ -158,7 +153,6 @@ class Checkpointer:
             SettingsError: what was saved does not fit the state.
         """
         self._check_open()
-        self._writer.finish_write()
         self.state.begin_restore()
         reached = self._status_page.read_status().step
         with self._status_page.in_phase(Phase.LOAD):
@@ -191,11 +185,9 @@ class Checkpointer:
     def save(self, step: int, *, force: bool = False, samples: int = 0) -> bool:
         """Save the state if it is time to, after step `step`. Every rank calls this after every step.
 
-        What is saved is the state as it is now; with `overlap`, see there for what may change afterwards.
-
         Args:
             step: that is finished, counted from 0.
-            force: save now and wait for all of the copy; and have it stored, however short ago the last was. Of forced
+            force: save now, and have it stored, however short ago the last was. Of forced
                 saves that come while a state is being stored, only the newest is stored. A step that is stored is not
                 stored again in the same generation, so a state that changed since then needs a later `step`.
             samples: processed by this rank in this step, for the record only.
@@ -204,7 +196,6 @@ class Checkpointer:
             Whether the state is being saved.
         """
         self._check_open()
-        self._finished(step)
         self._drop_failed_evaluations(step)
         self._step = step
         self._status_page.finish_step(step, samples)
@@ -219,14 +210,13 @@ class Checkpointer:
             with self._status_page.in_phase(Phase.SAVE):
                 wanted = self._storage is not None and (force or pausing or self._store_next)
                 replica_slots = self._replica_slots if due and self._keep_next else None
-                save_s = self._save(step, wanted, place, replica_slots=replica_slots, wait=force or pausing)
+                save_s = self._save(step, wanted, place, replica_slots)
             if due:  # on all ranks alike, whether or not a pause was asked of all of them yet
                 self._plan_next(step, save_s)
         if pausing:
             self._pause(step)
         if self._status_page.agent_silence_s > _UNATTENDED_S:
             self._await_agent()
-        self._interrupt()
         return due or force or pausing
 
     def busy(self, what: str, limit_s: float) -> AbstractContextManager[None]:
@@ -282,35 +272,8 @@ class Checkpointer:
                 self._evaluate(evaluator, evaluator.pending)
 
     def wait_until_finished(self) -> bool:
-        """Wait until the last save is complete, to change by hand what only an optimizer changes as a rule.
-
-        Returns:
-            Whether there was one and it is complete; False if it was dropped, because something was changed meanwhile.
-        """
-        return self._writer.finish_write()
-
-    def change_generation(self, generation: int) -> None:
-        """Save for another world from now on, without a restart of this process: count the interval anew.
-
-        Args:
-            generation: of that world.
-        """
-        self._writer.finish_write()
-        self.generation = generation
-        self._schedule.restart()
-        self._last = None
-        self._keep_next = False
-
-    def set_step_hooks(self, finished: Callable[[int], object], interrupt: Callable[[], object]) -> None:
-        """Have every `save` call functions.
-
-        Args:
-            finished: is called first, with the step.
-            interrupt: is called last and, again and again, while `save` waits. It may raise, to leave the training loop
-                between two steps.
-        """
-        self._finished = finished
-        self._interrupt = interrupt
+        """Return whether there was a save. It is complete, since `save` returns when the copy is done."""
+        return self._saved != NO_STEP
 
     def close(self) -> None:
         """Release everything, without another save. Slots of an agent stay; private slots are removed.
@@ -353,7 +316,7 @@ class Checkpointer:
             # A script that leaves by sys.exit may do so in the middle of a step, as a signal's handler does.
             if error is None and not self._closed and self._place is not None and self._lacks_last_step():
                 with self._status_page.in_phase(Phase.SAVE):
-                    self._save(self._step, self._storage is not None, self._place, wait=True)
+                    self._save(self._step, self._storage is not None, self._place)
         except BaseException:
             self.close()
             raise
@@ -361,7 +324,7 @@ class Checkpointer:
 
     def _lacks_last_step(self) -> bool:
         """Return whether the last step is not yet where it should be in the end: in this rank's slots, and marked."""
-        return self._step != self._saved or not self._marked_for_storage or not self._writer.finish_write()
+        return self._step != self._saved or not self._marked_for_storage
 
     def _evaluators(self) -> list[Evaluator]:
         """Return the evaluators among the fields of the state, in an order that all ranks share."""
@@ -388,11 +351,8 @@ class Checkpointer:
         """Save a state that has changed since its step was finished; before the first step there is none to save."""
         if step < 0:
             return
-        self._writer.finish_write()
         with self._status_page.in_phase(Phase.SAVE):
-            place = world_of(self._group), rank_of(self._group)
-            self._save(step, False, place, wait=True)
-        self._finished(step)
+            self._save(step, False, (world_of(self._group), rank_of(self._group)))
 
     def _drop_failed_evaluations(self, step: int) -> None:
         """Forget evaluations that began and never ended, since the script caught their errors and went on."""
@@ -412,7 +372,7 @@ class Checkpointer:
         return newest_stored(self._storage, self._group, run=read("EDL_RUN", str) or "")
 
     def _save(
-        self, step: int, persist: bool, place: tuple[int, int], *, replica_slots: ReplicaSlots | None = None, wait: bool
+        self, step: int, persist: bool, place: tuple[int, int], replica_slots: ReplicaSlots | None = None
     ) -> float:
         """Copy the state into the older of two slots. Returns the seconds that it held training up.
 
@@ -421,33 +381,24 @@ class Checkpointer:
             persist: whether the state is to be stored.
             place: ranks and rank. At the end of a job, when there is no process group any more, as in the last save.
             replica_slots: where the state is to be kept for a replica, if it is.
-            wait: leave nothing of the copy for later.
         """
         begin = time.perf_counter()
         header = SlotHeader(self.generation, step, *place, persist=persist)
-
-        def complete(seconds: float) -> None:
-            self._status_page.record_saved_step(step)
-            self._last_save_s = seconds
-            saved = self._slots.newest_slot()
-            if replica_slots is not None and saved is not None:
-                replica_slots.keep_slot(saved)
-            if persist and self._persister is not None:
-                self._persister.wake()
-
-        # What goes to storage is read as soon as it is complete, so no doubt may come up later. What is kept for a
-        # replica is there before all ranks agree whether to keep the next, which takes the place of the one before.
-        at_once = wait or persist or replica_slots is not None
         if replica_slots is not None:
-            self._writer.finish_write()
             replica_slots.free_oldest_slot()
         try:
-            self._holders = self._writer.write_state(self.state, self._slots, header, complete, at_once=at_once)
+            self._holders = self._writer.write_state(self.state, self._slots, header)
         except SettingsError as exc:
             if self._replica_slots is None or not self._replica_slots.stop_keeping():
                 raise
             logger.warning("no state is kept for replicas any more, in none of the ranks: %s", exc)
-            self._holders = self._writer.write_state(self.state, self._slots, header, complete, at_once=at_once)
+            self._holders = self._writer.write_state(self.state, self._slots, header)
+        self._status_page.record_saved_step(step)
+        saved = self._slots.newest_slot() if replica_slots is not None else None
+        if replica_slots is not None and saved is not None:
+            replica_slots.keep_slot(saved)
+        if persist and self._persister is not None:
+            self._persister.wake()
         self._saved = step
         self._place = place
         self._marked_for_storage = persist or self._storage is None
@@ -461,7 +412,7 @@ class Checkpointer:
         if self._last is not None and step > self._last[0]:
             step_s = max(0.0, now - self._last[1] - save_s) / (step - self._last[0])
         self._last = (step, now)
-        steps = self._schedule.propose_steps(step_s, self._last_save_s)
+        steps = self._schedule.propose_steps(step_s, save_s)
         store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
         keep = not first and self._replica_slots is not None and self._replica_slots.is_state_requested()
         alone = self._holds_shards_alone()
@@ -498,7 +449,6 @@ class Checkpointer:
         self._status_page.record_pause(step)
         deadline = time.monotonic() + self._pause_s
         while self._status_page.is_pause_requested(step):
-            self._interrupt()
             if time.monotonic() > deadline:
                 logger.warning("paused after step %d for %.0f s, and nobody came: going on", step, self._pause_s)
                 break
@@ -519,13 +469,8 @@ class Checkpointer:
         with self._status_page.in_phase(Phase.PAUSE):
             deadline = time.monotonic() + self._agent_s
             while self._status_page.agent_silence_s > _UNATTENDED_S:
-                self._interrupt()
                 if time.monotonic() > deadline:
                     # In words by which an agent that comes back knows that this was no error of the script's.
                     what = f"the agent of this node was silent for {self._status_page.agent_silence_s:.0f} s"
                     raise TemporaryError(f"EDL: left the process group: {what}")
                 time.sleep(_POLL_S)
-
-
-def _do_nothing(*_: object) -> None:
-    """Do nothing: the hook of a `Checkpointer` without `set_step_hooks`."""

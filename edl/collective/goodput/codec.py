@@ -25,7 +25,7 @@ class Event:
     Attributes:
         at_us: wall clock, microseconds since 1970.
         node: that it happened to, or that saw it.
-        kind: "join", "leave", "kill", "exit", "hang", "faulty", "straggler", "restart", "generation" or "error"; others
+        kind: "join", "leave", "kill", "exit", "hang", "faulty", "restart", "generation" or "error"; others
             are shown as they are.
         text: what happened, in a few words.
         generation: of the world in which it happened, -1 before the first.

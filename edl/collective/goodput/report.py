@@ -40,7 +40,6 @@ _MARKERS: Final[Mapping[str, tuple[str, str]]] = {
     "exit": ("x", _BAD),
     "error": ("x", _BAD),
     "hang": ("s", _BAD),
-    "straggler": ("D", "#d35400"),
     "restart": ("o", _NEUTRAL),
     "generation": ("|", "#000000"),
 }

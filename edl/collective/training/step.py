@@ -94,16 +94,6 @@ class TrainingStep:
         """The weight of the micro-batch whose backward comes next."""
         return self.weights[len(self.sizes) - self.left]
 
-    def comes_again(self, mark: tuple[int, int, int] | None) -> bool:
-        """Return whether a new iteration over the sampler began with the batch of this step.
-
-        So it is after an error that made `run_in_process` call the training loop anew, with an outer trainer.
-
-        Args:
-            mark: of the sampler now, None without a sampler.
-        """
-        return mark is not None and self.mark is not None and mark != self.mark and mark[1:] == self.mark[1:]
-
 
 def begin_sampled_step(
     given: int,

@@ -52,7 +52,6 @@ from edl.collective.training.wrapping import (
     least_rows,
     without_averaging,
 )
-from edl.collective.worker_status import WorkerStatusPage
 from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["ElasticTrainer"]
@@ -148,7 +147,6 @@ class ElasticTrainer:
         self._step: TrainingStep | None = None
         self._stepped_at: float | None = None
         self._cuts: Generator[Any, None, None] | None = None
-        self._status_page = WorkerStatusPage.from_env()
 
     @property
     def samples(self) -> int:
@@ -196,9 +194,7 @@ class ElasticTrainer:
                 rank has a sample, or the weights are no finite numbers from 0 on.
         """
         if self._step is not None:
-            if not self._step.comes_again(self.sampler.mark if self.sampler is not None else None):
-                raise SettingsError("the step before was not finished: call step(), or discard() after an error")
-            self._drop_step()
+            raise SettingsError("the step before was not finished: call step(), or discard() after an error")
         if self._tuner is not None and self._stepped_at is not None:
             self._tuner.record_wait(time.perf_counter() - self._stepped_at)
         self._stepped_at = None
@@ -242,15 +238,12 @@ class ElasticTrainer:
             )
         weight = step.world * rows / step.samples
         scaled = self._scale.scale_loss(loss * weight)
-        began = time.perf_counter()
         if self._meter is None:
             scaled.backward()  # type: ignore[no-untyped-call]
         else:
             with self._meter.micro_batch(rows, weight * self._scale.factor):
                 scaled.backward()  # type: ignore[no-untyped-call]
         step.left -= 1
-        if not step.left and step.world > 1 and averages_itself(self.model):
-            self._record_sync(began)  # the last backward is in it, on every rank
 
     def synchronize(self) -> None:
         """Average gradients over the whole global batch, on every rank, then unscale and clip them.
@@ -267,9 +260,7 @@ class ElasticTrainer:
         if step.synchronized:
             return
         if step.world > 1 and not averages_itself(self.model):
-            began = time.perf_counter()
             average_gradients([p for p in self._parameters if p.requires_grad], self._group)
-            self._record_sync(began)
         self._scale.unscale_gradients(self.optimizer)
         if self._meter is not None:
             self.noise.add_step(self._meter.finish_step(step.samples, self._group, step.world))
@@ -431,11 +422,6 @@ class ElasticTrainer:
                 f"and {ONE_ROW}. "
                 'Choose ElasticSampler(tail="drop") or tail="pad", or another global_batch'
             )
-
-    def _record_sync(self, began: float) -> None:
-        """Record synchronization of gradients since `began`. On a GPU the host's clock tells when kernels start."""
-        if self._device.type == "cpu":
-            self._status_page.add_sync_wait(time.perf_counter() - began)
 
     def _begin(self, given: int, rows: int | None) -> TrainingStep:
         parts = 2 if self._meter is not None else 1

@@ -153,7 +153,7 @@ class JobEvent:
     Attributes:
         at: wall clock.
         node: that it happened to, or that saw it.
-        kind: "join", "leave", "kill", "exit", "hang", "faulty", "straggler", "restart", "generation", "error", ...
+        kind: "join", "leave", "kill", "exit", "hang", "faulty", "restart", "generation", "error", ...
         text: what happened.
         generation: of the world in which it happened, -1 before the first.
         time: the same as `at`, under the name that all events of the state have.

@@ -204,11 +204,7 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
         checkpoint_interval_s=options.checkpoint_interval,
         grace_s=options.grace_period,
         role=options.role,
-        hang=HangLimits(
-            floor_s=options.hang_after,
-            begin_s=min(_BEGIN_S, options.hang_after),
-            regroup_s=options.regroup_timeout,
-        ),
+        hang=HangLimits(floor_s=options.hang_after, begin_s=min(_BEGIN_S, options.hang_after)),
         readmit=options.readmit,
         check=NodeCheckSettings(timeout_s=options.node_check_timeout) if options.node_check else None,
         logs=_logs(options, stack),

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from torch.distributed import run as torchrun
 
 from edl.collective.agent.command_line.slurm import SlurmStep
+from edl.collective.removed import REMEDIES, describe_removal
 from edl.errors import SettingsError
 from edl.settings import read
 
@@ -78,13 +79,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "workers that report steps, and then none for this long or for 20 usual steps, whichever is longer, "
         "show their stacks and are started anew; those that visibly work have ten times as long, and those that say "
         "they are busy (Checkpointer.evaluate, busy) as long as they say (default: 300)",
-    },
-    "--regroup-timeout": {
-        "metavar": "SECONDS",
-        "type": _seconds,
-        "default": 2.0,
-        "help": "a worker that goes on in its process (run_in_process) and takes longer than this to come to the next "
-        "generation is replaced by a new one; steps that take longer need a longer time (default: 2)",
     },
     "--grace-period": {
         "metavar": "SECONDS",
@@ -171,6 +165,8 @@ class _Parser(argparse.ArgumentParser):
             if not word.startswith("-"):
                 break  # the script, or an option's value: what follows is not ours for certain
             name = word.partition("=")[0]
+            if name in REMEDIES:
+                return f"; {describe_removal(name)}"
             near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
             if name not in known and near:
                 return f"; did you mean {near[0]} instead of {name}?"

@@ -35,8 +35,6 @@ class HangLimits:
         load_s: for reading a checkpoint.
         begin_s: from the fork to the first line of the script; a fork that takes longer waits for something that its
             parent's other threads had, and another process takes its place.
-        regroup_s: for coming to the next generation in the same process (`run_in_process`), which takes a tenth of it
-            beside short steps; a new worker is there after 0.4 s.
         save_s: for copying the state. Ranks that wait to agree on that with a rank that perhaps evaluates or makes a
             long step may do so for longer than that rank may take.
         working_factor: by how much all of these limits are longer for a worker whose process was seen to work within
@@ -49,7 +47,6 @@ class HangLimits:
     start_s: float = 900.0
     load_s: float = 1800.0
     begin_s: float = 30.0
-    regroup_s: float = 2.0
     save_s: float = 900.0
     working_factor: float = 10.0
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-__all__ = ["ActivityMonitor", "ProcessUsage", "ThreadUsage", "is_active", "read_queued_s", "read_usage"]
+__all__ = ["ActivityMonitor", "ProcessUsage", "ThreadUsage", "is_active", "read_usage"]
 
 _CPU_SHARE: Final = 0.1
 """Of one core, over all threads that talk to the kernel. Watchdogs, heartbeats and loops that sleep use some 1% to 5%;
@@ -90,12 +90,6 @@ def read_usage(pid: int) -> ProcessUsage:
                     usage.threads[-key[0], key[1]] = children  # of short-lived processes that it has waited for
                     usage.nbytes[key] = sum(_counters(task.parent.parent / "io", ("rchar", "wchar")))
     return usage
-
-
-def read_queued_s(pid: int) -> float:
-    """Return for how long a process's main thread could have run and others had the cores, in seconds; 0 if unknown."""
-    found = _thread_usage(Path(f"/proc/{pid}/task/{pid}"))
-    return 0.0 if found is None else found[1].queued_s
 
 
 def is_active(before: ProcessUsage, after: ProcessUsage) -> bool:

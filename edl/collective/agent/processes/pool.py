@@ -187,7 +187,7 @@ class WorkerProcesses:
                 raise EDLError("the process that forks workers has died, or does not answer")
 
     def replace_workers(self, generation: int, forks: Mapping[int, ForkRequest], timeout_s: float = 10.0) -> None:
-        """Begin a generation: fork workers in the place of those of the same ranks; the other workers stay.
+        """Begin a generation: kill the workers and fork others in their place.
 
         The new workers are forked while the kernel still takes the old ones apart, which for a process of some
         gigabytes takes longer. A process to which SIGKILL was sent runs no more code of its own. But where it has a GPU
@@ -204,19 +204,15 @@ class WorkerProcesses:
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            replaced = {pid for pid, (_, rank) in self._running.items() if rank in forks}
-            holders = find_holders(replaced | self._ended, self._gpu_devices)
+            holders = find_holders(self._ended.union(self._running), self._gpu_devices)
             self._ended.clear()
-            for pid in replaced:
+            for pid in self._running:
                 _kill(pid)
-            self._running = {
-                pid: (before if rank in forks else generation, rank) for pid, (before, rank) in self._running.items()
-            }
         if holders:
-            self._reap(lambda before, rank: before != generation, timeout_s)
+            self.kill_workers(timeout_s)
             wait_for_release(holders, deadline)
         self.fork_workers(generation, forks)
-        self._reap(lambda before, rank: before != generation, timeout_s)
+        self._reap(timeout_s, spared_generation=generation)
 
     def send_signal(self, number: int) -> None:
         """Send a signal to all workers, and not to their children.
@@ -241,14 +237,14 @@ class WorkerProcesses:
         Raises:
             EDLError: a worker does not die, as a process that hangs in the kernel does not.
         """
-        self._reap(lambda generation, rank: True, timeout_s)
+        self._reap(timeout_s)
 
-    def _reap(self, doomed: Callable[[int, int], bool], timeout_s: float) -> None:
-        """Kill the workers for whose generation and rank `doomed` holds, and wait until they are gone."""
+    def _reap(self, timeout_s: float, spared_generation: int = -1) -> None:
+        """Kill all workers but those of one generation, and wait until they are gone."""
         deadline = time.monotonic() + timeout_s
         zygote_deadline = time.monotonic() + timeout_s / 2
         with self._lock:
-            while left := [pid for pid, (generation, rank) in self._running.items() if doomed(generation, rank)]:
+            while left := [pid for pid, (found, _) in self._running.items() if found != spared_generation]:
                 for pid in left:
                     _kill(pid)
                 if time.monotonic() > deadline:

@@ -54,11 +54,6 @@ class GenerationOutcome:
         return bool(self._failures)
 
     @property
-    def failed_ranks(self) -> set[int]:
-        """The ranks of the workers that have failed."""
-        return {failure.rank for failure in self._failures}
-
-    @property
     def ended_well(self) -> int:
         """How many workers have ended with exit code 0."""
         return len(self._ended_well)

@@ -15,14 +15,11 @@ from edl.collective.agent.health.hang_detector import HangDetector
 from edl.collective.agent.health.heartbeat import Heartbeat
 from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.launch_spec import LaunchSpec, error_files, worker_forks
-from edl.collective.agent.processes.environment_pipe import send_environments
 from edl.collective.agent.processes.log_tee import LogTee
 from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
 from edl.collective.agent.processes.stack_dump import dump_stacks
-from edl.collective.agent.processes.zygote import ForkRequest
 from edl.collective.agent.workers.generation_outcome import HANGING, GenerationOutcome
 from edl.collective.agent.workers.status_pages import NodeStatusPages
-from edl.collective.agent.workers.stuck_workers import StuckWorkers
 from edl.collective.job_records import World
 from edl.collective.worker_status import WorkerStatus
 from edl.errors import EDLError
@@ -31,9 +28,8 @@ __all__ = ["WorkerGroup"]
 
 logger = logging.getLogger(__name__)
 
-_LATE_STACKS_TIMEOUT_S = 0.5
-"""For the stacks of a worker that is late: the other ranks wait for its successor meanwhile. A worker that can show its
-stacks does so within a tenth of it."""
+_STOPPED_S = 1.0
+"""How long a worker may be stopped: a debugger stops and continues a process within it, and all ranks wait for it."""
 
 
 class WorkerGroup:
@@ -69,7 +65,7 @@ class WorkerGroup:
         self._log_tee = LogTee(spec.role)
         self._error_files: dict[int, Path] = {}
         self._outcome = GenerationOutcome(spec)
-        self._stuck_workers = StuckWorkers(spec.hang.regroup_s)
+        self._stopped_since: dict[int, float] = {}  # by process id
         self._began_at = 0.0
         self._prewarm_usable = True
         self._since_generation = 0
@@ -96,7 +92,7 @@ class WorkerGroup:
         return self._pool.import_failures
 
     def start_generation(self, world: World, position: int) -> None:
-        """Run the workers of a new generation: keep workers that can go on as they are, and fork the others.
+        """Run the workers of a new generation in the place of those that ran here.
 
         Args:
             world: the generation.
@@ -108,8 +104,6 @@ class WorkerGroup:
         member = world.nodes[position]
         if not self._prewarm_usable and self._pool.prewarmed:
             self._renew_pool()
-        statuses = self.read_statuses()
-        keepable = self._find_keepable(statuses)
         self._clear_generation()
         if self.generation < 0:
             self._since_generation = world.generation
@@ -119,11 +113,8 @@ class WorkerGroup:
         self.first_rank = member.first_rank
         forks, logs = worker_forks(self._spec, world, member, self._host, self._since_generation)
         self._error_files = error_files(logs)
-        kept = self._announce_generation({rank: forks[rank] for rank in keepable})
-        self._stuck_workers.expect_generation(world.generation, kept, statuses)
         try:
-            new_forks = {rank: fork for rank, fork in forks.items() if rank not in kept}
-            self._pool.replace_workers(world.generation, new_forks)
+            self._pool.replace_workers(world.generation, forks)
         except EDLError as exc:  # the zygote has died, and with it all that it had forked
             logger.warning("%s: another one imports what the script does first, which takes some seconds", exc)
             self._renew_pool()
@@ -263,27 +254,25 @@ class WorkerGroup:
             return
         running = self._pool.running
         statuses = self.read_statuses()
-        for local_rank in self._stuck_workers.find_stopped(running):
+        for local_rank in self._find_stopped(running):
             rank = self.first_rank + local_rank
             description = f"worker {local_rank} (rank {rank}) was stopped"
             self._outcome.record_stuck_worker(rank, description, signal.SIGSTOP)
-        late = self._stuck_workers.find_late(running, statuses)
-        if late and not self._outcome.failed:
-            self._record_late_worker(late[0], running)
         if not self._outcome.failed:
             self._find_unbegun(running, statuses)
         if not self._outcome.failed and not self.finished:
             self._find_hung(running, statuses)
 
-    def _record_late_worker(self, local_rank: int, running: dict[int, int]) -> None:
-        """Have a worker replaced that stayed and has not come to the next generation; show why it has not."""
-        rank = self.first_rank + local_rank
-        description = f"worker {local_rank} took more than {self._spec.hang.regroup_s:g} s to go on in process"
-        worker = {local_rank: running[local_rank]} if local_rank in running else {}
-        stacks = self._dump_stacks(worker, timeout_s=_LATE_STACKS_TIMEOUT_S)
-        if stacks:
-            logger.warning("%s; what it did:\n%s", description, stacks, extra={"rank": rank})
-        self._outcome.record_stuck_worker(rank, description)
+    def _find_stopped(self, running: dict[int, int]) -> list[int]:
+        """Return the local ranks of workers that have been stopped (SIGSTOP) for a while, and hold up all others."""
+        now = time.monotonic()
+        found = []
+        for local_rank, pid in running.items():
+            if not _is_stopped(pid):
+                self._stopped_since.pop(pid, None)
+            elif now - self._stopped_since.setdefault(pid, now) > _STOPPED_S:
+                found.append(local_rank)
+        return found
 
     def _find_unbegun(self, running: dict[int, int], statuses: dict[int, WorkerStatus]) -> None:
         """Have forks that never get to the script's first line replaced by processes that import everything themselves.
@@ -315,7 +304,7 @@ class WorkerGroup:
 
     def _clear_generation(self) -> None:
         self._outcome.clear_generation()
-        self._stuck_workers.clear_stopped()
+        self._stopped_since.clear()
 
     def _renew_pool(self) -> None:
         """Have another process to fork workers from; it imports nothing where forks did not begin."""
@@ -324,19 +313,6 @@ class WorkerGroup:
         self._pool = WorkerProcesses(program, self._report)
         self._pool.warm_up(raise_if_stopping=self._raise_if_stopping)
 
-    def _find_keepable(self, statuses: dict[int, WorkerStatus]) -> set[int]:
-        """Return the local ranks that can go on in their process, and did not fail."""
-        if not self.running:
-            return set()
-        failed = {rank - self.first_rank for rank in self._outcome.failed_ranks}
-        return {rank for rank in self._pool.running if rank not in failed and statuses[rank].in_process}
-
-    def _announce_generation(self, forks: dict[int, ForkRequest]) -> set[int]:
-        """Tell workers of the generation that they belong to from now on. Returns the local ranks that were told."""
-        pipes = {rank: self._host.control(rank) for rank in forks}
-        sent = send_environments({pipes[rank]: fork.environ for rank, fork in forks.items()})
-        return {rank for rank in forks if pipes[rank] in sent}
-
     def _dump_stacks(self, processes: dict[int, int], *, timeout_s: float) -> str:
         ordered = sorted(processes.items())
         texts = dump_stacks([(pid, self._host.stacks(rank)) for rank, pid in ordered], timeout_s)
@@ -344,3 +320,10 @@ class WorkerGroup:
             f"--- rank {self.first_rank + rank}, process {pid}:\n{text}"
             for (rank, pid), text in zip(ordered, texts, strict=True)
         )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+    except (OSError, IndexError):
+        return False

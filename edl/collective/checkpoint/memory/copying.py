@@ -174,7 +174,6 @@ class TensorCopier:
             threads = max(1, min(cores, _MOST_THREADS))
         self._helpers = threads - 1
         self._pool: ThreadPoolExecutor | None = None
-        self._begun: _Job | None = None
         self._staging = PinnedStaging()
 
     @torch.no_grad()
@@ -187,46 +186,8 @@ class TensorCopier:
         """
         self._copy_pieces(self._plan(targets, sources))
 
-    @torch.no_grad()
-    def start_copy(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], then: Callable[[], object]
-    ) -> None:
-        """Copy like `copy_tensors`, but in a thread.
-
-        Only tensors that numpy can copy are left to the thread; tensors on a GPU are copied before this returns.
-
-        Args:
-            targets: as in `copy_tensors`.
-            sources: as in `copy_tensors`.
-            then: is called when all is copied, in that thread or in `finish_copy`.
-        """
-        self.finish_copy()
-        self._begun = _Job(self._plan(targets, sources), then)
-        self._submit(self._begun)
-
-    @property
-    def copying(self) -> bool:
-        """Whether a copy was started that is not done."""
-        return self._begun is not None and not self._begun.done.done()
-
-    def finish_copy(self) -> None:
-        """Help with the copy that was started, and wait until it is done.
-
-        Raises:
-            Exception: what the copy, or `then`, raised.
-        """
-        job = self._begun
-        if job is not None:
-            job.work()
-            try:
-                job.done.result()
-            finally:
-                if job.done.done():  # else it is an interrupt, and the copy still under way
-                    self._begun = None
-
     def close(self) -> None:
-        """Finish, and stop the threads."""
-        self.finish_copy()
+        """Stop the threads."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -251,33 +212,29 @@ class TensorCopier:
 
     def _copy_pieces(self, pieces: Sequence[CopyPiece]) -> None:
         job = _Job(pieces)
-        if sum(to.nbytes for to, _ in pieces) > _PIECE_NBYTES:
+        if self._helpers and sum(to.nbytes for to, _ in pieces) > _PIECE_NBYTES:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="edl-copy")
             for _ in range(self._helpers):
-                self._submit(job)
+                self._pool.submit(job.work)
         job.work()
         job.done.result()
 
-    def _submit(self, job: _Job) -> None:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="edl-copy")
-        self._pool.submit(job.work)
-
 
 class _Job:
-    """Pieces that any number of threads copy. The thread that finishes the last piece calls `then`, and ends `done`.
+    """Pieces that any number of threads copy. The thread that finishes the last piece ends `done`.
 
-    If a piece cannot be copied, the rest is not begun, `then` is not called, and `done` has the error.
+    If a piece cannot be copied, the rest is not begun, and `done` has the error.
     """
 
-    def __init__(self, pieces: Sequence[CopyPiece], then: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, pieces: Sequence[CopyPiece]) -> None:
         self.done: Future[None] = Future()
-        self._then = then
         self._waiting = iter(pieces)
         self._unfinished = len(pieces)
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         if not pieces:
-            self._end()
+            self.done.set_result(None)
 
     def work(self) -> None:
         """Copy pieces until none is left to begin with."""
@@ -299,15 +256,7 @@ class _Job:
             if first and error is not None:
                 self.done.set_exception(error)
             elif last:
-                self._end()
-
-    def _end(self) -> None:
-        try:
-            self._then()
-        except BaseException as exc:  # noqa: BLE001 - raised again in the thread that waits
-            self.done.set_exception(exc)
-        else:
-            self.done.set_result(None)
+                self.done.set_result(None)
 
 
 def _tensor_pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[CopyPiece]:

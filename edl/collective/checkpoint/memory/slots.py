@@ -211,12 +211,6 @@ class SlotPair:
         for path in (marked_path(self.prefix), marking_path(self.prefix)):
             path.unlink(missing_ok=True)
 
-    def invalidate_newest(self) -> None:
-        """Make the newest complete slot count as incomplete: what it holds is not to be trusted."""
-        newest = self.newest_slot()
-        if newest is not None:
-            _invalidate(newest)
-
     def keep_only_slot(self, kept: CompleteSlot) -> None:
         """Forget the other slot: the world went on from `kept`, so the next save must not overwrite that one."""
         other = self._paths[1 - self._paths.index(kept.path)]

@@ -15,15 +15,11 @@ import torch.distributed as dist
 
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, SlotHeader, SlotPair
-from edl.collective.checkpoint.state.metadata import parse_meta
-from edl.collective.checkpoint.state.state import State
-from edl.errors import SettingsError
 
 __all__ = [
     "Group",
     "all_reduce_max",
     "broadcast_bytes",
-    "broadcast_state",
     "broadcast_tensor",
     "gather_bytes",
     "global_rank",
@@ -35,41 +31,6 @@ __all__ = [
 Group = dist.ProcessGroup | None
 _CHUNK_NBYTES = 32 << 20
 """Bytes of a message: enough to keep any network busy, and little beside the state where a GPU holds them meanwhile."""
-
-
-def broadcast_state(state: State, src: int, group: Group = None) -> None:
-    """Give every rank of `group` the live state of rank `src`, where its tensors are.
-
-    What belongs to a rank alone (`local` fields, random number generators) stays the rank's own. If it fails, the
-    states of the others are neither the old nor the new state, and must be restored from elsewhere.
-
-    Args:
-        state: with the same fields on all ranks.
-        src: the global rank that has it.
-        group: the process group.
-
-    Raises:
-        SettingsError: the state is sharded (no rank has it all), or does not fit into this rank's.
-    """
-    sending = dist.get_rank() == src
-    captured = state.capture() if sending else None
-    meta = parse_meta(broadcast_bytes(captured.meta if captured else b"", src, group))
-    if meta.sharded:
-        raise SettingsError("a sharded state cannot be broadcast: each rank has another part of it")
-    loading = None if sending else state.begin_load(meta, local=False)
-    for number, entry in enumerate(meta.entries):
-        if entry.scope != "replicated" or not entry.nbytes:
-            continue
-        if captured is not None:
-            broadcast_tensor(captured.tensors[number].resolve_conj().resolve_neg().contiguous(), src, group)
-            continue
-        assert loading is not None
-        target = loading.targets[entry.key]
-        whole = target.local if target.local.is_contiguous() else torch.empty_like(target.local).contiguous()
-        broadcast_tensor(whole, src, group)
-        loading.fill_tensor(entry, whole)
-    if loading is not None:
-        loading.finish()
 
 
 def broadcast_tensor(tensor: torch.Tensor, src: int, group: Group = None) -> None:

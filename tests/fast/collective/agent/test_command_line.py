@@ -74,6 +74,7 @@ def test_projects_have_their_own_commands(folders: tuple[Path, Path]) -> None:
         (["--rdzv-id", "a/b", "t.py"], "--rdzv-id 'a/b'"),
         (["--nproc-per-node", "none", "t.py"], "--nproc-per-node none"),
         (["--nnodes", "2", "--rzdv-id", "x", "t.py"], "did you mean --rdzv-id instead of --rzdv-id?"),
+        (["--regroup-timeout", "30", "t.py"], "--regroup-timeout is gone: leave it out"),
         (["--nnodes", "2"], "which script?"),
         (["no-such-script.py"], "no-such-script.py"),
         (["--preload", "torch vision", "t.py"], "--preload torch vision"),

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import edl.collective
 from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 from edl.collective.checkpoint import evaluator as evaluator_module
 from edl.collective.checkpoint.checkpointer import Checkpointer
@@ -24,6 +25,7 @@ from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_sl
 from edl.collective.checkpoint.save_schedule import SaveSchedule
 from edl.collective.checkpoint.state.state import State
 from edl.collective.loop_position import BoundaryCheckpointer
+from edl.collective.removed import torchrun_handler
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, ProtocolError, SettingsError, TemporaryError
 from tests.waiting import wait_until
@@ -163,17 +165,19 @@ def test_nobody_is_waited_for_for_ever(
     assert agent.read_status().phase is Phase.TRAIN
 
 
-def test_another_world_saves_at_once(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    with worker(tmp_path, State(epoch=0), interval_steps=50) as checkpointer:
-        assert [step for step in range(3) if checkpointer.save(step)] == [0]
-        checkpointer.change_generation(7)
-        assert checkpointer.save(3)
-    assert find_slots(tmp_path / "slots")[0].header.generation == 7
+@pytest.mark.parametrize("name", ["Place", "run_in_process", "stay"])
+def test_gone_names_say_what_to_use(name: str) -> None:
+    with pytest.raises(ImportError, match=f"^{name} is gone: call .*Checkpointer.restore"):
+        getattr(edl.collective, name)
+    with pytest.raises(SettingsError, match="--rdzv-backend=edl is gone: start the script with `edl run`"):
+        torchrun_handler()(None)
 
 
 def test_closed_or_contradictory_is_refused(tmp_path: Path, agent: WorkerStatusPage) -> None:
     with pytest.raises(SettingsError, match="exactly one"):
         worker(tmp_path, State(), interval_steps=3, interval_s=2.0)
+    with pytest.raises(SettingsError, match="overlap is gone: leave it out"):
+        worker(tmp_path, State(), overlap=True)
     checkpointer = worker(tmp_path, State())
     checkpointer.close()
     checkpointer.close()
@@ -391,53 +395,3 @@ def test_a_second_loop_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for second in (BoundaryCheckpointer({}), boundary_of(tmp_path / "stored")):
         with pytest.raises(SettingsError, match=r"keeps the state of one training loop.*job of its own"):
             second.open(state)
-
-
-class Overlapped:
-    """A loop whose saves are copied beside the next pass: 11 MB, which are worth a thread."""
-
-    def __init__(self, slots: SlotPair) -> None:
-        self.model = torch.nn.Linear(1200, 1200)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        state = State(model=self.model, optimizer=self.optimizer)
-        self.checkpointer = Checkpointer(state, slots=slots, interval_steps=1, overlap=True)
-
-    def train(self) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        self.model(torch.randn(4, 1200)).square().mean().backward()
-        self.optimizer.step()
-        return self.model.weight.detach().clone()
-
-
-def test_overlapped_save_is_of_its_step(tmp_path: Path) -> None:
-    loop = Overlapped(SlotPair(tmp_path / "slots"))
-    with loop.checkpointer as checkpointer:
-        weights = {}
-        for step in range(4):
-            weights[step] = loop.train()
-            checkpointer.save(step)
-        loop.train()  # waits for the copy
-    again = Overlapped(SlotPair(tmp_path / "slots"))
-    with again.checkpointer as checkpointer:
-        assert checkpointer.restore() == 3
-    assert torch.equal(again.model.weight, weights[3])
-
-
-@pytest.mark.parametrize("counted", [True, False], ids=["in place", "through .data"])
-def test_change_after_a_save_drops_it(tmp_path: Path, counted: bool) -> None:
-    """torch counts a write only when it is done, so one after the copy may have begun in the middle of it."""
-    loop = Overlapped(SlotPair(tmp_path / "slots"))
-    with loop.checkpointer as checkpointer:
-        for step in range(3):
-            loop.train()
-            checkpointer.save(step)
-        wait_until(lambda: find_slots(tmp_path / "slots")[0].header.step == 2)
-        if counted:
-            with torch.no_grad():
-                loop.model.weight.add_(1)
-        else:
-            loop.model.weight.data += 1
-        assert not checkpointer.wait_until_finished()
-        assert find_slots(tmp_path / "slots")[0].header.step == 1
-        checkpointer.save(3)
-        assert find_slots(tmp_path / "slots")[0].header.step == 3, "from now on saves wait for the copy"

@@ -37,7 +37,6 @@ from edl.collective.agent.health.process_activity import (
     ProcessUsage,
     ThreadUsage,
     is_active,
-    read_queued_s,
     read_usage,
 )
 from edl.collective.agent.health.restart_policy import RestartPolicy
@@ -500,22 +499,6 @@ def usage(at_s: float, cpu_s: float, calls: int, queued_s: float = 0.0, may_spin
 )
 def test_cpu_time_counts_beside_calls(after: ProcessUsage, works: bool) -> None:
     assert is_active(usage(0.0, 0.0, 0), after) is works
-
-
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count waits for a core")
-def test_who_waits_for_a_core_is_queued() -> None:
-    core = {min(os.sched_getaffinity(0))}
-    source = f"import os; os.sched_setaffinity(0, {core}); print(flush=True)\nwhile True: pass"
-    both = [subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) for _ in range(2)]
-    try:
-        for process in both:
-            process.stdout.readline()
-        wait_until(lambda: all(read_queued_s(process.pid) > 0.05 for process in both), "both waited for the core")
-    finally:
-        for process in both:
-            process.kill()
-            process.communicate()
-    assert read_queued_s(both[0].pid) == 0.0, "it is gone"
 
 
 class Beats:

@@ -1,0 +1,41 @@
+"""What an earlier version had and this one has not: whoever uses it gets an error that says what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
+
+from edl.errors import SettingsError
+
+__all__ = ["REMEDIES", "describe_removal", "torchrun_handler"]
+
+_PLAIN_LOOP: Final = (
+    "call torch.distributed.init_process_group() and Checkpointer.restore(), and go on with the step after the one "
+    "that it returns; workers are forked again after a loss (docs/recovery.md)"
+)
+REMEDIES: Final[Mapping[str, str]] = {
+    "Place": _PLAIN_LOOP,
+    "run_in_process": _PLAIN_LOOP,
+    "stay": _PLAIN_LOOP,
+    "overlap": "leave it out: a save returns when the copy is complete, as it does on GPUs",
+    "--regroup-timeout": "leave it out: no worker stays in its process any longer",
+    "--rdzv-backend=edl": "start the script with `edl run`, which takes torchrun's options, or use --rdzv-backend=c10d",
+}
+"""What to do instead, by the name of what is gone."""
+
+
+def describe_removal(name: str) -> str:
+    """Return the message for a user of something that is gone."""
+    return f"{name} is gone: {REMEDIES[name]}"
+
+
+def torchrun_handler() -> Any:
+    """Return what torch calls for `torchrun --rdzv-backend=edl`, which is the entry point `edl` of `torchrun.handlers`.
+
+    torch loads all entry points whenever it starts, so that only the call may fail.
+    """
+
+    def refuse(params: Any) -> NoReturn:
+        raise SettingsError(describe_removal("--rdzv-backend=edl"))
+
+    return refuse

@@ -9,8 +9,7 @@ import time
 from rich.console import Console
 
 from edl.cli._store_option import add_store_option
-from edl.collective.goodput.records import read_job
-from edl.collective.goodput.summary import Summary, summarize
+from edl.collective.goodput.summary import Summary, read_job, summarize
 from edl.discovery import Store
 
 __all__ = ["console", "look", "parser"]

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from edl.cli import _jobs
 from edl.cli._changes import printable
+from edl.collective.goodput.ledger import TimeCategory
 from edl.collective.goodput.report import COLOURS, choose_time_unit, draw_report, main_categories
-from edl.collective.goodput.spans import TimeCategory
 from edl.collective.goodput.summary import Summary
 from edl.discovery import open_store
 from edl.errors import SettingsError

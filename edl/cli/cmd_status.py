@@ -21,8 +21,7 @@ from edl.cli._shards import master_lines
 from edl.cli.kube.connection import add_cluster_options, open_cluster
 from edl.cli.kube.targets import find_target
 from edl.cli.kube.workload_status import show_workload
-from edl.collective.goodput.codec import Event
-from edl.collective.goodput.spans import TimeCategory
+from edl.collective.goodput.ledger import Event, TimeCategory
 from edl.collective.goodput.summary import NodeRow, Summary
 from edl.collective.job_records import Exclusion
 from edl.dashboard.state import as_json

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from edl.collective.goodput.records import read_job
-from edl.collective.goodput.spans import TimeCategory
-from edl.collective.goodput.summary import Summary, summarize
+from edl.collective.goodput.ledger import TimeCategory
+from edl.collective.goodput.summary import Summary, read_job, summarize
 from edl.discovery import Store
 from edl.errors import ProtocolError, SettingsError
 from edl.master.reports import read_report

@@ -27,7 +27,7 @@ from edl.collective.agent.membership.rendezvous import LocalObservation, failed_
 from edl.collective.agent.termination_message import TerminationMessage
 from edl.collective.agent.workers.generation_outcome import HANGING
 from edl.collective.checkpoint.memory.slots import slot_nbytes
-from edl.collective.goodput.node import AgentState
+from edl.collective.goodput.ledger import AgentState
 from edl.collective.job_records import Exclusion, JobState, World
 from edl.errors import DiscoveryError
 

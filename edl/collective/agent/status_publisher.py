@@ -9,8 +9,8 @@ import time
 from dataclasses import replace
 
 from edl.collective.agent.workers.worker_group import WorkerGroup
-from edl.collective.goodput.node import AgentState, Ledger, NodeRecord
-from edl.collective.goodput.records import LedgerWriter, last_step_before
+from edl.collective.goodput.ledger import AgentState, Ledger, NodeRecord
+from edl.collective.goodput.summary import LedgerWriter, last_step_before
 from edl.discovery.store import Store
 from edl.errors import ClosedError, DiscoveryError
 
@@ -88,7 +88,7 @@ class StatusPublisher:
         """Publish an event.
 
         Args:
-            kind: as `edl.collective.goodput.codec.Event.kind`.
+            kind: as `edl.collective.goodput.ledger.Event.kind`.
             text: what happened, in a line.
             generation: of which it is, -1 for none.
         """

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from edl.collective.goodput.codec import Event
-from edl.collective.goodput.spans import Span, TimeCategory
+from edl.collective.goodput.ledger import Event, Span, TimeCategory
 from edl.collective.goodput.summary import NodeRow, Summary
 from edl.errors import SettingsError
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "main_categories", "draw_report", "choose_time_unit"]
+__all__ = ["COLOURS", "choose_time_unit", "draw_report", "main_categories"]
 
 COLOURS: Final[Mapping[TimeCategory, str]] = {
     TimeCategory.TRAIN: "#59a14f",
@@ -48,11 +47,7 @@ _FORMATS: Final = (".png", ".svg", ".pdf")
 
 
 def choose_time_unit(elapsed_us: int) -> tuple[str, float]:
-    """Return the unit of a time axis, and how many microseconds it has.
-
-    Args:
-        elapsed_us: length of the axis, in microseconds.
-    """
+    """Return the unit of a time axis of this length, and how many microseconds it has."""
     if elapsed_us < 10 * 60e6:
         return "seconds", 1e6
     return ("minutes", 60e6) if elapsed_us < 5 * 3600e6 else ("hours", 3600e6)
@@ -61,17 +56,9 @@ def choose_time_unit(elapsed_us: int) -> tuple[str, float]:
 def main_categories(
     spans: Sequence[Span], at_us: int, began_us: int, until_us: int, count: int
 ) -> list[TimeCategory | None]:
-    """Find the main category of equal parts of a time.
+    """Return the main category of `count` equal parts of the time from `began_us` to `until_us` (wall clocks).
 
-    Args:
-        spans: of the node, or the job.
-        at_us: when they begin, wall clock in microseconds.
-        began_us: when the time begins.
-        until_us: when it ends.
-        count: the number of parts.
-
-    Returns:
-        The category of every part; None where the spans cover less than half of it.
+    The first of the spans begins at `at_us`. A part of which they cover less than half has None.
     """
     sums = [[0.0] * len(TimeCategory) for _ in range(count)]
     width_us = (until_us - began_us) / count
@@ -87,11 +74,7 @@ def main_categories(
 
 
 def draw_report(summary: Summary, path: Path) -> None:
-    """Write the picture of a job.
-
-    Args:
-        summary: of the job.
-        path: of the file; the suffix chooses the format: .png, .svg or .pdf.
+    """Write the picture of a job to a file, whose suffix chooses the format: .png, .svg or .pdf.
 
     Raises:
         SettingsError: the name ends in something else, the file cannot be written, or the job has no time to show.

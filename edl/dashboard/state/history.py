@@ -12,7 +12,7 @@ import bisect
 from collections.abc import Iterable
 from typing import Final, Generic, Protocol, TypeVar
 
-from edl.collective.goodput.spans import TimeCategory
+from edl.collective.goodput.ledger import TimeCategory
 from edl.collective.goodput.summary import Summary
 from edl.dashboard.state.schema import JobPoint
 

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from edl.collective.goodput.records import JobPart, decode_part, join_parts, read_job
-from edl.collective.goodput.summary import Summary, as_dict, summarize
+from edl.collective.goodput.summary import JobPart, Summary, as_dict, decode_part, join_parts, read_job, summarize
 from edl.collective.job_records import prefix
 from edl.dashboard.state.masters import decode_master, decode_wanted
 from edl.dashboard.state.schema import (

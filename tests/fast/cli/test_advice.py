@@ -6,9 +6,7 @@ import json
 from typing import Any
 
 from edl.cli.scaling.advice import WorkerAdviser
-from edl.collective.goodput.codec import encode_record
-from edl.collective.goodput.node import NodeRecord, ProgressMark
-from edl.collective.goodput.spans import TimeCategory, span_of
+from edl.collective.goodput.ledger import NodeRecord, ProgressMark, TimeCategory, encode_record, span_of
 from edl.collective.job_records import JobState, Member, World
 from edl.discovery import Store
 from edl.master.naming import report_key

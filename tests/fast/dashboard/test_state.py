@@ -14,11 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.cli.http import cmd_dashboard
-from edl.collective.goodput.causes import find_causes
-from edl.collective.goodput.codec import Event
-from edl.collective.goodput.node import NodeRecord, ProgressMark
-from edl.collective.goodput.records import JobRecord
-from edl.collective.goodput.summary import as_dict, summarize
+from edl.collective.goodput.ledger import Event, NodeRecord, ProgressMark
+from edl.collective.goodput.summary import JobRecord, as_dict, find_causes, summarize
 from edl.collective.job_records import JobState
 from edl.dashboard.metrics import METRICS, DashboardMetrics, ServerFigures
 from edl.dashboard.server.settings import DEFAULT_PORT

@@ -21,12 +21,29 @@ from edl.collective import worker_status
 from edl.collective.agent import status_publisher
 from edl.collective.agent.status_publisher import StatusPublisher
 from edl.collective.agent.workers.worker_group import WorkerGroup
-from edl.collective.goodput.codec import encode_record
-from edl.collective.goodput.job import join_ledgers
-from edl.collective.goodput.node import AgentState, Ledger, NodeRecord, ProgressMark
-from edl.collective.goodput.records import MAX_EVENTS, JobRecord, LedgerWriter, delete_ledgers, list_jobs, read_job
-from edl.collective.goodput.spans import MAX_SPANS, Span, TimeCategory, span_of, sum_amounts
-from edl.collective.goodput.summary import SILENT_S, summarize
+from edl.collective.goodput.ledger import (
+    MAX_SPANS,
+    AgentState,
+    Ledger,
+    NodeRecord,
+    ProgressMark,
+    Span,
+    TimeCategory,
+    encode_record,
+    span_of,
+    sum_amounts,
+)
+from edl.collective.goodput.summary import (
+    MAX_EVENTS,
+    SILENT_S,
+    JobRecord,
+    LedgerWriter,
+    delete_ledgers,
+    join_ledgers,
+    list_jobs,
+    read_job,
+    summarize,
+)
 from edl.collective.job_records import JobState, Member, World
 from edl.collective.worker_status import Phase, WorkerStatus, WorkerStatusPage
 from edl.discovery import Store

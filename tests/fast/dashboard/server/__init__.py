@@ -11,9 +11,15 @@ from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import urlsplit
 
-from edl.collective.goodput.codec import Event, encode_events, encode_record
-from edl.collective.goodput.node import NodeRecord, ProgressMark
-from edl.collective.goodput.spans import TimeCategory, span_of
+from edl.collective.goodput.ledger import (
+    Event,
+    NodeRecord,
+    ProgressMark,
+    TimeCategory,
+    encode_events,
+    encode_record,
+    span_of,
+)
 from edl.collective.job_records import JobState, Member, World
 from edl.discovery import Store
 from tests.waiting import DEADLINE_S

@@ -30,7 +30,7 @@ from edl.collective.agent.membership.rendezvous import (
     next_world,
 )
 from edl.collective.agent.shutdown import ShutdownState
-from edl.collective.goodput.records import read_job
+from edl.collective.goodput.summary import read_job
 from edl.collective.job_records import Exclusion, JobState, Member, Node, World
 from edl.collective.worker_status import WorkerStatus, WorkerStatusPage
 from edl.discovery.sqlite import SqliteStore

@@ -1,46 +1,78 @@
-"""A node's ledger, fed by its agent from the workers' status pages: what its time is charged to.
+"""Where a node's time goes: counters in whole microseconds, fed by its agent from the workers' status pages.
 
-A status page counts the seconds of a phase exactly, so that 20 ms are charged though the agent looks once a second.
-Of several workers of the node the slowest counts, which trained least: the others wait for it.
-
-Time in TRAIN is charged to steps that finish:
+A status page counts the seconds of a phase exactly, so that 20 ms are charged though the agent looks once a second. Of
+several workers of a node the one that trained least counts: the others wait for it. Time in TRAIN is charged to steps
+that finish:
 
 - A step that had been finished before the worker was replaced, and is now done again, was ROLLBACK.
 - When the agent goes back to the rendezvous in the middle of a step, that step is lost. As much as a step usually takes
   was work (ROLLBACK); the rest waited for a rank that hung or was gone (IDLE).
 
-Times are of `time.monotonic()`, as on the status pages; the wall clock is read once, when the ledger begins.
+A `Span` is a stretch of time with a counter for every category, and it lasts as long as their sum: nothing can be
+counted twice or left out. Spans follow one another without gaps. Neighbours with the same main category are joined, and
+when there are too many, the older half is joined in pairs: that costs detail of when, and nothing of how much.
 """
 
 from __future__ import annotations
 
 import enum
+import json
+import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from edl.collective.goodput.spans import MAX_SPANS, Span, TimeCategory, append, apportion, limit_spans, span_of
 from edl.collective.worker_status import Phase, WorkerStatus
+from edl.errors import ProtocolError
 
-__all__ = ["AgentState", "Ledger", "ProgressMark", "NodeRecord"]
+__all__ = [
+    "MAX_SPANS",
+    "AgentState",
+    "Event",
+    "Ledger",
+    "NodeRecord",
+    "ProgressMark",
+    "Span",
+    "TimeCategory",
+    "append_span",
+    "apportion",
+    "decode_events",
+    "decode_record",
+    "encode_events",
+    "encode_record",
+    "limit_spans",
+    "span_of",
+    "sum_amounts",
+]
 
+MAX_SPANS: Final = 600
+"""About as many as a picture of a timeline has columns to tell apart; as JSON below 40 KB."""
 _MICRO: Final = 1_000_000  # microseconds of a second
 _MAX_MARKS: Final = 300  # a picture's line has no more corners to see; as JSON below 15 KB
 _RATE_OVER_S: Final = 15.0  # several steps of most jobs; longer, a change shows late
+_VERSION: Final = 1  # of the JSON; another is refused
+_MAX_TEXT: Final = 300  # characters of an event: a line or two; 300 events stay below 120 KB in ASCII
 
-_CATEGORY_OF_PHASE: Final = {
-    Phase.START: TimeCategory.LOAD,
-    Phase.LOAD: TimeCategory.LOAD,
-    Phase.TRAIN: TimeCategory.TRAIN,
-    Phase.SAVE: TimeCategory.SAVE,
-    Phase.ROLLBACK: TimeCategory.ROLLBACK,
-    Phase.PAUSE: TimeCategory.RENDEZVOUS,
-    Phase.EXIT: TimeCategory.IDLE,
-    Phase.AGREE: TimeCategory.TRAIN,
-    Phase.BUSY: TimeCategory.TRAIN,
-}
+
+class TimeCategory(enum.IntEnum):
+    """What a moment was used for: a single category."""
+
+    TRAIN = 0
+    """Steps that count: forward, backward, the wait for other ranks' gradients, the data, evaluation between steps."""
+    SAVE = 1
+    """The training loop is blocked by a copy of its state."""
+    LOAD = 2
+    """What comes before the first step of an agent or a worker: imports, process group, model, reading a checkpoint."""
+    ROLLBACK = 3
+    """Work that was lost: steps done again, and the part of a step that a restart interrupted."""
+    RENDEZVOUS = 4
+    """Agents agree on the next world; workers that paused for it."""
+    IDLE = 5
+    """An agent is alive and nothing moves: a hang until it is noticed, a worker that ended before the others."""
+    DOWN = 6
+    """No agent of the job is alive. A node by itself is never down: it is absent."""
 
 
 class AgentState(enum.Enum):
@@ -56,12 +88,118 @@ class AgentState(enum.Enum):
     """It has none and needs none: they ended, or this node is in reserve."""
 
 
+_CATEGORY_OF_PHASE: Final = {
+    Phase.START: TimeCategory.LOAD,
+    Phase.LOAD: TimeCategory.LOAD,
+    Phase.TRAIN: TimeCategory.TRAIN,
+    Phase.SAVE: TimeCategory.SAVE,
+    Phase.ROLLBACK: TimeCategory.ROLLBACK,
+    Phase.PAUSE: TimeCategory.RENDEZVOUS,
+    Phase.EXIT: TimeCategory.IDLE,
+    Phase.AGREE: TimeCategory.TRAIN,
+    Phase.BUSY: TimeCategory.TRAIN,
+}
 _WITHOUT_WORKERS: Final = {
     AgentState.STARTING: TimeCategory.LOAD,
     AgentState.RENDEZVOUS: TimeCategory.RENDEZVOUS,
     AgentState.RUNNING: TimeCategory.LOAD,
     AgentState.IDLE: TimeCategory.IDLE,
 }
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time.
+
+    Attributes:
+        amounts: microseconds by `TimeCategory`, in their order.
+        workers: the most that the node (or the job) had in it.
+        running: whether workers ran; False while an agent waited without any.
+    """
+
+    amounts: tuple[int, ...]
+    workers: int = 0
+    running: bool = False
+
+    @property
+    def length_us(self) -> int:
+        """How long it lasted, in microseconds."""
+        return sum(self.amounts)
+
+    @property
+    def main(self) -> TimeCategory:
+        """What most of it was used for."""
+        return TimeCategory(max(TimeCategory, key=lambda category: (self.amounts[category], -category)))
+
+    def __add__(self, later: Span) -> Span:
+        """Join two spans."""
+        amounts = tuple(mine + theirs for mine, theirs in zip(self.amounts, later.amounts, strict=True))
+        return Span(amounts, max(self.workers, later.workers), self.running or later.running)
+
+
+def span_of(category: TimeCategory, length_us: int, workers: int = 0, running: bool = False) -> Span:
+    """Return a span of a single category."""
+    return Span(tuple(length_us if found is category else 0 for found in TimeCategory), workers, running)
+
+
+def append_span(spans: list[Span], span: Span) -> None:
+    """Append a span, joined with the last one where a person would see no difference; an empty span is left out."""
+    if not span.length_us:
+        return
+    last = spans[-1] if spans else None
+    if last and (last.main, last.workers, last.running) == (span.main, span.workers, span.running):
+        spans[-1] = last + span
+    else:
+        spans.append(span)
+
+
+def limit_spans(spans: Iterable[Span]) -> list[Span]:
+    """Describe the same time in at most `MAX_SPANS` spans."""
+    rest = list(spans)
+    while True:
+        done: list[Span] = []
+        for span in rest:
+            append_span(done, span)
+        if len(done) <= MAX_SPANS:
+            return done
+        old = done[: len(done) // 2]
+        rest = [sum(old[at + 1 : at + 2], old[at]) for at in range(0, len(old), 2)] + done[len(old) :]
+
+
+def sum_amounts(spans: Iterable[Span]) -> dict[TimeCategory, int]:
+    """Return the microseconds of spans by category."""
+    rows = [span.amounts for span in spans]
+    return {category: sum(row[category] for row in rows) for category in TimeCategory}
+
+
+def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Split `total` in proportion to `weights`, which are not all 0, into whole numbers whose sum is `total`."""
+    whole, left, parts = sum(weights), total, []
+    for weight in weights:
+        parts.append(min(left, round(total * (weight / whole))))
+        left -= parts[-1]
+    parts[max(range(len(weights)), key=weights.__getitem__)] += left  # what rounding down left over
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a job.
+
+    Attributes:
+        at_us: wall clock, microseconds since 1970.
+        node: that it happened to, or that saw it.
+        kind: "join", "leave", "kill", "exit", "hang", "faulty", "restart", "generation" or "error"; others are shown as
+            they are.
+        text: what happened, in a few words.
+        generation: of the world in which it happened, -1 before the first.
+    """
+
+    at_us: int
+    node: str
+    kind: str
+    text: str = ""
+    generation: int = -1
 
 
 @dataclass(frozen=True)
@@ -84,11 +222,11 @@ class NodeRecord:
     """A life of a node's agent, as others see it.
 
     Attributes:
+        node: the agent's name.
         began_us: wall clock (microseconds since 1970) at which the ledger began.
+        workers: that it has or wants to have.
         spans: all the time from then until the last observation.
         marks: progress over time, oldest first, thinned out as they become many.
-        node: the agent's name.
-        workers: that it has or wants to have.
         generation: of the workers' world, -1 before the first.
         step: the last finished step, -1 for none.
         steps_per_s: over the last 15 seconds, 0 where nothing moved.
@@ -158,7 +296,7 @@ class Ledger:
     Args:
         node: the agent's name, the same when it comes back.
         workers: that it has or wants to have.
-        now_s: `time.monotonic()`.
+        now_s: `time.monotonic()`, as on the status pages.
         wall_s: `time.time()` at the same moment, to join this ledger with other nodes' ledgers.
     """
 
@@ -198,9 +336,10 @@ class Ledger:
         self._at_us += length_us
         self._highest = max(self._highest, highest)
         self._reached = max(self._reached, highest)
-        known = len(statuses) == len(self._rank_progress)
-        befores = [worker.last for worker in self._rank_progress] if known else list(statuses)
-        if not known:
+        if len(statuses) == len(self._rank_progress):
+            befores = [worker.last for worker in self._rank_progress]
+        else:
+            befores = list(statuses)
             self._rank_progress = [_RankProgress(status) for status in statuses]
         if any(now.generation != before.generation for now, before in zip(statuses, befores, strict=True)):
             self._lose_open_step()
@@ -223,11 +362,7 @@ class Ledger:
             self._spans = limit_spans(self._spans)
 
     def end(self, now_s: float) -> None:
-        """Charge the time until now, and end the ledger: the agent leaves on purpose.
-
-        Args:
-            now_s: `time.monotonic()`.
-        """
+        """Charge the time until now, and end the ledger: the agent leaves on purpose."""
         self.observe(now_s, AgentState.IDLE, [worker.last for worker in self._rank_progress])
         self._ended = True
 
@@ -250,8 +385,7 @@ class Ledger:
         )
 
     def _charge(self, span: Span) -> None:
-        running = self._agent_state is AgentState.RUNNING
-        append(self._spans, Span(span.amounts, self._workers, running))
+        append_span(self._spans, Span(span.amounts, self._workers, self._agent_state is AgentState.RUNNING))
 
     def _train(self, span: Span, status: WorkerStatus, repeated: float | None, now_s: float) -> None:
         """Charge an interval with workers, and move what turned out to be repeated to ROLLBACK."""
@@ -276,17 +410,17 @@ class Ledger:
         self._move(work_us, TimeCategory.ROLLBACK)
         self._open_us = 0
 
-    def _move(self, amount_us: int, state: TimeCategory) -> None:
-        """Charge the newest `amount_us` of TRAIN to `state` instead. It keeps its place in time, about."""
+    def _move(self, amount_us: int, category: TimeCategory) -> None:
+        """Charge the newest `amount_us` of TRAIN to `category` instead. It keeps its place in time, about."""
         later: list[Span] = []
         while amount_us > 0 and self._spans:
             span = self._spans.pop()
             moved_us = min(amount_us, span.amounts[TimeCategory.TRAIN])
             amount_us -= moved_us
             kept = (span.amounts[TimeCategory.TRAIN] - moved_us, *span.amounts[1:])
-            later += [span_of(state, moved_us, span.workers, span.running), Span(kept, span.workers, span.running)]
+            later += [span_of(category, moved_us, span.workers, span.running), Span(kept, span.workers, span.running)]
         for span in reversed(later):
-            append(self._spans, span)
+            append_span(self._spans, span)
 
     def _mark_progress(self, statuses: Sequence[WorkerStatus]) -> None:
         """Keep how far the node is: thinned out for the picture, closely for the rates."""
@@ -306,6 +440,7 @@ class Ledger:
             self._mark_every_us = max(2 * self._mark_every_us, self._at_us // _MAX_MARKS)
 
     def _rates(self) -> tuple[float, float]:
+        """Return steps and samples a second over the last seconds."""
         if not self._recent:
             return 0.0, 0.0
         first, last = self._recent[0], self._recent[-1]
@@ -318,9 +453,114 @@ class Ledger:
 def _amounts(length_us: int, before: WorkerStatus, after: WorkerStatus) -> tuple[int, ...]:
     """Return what `length_us` between two statuses of a worker went into, in microseconds by category."""
     spent = [0.0] * len(TimeCategory)
-    for phase, state in _CATEGORY_OF_PHASE.items():
-        spent[state] += max(0.0, after.totals_s[phase] - before.totals_s[phase])
+    for phase, category in _CATEGORY_OF_PHASE.items():
+        spent[category] += max(0.0, after.totals_s[phase] - before.totals_s[phase])
     # Where the sum is not the time that passed, a page was replaced, or read while its writer changed phases.
     if not 0.9 * length_us - 5_000 <= sum(spent) * _MICRO <= 1.1 * length_us + 5_000 or sum(spent) <= 0:
         return span_of(_CATEGORY_OF_PHASE[after.phase], length_us).amounts
     return apportion(length_us, spent)
+
+
+# --- As JSON, which the Store keeps. All that is read is checked. ---
+
+
+def encode_record(record: NodeRecord) -> bytes:
+    """Return a node's record as JSON: below 60 KB with `MAX_SPANS` spans and 300 marks."""
+    fields = {
+        **vars(record),
+        "version": _VERSION,
+        "states": [category.name.lower() for category in TimeCategory],
+        "spans": [[span.workers, int(span.running), *span.amounts] for span in record.spans],
+        "marks": [[mark.at_us, mark.step, mark.samples] for mark in record.marks],
+        "steps_per_s": round(record.steps_per_s, 4),
+        "samples_per_s": round(record.samples_per_s, 4),
+    }
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def decode_record(data: bytes, where: str) -> NodeRecord:
+    """Read a record that `encode_record` wrote.
+
+    Raises:
+        ProtocolError: it is something else, or of another version; the message begins with `where`.
+    """
+    fields = _fields(data, where)
+    try:
+        return NodeRecord(
+            node=_text(fields["node"]),
+            began_us=_whole(fields["began_us"]),
+            workers=_whole(fields["workers"]),
+            spans=tuple(_span(*row) for row in fields["spans"]),
+            marks=tuple(
+                ProgressMark(_whole(at), _whole(step, -1), _whole(samples)) for at, step, samples in fields["marks"]
+            ),
+            generation=_whole(fields["generation"], -1),
+            step=_whole(fields["step"], -1),
+            reached=_whole(fields.get("reached", -1), -1),
+            steps_per_s=_rate(fields["steps_per_s"]),
+            samples_per_s=_rate(fields["samples_per_s"]),
+            ended=fields["ended"] is True,
+            replicated_us=_whole(fields.get("replicated_us", 0)),
+        )
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ProtocolError(f"{where} is not a ledger: {exc!r}") from exc
+
+
+def encode_events(events: Sequence[Event]) -> bytes:
+    """Return an agent's events, oldest first, as JSON."""
+    rows = [[event.at_us, event.node, event.kind, event.text[:_MAX_TEXT], event.generation] for event in events]
+    return json.dumps({"version": _VERSION, "events": rows}, separators=(",", ":")).encode()
+
+
+def decode_events(data: bytes, where: str) -> list[Event]:
+    """Read events that `encode_events` wrote.
+
+    Raises:
+        ProtocolError: they are something else, or of another version; the message begins with `where`.
+    """
+    rows = _fields(data, where).get("events")
+    try:
+        return [
+            Event(_whole(at_us), _text(node), _text(kind), _text(text), _whole(generation, -1))
+            for at_us, node, kind, text, generation in rows or ()
+        ]
+    except (TypeError, ValueError) as exc:
+        raise ProtocolError(f"{where} is not a list of events: {exc!r}") from exc
+
+
+def _fields(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as exc:
+        raise ProtocolError(f"{where} is not JSON: {exc}") from exc
+    if not isinstance(fields, dict) or "version" not in fields:
+        raise ProtocolError(f"{where} has no version: nothing of EDL wrote it")
+    if fields["version"] != _VERSION:
+        raise ProtocolError(
+            f"{where} has version {fields['version']!r:.20}; this edl reads version {_VERSION}: use the job's edl"
+        )
+    return fields
+
+
+def _span(workers: Any, running: Any, *amounts: Any) -> Span:
+    if len(amounts) != len(TimeCategory):
+        raise ValueError(f"{len(amounts)} states in place of {len(TimeCategory)}")
+    return Span(tuple(_whole(amount) for amount in amounts), _whole(workers), bool(running))
+
+
+def _whole(value: Any, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**53:
+        raise ValueError(f"{value!r:.40} is not a whole number from {least}")
+    return value
+
+
+def _rate(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r:.40} is not a number from 0")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.40} is not text")
+    return value

@@ -20,10 +20,14 @@ from edl.collective.agent.health.failures import ExitCause, RecoveryDecision
 from edl.collective.agent.health.peer_monitor import choose_peers
 from edl.collective.agent.launch_spec import MasterEndpoint, open_master_endpoint
 from edl.collective.agent.membership.excluded_hosts import Exclusions, host_key
-from edl.collective.agent.membership.membership_timer import MembershipTimer, is_join_deferred
 from edl.collective.agent.membership.node_records import JobRecords
-from edl.collective.agent.membership.quorum_wait import QuorumWait
-from edl.collective.agent.membership.rendezvous import LocalObservation, failed_world, next_world
+from edl.collective.agent.membership.rendezvous import (
+    ChangeTimer,
+    LocalObservation,
+    failed_world,
+    is_join_deferred,
+    next_world,
+)
 from edl.collective.agent.termination_message import TerminationMessage
 from edl.collective.agent.workers.generation_outcome import HANGING
 from edl.collective.checkpoint.memory.slots import slot_nbytes
@@ -38,6 +42,8 @@ logger = logging.getLogger(__name__)
 _STORE_OUTAGE_SHARE = 0.8
 """Of the time after which others take the job over, how long workers go on without the store. They must have stopped by
 then, so the rest is for agents that get no turn on a busy machine."""
+_REPEAT_S = 60.0
+"""Between two messages that say the same: oftener they would fill the log, and a person looks about once a minute."""
 
 
 class NodeReconciler:
@@ -55,12 +61,15 @@ class NodeReconciler:
         self._signals = context.signals
         self._next_master: MasterEndpoint = context.next_master
         self._master: MasterEndpoint | None = None  # held open for the ranks of the present generation
-        self._membership_timer = MembershipTimer(time.monotonic())
-        self._quorum_wait = QuorumWait(context.spec.rendezvous.min_nodes, context.spec.join_timeout_s)
+        now = time.monotonic()
+        self._node_ids: ChangeTimer[frozenset[str]] = ChangeTimer(frozenset(), now)
+        self._pause: ChangeTimer[tuple[int, int | None]] = ChangeTimer((-1, None), now)  # generation and step
+        self._store_away = ChangeTimer(False, now)
+        self._too_few = ChangeTimer(False, now)  # whether the job waits for enough nodes
+        self._told_nodes = ChangeTimer(-1, now)  # how many were here when that was last logged
         self._exclusions = Exclusions(context.store, context.spec.job, host_key())
         self._exclusion: Exclusion | None = None
         self._departure: Departure | None = None
-        self._unreachable_since: float | None = None
         self._waits_for_place = False
         self._outage_s = _STORE_OUTAGE_SHARE * context.spec.rendezvous.takeover_s
         # A job without a name of its user's is this node's alone: no other knows it, and could take it over.
@@ -69,7 +78,7 @@ class NodeReconciler:
     @property
     def pausing(self) -> bool:
         """Whether this node's workers are to pause, so that every moment counts."""
-        return self._worker_group.running and self._membership_timer.pausing
+        return self._worker_group.running and self._pause.value[1] is not None
 
     @property
     def pause_unpublished(self) -> bool:
@@ -88,7 +97,7 @@ class NodeReconciler:
         return AgentState.IDLE if self._waits_for_place else AgentState.RENDEZVOUS
 
     def reconcile(self, records: JobRecords) -> int | None:
-        """Do what follows from the records.
+        """Do what follows from the records, again and again while this node itself changes the job's.
 
         Args:
             records: the job's and the nodes', just read.
@@ -99,24 +108,32 @@ class NodeReconciler:
         Raises:
             DiscoveryError: the store does not answer.
         """
-        if self._unreachable_since is not None:
-            self._unreachable_since = None
+        if self._store_away.record(False, time.monotonic()):
             logger.info("the store answers again")
+        while True:
+            code = self._follow_records(records)
+            if code is not None or not self._propose_next_world(records):
+                return code
+            records = self._membership.read_records()  # the others learn of it by their watches
+
+    def _follow_records(self, records: JobRecords) -> int | None:
+        """Bring this node in line with the job's record. Returns the exit code if its part is over."""
         world = records.world
-        self._membership_timer.record_membership(
-            world, records.nodes, time.monotonic(), deferred=is_join_deferred(world, records.nodes)
-        )
+        now = time.monotonic()
+        self._node_ids.record(frozenset(records.nodes), now)
+        # A member that does something long between two steps is waited for, without end.
+        self._pause.record((world.generation, world.pause_at), now, restart=is_join_deferred(world, records.nodes))
         others = (node for name, node in records.nodes.items() if name != self._context.id)
         self._context.shutdown.is_last_node = all(node.leaving for node in others)
         if world.ended:
             return self._end_job(world)
-        position = world.position(self._context.id) if world.state is JobState.RUNNING else None
+        position = self._position(world)
         if world.generation != self._worker_group.generation:  # others lost contact, and were first to begin anew
             self._prepare_departure(self._worker_group.judge_failures(world.forgiven))
         if self._departure is not None:
-            return self._depart(records, self._departure, member=position is not None)
+            return self._depart(world, self._departure, member=position is not None)
         if world.state is not JobState.FORMING:
-            self._quorum_wait.end_wait()
+            self._end_shortage(now)
         self._note_place(position is None and len(world.nodes) >= self._spec.rendezvous.max_nodes, world)
         if position is None:
             code = self._handle_absence(records)
@@ -132,7 +149,11 @@ class NodeReconciler:
         if self._signals.stopping and self._worker_group.running and not self._worker_group.reports_steps:
             self._worker_group.terminate_workers(self._signals.number)  # there is no pause to wait for
         self._update_own_record(world)
-        return self._propose_next_world(records)
+        return None
+
+    def _position(self, world: World) -> int | None:
+        """Return this node's place among the members of a world that runs, None if it is no member."""
+        return world.position(self._context.id) if world.state is JobState.RUNNING else None
 
     def _note_place(self, waits: bool, world: World) -> None:
         """Log once when this node begins to wait for a place among as many nodes as the job may have."""
@@ -150,8 +171,7 @@ class NodeReconciler:
         Returns:
             The exit code where this node shall leave, or has waited for the store for too long; else None.
         """
-        if self._unreachable_since is None:
-            self._unreachable_since = time.monotonic()
+        if self._store_away.record(True, time.monotonic()):
             logger.warning("the store does not answer (%s): going on without it for a while", exc)
         cut_s = self._membership.without_lease_s
         if self._worker_group.finished and not self._spec.resumable and cut_s > self._outage_s:
@@ -177,7 +197,7 @@ class NodeReconciler:
             return None
         if self._signals.stopping:
             return self._signals.exit_code
-        away_s = time.monotonic() - self._unreachable_since
+        away_s = self._store_away.held_s(time.monotonic())
         if self._departure is not None and away_s > self._outage_s:  # the others go on without asking it
             return self._departure.exit_code
         if away_s <= self._spec.join_timeout_s:
@@ -258,14 +278,33 @@ class NodeReconciler:
         """Log how many nodes the job waits for. Returns the exit code if it has waited for too long."""
         now = time.monotonic()
         here = sum(not node.leaving for node in records.nodes.values())
-        words = self._quorum_wait.record_nodes(here, now)
-        waited_s = self._quorum_wait.waited_s(now)
+        wanted = self._spec.rendezvous.min_nodes
+        if here >= wanted:
+            self._end_shortage(now)
+            return None
+        self._too_few.record(True, now)
+        waited_s = self._too_few.held_s(now)
+        left_s = max(0.0, self._spec.join_timeout_s - waited_s)
         if waited_s > self._spec.join_timeout_s:
-            wanted = self._spec.rendezvous.min_nodes
             return self._give_up(f"only {_count(here, 'node')} of at least {wanted} came within {waited_s:.0f} s")
-        if words:
-            logger.info("%s", words, extra={"nodes": here})
+        if self._told_nodes.record(here, now):
+            are = "node is" if wanted == 1 else "nodes are"
+            logger.info(
+                "%d of at least %d %s here: waiting up to %.0f s for more (--rdzv-conf join_timeout=SECONDS)",
+                *(here, wanted, are, left_s),
+                extra={"nodes": here},
+            )
+        elif self._told_nodes.held_s(now) >= _REPEAT_S:
+            self._told_nodes.record(here, now, restart=True)
+            logger.info(
+                "still %d of at least %d nodes: waiting %.0f s more", here, wanted, left_s, extra={"nodes": here}
+            )
         return None
+
+    def _end_shortage(self, now: float) -> None:
+        """Wait for no more nodes: enough are here, or the job runs. The next shortage begins another wait."""
+        self._too_few.record(False, now)
+        self._told_nodes.record(-1, now)
 
     @property
     def _kept_state(self) -> str:
@@ -295,12 +334,13 @@ class NodeReconciler:
             cause=world.cause, rank=world.failed_rank, node=node, oom_kills=oom_kills, message=world.message
         )
 
-    def _propose_next_world(self, records: JobRecords) -> int | None:
-        """Propose what the job's record should become. Returns the exit code if this node's part is then over."""
+    def _propose_next_world(self, records: JobRecords) -> bool:
+        """Propose what the job's record should become. Returns whether the records have to be followed once more."""
         world = records.world
-        nodes = records.nodes
-        present = [member for member in world.nodes if member.id in nodes]
-        finished = [member for member in present if nodes[member.id].finished == world.generation]
+        if self._departure is not None:
+            return self._propose_world_without_this_node(records, self._departure)
+        present = [member for member in world.nodes if member.id in records.nodes]
+        finished = [member for member in present if records.nodes[member.id].finished == world.generation]
         ended = [rank for member in finished for rank in member.ranks]
         # Of a member that is taken to be late, because this machine or the store stood still, it is not known either.
         missing = len(present) < len(world.nodes) or any(member.id in records.late for member in present)
@@ -309,30 +349,48 @@ class NodeReconciler:
         )
         decision = self._prepare_departure(decision)
         if self._departure is not None:
-            return self.reconcile(records)
+            return True
         if decision is not None and decision.fatal:
             cause = decision.cause.value if decision.cause is not None else ""
             proposal: World | None = failed_world(world, decision.fatal, cause, decision.rank)
         else:
             observation = self._observe(decision or RecoveryDecision(restart=self._missed_generation(world)))
             proposal = next_world(world, records.nodes, observation, self._spec.rendezvous)
-        if proposal is None or proposal == world:
-            return None
-        if not self._membership.propose_world(proposal, records.version):
-            self._context.events.put(None)  # another node was first: look again
-            return None
+        if not self._write_world(proposal, records):
+            return False
         if decision is not None:
-            if decision.fatal:
-                self._note_failure(decision, decision.fatal)
-            if decision.fatal and decision.unclear:
-                self._exclusions.remove_unclear()
-            self._worker_group.count_restart()
-            self._context.persister.store_newest()
-            kind, text = (
-                ("error", _summarize_error(decision.fatal)) if decision.fatal else ("restart", decision.restart)
-            )
-            self._context.status.record_event(kind, text, world.generation)
-        return self.reconcile(self._membership.read_records())  # the others learn of it by their watches
+            self._note_recovery(decision, world)
+        return True
+
+    def _propose_world_without_this_node(self, records: JobRecords, departure: Departure) -> bool:
+        """Have the others go on without this node, once they have what only its memory had."""
+        if self._position(records.world) is None or not self._context.replicas.hand_over_state():
+            return False
+        if not self._membership.node.leaving:
+            self._membership.update_node(leaving=True)
+        nodes = records.nodes | {self._context.id: self._membership.node}
+        observation = replace(self._observe(RecoveryDecision()), restart=departure.restart)
+        return self._write_world(next_world(records.world, nodes, observation, self._spec.rendezvous), records)
+
+    def _write_world(self, proposal: World | None, records: JobRecords) -> bool:
+        """Write the job's record. Returns whether it changed; where another node was first, it is looked at again."""
+        if proposal is None or proposal == records.world:
+            return False
+        if not self._membership.propose_world(proposal, records.version):
+            self._context.events.put(None)
+            return False
+        return True
+
+    def _note_recovery(self, decision: RecoveryDecision, world: World) -> None:
+        """Record the recovery, or the end of the job, that followed from failures of this node's workers."""
+        if decision.fatal:
+            self._note_failure(decision, decision.fatal)
+        if decision.fatal and decision.unclear:
+            self._exclusions.remove_unclear()
+        self._worker_group.count_restart()
+        self._context.persister.store_newest()
+        kind, text = ("error", _summarize_error(decision.fatal)) if decision.fatal else ("restart", decision.restart)
+        self._context.status.record_event(kind, text, world.generation)
 
     def _prepare_departure(self, decision: RecoveryDecision | None) -> RecoveryDecision | None:
         """Stop the workers where failures mean that this node shall leave. Returns what else follows from them."""
@@ -384,21 +442,11 @@ class NodeReconciler:
         self._context.status.record_event("faulty", decision.restart, self._worker_group.generation)
         return decision
 
-    def _depart(self, records: JobRecords, departure: Departure, *, member: bool) -> int | None:
+    def _depart(self, world: World, departure: Departure, *, member: bool) -> int | None:
         """Leave a job that goes on without this node; first the others get what only this node's memory has."""
-        forming = records.world.state is JobState.FORMING
-        if (member or forming) and not self._context.replicas.hand_over_state():
+        if member or (world.state is JobState.FORMING and not self._context.replicas.hand_over_state()):
             return None
-        if member:
-            if not self._membership.node.leaving:
-                self._membership.update_node(leaving=True)
-            nodes = records.nodes | {self._context.id: self._membership.node}
-            observation = replace(self._observe(RecoveryDecision()), restart=departure.restart)
-            proposal = next_world(records.world, nodes, observation, self._spec.rendezvous)
-            if proposal is not None and self._membership.propose_world(proposal, records.version):
-                return self.reconcile(self._membership.read_records())
-            return None
-        self._context.status.record_event("leave", departure.reason, records.world.generation)
+        self._context.status.record_event("leave", departure.reason, world.generation)
         code = departure.exit_code
         logger.error(
             "left; %s; exit code %d", departure.remedy, code, extra={"job": self._spec.job, "exit_code": int(code)}
@@ -419,8 +467,8 @@ class NodeReconciler:
         now = time.monotonic()
         return LocalObservation(
             node=self._context.id,
-            quiet_s=self._membership_timer.quiet_s(now),
-            pausing_s=self._membership_timer.pausing_s(now),
+            quiet_s=self._node_ids.held_s(now),
+            pausing_s=self._pause.held_s(now) if self._pause.value[1] is not None else 0.0,
             pause_step=self._worker_group.choose_pause_step(),
             pause_needs_s=self._worker_group.pages.pause_needs_s(),
             restart=decision.restart,

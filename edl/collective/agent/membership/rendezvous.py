@@ -16,11 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from edl.collective.job_records import JobState, Member, Node, World
 
-__all__ = ["LocalObservation", "RendezvousSettings", "assign_ranks", "failed_world", "next_world"]
+__all__ = [
+    "ChangeTimer",
+    "LocalObservation",
+    "RendezvousSettings",
+    "assign_ranks",
+    "failed_world",
+    "is_join_deferred",
+    "next_world",
+]
+
+T = TypeVar("T")
 
 _MESSAGE_CHARS: Final = 16_000
 """Of a failed job's message in its record: room for a long traceback, and far below the 512 KiB that Consul takes."""
@@ -71,6 +81,40 @@ class LocalObservation:
     restart: str = ""
     forgives: bool = False
     dead: frozenset[str] = frozenset()
+
+
+class ChangeTimer(Generic[T]):
+    """Measures for how long a value has been the same. Times are seconds of any clock, the same in all calls.
+
+    Args:
+        value: as it is at first.
+        now_s: the time now.
+    """
+
+    def __init__(self, value: T, now_s: float) -> None:
+        self.value = value
+        self._since_s = now_s
+
+    def record(self, value: T, now_s: float, *, restart: bool = False) -> bool:
+        """Take note of the value now, and measure anew if it changed or `restart` is set. Returns whether it changed."""
+        changed = value != self.value
+        if changed or restart:
+            self.value = value
+            self._since_s = now_s
+        return changed
+
+    def held_s(self, now_s: float) -> float:
+        """Return for how many seconds the value has been the same."""
+        return now_s - self._since_s
+
+
+def is_join_deferred(world: World, nodes: Mapping[str, Node]) -> bool:
+    """Return whether nodes that want to join wait for a member that is busy, with an evaluation, say.
+
+    A node that leaves cannot wait: a host is preempted within seconds.
+    """
+    members = [nodes[member.id] for member in world.nodes if member.id in nodes]
+    return any(node.busy == world.generation for node in members) and not any(node.leaving for node in members)
 
 
 def next_world(

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from edl.collective.agent.context import AgentContext
 from edl.collective.agent.join import _is_excluded
 from edl.collective.agent.membership.excluded_hosts import Exclusions, host_key
-from edl.collective.agent.membership.membership_timer import MembershipTimer, is_join_deferred
 from edl.collective.agent.membership.node_records import Membership
 from edl.collective.agent.membership.pause import pause_needs_s, pause_step
-from edl.collective.agent.membership.quorum_wait import QuorumWait
 from edl.collective.agent.membership.rendezvous import (
+    ChangeTimer,
     LocalObservation,
     RendezvousSettings,
     assign_ranks,
     failed_world,
+    is_join_deferred,
     next_world,
 )
 from edl.collective.agent.shutdown import ShutdownState
@@ -45,7 +45,9 @@ class SimAgent:
 
     def __init__(self, record: Node, now_s: float, reports_steps: bool) -> None:
         self.record, self.reports_steps = record, reports_steps
-        self.timer, self.expires = MembershipTimer(now_s), now_s + TTL_S
+        self.expires = now_s + TTL_S
+        self.ids: ChangeTimer[frozenset[str]] = ChangeTimer(frozenset(), now_s)
+        self.pause: ChangeTimer[tuple[int, int | None]] = ChangeTimer((-1, None), now_s)
         self.alive, self.stopped, self.broken = True, False, False
         self.generation, self.exit = -1, ""
         self.proposal: tuple[int, dict[str, Node], World | None] | None = None
@@ -124,11 +126,12 @@ class Job:
         paused = agent.generation if works and self._paused(world) else -1
         finished = agent.generation if works and self.ending and not agent.broken else agent.record.finished
         agent.record = self.records[name] = replace(agent.record, paused=paused, finished=finished)
-        agent.timer.record_membership(world, list(self.records), self.now)
+        agent.ids.record(frozenset(self.records), self.now)
+        agent.pause.record((world.generation, world.pause_at), self.now)
         seen = LocalObservation(
             node=name,
-            quiet_s=agent.timer.quiet_s(self.now),
-            pausing_s=agent.timer.pausing_s(self.now),
+            quiet_s=agent.ids.held_s(self.now),
+            pausing_s=agent.pause.held_s(self.now) if world.pause_at is not None else 0.0,
             pause_step=self.step + 2 if works and agent.reports_steps and self.step >= 0 else None,
             restart="a worker died" if agent.broken else "",
         )
@@ -331,37 +334,14 @@ def test_long_steps_have_long_to_pause() -> None:
     assert pause_needs_s([status(-1)]) == 0.0
 
 
-def test_beginning_nodes_are_no_wait() -> None:
-    wait = QuorumWait(2, 600.0)
-    assert wait.record_nodes(2, 0.0) == ""
-    assert wait.record_nodes(1, 1.0), "one has gone again"
-    assert wait.record_nodes(2, 2.0) == ""
-    assert "up to 600 s" in wait.record_nodes(1, 3.0)
-    assert wait.waited_s(4.0) == 1.0, "another wait"
-
-
-WORLD = World(3, JobState.RUNNING)
-
-
-def test_quiet_since_a_node_came_or_went() -> None:
-    timer = MembershipTimer(0.0)
-    timer.record_membership(WORLD, ["a"], 1.0)
-    timer.record_membership(WORLD, ["a"], 3.0)
-    assert (timer.quiet_s(4.0), timer.pausing, timer.pausing_s(4.0)) == (3.0, False, 0.0)
-    timer.record_membership(WORLD, ["a", "b"], 5.0)
-    assert timer.quiet_s(5.5) == 0.5
-
-
-def test_pausing_since_this_pause() -> None:
-    timer, pausing = MembershipTimer(0.0), replace(WORLD, pause_at=7)
-    timer.record_membership(pausing, [], 2.0)
-    timer.record_membership(pausing, [], 3.0)
-    assert (timer.pausing, timer.pausing_s(4.0)) == (True, 2.0)
-    timer.record_membership(pausing, [], 90.0, deferred=True)
-    timer.record_membership(pausing, [], 91.0)
-    assert timer.pausing_s(92.0) == 2.0, "it waits for who is busy"
-    timer.record_membership(replace(pausing, generation=4), [], 95.0)
-    assert timer.pausing_s(95.0) == 0.0, "another generation's"
+def test_values_are_timed_since_they_changed() -> None:
+    timer = ChangeTimer(frozenset("a"), 0.0)
+    assert not timer.record(frozenset("a"), 3.0)
+    assert timer.held_s(4.0) == 4.0
+    assert timer.record(frozenset("ab"), 5.0)
+    assert (timer.value, timer.held_s(5.5)) == (frozenset("ab"), 0.5)
+    assert not timer.record(frozenset("ab"), 90.0, restart=True)
+    assert timer.held_s(92.0) == 2.0
 
 
 def test_who_joins_waits_for_who_is_busy() -> None:

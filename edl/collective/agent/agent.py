@@ -13,11 +13,10 @@ import signal
 import time
 
 from edl.collective.agent.context import AgentContext, EventQueue, PeerLost, open_agent_context
+from edl.collective.agent.ending import AskedToLeaveError, StopSignals, TerminationMessage, write_termination_message
 from edl.collective.agent.join import join_job
 from edl.collective.agent.launch_spec import LaunchSpec
 from edl.collective.agent.reconciler import NodeReconciler
-from edl.collective.agent.signals import AskedToLeaveError, StopSignals
-from edl.collective.agent.termination_message import TerminationMessage, write_termination_message
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError
 

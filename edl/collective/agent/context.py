@@ -2,41 +2,212 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
+import re
 import socket
+import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from edl.background import start_call
+from edl.collective.agent.ending import ExitCode, StopSignals, TerminationMessage
 from edl.collective.agent.health.peer_monitor import PeerConnections
 from edl.collective.agent.host_folder import HostFolder
-from edl.collective.agent.job_run import JobRun
 from edl.collective.agent.launch_spec import LaunchSpec, MasterEndpoint, open_master_endpoint
-from edl.collective.agent.membership.node_records import Membership
+from edl.collective.agent.node_records import Membership
 from edl.collective.agent.processes.pool import WorkerExit, ZygoteLost
-from edl.collective.agent.shutdown import (
-    ShutdownState,
-    note_unstored_state,
-    release_host_folder,
-    store_last_state,
-)
-from edl.collective.agent.signals import StopSignals
 from edl.collective.agent.status_publisher import StatusPublisher
-from edl.collective.agent.workers.worker_group import WorkerGroup
+from edl.collective.agent.worker_group import WorkerGroup
+from edl.collective.checkpoint.storage.manifest import new_run_id, run_name
 from edl.collective.checkpoint.storage.persister import POLL_S, CheckpointPersister
-from edl.collective.job_records import JobState, Node, World
+from edl.collective.job_records import JobState, Node, World, prefix
 from edl.collective.replica.replicator import JobSecret, Replicator
 from edl.discovery.store import Store
-from edl.errors import ClosedError
+from edl.errors import ClosedError, DiscoveryError, ProtocolError
 
-__all__ = ["AgentContext", "AgentEvent", "EventQueue", "PeerLost", "is_member", "open_agent_context"]
+__all__ = [
+    "AgentContext",
+    "AgentEvent",
+    "EventQueue",
+    "JobRun",
+    "PeerLost",
+    "ShutdownState",
+    "is_member",
+    "note_unstored_state",
+    "open_agent_context",
+    "release_host_folder",
+    "store_last_state",
+]
 
 logger = logging.getLogger(__name__)
+
+
+class JobRun:
+    """Names the job's run in its checkpoints (`edl.collective.checkpoint.storage.manifest`).
+
+    The name lasts as long as the job's records in the Store: a job that is stopped and started again there goes on
+    counting generations, so it is the same run.
+
+    Args:
+        store: of the job.
+        job: the name of the job.
+    """
+
+    def __init__(self, store: Store, job: str) -> None:
+        self._store = store
+        self._key = prefix(job) + "run"
+        self._known = ""
+
+    def __call__(self) -> str:
+        """Return the name, which the first agent that asks makes.
+
+        Raises:
+            DiscoveryError: the store does not answer.
+            ProtocolError: the record in the store is not the name of a run.
+        """
+        entry = self._store.get(self._key)
+        if entry is None:  # not yet; or the store has lost it, and then it is to be as it was
+            name = self._known or run_name(new_run_id())
+            self._store.compare_and_set(self._key, name.encode(), None)
+            entry = self._store.get(self._key)
+        if entry is None:
+            raise DiscoveryError(f"the store forgot {self._key} as soon as it was written")
+        if re.fullmatch(rb"[0-9a-f]{16}", entry.value) is None:
+            raise ProtocolError(f"{self._key} in the store is not the name of a run: remove it")
+        self._known = entry.value.decode()
+        return self._known
+
+
+# --- What an agent does at its end with states that are not in storage yet, and with its folder in memory ---
+
+
+_STORE_TIMEOUT_S = 30.0
+"""For a last state, or without progress of it at a job's end. Kubernetes kills a pod 30 s after SIGTERM by default."""
+_POLL_S = 0.05  # a second signal ends the wait this soon; a person does not notice it
+_SILENT_S = 1.0  # most states are stored sooner, and nothing need be written about them
+
+
+@dataclass
+class ShutdownState:
+    """What has to be known when an agent gives everything back.
+
+    Attributes:
+        code: the exit code, None while there is none.
+        joined: whether the other nodes have seen this node.
+        is_last_node: whether no other node was there last that was to stay.
+        stored: whether nothing is left that had to be taken to storage.
+        end: what ended this node's part, as far as is known beside the exit code.
+    """
+
+    code: int | None = None
+    joined: bool = False
+    is_last_node: bool = True
+    stored: bool = True
+    end: TerminationMessage = field(default_factory=TerminationMessage)
+
+    @property
+    def exit_code(self) -> int | None:
+        """The process's exit code: a job that is done is not a success while its result is in no storage."""
+        return ExitCode.NOT_STORED if self.code == ExitCode.DONE and not self.stored else self.code
+
+    @property
+    def termination(self) -> TerminationMessage:
+        """What ended this node, as far as is known by now."""
+        code = self.exit_code
+        message = "the job is done, its last state is not stored" if code == ExitCode.NOT_STORED else self.end.message
+        return replace(self.end, exit_code=int(code if code is not None else ExitCode.FAILED), message=message)
+
+    @property
+    def job_over(self) -> bool:
+        """Whether the job has ended, and this node was in it."""
+        return self.joined and self.code in (ExitCode.DONE, ExitCode.FAILED)
+
+
+def store_last_state(
+    persister: CheckpointPersister, signals: StopSignals, shutdown: ShutdownState, *, resumable: bool
+) -> None:
+    """Wait until the last checkpoint is stored, for a while, or until a second signal ends the wait.
+
+    Args:
+        persister: closed here.
+        signals: of this agent.
+        shutdown: `stored` is set here.
+        resumable: whether a state in memory can be stored by a later start of the same command.
+    """
+    done = shutdown.code == ExitCode.DONE
+    # Slurm ends the wait itself: by its KillWait or GraceTime, which were chosen for what the storage needs.
+    patient = done or (signals.slurm and signals.stopping)
+    if done:
+        persister.store_newest()
+    # In a thread, since a storage that hangs cannot be called back. The thread ends with the process; what it has not
+    # completed by then is left incomplete, which readers know.
+    closing = start_call("edl-store-last", lambda: persister.close(_STORE_TIMEOUT_S, patient=patient))
+    began = time.monotonic()
+    announced = False
+    while not closing.done() and not signals.urgent:
+        wait([closing], _POLL_S)
+        if signals.stopping and not announced and time.monotonic() - began > _SILENT_S and not closing.done():
+            announced = True
+            until = (
+                "Slurm waits for it as long as its KillWait"
+                if signals.slurm
+                else "asked once more, this node leaves without it"
+            )
+            logger.info("the last checkpoint is being stored; %s", until)
+    shutdown.stored = closing.done() and closing.result()
+    if not closing.done():
+        logger.warning("the last checkpoint was not stored; what was stored before is as it was")
+    if shutdown.exit_code == ExitCode.NOT_STORED:
+        code = int(ExitCode.NOT_STORED)
+        fields = {"exit_code": code}
+        logger.error("the job is done, its last state is not stored: exit code %d", code, extra=fields)
+        if resumable:
+            logger.info(
+                "it stays in this host's memory for an hour: the same command stores it, once the storage takes it"
+            )
+
+
+def note_unstored_state(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:
+    """Note in the folder that the last state of a job that is done is not stored yet, before that is tried.
+
+    An agent that is killed meanwhile leaves the folder behind; a later start of the same command stores the state.
+
+    Args:
+        host: is removed, with the note, once the state is stored.
+        spec: this node's part of the job.
+        shutdown: how this node's part ended.
+    """
+    if shutdown.joined and shutdown.code == ExitCode.DONE and spec.checkpoint and spec.resumable:
+        with contextlib.suppress(OSError):  # no room: the state is stored all the same, if nothing kills the agent
+            host.unstored = True
+
+
+def release_host_folder(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:
+    """Give the folder up; its state stays for a later start if this node left last, or could not store it.
+
+    Args:
+        host: closed here.
+        spec: this node's part of the job.
+        shutdown: how this node's part ended.
+    """
+    if shutdown.exit_code == ExitCode.NOT_STORED:
+        host.unstored = True
+        host.close(keep=spec.resumable)
+        return
+    keep = shutdown.code not in (ExitCode.DONE, ExitCode.FAILED) and shutdown.is_last_node and spec.resumable
+    host.close(keep, used=shutdown.joined, ended=shutdown.job_over)
+
+
+# --- The resources that an agent holds while it takes part in a job ---
+
 
 _PUBLISH_TIMEOUT_S = 5.0  # a store that does not answer at the end must not keep the agent; an election takes 3 s
 _URGENT_PUBLISH_TIMEOUT_S = 0.5  # of a node that was asked a second time: a store that is well answers within it

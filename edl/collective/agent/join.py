@@ -10,14 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from edl.collective.agent.context import AgentContext
-from edl.collective.agent.exit_codes import ExitCode
+from edl.collective.agent.context import AgentContext, JobRun
+from edl.collective.agent.ending import ExitCode, TerminationMessage
 from edl.collective.agent.health.failures import ExitCause
-from edl.collective.agent.health.node_check.gate import check_before_joining
-from edl.collective.agent.health.node_check.runner import NodeCheckSettings
-from edl.collective.agent.job_run import JobRun
-from edl.collective.agent.membership.excluded_hosts import REMEDY, Exclusions, host_key
-from edl.collective.agent.termination_message import TerminationMessage
+from edl.collective.agent.health.node_check import NodeCheckSettings, check_before_joining
+from edl.collective.agent.node_records import REMEDY, Exclusions, host_key
 from edl.collective.checkpoint.memory.slots import preallocate_slots
 from edl.collective.job_records import JobState, World, prefix
 from edl.errors import SettingsError

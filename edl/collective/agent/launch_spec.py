@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from edl.collective.agent.health.hang_limits import HangLimits
-from edl.collective.agent.health.node_check.runner import NodeCheckSettings
+from edl.collective.agent.health.hangs import HangLimits
+from edl.collective.agent.health.node_check import NodeCheckSettings
 from edl.collective.agent.host_folder import HostFolder
-from edl.collective.agent.membership.rendezvous import RendezvousSettings
 from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
+from edl.collective.agent.rendezvous import RendezvousSettings
 from edl.collective.job_records import Member, World
 from edl.collective.paddle.environment import ReservedPorts, has_gpu_build, paddle_environment
 

@@ -9,35 +9,62 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from edl.collective.agent.context import AgentContext, is_member
-from edl.collective.agent.departure import Departure
-from edl.collective.agent.exit_codes import ExitCode
+from edl.collective.agent.ending import ExitCode, TerminationMessage
+from edl.collective.agent.generation_outcome import HANGING
 from edl.collective.agent.health.failures import ExitCause, RecoveryDecision
 from edl.collective.agent.health.peer_monitor import choose_peers
 from edl.collective.agent.launch_spec import MasterEndpoint, open_master_endpoint
-from edl.collective.agent.membership.excluded_hosts import Exclusions, host_key
-from edl.collective.agent.membership.node_records import JobRecords
-from edl.collective.agent.membership.rendezvous import (
+from edl.collective.agent.node_records import REMEDY, Exclusions, JobRecords, host_key
+from edl.collective.agent.rendezvous import (
     ChangeTimer,
     LocalObservation,
     failed_world,
     is_join_deferred,
     next_world,
 )
-from edl.collective.agent.termination_message import TerminationMessage
-from edl.collective.agent.workers.generation_outcome import HANGING
 from edl.collective.checkpoint.memory.slots import slot_nbytes
 from edl.collective.goodput.ledger import AgentState
 from edl.collective.job_records import Exclusion, JobState, World
 from edl.errors import DiscoveryError
 
-__all__ = ["NodeReconciler"]
+__all__ = ["Departure", "NodeReconciler"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Why a node leaves, and what to do about it.
+
+    Attributes:
+        exit_code: of its agent.
+        reason: in a few words, for the record of its end.
+        restart: why the others begin a new generation, in a line.
+        remedy: what the node's user should do.
+    """
+
+    exit_code: ExitCode
+    reason: str
+    restart: str
+    remedy: str
+
+    @classmethod
+    def for_faulty_gpu(cls, node: str, job: str) -> Departure:
+        """Return the departure of a node whose GPU failed."""
+        remedy = f"this host is out of job {job}: {REMEDY}"
+        return cls(ExitCode.FAULTY_NODE, "its GPU failed", f"a GPU of {node} failed", remedy)
+
+    @classmethod
+    def for_memory(cls, node: str) -> Departure:
+        """Return the departure of a node that had too little memory for its workers."""
+        reason, restart = "too little memory", f"{node} left: it had too little memory"
+        return cls(ExitCode.OUT_OF_MEMORY, reason, restart, "start this node again with more memory")
+
 
 _STORE_OUTAGE_SHARE = 0.8
 """Of the time after which others take the job over, how long workers go on without the store. They must have stopped by

@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import replace
 
-from edl.collective.agent.workers.worker_group import WorkerGroup
+from edl.collective.agent.worker_group import WorkerGroup
 from edl.collective.goodput.ledger import AgentState, Ledger, NodeRecord
 from edl.collective.goodput.summary import LedgerWriter, last_step_before
 from edl.discovery.store import Store

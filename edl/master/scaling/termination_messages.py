@@ -1,6 +1,6 @@
 """What `edl run` leaves in a container's termination message, read for a `TerminationReport`.
 
-The format is `edl.collective.agent.termination_message`'s, which this package does not import; a test compares the two.
+The format is `edl.collective.agent.ending`'s, which this package does not import; a test compares the two.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _SIGNAL_BASE: Final = 128
 """A shell's and Kubernetes' exit code of a process that a signal killed is this and the signal's number."""
 _LAST_SIGNAL: Final = 64  # SIGRTMAX on Linux: larger exit codes are a program's own, such as 255
 
-# What `edl run` ends with: see edl.collective.agent.exit_codes, which this package does not import.
+# What `edl run` ends with: see edl.collective.agent.ending, which this package does not import.
 _EXIT_FAULTY_NODE: Final = 69  # EX_UNAVAILABLE
 _EXIT_NOT_STORED: Final = 74  # EX_IOERR
 _EXIT_TRY_AGAIN: Final = 75  # EX_TEMPFAIL

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from edl.cli import main
-from edl.collective.agent.exit_codes import ExitCode
+from edl.collective.agent.ending import ExitCode
 from edl.collective.job_records import Node as NodeRecord
 from edl.collective.job_records import prefix
 from edl.discovery import open_store

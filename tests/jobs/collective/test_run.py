@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.exit_codes import ExitCode
+from edl.collective.agent.ending import ExitCode
 from tests.jobs.collective.job import START_S, Job
 
 pytestmark = pytest.mark.timeout(300)

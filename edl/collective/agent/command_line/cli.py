@@ -7,6 +7,7 @@ that choose or tune torchrun's rendezvous are accepted and not needed.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import logging
 import math
@@ -15,13 +16,14 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -29,19 +31,15 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from edl.background import start_call
 from edl.collective.agent.agent import Agent
-from edl.collective.agent.command_line.address import own_address, warn_of_slow_name
-from edl.collective.agent.command_line.endpoint import RendezvousEndpoint
+from edl.collective.agent.command_line.endpoint import RendezvousEndpoint, own_address, warn_of_slow_name
 from edl.collective.agent.command_line.options import parse_options, parser
-from edl.collective.agent.command_line.slurm import SlurmStep
-from edl.collective.agent.command_line.task_runs import TaskRuns
-from edl.collective.agent.exit_codes import ExitCode
-from edl.collective.agent.health.hang_limits import HangLimits
-from edl.collective.agent.health.node_check.runner import NodeCheckSettings
+from edl.collective.agent.command_line.slurm import SlurmStep, TaskRuns
+from edl.collective.agent.ending import ExitCode, TerminationMessage, write_termination_message
+from edl.collective.agent.health.hangs import HangLimits
+from edl.collective.agent.health.node_check import NodeCheckSettings
 from edl.collective.agent.launch_spec import LaunchSpec
-from edl.collective.agent.membership.rendezvous import RendezvousSettings
-from edl.collective.agent.processes.log_folder import kept_log_folder, temporary_log_folder
 from edl.collective.agent.processes.zygote import ProgramSpec
-from edl.collective.agent.termination_message import TerminationMessage, write_termination_message
+from edl.collective.agent.rendezvous import RendezvousSettings
 from edl.collective.paddle.environment import has_gpu_build
 from edl.discovery import Store, open_store
 from edl.errors import DiscoveryError, EDLError, SettingsError
@@ -51,9 +49,83 @@ from edl.settings import Credentials, default_discovery_url, read
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS
 
-__all__ = ["main"]
+__all__ = ["kept_log_folder", "main", "temporary_log_folder"]
 
 logger = logging.getLogger(__name__)
+
+
+_LOGS: Final = "edl-logs-"
+_KEPT: Final = "edl-output-"
+_ABANDONED_S: Final = 3600.0
+"""Age of an unlocked folder that is removed: another agent may have made it a moment ago and not locked it yet."""
+
+
+@contextmanager
+def temporary_log_folder() -> Iterator[str]:
+    """Make a folder for the files of workers, which is locked while it is in use; remove what killed agents left.
+
+    Yields:
+        Its path.
+
+    Raises:
+        SettingsError: no folder for temporary files can be written to, as in a container with a read-only root.
+    """
+    try:
+        base = Path(tempfile.gettempdir())
+    except FileNotFoundError as exc:
+        raise SettingsError(
+            "no folder for temporary files can be written to, which workers need as well: set TMPDIR, or in a "
+            "container with a read-only root mount a folder at /tmp (in Kubernetes an emptyDir)"
+        ) from exc
+    for path in base.glob(f"{_LOGS}*"):
+        # A young folder is not even locked for a look: its agent may be about to lock it, and would find it locked.
+        with suppress(OSError):
+            if _is_old(path):
+                with _locked(path):
+                    if _is_old(path):
+                        shutil.rmtree(path, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_LOGS) as folder, _locked(Path(folder)):
+        yield folder
+
+
+@contextmanager
+def kept_log_folder() -> Iterator[str]:
+    """Make a folder for the files of workers, which stays, unless nothing came into it.
+
+    Yields:
+        Its path.
+    """
+    folder = tempfile.mkdtemp(prefix=_KEPT)
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # it is not empty
+            Path(folder).rmdir()
+
+
+def _is_old(folder: Path) -> bool:
+    """Return whether a folder is this user's, and nothing came into it for long."""
+    status = folder.stat()
+    return status.st_uid == os.getuid() and time.time() - status.st_mtime > _ABANDONED_S
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder.
+
+    Raises:
+        OSError: another process holds it.
+    """
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(file)
+
+
+# --- `edl run` ---
+
 
 _LOGGERS = ("edl.collective.agent", "edl.collective.replica")
 """What a person should see of these begins at INFO; of the rest of EDL, and of other libraries, at WARNING."""

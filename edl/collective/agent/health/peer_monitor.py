@@ -5,7 +5,7 @@ network. A kernel that refuses a connection where that agent listened tells it f
 SIGKILL, preemption, lack of memory) on a host that lives. Hosts that vanish, agents that are stopped and networks that
 fail are found by the lease.
 
-What does not belong here: what follows from a death (`edl.collective.agent.membership.rendezvous`).
+What does not belong here: what follows from a death (`edl.collective.agent.rendezvous`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fnmatch
+import importlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -12,17 +15,126 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from edl.background import BackgroundLoop
-from edl.collective.agent.processes.gpu_holders import GPU_DEVICES, find_holders, wait_for_release
 from edl.collective.agent.processes.preload import PreloadResult
 from edl.collective.agent.processes.zygote import MESSAGE_NBYTES, ForkRequest, ProgramSpec, zygote_command
 from edl.errors import EDLError
 
-__all__ = ["WorkerExit", "WorkerProcesses", "ZygoteLost"]
+__all__ = ["GPU_DEVICES", "WorkerExit", "WorkerProcesses", "ZygoteLost", "find_holders", "wait_for_release"]
+
+logger = logging.getLogger(__name__)
+
+
+GPU_DEVICES: Final = ("/dev/nvidia[0-9]*", "/dev/kfd")
+"""Patterns of the files that a process opens to use a GPU of NVIDIA or AMD."""
+_RELEASE_POLL_S: Final = 0.005
+"""Between two looks at processes that are to end: recovery waits for it, and a look takes a tenth of that."""
+_INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux; NVML names processes as they are known there
+
+
+def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) -> dict[int, str]:
+    """Find the processes of some process groups that have a GPU open. On a host without a GPU this returns at once.
+
+    Args:
+        groups: ids of the process groups.
+        devices: patterns of the files that a process opens to use a GPU.
+
+    Returns:
+        When they started, in the kernel's ticks, by process id: together no later process has the same.
+    """
+    if not groups or not any(_exists(pattern) for pattern in devices):
+        return {}
+    found = {}
+    for path in Path("/proc").iterdir():
+        if not path.name.isdigit():
+            continue
+        fields = _stat(int(path.name))
+        if fields and int(fields[2]) in groups and _has_open(path, devices):
+            found[int(path.name)] = fields[19]
+    return found
+
+
+def wait_for_release(holders: dict[int, str], deadline: float) -> bool:
+    """Wait until these processes have ended, and NVML does not list them any more.
+
+    Args:
+        holders: what `find_holders` found.
+        deadline: of `time.monotonic()`.
+
+    Returns:
+        Whether they have, before the deadline.
+    """
+    while left := [pid for pid, began in holders.items() if _lives(pid, began)] or sorted(_listed() & set(holders)):
+        if time.monotonic() > deadline:
+            logger.warning("processes %s still hold memory of a GPU: the new workers start all the same", left)
+            return False
+        time.sleep(_RELEASE_POLL_S)
+    return True
+
+
+def _exists(pattern: str) -> bool:
+    folder, _, name = pattern.rpartition("/")
+    with contextlib.suppress(OSError):
+        return any(fnmatch.fnmatchcase(path.name, name) for path in Path(folder).iterdir())
+    return False
+
+
+def _has_open(process: Path, devices: Sequence[str]) -> bool:
+    with contextlib.suppress(OSError):
+        for link in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = str(link.readlink())
+                if any(fnmatch.fnmatchcase(target, pattern) for pattern in devices):
+                    return True
+    return False
+
+
+def _lives(pid: int, began: str) -> bool:
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in "ZX" and fields[19] == began
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return []
+
+
+def _listed() -> set[int]:
+    """Return the processes that hold memory of a GPU, where NVML is installed and names them as this process does."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return set()
+    if Path("/proc/self/ns/pid").stat().st_ino != _INITIAL_PID_NAMESPACE:
+        return set()
+    return _ask_nvml(nvml)
+
+
+def _ask_nvml(nvml: Any) -> set[int]:
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return set()
+    try:
+        devices = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return {process.pid for device in devices for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)}
+    except nvml.NVMLError:
+        return set()
+    finally:
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
+
+# --- A node's workers, seen from its agent ---
+
 
 _FORK_TIMEOUT_S: Final = 10.0
 """For a zygote to answer: a fork takes milliseconds, on a machine without a free core a second or two. A zygote that

@@ -25,11 +25,26 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from edl.collective.agent.processes.forked_state import limit_threads, renew_state, show_command_line, undo_side_effects
-from edl.collective.agent.processes.main_program import absolute_path, arm_interruption, command_line, run_main
-from edl.collective.agent.processes.preload import PreloadResult, find_fork_hazard, preload_modules, watched_environ
-from edl.collective.agent.processes.program_imports import ProgramImports, scan_imports, sources_of
-from edl.collective.agent.processes.redirection import redirect_output
+from edl.collective.agent.processes.main_program import (
+    absolute_path,
+    arm_interruption,
+    command_line,
+    limit_threads,
+    redirect_output,
+    renew_state,
+    run_main,
+    show_command_line,
+    undo_side_effects,
+)
+from edl.collective.agent.processes.preload import (
+    PreloadResult,
+    ProgramImports,
+    find_fork_hazard,
+    preload_modules,
+    scan_imports,
+    sources_of,
+    watched_environ,
+)
 
 __all__ = ["MESSAGE_NBYTES", "ForkRequest", "ProgramSpec", "main", "zygote_command"]
 
@@ -59,7 +74,7 @@ class ProgramSpec:
         target: the file, module or program.
         arguments: what follows it in the command line.
         prewarm: whether to import anything ahead of time: the framework and numpy, where the program imports them
-            before it does anything else (see `edl.collective.agent.processes.program_imports`), and `preload`.
+            before it does anything else (see `edl.collective.agent.processes.preload`), and `preload`.
         framework: what the workers train with, `torch` or `paddle`.
         preload: modules to import ahead of time as well.
         without: modules that workers must import by themselves (see `edl.collective.agent.processes.preload`).

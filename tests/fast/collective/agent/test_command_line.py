@@ -20,15 +20,13 @@ import psutil
 import pytest
 
 from edl.cli import main
-from edl.collective.agent.command_line import address
-from edl.collective.agent.command_line.address import own_address, warn_of_slow_name
+from edl.collective.agent.command_line import endpoint as endpoint_module
 from edl.collective.agent.command_line.cli import _command, _launch
-from edl.collective.agent.command_line.endpoint import RendezvousEndpoint
+from edl.collective.agent.command_line.endpoint import RendezvousEndpoint, own_address, warn_of_slow_name
 from edl.collective.agent.command_line.options import parse_options, parser
 from edl.collective.agent.command_line.served_store import keep_for_later, served_store
-from edl.collective.agent.command_line.slurm import SlurmStep
-from edl.collective.agent.command_line.task_runs import TaskRuns
-from edl.collective.agent.signals import StopSignals
+from edl.collective.agent.command_line.slurm import SlurmStep, TaskRuns
+from edl.collective.agent.ending import StopSignals
 from edl.discovery.served.addresses import ListenAddress
 from edl.discovery.served.host import KEPT
 from edl.errors import DiscoveryError, SettingsError
@@ -151,7 +149,7 @@ def test_slow_name_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     monkeypatch.setattr(socket, "getnameinfo", getnameinfo)
     warn_of_slow_name("10.1.2.3")
     assert not caplog.messages, "DNS answered at once, be it that there is no name"
-    monkeypatch.setattr(address, "_SLOW_NAME_S", 0.0)
+    monkeypatch.setattr(endpoint_module, "_SLOW_NAME_S", 0.0)
     for own in ("10.1.2.3", "2001:db8::1"):
         warn_of_slow_name(own)
     assert questions == ["::ffff:10.1.2.3", "::ffff:10.1.2.3", "2001:db8::1"]

@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from edl.collective.agent import host_folder as host
 from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.launch_spec import LaunchSpec, error_files, worker_environment, worker_forks
-from edl.collective.agent.membership.rendezvous import RendezvousSettings
 from edl.collective.agent.processes.zygote import ProgramSpec
+from edl.collective.agent.rendezvous import RendezvousSettings
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_slots
 from edl.collective.job_records import JobState, Member, World
 from edl.errors import EDLError

@@ -21,7 +21,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
-from edl.collective.agent.job_run import JobRun
+from edl.collective.agent.context import JobRun
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory.slots import CompleteSlot, PinnedSlot, SlotHeader, SlotPair, find_marked_slots
 from edl.collective.checkpoint.memory.transfer import slot_bytes

@@ -20,7 +20,7 @@ from edl.cli import cmd_status, main
 from edl.collective import worker_status
 from edl.collective.agent import status_publisher
 from edl.collective.agent.status_publisher import StatusPublisher
-from edl.collective.agent.workers.worker_group import WorkerGroup
+from edl.collective.agent.worker_group import WorkerGroup
 from edl.collective.goodput.ledger import (
     MAX_SPANS,
     AgentState,

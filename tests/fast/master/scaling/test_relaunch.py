@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.collective.agent.exit_codes import ExitCode
+from edl.collective.agent.ending import ExitCode, TerminationMessage
 from edl.collective.agent.health.failures import ExitCause
-from edl.collective.agent.termination_message import TerminationMessage
 from edl.master.scaling.relaunch import RELAUNCH_TABLE, RelaunchAction, RelaunchRule, decide_relaunch
 from edl.master.scaling.termination_messages import parse_termination_message
 from edl.master.scaling.terminations import TerminationCause, TerminationReport, find_termination_cause

@@ -21,6 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl import cgroups
+from edl.collective.agent.ending import TerminationMessage, cut_traceback, write_termination_message
+from edl.collective.agent.generation_outcome import GenerationOutcome, RestartPolicy
 from edl.collective.agent.health.failures import (
     ExitCause,
     RecoveryDecision,
@@ -29,23 +31,22 @@ from edl.collective.agent.health.failures import (
     find_exit_cause,
     read_error_file,
 )
-from edl.collective.agent.health.hang_detector import HangDetector
-from edl.collective.agent.health.hang_limits import HangLimits, describe_hang, find_progress_limit
-from edl.collective.agent.health.heartbeat import Heartbeat
-from edl.collective.agent.health.process_activity import (
+from edl.collective.agent.health.hangs import (
     ActivityMonitor,
+    HangDetector,
+    HangLimits,
     ProcessUsage,
     ThreadUsage,
+    describe_hang,
+    find_progress_limit,
     is_active,
     read_usage,
 )
-from edl.collective.agent.health.restart_policy import RestartPolicy
 from edl.collective.agent.launch_spec import LaunchSpec
-from edl.collective.agent.membership.rendezvous import RendezvousSettings
 from edl.collective.agent.processes.pool import WorkerExit
 from edl.collective.agent.processes.zygote import ProgramSpec
-from edl.collective.agent.termination_message import TerminationMessage, cut_traceback, write_termination_message
-from edl.collective.agent.workers.generation_outcome import GenerationOutcome
+from edl.collective.agent.rendezvous import RendezvousSettings
+from edl.collective.agent.status_pages import Heartbeat
 from edl.collective.worker_status import Phase, WorkerStatus, WorkerStatusPage
 from tests.waiting import wait_until
 

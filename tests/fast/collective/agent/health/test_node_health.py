@@ -24,18 +24,18 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, Store
 
 from edl import discovery
-from edl.collective.agent.health import peer_monitor
-from edl.collective.agent.health.node_check import gate, runner, workload
-from edl.collective.agent.health.node_check.pairing import (
+from edl.collective.agent.health import node_check, node_probe, peer_monitor
+from edl.collective.agent.health.node_check import (
     CheckRoundResult,
     Groups,
     NodeCheckResult,
+    NodeCheckSettings,
+    check_nodes,
     first_groups,
     second_groups,
     summarize_rounds,
 )
-from edl.collective.agent.health.node_check.runner import NodeCheckSettings, check_nodes
-from edl.collective.agent.health.node_check.workload import (
+from edl.collective.agent.health.node_probe import (
     agree_on_gpus,
     check_copies,
     check_products,
@@ -56,9 +56,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workload, "_SIZE", {"cpu": 96})
-    monkeypatch.setattr(workload, "_COPIED", 5000)
-    monkeypatch.setattr(workload, "_REDUCED", 5000)
+    monkeypatch.setattr(node_probe, "_SIZE", {"cpu": 96})
+    monkeypatch.setattr(node_probe, "_COPIED", 5000)
+    monkeypatch.setattr(node_probe, "_REDUCED", 5000)
 
 
 def spoiled(function: Callable[..., Any], at_call: int) -> Callable[..., Any]:
@@ -204,8 +204,8 @@ def test_last_words_are_waited_for() -> None:
         lines.put('{"reduce_s": 0.5}')  # they come between the look for more and this one
         return True
 
-    own = runner._OwnNode(None, "check", "a", "127.0.0.1", NodeCheckSettings())
-    runner._follow_process(own, ended, lines, reported, math.inf, "")
+    own = node_check._OwnNode(None, "check", "a", "127.0.0.1", NodeCheckSettings())
+    node_check._follow_process(own, ended, lines, reported, math.inf, "")
     assert reported == {"reduce_s": 0.5}
 
 
@@ -219,8 +219,8 @@ def test_silent_node_is_named(store: discovery.Store, monkeypatch: pytest.Monkey
         return {"device": "cpu", "compute_s": 1.0, "reduce_s": 0.1 if task["world_size"] == 1 else None, "error": ""}
 
     now = itertools.count(1000.0)
-    monkeypatch.setattr(runner, "_run_process", run)
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda seconds: None))
+    monkeypatch.setattr(node_check, "_run_process", run)
+    monkeypatch.setattr(node_check, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda seconds: None))
     if not silent:
         store.put("check/1/meet/a", b'{"host": "10.0.0.1", "port": 7}')
     found = check_nodes(store, "check", "b", "10.0.0.2", "ab", NodeCheckSettings(timeout_s=60.0))
@@ -238,11 +238,11 @@ def test_waiting_nodes_are_checked_together(store: discovery.Store, monkeypatch:
         asked.append((prefix, node, tuple(nodes)))
         return NodeCheckResult({}, {})
 
-    monkeypatch.setattr(gate, "check_nodes", check)
+    monkeypatch.setattr(node_check, "check_nodes", check)
     for name in "bc":  # wait already when the first one looks
         store.put(f"jobs/job/check/waiting/{name}", b"")
     for name in ("a", "b", "c", "late"):
-        gate.check_before_joining(store, "job", name, "127.0.0.1", 0.0, NodeCheckSettings())
+        node_check.check_before_joining(store, "job", name, "127.0.0.1", 0.0, NodeCheckSettings())
     assert asked[:3] == [("jobs/job/check/runs/0", name, ("a", "b", "c")) for name in "abc"]
     assert asked[3] == ("jobs/job/check/runs/1", "late", ("late",))
 

@@ -15,12 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.collective.agent.context import AgentContext
+from edl.collective.agent.context import AgentContext, ShutdownState
 from edl.collective.agent.join import _is_excluded
-from edl.collective.agent.membership.excluded_hosts import Exclusions, host_key
-from edl.collective.agent.membership.node_records import Membership
-from edl.collective.agent.membership.pause import pause_needs_s, pause_step
-from edl.collective.agent.membership.rendezvous import (
+from edl.collective.agent.node_records import Exclusions, Membership, host_key
+from edl.collective.agent.rendezvous import (
     ChangeTimer,
     LocalObservation,
     RendezvousSettings,
@@ -29,7 +27,7 @@ from edl.collective.agent.membership.rendezvous import (
     is_join_deferred,
     next_world,
 )
-from edl.collective.agent.shutdown import ShutdownState
+from edl.collective.agent.status_pages import pause_needs_s, pause_step
 from edl.collective.goodput.summary import read_job
 from edl.collective.job_records import Exclusion, JobState, Member, Node, World
 from edl.collective.worker_status import WorkerStatus, WorkerStatusPage

@@ -19,12 +19,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from edl.collective.agent.processes import gpu_holders
+from edl.collective.agent.processes import pool
 from edl.collective.agent.processes import preload as preload_module
-from edl.collective.agent.processes.gpu_holders import find_holders, wait_for_release
-from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
-from edl.collective.agent.processes.preload import find_fork_hazard, preload_modules
-from edl.collective.agent.processes.program_imports import ProgramImports, scan_imports
+from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost, find_holders, wait_for_release
+from edl.collective.agent.processes.preload import ProgramImports, find_fork_hazard, preload_modules, scan_imports
 from edl.collective.agent.processes.stack_dump import dump_stacks
 from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
 from edl.errors import EDLError
@@ -291,10 +289,10 @@ def test_nvml_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = {2**22 + 1: "1"}  # no pid is that large
     answers = [[2**22 + 1, 7], [2**22 + 1], [7]]
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(answers))
-    monkeypatch.setattr(gpu_holders, "_INITIAL_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
+    monkeypatch.setattr(pool, "_INITIAL_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
     assert wait_for_release(ended, math.inf)
     assert answers == []
-    monkeypatch.setattr(gpu_holders, "_INITIAL_PID_NAMESPACE", 0)
+    monkeypatch.setattr(pool, "_INITIAL_PID_NAMESPACE", 0)
     answers.append([2**22 + 1])
     assert wait_for_release(ended, 0.0), "in a container the numbers are not the same"
     assert answers

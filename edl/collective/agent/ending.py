@@ -1,9 +1,4 @@
-"""What ended a node's agent, in a small file that outlives it: a container's termination message.
-
-Kubernetes keeps the last 4,096 bytes of the file that `terminationMessagePath` names in the container's status
-(https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/). `edl.master` reads it with
-`edl.master.scaling.termination_messages`, which it may not import from here; a test compares the two.
-"""
+"""How a node's part in a job ends: signals that ask it to leave, exit codes, the message that says what ended it."""
 
 from __future__ import annotations
 
@@ -11,14 +6,122 @@ import json
 import logging
 import os
 import re
+import signal
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Final
+from enum import IntEnum
+from types import TracebackType
+from typing import Any, Final
 
-__all__ = ["TerminationMessage", "cut_traceback", "write_termination_message"]
+__all__ = [
+    "AskedToLeaveError",
+    "ExitCode",
+    "StopSignals",
+    "TerminationMessage",
+    "cut_traceback",
+    "write_termination_message",
+]
 
 logger = logging.getLogger(__name__)
+
+
+class ExitCode(IntEnum):
+    """Exit codes; a node that left on a signal ends with 128 and the signal's number, as 143 for SIGTERM."""
+
+    DONE = 0
+    FAILED = 1
+    """The script raised, or ended with another code than 0."""
+    NOT_STORED = 74
+    """The script has ended, but the last state of this node's workers is not in storage (EX_IOERR of sysexits.h)."""
+    TRY_AGAIN = 75
+    """Too few nodes came within the deadline (EX_TEMPFAIL of sysexits.h): try again later. `edl.cli` ends so as well
+    where the store does not answer when a node comes."""
+    FAULTY_NODE = 69
+    """A GPU of this node failed, or the node did not pass the check before joining (EX_UNAVAILABLE): run elsewhere."""
+    OUT_OF_MEMORY = 137
+    """The kernel killed a worker for want of memory, and the node left for that (`--leave-on-oom`). It is the code of a
+    process that SIGKILL ended, so that whatever starts nodes again treats it alike."""
+
+
+# --- The signals that stop an agent ---
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS_IN_SLURM = (*_SIGNALS, signal.SIGUSR1)  # what `#SBATCH --signal=USR1@60` sends before the time limit
+
+
+class AskedToLeaveError(Exception):
+    """A signal asked this node to leave while it waited for something that would have taken longer."""
+
+
+class StopSignals:
+    """Counts the signals that arrive between `__enter__` and `__exit__`, which are for the main thread.
+
+    The handler only counts: code in the middle of something decides itself when to act on a signal.
+
+    Args:
+        wake: called with every signal, in the main thread, wherever that is.
+        slurm: whether Slurm sends the signals. It repeats SIGTERM (at the begin and at the end of a partition's
+            GraceTime, and when a job is cancelled that was asked before), which says nothing of how urgent it is:
+            SIGKILL follows by itself. Only SIGINT, which a person sends through `srun`, then hurries.
+    """
+
+    def __init__(self, wake: Callable[[], None], *, slurm: bool = False) -> None:
+        self._wake = wake
+        self.slurm = slurm
+        self._numbers: list[int] = []
+        self._previous_handlers: dict[int, Any] = {}
+
+    @property
+    def stopping(self) -> bool:
+        """Whether this node shall leave."""
+        return bool(self._numbers)
+
+    @property
+    def urgent(self) -> bool:
+        """Whether it was asked a second time, and shall leave at once."""
+        return any(not self.slurm or number == signal.SIGINT for number in self._numbers[1:])
+
+    @property
+    def number(self) -> int:
+        """The signal that came first, which the workers get as well."""
+        return self._numbers[0]
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a process that left for the last signal, as a shell gives it."""
+        return 128 + self._numbers[-1]
+
+    def raise_if_stopping(self) -> None:
+        """Return if no signal came; code that waits calls this again and again.
+
+        Raises:
+            AskedToLeaveError: a signal came.
+        """
+        if self._numbers:
+            raise AskedToLeaveError
+
+    def __enter__(self) -> StopSignals:
+        signals = _SIGNALS_IN_SLURM if self.slurm else _SIGNALS
+        # What this process was started to ignore stays ignored, such as SIGHUP under nohup.
+        handled = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous_handlers = {number: signal.signal(number, self._record_signal) for number in handled}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    def _record_signal(self, number: int, frame: object) -> None:
+        self._numbers.append(number)
+        self._wake()
+
+
+# --- What ended a node's agent, in a small file that outlives it ---
+
 
 _MAX_BYTES: Final = 4096
 """As the kubelet reads: of a longer file it would keep the end, which is no JSON."""

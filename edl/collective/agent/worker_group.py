@@ -5,28 +5,64 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+from edl.collective.agent.generation_outcome import HANGING, GenerationOutcome
 from edl.collective.agent.health.failures import RecoveryDecision
-from edl.collective.agent.health.hang_detector import HangDetector
-from edl.collective.agent.health.heartbeat import Heartbeat
+from edl.collective.agent.health.hangs import HangDetector
 from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.launch_spec import LaunchSpec, error_files, worker_forks
-from edl.collective.agent.processes.log_tee import LogTee
 from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
 from edl.collective.agent.processes.stack_dump import dump_stacks
-from edl.collective.agent.workers.generation_outcome import HANGING, GenerationOutcome
-from edl.collective.agent.workers.status_pages import NodeStatusPages
+from edl.collective.agent.status_pages import Heartbeat, NodeStatusPages
 from edl.collective.job_records import World
 from edl.collective.worker_status import WorkerStatus
 from edl.errors import EDLError
 
-__all__ = ["WorkerGroup"]
+__all__ = ["LogTee", "WorkerGroup"]
 
 logger = logging.getLogger(__name__)
+
+
+class LogTee:
+    """Copies what workers write into their files, a generation at a time.
+
+    Args:
+        role: begins every line, together with the rank.
+    """
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._tails: list[Any] = []
+
+    def follow_logs(self, logs: Any, first_rank: int) -> None:
+        """Copy to the console what the workers write from now on, until `stop`.
+
+        Args:
+            logs: torch's `LogsDest`, which names the files by local rank.
+            first_rank: of this node.
+        """
+        for name, files, stream in (("stdout", logs.tee_stdouts, sys.stdout), ("stderr", logs.tee_stderrs, sys.stderr)):
+            if files:
+                prefixes = {rank: f"[{self._role}{first_rank + rank}]:" for rank in files}
+                self._tails.append(TailLog(name, files, stream, log_line_prefixes=prefixes).start())
+
+    def stop(self) -> None:
+        """Copy what is left in the files, and no more."""
+        for tail in self._tails:
+            tail.stop()
+        self._tails.clear()
+
+
+# --- This node's workers through the generations ---
+
 
 _STOPPED_S = 1.0
 """How long a worker may be stopped: a debugger stops and continues a process within it, and all ranks wait for it."""

@@ -30,6 +30,7 @@ __all__ = [
     "next_world",
 ]
 
+
 T = TypeVar("T")
 
 _MESSAGE_CHARS: Final = 16_000
@@ -96,7 +97,7 @@ class ChangeTimer(Generic[T]):
         self._since_s = now_s
 
     def record(self, value: T, now_s: float, *, restart: bool = False) -> bool:
-        """Take note of the value now, and measure anew if it changed or `restart` is set. Returns whether it changed."""
+        """Take note of the value now; a change, or `restart`, begins a new measurement. Returns whether it changed."""
         changed = value != self.value
         if changed or restart:
             self.value = value

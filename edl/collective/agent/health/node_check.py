@@ -11,28 +11,169 @@ Keys, under a prefix that is new for each check::
 from __future__ import annotations
 
 import json
+import logging
 import queue
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
 
 from edl.background import start_call
-from edl.collective.agent.health.node_check.pairing import (
-    CheckRoundResult,
-    Groups,
-    NodeCheckResult,
-    first_groups,
-    second_groups,
-    summarize_rounds,
-)
-from edl.discovery.store import Store
-from edl.errors import ProtocolError
+from edl.collective.job_records import prefix
+from edl.discovery.store import Lease, Store
+from edl.errors import DiscoveryError, ProtocolError
 
-__all__ = ["NodeCheckSettings", "check_nodes"]
+__all__ = [
+    "CheckRoundResult",
+    "NodeCheckResult",
+    "NodeCheckSettings",
+    "check_before_joining",
+    "check_nodes",
+    "first_groups",
+    "second_groups",
+    "summarize_rounds",
+]
+
+logger = logging.getLogger(__name__)
+
+
+Groups = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class CheckRoundResult:
+    """The findings of a node in a round.
+
+    Attributes:
+        device: "cpu" or "cuda"; times are compared among nodes with the same.
+        compute_s: seconds for the fixed work, None if it failed.
+        reduce_s: seconds for the all-reduce with the partners, 0 without partners, None if it failed.
+        error: why something failed, in words.
+    """
+
+    device: str = "cpu"
+    compute_s: float | None = None
+    reduce_s: float | None = None
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether both the work and the all-reduce succeeded."""
+        return self.compute_s is not None and self.reduce_s is not None
+
+
+@dataclass(frozen=True)
+class NodeCheckResult:
+    """The nodes that are not fit to train; all others are.
+
+    Attributes:
+        faulty: why, by node.
+        slow: why, by node.
+    """
+
+    faulty: dict[str, str] = field(default_factory=dict)
+    slow: dict[str, str] = field(default_factory=dict)
+
+
+def first_groups(nodes: Sequence[str]) -> Groups:
+    """Return pairs of neighbours; of an odd number the last three are a group."""
+    groups = [tuple(nodes[at : at + 2]) for at in range(0, len(nodes), 2)]
+    if len(groups) > 1 and len(groups[-1]) == 1:
+        last = groups.pop()
+        groups[-1] += last
+    return tuple(groups)
+
+
+def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], factor: float) -> Groups:
+    """Pair every suspect with a node that passed, as long as there are such nodes.
+
+    Suspects are all members of a group in which a node failed or was slow. Suspects for whom no partner is left meet
+    among themselves; nodes that were silent, and nodes that no suspect needs, work alone.
+
+    Args:
+        nodes: all nodes of the check, in the order of the first round.
+        first: results of the first round by node; silent nodes are missing.
+        factor: how many times the median is slow.
+
+    Returns:
+        The groups of the second round, in which every node is once.
+    """
+    slow = _slow([first], factor)
+    bad = [node for node in nodes if node not in slow and node in first and not first[node].passed] + list(slow)
+    silent = [node for node in nodes if node not in first]
+    touched = {node for group in first_groups(nodes) if {*group} & {*bad, *silent} for node in group}
+    answered = bad + [node for node in nodes if node in touched and node not in bad and node not in silent]
+    suspects = answered + silent
+    # From the other end: the neighbour was the partner of the first round.
+    good = [node for node in nodes if node not in suspects][::-1]
+    groups = list(zip(good, suspects, strict=False))
+    rest = [node for node in suspects[len(good) :] if node in answered]
+    half = len(rest) // 2
+    groups += zip(rest[:half], rest[half : 2 * half], strict=True)
+    met = {node for group in groups for node in group}
+    return (*groups, *((node,) for node in nodes if node not in met))
+
+
+def summarize_rounds(
+    nodes: Sequence[str], rounds: Sequence[tuple[Groups, Mapping[str, CheckRoundResult]]], factor: float = 2.0
+) -> NodeCheckResult:
+    """Find the nodes that are not fit from all rounds.
+
+    A node is faulty if it passed in no round, unless in a round that failed a partner was silent or could not compute,
+    which explains the failure. It is slow if even its best time is more than `factor` times the median of all nodes'
+    best.
+
+    Args:
+        nodes: all nodes of the check.
+        rounds: for every round its groups, and the results by node; silent nodes are missing.
+        factor: how many times the median is slow.
+    """
+    faulty = {}
+    for node in nodes:
+        reasons = []
+        for groups, results in rounds:
+            partners = next((group for group in groups if node in group), ())
+            if node in results and (results[node].passed or _explained(node, partners, results)):
+                break
+            reasons.append(results[node].error if node in results else "no answer")
+        else:
+            faulty[node] = "; ".join(dict.fromkeys(reasons))
+    slow = _slow([results for _, results in rounds], factor)
+    return NodeCheckResult(faulty, {node: why for node, why in slow.items() if node not in faulty})
+
+
+def _explained(node: str, partners: Sequence[str], results: Mapping[str, CheckRoundResult]) -> bool:
+    """Return whether a node that could compute failed to reduce because of a partner: silent, or unable to compute."""
+    return results[node].compute_s is not None and any(
+        partner not in results or results[partner].compute_s is None for partner in partners
+    )
+
+
+def _slow(rounds: Sequence[Mapping[str, CheckRoundResult]], factor: float) -> dict[str, str]:
+    slow: dict[str, str] = {}
+    for part in ("compute", "reduce"):
+        best: dict[str, dict[str, float]] = {}  # by device
+        for results in rounds:
+            for node, result in results.items():
+                seconds = result.compute_s if part == "compute" else result.reduce_s
+                if seconds:
+                    times = best.setdefault(result.device, {})
+                    times[node] = min(seconds, times.get(node, seconds))
+        for device, times in best.items():
+            usual_s = statistics.median_low(times.values())  # of two the faster, else the slower could not be slow
+            for node, seconds in times.items():
+                if seconds > factor * usual_s:
+                    why = f"{part} on {device} took {seconds:.3g} s, the median of all nodes is {usual_s:.3g} s"
+                    slow[node] = f"{slow[node]}; {why}" if node in slow else why
+    return slow
+
+
+# --- Runs a node check ---
+
 
 _POLL_S: Final = 0.05
 """Between two looks into the Store. A check takes seconds; oftener, many nodes would load the Store."""
@@ -192,7 +333,7 @@ def _run_process(own: _OwnNode, task: Mapping[str, Any], deadline: float, meet_k
     Returns:
         All that the probe reported.
     """
-    command = [sys.executable, "-m", "edl.collective.agent.health.node_check.probe", json.dumps(dict(task))]
+    command = [sys.executable, "-m", "edl.collective.agent.health.node_probe", json.dumps(dict(task))]
     reported: dict[str, Any] = {}
     errors: list[str] = []
     with subprocess.Popen(
@@ -263,3 +404,73 @@ def _parsed(value: bytes, where: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as exc:
         raise ProtocolError(f"{where} is not JSON: {value!r:.100}") from exc
+
+
+# --- The node check before a node joins ---
+
+
+_LEASE_S: Final = 10.0
+"""Of a node that waits. With more, a check counts longer on a node that died; with less, a busy node misses its own."""
+
+
+def check_before_joining(
+    store: Store, job: str, node: str, host: str, quiet_s: float, settings: NodeCheckSettings
+) -> NodeCheckResult:
+    """Wait for other nodes that want to be checked, then check all of them.
+
+    Args:
+        store: shared by all nodes.
+        job: its name.
+        node: this node's id.
+        host: where the others reach this node.
+        quiet_s: how long to wait after the last node came, in seconds.
+        settings: how to check.
+
+    Returns:
+        The nodes that are not fit, the same on every node of the check.
+
+    Raises:
+        DiscoveryError: the store cannot be reached.
+        ProtocolError: what others wrote makes no sense.
+    """
+    folder = prefix(job) + "check/"
+    with store.lease(_LEASE_S) as lease:
+        store.put(f"{folder}waiting/{node}", b"", lease)
+        number, nodes = _find_list(store, folder, node, lease, quiet_s, settings.raise_if_stopping)
+        if len(nodes) > 1:
+            limit_s = 2 * settings.timeout_s
+            logger.info("checking %d nodes, for %g s at most", len(nodes), limit_s, extra={"nodes": list(nodes)})
+        else:
+            logger.info("checking itself")
+        return check_nodes(store, f"{folder}runs/{number}", node, host, nodes, settings)
+
+
+def _find_list(
+    store: Store, folder: str, node: str, lease: Lease, quiet_s: float, raise_if_stopping: Callable[[], object]
+) -> tuple[int, Sequence[str]]:
+    """Wait for the list that this node is in. Returns its number and its nodes."""
+    before: set[str] = set()
+    since_s = time.monotonic()
+    while True:
+        raise_if_stopping()
+        lists = [_names(entry.value) for entry in store.list(f"{folder}lists/")]
+        for number, nodes in enumerate(lists):
+            if node in nodes:
+                return number, nodes
+        if lease.lost:
+            raise DiscoveryError("this node was silent while it waited to be checked: start it again")
+        waiting = {entry.key.rsplit("/", 1)[1] for entry in store.list(f"{folder}waiting/")}
+        waiting -= {name for nodes in lists for name in nodes}
+        if waiting != before:
+            before = waiting
+            since_s = time.monotonic()
+        elif time.monotonic() - since_s >= quiet_s and node in waiting:
+            store.compare_and_set(f"{folder}lists/{len(lists):06d}", json.dumps(sorted(waiting)).encode(), None)
+        time.sleep(_POLL_S)
+
+
+def _names(value: bytes) -> list[str]:
+    try:
+        return [str(name) for name in json.loads(value)]
+    except (ValueError, TypeError) as exc:
+        raise ProtocolError(f"not a list of nodes to check: {value[:100]!r}") from exc

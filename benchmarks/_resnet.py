@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._elastic_task import StepLog, Task
 from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, State
-from edl.collective.training.schedule import SampleSchedule
+from edl.collective.training.learning_rate import SampleSchedule
 
 __all__ = ["accuracy", "resnet"]
 

@@ -14,8 +14,7 @@ import accelerate
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from edl.collective.checkpoint.state.fields import parameter_names
-from edl.collective.checkpoint.state.random_states import capture_random_states, restore_random_states
+from edl.collective.checkpoint.state.fields import capture_random_states, parameter_names, restore_random_states
 from edl.collective.checkpoint.state.state import State
 from edl.collective.loop_position import (
     BoundaryCheckpointer,

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from edl.collective.checkpoint.state.random_states import capture_random_states, restore_random_states
-from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader
+from edl.collective.checkpoint.state.fields import capture_random_states, is_stateful_loader, restore_random_states
 from edl.collective.loop_position import (
     check_order,
     check_samples,

@@ -10,9 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edl.collective.training.batch_size.objective import AutoBatch
-    from edl.collective.training.learning_rate import AdaScale, Linear, SquareRoot
-    from edl.collective.training.schedule import SampleSchedule
+    from edl.collective.training.learning_rate import AdaScale, Linear, SampleSchedule, SquareRoot
+    from edl.collective.training.tuner import AutoBatch
 
 __all__ = ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"]
 

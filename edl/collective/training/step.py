@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from edl.collective.ranks import exchange, rank_of, world_of
-from edl.collective.training.sampler import ElasticSampler
-from edl.collective.training.split import micro_batch_sizes
+from edl.collective.training.sampler import ElasticSampler, micro_batch_sizes
 from edl.errors import SettingsError
 
 __all__ = [

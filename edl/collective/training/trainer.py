@@ -25,24 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from edl.collective.ranks import exchange
-from edl.collective.training.batch_size.noise import GradientNoise
-from edl.collective.training.batch_size.objective import AutoBatch
-from edl.collective.training.batch_size.tuner import BatchSizeTuner, RunState
-from edl.collective.training.gradients import NoiseMeter, average_gradients
-from edl.collective.training.learning_rate import Policy, RateScaling, needs_noise
-from edl.collective.training.optimizer_step import LossScale, OptionScaling
-from edl.collective.training.sampler import ElasticSampler
-from edl.collective.training.schedule import SampleSchedule
-from edl.collective.training.split import count_rows, cut_rows, micro_batch_sizes
-from edl.collective.training.step import (
-    ONE_ROW,
-    StepRequirements,
-    TrainingStep,
-    begin_counted_step,
-    begin_sampled_step,
-    weight_micro_batches,
-)
-from edl.collective.training.wrapping import (
+from edl.collective.training.gradients import (
+    NoiseMeter,
+    average_gradients,
     averages_itself,
     check_averaged,
     check_wrapping,
@@ -52,6 +37,19 @@ from edl.collective.training.wrapping import (
     least_rows,
     without_averaging,
 )
+from edl.collective.training.learning_rate import Policy, RateScaling, SampleSchedule, needs_noise
+from edl.collective.training.noise import GradientNoise
+from edl.collective.training.optimizer_step import LossScale, OptionScaling
+from edl.collective.training.sampler import ElasticSampler, count_rows, cut_rows, micro_batch_sizes
+from edl.collective.training.step import (
+    ONE_ROW,
+    StepRequirements,
+    TrainingStep,
+    begin_counted_step,
+    begin_sampled_step,
+    weight_micro_batches,
+)
+from edl.collective.training.tuner import AutoBatch, BatchSizeTuner, RunState
 from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["ElasticTrainer"]
@@ -179,7 +177,7 @@ class ElasticTrainer:
         take part. It weighs nothing, as long as its loss is finite.
 
         Args:
-            batch: tensors, or a nest of them, with a row for every sample; see `edl.collective.training.split`.
+            batch: tensors, or a nest of them, with a row for every sample; see `edl.collective.training.step`.
             rows: without a sampler, how many of its rows count, all if None; 0 for a rank that has none but must have a
                 batch. A sampler knows that by itself.
             weights: what the rows of the batch weigh in the mean loss, shape (rows,), such as how many of their tokens

@@ -39,35 +39,33 @@ from pathlib import Path
 from typing import Final
 
 from edl.background import start_call
-from edl.collective.checkpoint.memory.slot_header import (
+from edl.collective.checkpoint.memory.slot_reader import (
     HEADER_NBYTES,
     SEQUENCE_AT,
     SEQUENCE_NBYTES,
-    SlotHeader,
-    SlotPage,
-    StateVersion,
-    get_sequence,
-    meta_offset,
-    set_sequence,
-    write_page,
-)
-from edl.collective.checkpoint.memory.slot_reader import (
     CompleteSlot,
     PinnedSlot,
     SlotCopy,
+    SlotHeader,
+    SlotPage,
+    StateVersion,
     find_marked_slots,
     find_slots,
+    get_sequence,
     kept_prefix,
     marked_path,
     marking_path,
+    meta_offset,
     read_sequence,
     read_slot,
+    set_sequence,
     slot_files,
     slot_nbytes,
     slot_paths,
     spare_path,
     storing_path,
     unmark_slot,
+    write_page,
 )
 from edl.errors import ClosedError, SettingsError
 from edl.settings import read

@@ -12,17 +12,19 @@ import torch
 
 from edl.collective.checkpoint.encoding import decode, encode
 from edl.collective.checkpoint.state.fields import (
+    capture_random_states,
     check_loadable,
     field_form,
     field_kind,
     in_place_tensors,
+    is_stateful_loader,
     load_field,
     optimizer_parameters,
     parameter_names,
+    prepare_loader,
+    restore_random_states,
 )
 from edl.collective.checkpoint.state.metadata import ShardLayout, StateMetadata, TensorEntry, pack_meta, pack_table
-from edl.collective.checkpoint.state.random_states import capture_random_states, restore_random_states
-from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader, prepare_loader
 from edl.collective.checkpoint.state.tensors import (
     LiveMeshes,
     LiveTensors,

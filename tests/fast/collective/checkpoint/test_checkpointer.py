@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 import edl.collective
 from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 from edl.collective.checkpoint import evaluator as evaluator_module
-from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.checkpointer import Checkpointer, SaveSchedule
 from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending
-from edl.collective.checkpoint.memory.restore_plan import RestorePlan, choose_state
+from edl.collective.checkpoint.memory.restore import RestorePlan, choose_state
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_slots
-from edl.collective.checkpoint.save_schedule import SaveSchedule
 from edl.collective.checkpoint.state.state import State
 from edl.collective.loop_position import BoundaryCheckpointer
 from edl.collective.removed import torchrun_handler

@@ -18,7 +18,7 @@ import torch
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory.replica_slots import NO_VERSION, ReplicaFolder, ReplicaSlots, kept_prefix
-from edl.collective.checkpoint.memory.restore_plan import choose_state
+from edl.collective.checkpoint.memory.restore import choose_state
 from edl.collective.checkpoint.memory.slots import (
     HEADER_NBYTES,
     CompleteSlot,
@@ -30,11 +30,16 @@ from edl.collective.checkpoint.memory.slots import (
 from edl.collective.checkpoint.state.state import State
 from edl.collective.job_records import JobState, Member, World
 from edl.collective.replica import protocol
-from edl.collective.replica.client import ReplicaRefusedError, send_states
+from edl.collective.replica.peers import ReplicaRefusedError, ReplicaServer, send_states
 from edl.collective.replica.protocol import ReplicaAnnouncement
-from edl.collective.replica.replicator import JobSecret, Replicator, replica_peer
-from edl.collective.replica.schedule import ReplicaAction, ReplicaPace, ReplicationSchedule
-from edl.collective.replica.server import ReplicaServer
+from edl.collective.replica.replicator import (
+    JobSecret,
+    ReplicaAction,
+    ReplicaPace,
+    ReplicationSchedule,
+    Replicator,
+    replica_peer,
+)
 from edl.discovery import Store
 from edl.errors import ProtocolError, SettingsError, TemporaryError
 from edl.protocol.tls.peers import PeerTLS

@@ -17,26 +17,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from edl.collective.training.batch_size.noise import GradientGroups, GradientNoise
-from edl.collective.training.batch_size.objective import (
+from edl.collective.training.gradients import divisor_of, is_adaptive
+from edl.collective.training.learning_rate import AdaScale, Linear, Policy, RateScaling, SquareRoot
+from edl.collective.training.noise import GradientGroups, GradientNoise
+from edl.collective.training.sampler import ElasticSampler, micro_batch_sizes, rank_share
+from edl.collective.training.trainer import ElasticTrainer
+from edl.collective.training.tuner import (
     AutoBatch,
+    BatchSizeTuner,
+    LoaderTime,
+    RunState,
+    StepMeasurement,
+    StepTime,
     choose_batch_size,
+    fit_loader_time,
+    fit_step_time,
     micro_batch_shape,
     statistical_efficiency,
 )
-from edl.collective.training.batch_size.step_time import (
-    LoaderTime,
-    StepMeasurement,
-    StepTime,
-    fit_loader_time,
-    fit_step_time,
-)
-from edl.collective.training.batch_size.tuner import BatchSizeTuner, RunState
-from edl.collective.training.gradients import divisor_of, is_adaptive
-from edl.collective.training.learning_rate import AdaScale, Linear, Policy, RateScaling, SquareRoot
-from edl.collective.training.sampler import ElasticSampler
-from edl.collective.training.split import micro_batch_sizes, rank_share
-from edl.collective.training.trainer import ElasticTrainer
 from edl.errors import ProtocolError, SettingsError
 
 

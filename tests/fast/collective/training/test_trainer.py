@@ -17,13 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from edl.collective.checkpoint.state.metadata import parse_meta
 from edl.collective.checkpoint.state.state import State
-from edl.collective.training.batch_size.objective import AutoBatch
-from edl.collective.training.learning_rate import AdaScale, SquareRoot
-from edl.collective.training.sampler import ElasticSampler
-from edl.collective.training.schedule import SampleSchedule
-from edl.collective.training.split import count_rows, cut_rows
+from edl.collective.training.learning_rate import AdaScale, SampleSchedule, SquareRoot
+from edl.collective.training.sampler import ElasticSampler, count_rows, cut_rows
 from edl.collective.training.step import TrainingStep
 from edl.collective.training.trainer import ElasticTrainer
+from edl.collective.training.tuner import AutoBatch
 from edl.errors import ProtocolError, SettingsError
 
 

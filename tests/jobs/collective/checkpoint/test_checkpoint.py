@@ -16,8 +16,7 @@ from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder
 from edl.collective.checkpoint.memory.slots import find_slots
 from edl.collective.checkpoint.storage.writer import CheckpointWriter
 from edl.collective.job_records import JobState, Member, World
-from edl.collective.replica.replicator import Replicator
-from edl.collective.replica.schedule import ReplicaPace
+from edl.collective.replica.replicator import ReplicaPace, Replicator
 from tests.fast.collective.checkpoint.counted import reads
 from tests.jobs.collective.checkpoint.world import run
 from tests.jobs.collective.job import ROOT

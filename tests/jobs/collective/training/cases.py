@@ -17,10 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from edl.collective.training.batch_size.objective import AutoBatch
 from edl.collective.training.learning_rate import AdaScale, SquareRoot
 from edl.collective.training.sampler import ElasticSampler
 from edl.collective.training.trainer import ElasticTrainer
+from edl.collective.training.tuner import AutoBatch
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 __all__ = ["GradientGroups", "GradientNoise"]
 
+
 _MEMORY_STEPS = 100.0  # the noise changes over epochs; an estimate from fewer steps is itself too noisy
 
 

@@ -1,0 +1,516 @@
+"""The automatic batch of a run: measures its steps, asks `objective` for the best batch, and logs the decision."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from edl.collective.ranks import exchange
+from edl.collective.training.noise import GradientNoise
+from edl.errors import SettingsError
+
+__all__ = [
+    "AutoBatch",
+    "BatchSizeDecision",
+    "BatchSizeTuner",
+    "LoaderTime",
+    "RunState",
+    "StepMeasurement",
+    "StepTime",
+    "choose_batch_size",
+    "fit_loader_time",
+    "fit_step_time",
+    "micro_batch_shape",
+    "statistical_efficiency",
+]
+
+logger = logging.getLogger("edl.collective")
+
+
+_GAMMAS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)  # Pollux's range; between neighbours a predicted time differs by percents
+_FARTHEST = 20.0  # of logarithms, from the start of the search: e^20 is beyond any cost, and far from overflow
+_NO_WAIT = 0.02
+"""Of a step: what the loop itself needs between two steps, so that a shorter wait is no loader's."""
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """How long steps took in a setting.
+
+    Attributes:
+        world: the number of ranks.
+        rows: of a micro-batch, on the rank that has most.
+        parts: micro-batches of a step, on the rank that has most.
+        seconds: of a step, on the slowest rank; the median of several.
+        waited_s: between two steps, for the next batch, on the rank that waits longest.
+    """
+
+    world: int
+    rows: int
+    parts: int
+    seconds: float
+    waited_s: float = 0.0
+
+    @property
+    def share(self) -> int:
+        """Rows of a step on the rank that has most."""
+        return self.rows * self.parts
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The fitted model of the formula.
+
+    Attributes:
+        fixed_s: a, in seconds.
+        row_s: b, in seconds.
+        sync_s: c, in seconds.
+        rank_s: d, in seconds.
+        gamma: g.
+    """
+
+    fixed_s: float
+    row_s: float
+    sync_s: float = 0.0
+    rank_s: float = 0.0
+    gamma: float = 1.0
+
+    def seconds(self, world: int, rows: float, parts: int) -> float:
+        """Return the seconds of an optimizer step.
+
+        Args:
+            world: the number of ranks.
+            rows: of a micro-batch.
+            parts: micro-batches of a rank.
+        """
+        table = np.array([[world], [rows], [parts], [0.0]], dtype=np.float64)
+        return float(_times(table, [self.fixed_s, self.row_s, self.sync_s, self.rank_s], self.gamma)[0])
+
+
+@dataclass(frozen=True)
+class LoaderTime:
+    """How long a rank's loader needs for its share of a batch, in seconds: p and q of the formula.
+
+    Attributes:
+        fixed_s: p.
+        row_s: q.
+        ahead: it reads while a step computes.
+    """
+
+    fixed_s: float = 0.0
+    row_s: float = 0.0
+    ahead: bool = False
+
+    def waited_s(self, share: float, step_s: float) -> float:
+        """Return the wait for a batch, in seconds.
+
+        Args:
+            share: rows of the rank's share.
+            step_s: seconds of a step.
+        """
+        needed_s = self.fixed_s + self.row_s * share
+        return max(0.0, needed_s - step_s) if self.ahead else needed_s
+
+
+def fit_loader_time(measured: Sequence[StepMeasurement]) -> LoaderTime:
+    """Find the loader that explains the measured waits best. From a single share, all rows cost the same.
+
+    Where several explain them as well, the loader that promises least for larger batches is taken.
+
+    Args:
+        measured: steps, in several settings.
+    """
+    if not measured:
+        return LoaderTime()
+    found: list[tuple[float, float, LoaderTime]] = []
+    largest = max(measured, key=lambda step: step.share)
+    for ahead in (False, True):
+        # A loader that reads ahead and is not waited for needs at most a step: that says nothing more.
+        telling = [step for step in measured if not ahead or step.waited_s > _NO_WAIT * step.seconds]
+        points = [(step.share, step.waited_s + (step.seconds if ahead else 0.0)) for step in telling]
+        for model in _lines(points, ahead=ahead):
+            errors = [
+                np.log((step.seconds + model.waited_s(step.share, step.seconds)) / (step.seconds + step.waited_s))
+                for step in measured
+            ]
+            doubled_s = model.waited_s(2 * largest.share, 2 * largest.seconds)
+            found.append((round(float(np.square(errors).mean()), 5), -doubled_s, model))
+    return min(found, key=lambda candidate: candidate[:2])[2]
+
+
+def _lines(points: list[tuple[int, float]], *, ahead: bool) -> list[LoaderTime]:
+    """Return lines through points of (rows, seconds), by least squares and through the origin, not below 0."""
+    if not points:
+        return [LoaderTime(ahead=ahead)]
+    rows, seconds = np.array(points, dtype=np.float64).T
+    lines = [LoaderTime(0.0, float(rows @ seconds / (rows @ rows)), ahead)]
+    if len(set(rows)) > 1:
+        row_s, fixed_s = np.polyfit(rows, seconds, 1)
+        if row_s >= 0 and fixed_s >= 0:
+            lines.append(LoaderTime(float(fixed_s), float(row_s), ahead))
+        elif row_s < 0:
+            lines.append(LoaderTime(float(seconds.mean()), 0.0, ahead))
+    return lines
+
+
+def fit_step_time(measured: Sequence[StepMeasurement]) -> StepTime:
+    """Find the model that explains the measured times best; what they do not tell is taken to cost nothing.
+
+    Args:
+        measured: steps, in several settings.
+
+    Raises:
+        SettingsError: there is no measurement.
+    """
+    if not measured:
+        raise SettingsError("no step was measured yet")
+    worlds = {step.world for step in measured if step.world > 1}
+    several = len({(step.rows, step.parts) for step in measured}) > 1
+    free = np.array([several, True, bool(worlds), len(worlds) > 1])
+    table = np.array([(step.world, step.rows, step.parts, step.seconds) for step in measured], dtype=np.float64).T
+    fits = [_search(table, gamma, start, free) for gamma in (_GAMMAS if worlds else (1.0,)) for start in _starts(table)]
+    _, model = min(fits, key=lambda found: found[0])
+    return model
+
+
+def _starts(table: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
+    """Return where to search from: most of the shortest micro-batch is spent on its rows, or little of it."""
+    _, rows, parts, seconds = table
+    shortest = float((seconds / parts).min())
+    return [
+        np.log([fixed * shortest, (1 - fixed) * shortest / rows.max(), fixed * shortest, 0.1 * shortest])
+        for fixed in (0.1, 0.7)
+    ]
+
+
+def _search(
+    table: npt.NDArray[np.float64], gamma: float, start: npt.NDArray[np.float64], free: npt.NDArray[np.bool_]
+) -> tuple[float, StepTime]:
+    """Minimize by Levenberg and Marquardt's method over logarithms of the free numbers, which keeps them above zero."""
+
+    def numbers(logs: npt.NDArray[np.float64]) -> list[float]:
+        # What costs nothing would otherwise run away to minus infinity, where the slopes vanish.
+        found: list[float] = np.where(free, np.exp(np.clip(logs, start - _FARTHEST, start + _FARTHEST)), 0.0).tolist()
+        return found
+
+    def errors(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        off: npt.NDArray[np.float64] = np.log(_times(table, numbers(logs), gamma) / table[3])
+        return off
+
+    logs, damping = start, 1e-2
+    now = errors(logs)
+    for _ in range(40):
+        slopes = np.stack([(errors(logs + nudge) - now) / 1e-6 for nudge in np.eye(4) * 1e-6], axis=1)
+        square = slopes.T @ slopes + damping * np.eye(4)
+        there = logs - np.clip(np.linalg.solve(square, slopes.T @ now), -2.0, 2.0)
+        found = errors(there)
+        better = float(now @ now - found @ found)
+        damping = max(damping * 0.2, 1e-9) if better > 0 else damping * 5.0
+        if better > 0:
+            logs, now = there, found
+        if abs(better) < 1e-12 or damping > 1e6:
+            break
+    fixed_s, row_s, sync_s, rank_s = numbers(logs)
+    return float(now @ now), StepTime(fixed_s, row_s, sync_s, rank_s, gamma)
+
+
+def _times(table: npt.NDArray[np.float64], numbers: list[float], gamma: float) -> npt.NDArray[np.float64]:
+    """Return `StepTime.seconds` of every column of (world, rows, parts, ...), shape (4, steps)."""
+    world, rows, parts, _ = table
+    fixed_s, row_s, sync_s, rank_s = numbers
+    grad = fixed_s + row_s * rows
+    sync = np.where(world > 1, sync_s + rank_s * (world - 2), 0.0)
+    longer, shorter = np.maximum(grad, sync), np.minimum(grad, sync)
+    # Scaled by the longer one, so that the tenth power of a millisecond does not vanish.
+    together = longer * (1 + (shorter / longer) ** gamma) ** (1 / gamma)
+    times: npt.NDArray[np.float64] = (parts - 1) * grad + together
+    return times
+
+
+# --- Which batch makes the most progress a second ---
+
+
+_LEAST_EFFICIENCY = 0.5  # of samples in a batch that is tried only to measure it: half of them would be wasted
+_GROWTH = 2.0  # of the batch at a change: farther away the model of step times was never seen to hold
+
+
+@dataclass(frozen=True)
+class AutoBatch:
+    """Lets the trainer choose the global batch.
+
+    Attributes:
+        least: samples of the smallest global batch.
+        most: samples of the largest global batch.
+        every_steps: after how many steps to decide again.
+        margin: by which part the goodput must be better than the present for a change.
+    """
+
+    least: int
+    most: int
+    every_steps: int = 100
+    margin: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise SettingsError(f"least={self.least}, most={self.most}: must be 1 <= least <= most")
+        if self.every_steps < 1 or self.margin < 0:
+            raise SettingsError(f"every_steps={self.every_steps}, margin={self.margin}: at least 1, and not below 0")
+
+
+def statistical_efficiency(noise_scale: float, batch: int, base_batch: int) -> float:
+    """Return the progress that a sample makes, relative to a sample in the base batch.
+
+    Args:
+        noise_scale: of the gradients, in samples; may be infinite.
+        batch: samples of a step.
+        base_batch: samples of a step that the learning rate was chosen for.
+    """
+    if math.isinf(noise_scale):
+        return 1.0
+    return (noise_scale + base_batch) / (noise_scale + batch)
+
+
+@dataclass(frozen=True)
+class BatchSizeDecision:
+    """A decision about the global batch.
+
+    Attributes:
+        batch: samples from now on.
+        reason: for the log, in a line.
+    """
+
+    batch: int
+    reason: str
+
+
+def choose_batch_size(
+    settings: AutoBatch,
+    measured: Sequence[StepMeasurement],
+    noise_scale: float | None,
+    *,
+    batch: int,
+    base_batch: int,
+    world: int,
+    max_micro_batch: int | None = None,
+) -> BatchSizeDecision:
+    """Choose the global batch with the largest goodput that the model predicts.
+
+    It never more than doubles at once, since the model is fitted to what was seen. As long as a single micro-batch size
+    was seen, which cannot tell a step's fixed cost from that of its rows, it is doubled where that wastes little.
+
+    Args:
+        settings: the bounds.
+        measured: step times, in several settings.
+        noise_scale: in samples, None if not known yet.
+        batch: samples of a step now.
+        base_batch: samples of a step that the learning rate was chosen for.
+        world: the number of ranks.
+        max_micro_batch: the smallest of all ranks.
+
+    Returns:
+        The batch, and the reason.
+    """
+    inside = min(max(batch, settings.least), settings.most)
+    if inside != batch:
+        return BatchSizeDecision(
+            inside, f"batch {batch} -> {inside}: the bounds are {settings.least} to {settings.most}"
+        )
+    if noise_scale is None or not measured:
+        missing = "gradient noise" if noise_scale is None else "step times"
+        return BatchSizeDecision(batch, f"batch {batch} stays: no {missing} measured yet")
+    limit = min(settings.most, max(int(batch * _GROWTH), world))
+    phi = f"noise scale {noise_scale:.4g}"
+    if len({(step.rows, step.parts) for step in measured}) < 2 and limit > batch:
+        worth = statistical_efficiency(noise_scale, limit, batch)
+        if worth < _LEAST_EFFICIENCY + 0.1:
+            return BatchSizeDecision(
+                batch, f"batch {batch} stays: {limit} would train {worth:.0%} as well per sample ({phi})"
+            )
+        return BatchSizeDecision(
+            limit, f"batch {batch} -> {limit}: to measure a second size; {worth:.0%} as efficient ({phi})"
+        )
+    model, loader = fit_step_time(measured), fit_loader_time(measured)
+
+    def seconds(size: int) -> float:
+        rows, parts = micro_batch_shape(size, world, max_micro_batch)
+        step_s = model.seconds(world, rows, parts)
+        return step_s + loader.waited_s(rows * parts, step_s)
+
+    def goodput(size: int) -> float:
+        return size / seconds(size) * statistical_efficiency(noise_scale, size, base_batch)
+
+    now = goodput(batch)
+    best = max(_candidates(settings.least, limit, batch, world, max_micro_batch), key=goodput)
+    gain = goodput(best) / now - 1
+    share = statistical_efficiency(noise_scale, best, batch)
+    if best == batch or gain < settings.margin:
+        why = f"best is {best}, {gain:+.1%} goodput, below the margin of {settings.margin:.0%}"
+        return BatchSizeDecision(batch, f"batch {batch} stays: {why if best != batch else 'nothing is better'} ({phi})")
+    faster = (best / seconds(best)) / (batch / seconds(batch))
+    return BatchSizeDecision(
+        best, f"batch {batch} -> {best}: {gain:+.1%} goodput = {faster:.2f}x samples/s x {share:.2f} efficiency ({phi})"
+    )
+
+
+def micro_batch_shape(batch: int, world: int, max_micro_batch: int | None) -> tuple[int, int]:
+    """Return the rows of a micro-batch and the number of micro-batches, on the rank that has most.
+
+    A single rank makes at least two micro-batches: with a single group of samples, noise could not be measured.
+
+    Args:
+        batch: samples of a step.
+        world: the number of ranks.
+        max_micro_batch: samples that fit into the ranks' memory, None for no limit.
+    """
+    rows = -(-batch // world)
+    parts = -(-rows // max_micro_batch) if max_micro_batch else 1
+    if world == 1:
+        parts = max(parts, min(rows, 2))
+    return -(-rows // parts), parts
+
+
+def _candidates(least: int, most: int, batch: int, world: int, max_micro_batch: int | None) -> list[int]:
+    """Return sizes between the bounds, about a tenth apart, and sizes that fill the ranks' memory exactly."""
+    sizes = {least, batch, most}
+    size = float(least)
+    while size < most:
+        sizes.add(min(max(round(size / world) * world, least), most))
+        size *= 1.1
+    full = world * (max_micro_batch or 0)
+    if full:
+        sizes.update(range(full * max(-(-least // full), 1), most + 1, full * max(1, most // full // 64)))
+    return sorted(sizes)
+
+
+# --- The automatic batch of a run ---
+
+
+_KEPT = 32  # settings whose times are kept: the oldest are of batches long left behind, and a fit takes longer
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run at a step.
+
+    Attributes:
+        world: the number of ranks.
+        batch: samples of a step.
+        max_micro_batch: samples that fit into this rank's memory, None for no limit.
+        noise: of the gradients.
+    """
+
+    world: int
+    batch: int
+    max_micro_batch: int | None
+    noise: GradientNoise
+
+
+class BatchSizeTuner:
+    """Collects step times between two decisions. All that is saved is the same on every rank.
+
+    Args:
+        settings: the bounds.
+        base_batch: samples of a step that the learning rate was chosen for.
+    """
+
+    def __init__(self, settings: AutoBatch, base_batch: int) -> None:
+        self.settings = settings
+        self.base_batch = base_batch
+        self._steps = 0
+        self._setting = (0, 0)  # world and batch that the times are of
+        self._seconds: list[float] = []  # of this rank, since the last decision or change
+        self._waits: list[float] = []
+        self._measured: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def record_wait(self, seconds: float) -> None:
+        """Record how long this rank waited between two steps, for its next batch.
+
+        Args:
+            seconds: of the wait.
+        """
+        self._waits.append(seconds)
+
+    def record_step(
+        self, now: RunState, seconds: float | None, group: dist.ProcessGroup | None, device: torch.device
+    ) -> int:
+        """Record a finished step, and now and then decide on the batch.
+
+        A collective: all ranks call it after every step.
+
+        Args:
+            now: the run at this step.
+            seconds: that the step took on this rank, None if that is not to be counted.
+            group: the process group of the ranks.
+            device: from which the group's backend can send.
+
+        Returns:
+            The global batch from now on, the same on every rank.
+        """
+        if self._setting != (now.world, now.batch):
+            self._setting = (now.world, now.batch)
+            self._clear()
+        if seconds is not None:
+            self._seconds.append(seconds)
+        self._steps += 1
+        if self._steps % self.settings.every_steps:
+            return now.batch
+        micros = max(round(statistics.median(self._seconds) * 1e6), 1) if self._seconds else 0
+        waited = round(statistics.median(self._waits) * 1e6) if self._waits else 0
+        self._clear()
+        everyone = exchange([micros, waited, now.max_micro_batch or 0], group, device)
+        # A rank that waits for its loader has the others wait for it in their steps: those are not slow.
+        waited_s = max(waited for _, waited, _ in everyone) / 1e6
+        whole_s = max(micros + waited for micros, waited, _ in everyone) / 1e6
+        slowest_s = max(whole_s - waited_s, min(micros for micros, _, _ in everyone) / 1e6)
+        tightest = min((most for _, _, most in everyone if most), default=None)
+        decision = self._decide(replace(now, max_micro_batch=tightest), slowest_s, waited_s)
+        logger.info("%s", decision.reason)
+        # Rounding may differ between kinds of machines: what the first rank decides holds for all.
+        (batch,) = exchange([decision.batch], group, device)[0]
+        return batch
+
+    def _clear(self) -> None:
+        self._seconds.clear()
+        self._waits.clear()
+
+    def _decide(self, now: RunState, seconds: float, waited_s: float) -> BatchSizeDecision:
+        if seconds > 0:
+            setting = (now.world, *micro_batch_shape(now.batch, now.world, now.max_micro_batch))
+            self._measured.pop(setting, None)  # the newest last
+            self._measured[setting] = (seconds, waited_s)
+        for old in list(self._measured)[:-_KEPT]:
+            del self._measured[old]
+        return choose_batch_size(
+            self.settings,
+            [StepMeasurement(*setting, *times) for setting, times in self._measured.items()],
+            now.noise.scale if now.noise.known else None,
+            batch=now.batch,
+            base_batch=self.base_batch,
+            world=now.world,
+            max_micro_batch=now.max_micro_batch,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers."""
+        return {"steps": self._steps, "measured": [[*key, *times] for key, times in self._measured.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with saved measurements, also of other worlds.
+
+        Args:
+            state: as `state_dict` returned it.
+        """
+        self._steps = int(state["steps"])
+        self._clear()
+        self._measured = {}
+        for world, rows, parts, seconds, *waited_s in state["measured"]:  # before 0.1.0 without the wait
+            self._measured[int(world), int(rows), int(parts)] = float(seconds), float(waited_s[0] if waited_s else 0.0)

@@ -8,9 +8,8 @@ In a training script: `State` and `Checkpointer` keep what must survive, `Evalua
 - `worker_status`: what a worker and its agent tell each other; `job_records`: what agents tell each other in the Store;
 - `checkpoint`: what survives, in memory and on storage; `replica`: copies of it on other hosts;
 - `training`: what a step trains, and the update that it makes;
-- `goodput`: where the time went; `paddle`: the same for PaddlePaddle;
-- `transformers`, `lightning`: callbacks for Hugging Face's and Lightning's `Trainer`; `accelerate`: for loops
-  with Accelerate; `loop_position`: what these share.
+- `goodput`: where the time went;
+- `integrations`: Hugging Face's and Lightning's `Trainer`, loops with Accelerate, and PaddlePaddle.
 
 Torch is imported by the parts that need it. What does not belong here: soft labels and teachers (`edl.distill`), and
 anything that knows of a cluster (`edl.master`).

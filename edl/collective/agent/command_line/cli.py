@@ -37,10 +37,9 @@ from edl.collective.agent.command_line.slurm import SlurmStep, TaskRuns
 from edl.collective.agent.ending import ExitCode, TerminationMessage, write_termination_message
 from edl.collective.agent.health.hangs import HangLimits
 from edl.collective.agent.health.node_check import NodeCheckSettings
-from edl.collective.agent.launch_spec import LaunchSpec
+from edl.collective.agent.launch_spec import LaunchSpec, has_gpu_build
 from edl.collective.agent.processes.zygote import ProgramSpec
 from edl.collective.agent.rendezvous import RendezvousSettings
-from edl.collective.paddle.environment import has_gpu_build
 from edl.discovery import Store, open_store
 from edl.errors import DiscoveryError, EDLError, SettingsError
 from edl.log_output import plain_log_to_stderr

@@ -282,7 +282,7 @@ def _import_framework(program: ProgramSpec, variables: frozenset[str]) -> dict[s
     import torch.distributed
 
     if program.framework == "paddle":
-        import edl.collective.paddle.training  # noqa: F401 - with all of Paddle
+        import edl.collective.integrations.paddle  # noqa: F401 - with all of Paddle
     elif _OPTIMIZER not in program.without:
         import torch.nn.parallel
 

@@ -23,7 +23,7 @@ from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending
 from edl.collective.checkpoint.memory.restore import RestorePlan, choose_state
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_slots
 from edl.collective.checkpoint.state.state import State
-from edl.collective.loop_position import BoundaryCheckpointer
+from edl.collective.integrations.loop_position import BoundaryCheckpointer
 from edl.collective.removed import torchrun_handler
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, ProtocolError, SettingsError, TemporaryError

@@ -15,11 +15,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of paddle's own imports
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
+from edl.collective.agent import launch_spec
+from edl.collective.agent.launch_spec import ReservedPorts, paddle_environment
 from edl.collective.checkpoint.memory.slots import SlotPair
+from edl.collective.integrations.paddle import Checkpointer, PaddleState
 from edl.collective.job_records import JobState, Member, World
-from edl.collective.paddle import environment as paddle_env
-from edl.collective.paddle.environment import ReservedPorts, paddle_environment
-from edl.collective.paddle.training import Checkpointer, PaddleState
 from edl.errors import SettingsError
 
 WORLD = World(
@@ -58,9 +58,9 @@ def test_reserved_ports_are_the_trainers() -> None:
 
 
 def test_gpu_build_is_known_unimported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not paddle_env.has_gpu_build()
-    monkeypatch.setattr(paddle_env.metadata, "distribution", lambda name: name)
-    assert paddle_env.has_gpu_build()
+    assert not launch_spec.has_gpu_build()
+    monkeypatch.setattr(launch_spec.metadata, "distribution", lambda name: name)
+    assert launch_spec.has_gpu_build()
 
 
 # --- State. ---

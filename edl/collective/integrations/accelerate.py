@@ -1,0 +1,316 @@
+"""A training loop with Hugging Face's Accelerate under `edl run`: its state in memory, and its place in the data.
+
+Accelerate knows what it prepared, and leaves the loop to the script. So `ElasticLoop` takes the first from it, and is
+asked for epochs and batches by the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import accelerate
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from edl.collective.checkpoint.state.fields import capture_random_states, parameter_names, restore_random_states
+from edl.collective.checkpoint.state.state import State
+from edl.collective.integrations.loop_position import (
+    BoundaryCheckpointer,
+    check_order,
+    check_samples,
+    has_workers,
+    make_workers_without_a_draw,
+    order_of,
+    skipping,
+)
+from edl.errors import SettingsError
+
+__all__ = ["ElasticLoop"]
+
+
+class ElasticLoop:
+    """Saves what an `Accelerator` prepared between steps, and goes on at the batch where it was saved.
+
+    ::
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        loop = ElasticLoop(accelerator)
+        for epoch in loop.epochs(3):
+            for batch in loop.batches(loader):
+                ...
+
+    Prepared models, optimizers and schedules, the scaler, objects that were registered for checkpointing, random
+    numbers and the place in the data come back. A step is what ends with gradients that are synchronized.
+    """
+
+    def __init__(self, accelerator: accelerate.Accelerator, **options: Any) -> None:
+        """Attach to an accelerator.
+
+        Args:
+            accelerator: that has prepared everything when `epochs` begins.
+            **options: of the `Checkpointer`.
+
+        Raises:
+            SettingsError: it keeps parameters where a `State` cannot name them.
+        """
+        kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+        if kind in ("DEEPSPEED", "MEGATRON_LM"):
+            raise SettingsError(f"{kind} keeps parameters where a State does not see them: use DDP or FSDP2")
+        if kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
+            raise SettingsError("only FSDP1 itself can name its shards: use fsdp_version=2")
+        self._accelerator: Any = accelerator
+        self._boundary = BoundaryCheckpointer(options)
+        self._place = _Place(accelerator)
+        self._used = self._read = self._resuming = False
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Restore the newest state there is, and go through the epochs that are left.
+
+        When the last one has ended the state is saved once more, and stored. A loop left earlier keeps the
+        state that was saved last.
+
+        Args:
+            count: of epochs in all.
+
+        Yields:
+            The number of the epoch, from 0 on.
+
+        Raises:
+            SettingsError: this was called before, what was saved does not fit, the job has ended with fewer epochs, or
+                the script leaves out the epoch that is gone on with.
+        """
+        if self._used:
+            raise SettingsError("an ElasticLoop serves one loop over epochs: make another Accelerator and script")
+        self._used = True
+        place = self._place
+        try:
+            self._resuming = self._boundary.open(State(**self._fields()))
+            if place.finished and place.epoch < count:
+                raise SettingsError(
+                    f"this job has ended after {place.epoch} epochs, and epochs({count}) asks for more: what their "
+                    "order is drawn from was not kept. Begin another job from the model that it left"
+                )
+            while place.epoch < count and not place.finished:
+                self._read = False
+                yield place.epoch
+                if self._resuming:
+                    raise SettingsError(
+                        f"epoch {place.epoch} is gone on with behind its first {place.batches} batches, and the script "
+                        "did not call batches() in it: read it to its end, or leave the loop with break"
+                    )
+                place.epoch += 1
+                place.batches = 0
+            if not place.finished:
+                place.finished = True
+                self._boundary.save_end(place.steps - 1)
+        finally:
+            self._boundary.close()
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Go through the batches of an epoch that are left, and save the state between steps.
+
+        Args:
+            loader: that the accelerator prepared, or `edl.distill.torch.distill` around it. Once in every epoch.
+
+        Yields:
+            A batch, as the loader gives it.
+
+        Raises:
+            SettingsError: outside `epochs`, or the order or size of batches is another than before.
+        """
+        if not self._boundary.is_open or self._read:
+            raise SettingsError("ElasticLoop.batches() is for one loader in each epoch of ElasticLoop.epochs()")
+        self._read = True
+        place = self._place
+        label = getattr(loader, "label", None)  # of `distill`, which labels what is left of the epoch
+        prepared = loader if label is None else loader.loader
+        iterator = self._go_on(prepared) if self._resuming else self._begin(prepared)
+        iterator = iterator if label is None else label(iterator)
+        self._resuming = False
+        while True:
+            self._boundary.begin_step(place.steps - 1)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            place.batches += 1
+            yield batch
+            if self._accelerator.sync_gradients:
+                place.steps += 1
+                self._boundary.count_step()
+        if hasattr(prepared, "iteration"):
+            prepared.iteration = place.iteration + 1  # of an epoch of no more batches it does not count itself
+
+    def _begin(self, loader: Any) -> Iterator[Any]:
+        self._place.begin(loader)
+        return iter(loader)
+
+    def _go_on(self, loader: Any) -> Iterator[Any]:
+        """Iterate behind the batches that were trained."""
+        place = self._place
+        place.go_on(loader)
+        iterator: Iterator[Any] = iter(loader)
+        if not place.batches:
+            return iterator
+        base = getattr(loader, "base_dataloader", loader)
+        skips = isinstance(base, DataLoader) and not isinstance(base.dataset, IterableDataset)
+        # Rank 0 alone reads for all then, several batches at a time: what was trained is read again.
+        skips = skips and not isinstance(loader, accelerate.data_loader.DataLoaderDispatcher)
+        # A prepared loader iterates over another one when it is asked for its first batch.
+        with skipping(base, place.batches) if skips else nullcontext():
+            first = [batch for _, batch in zip(range(1 if skips else place.batches + 1), iterator, strict=False)]
+        return _chain(first if skips else first[place.batches :], iterator)
+
+    def _fields(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        fields: dict[str, Any] = {f"model_{number}": model for number, model in enumerate(accelerator._models)}
+        for number, optimizer in enumerate(accelerator._optimizers):
+            fields[f"optimizer_{number}"] = getattr(optimizer, "optimizer", optimizer)
+        for number, scheduler in enumerate(accelerator._schedulers):
+            fields[f"lr_scheduler_{number}"] = getattr(scheduler, "scheduler", scheduler)
+        for number, custom in enumerate(accelerator._custom_objects):
+            fields[f"registered_{number}"] = custom
+        if accelerator.scaler is not None:
+            fields["scaler"] = accelerator.scaler
+        fields["place"] = self._place
+        _check_models(fields)
+        return fields
+
+
+def _check_models(fields: dict[str, Any]) -> None:
+    """See that what optimizers change is a field as well.
+
+    Raises:
+        SettingsError: a parameter is in no model that was prepared or registered.
+    """
+    known = parameter_names(fields.items())
+    for value in fields.values():
+        if not isinstance(value, torch.optim.Optimizer):
+            continue
+        lacking = [p for group in value.param_groups for p in group["params"] if id(p) not in known]
+        if lacking:
+            raise SettingsError(
+                f"{type(value).__name__} changes {len(lacking)} parameters, one of shape {tuple(lacking[0].shape)}, of "
+                "no model that the accelerator has prepared: they would be lost with a worker. Give the model, an "
+                "nn.Module, to accelerator.prepare() or to register_for_checkpointing()"
+            )
+
+
+def _chain(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    yield from first
+    yield from rest
+
+
+class _Place:
+    """How far a loop has come, the same on all ranks: a field of the `State`."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self.epoch = self.batches = self.steps = self.iteration = 0
+        self.finished = False
+        self._draws: dict[str, Any] = {}
+        self._order: dict[str, Any] = {}
+        self._samples = 0
+        self._accumulated = 1
+        self._loader: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and what the order and size of batches depend on."""
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "steps": self.steps,
+            "iteration": self.iteration,
+            "finished": self.finished,
+            "accumulation": self._accelerator.step,
+            "accumulated": self._accumulated,
+            "draws": self._draws,
+            "order": self._order,
+            "samples": self._samples,
+            "workers": [
+                has_workers(loader) and loader is not self._loader for loader in self._accelerator._dataloaders
+            ],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go to a saved place; what concerns the loader is compared when there is a loader."""
+        self.epoch = saved["epoch"]
+        self.batches = saved["batches"]
+        self.steps = saved["steps"]
+        self.iteration = saved["iteration"]
+        self.finished = saved["finished"]
+        self._accelerator.step = saved["accumulation"]
+        self._accumulated = saved["accumulated"]
+        self._draws = saved["draws"]
+        self._order = saved["order"]
+        self._samples = saved["samples"]
+        for loader, made in zip(self._accelerator._dataloaders, saved["workers"], strict=False):
+            if made and not has_workers(loader):
+                make_workers_without_a_draw(loader)
+
+    def begin(self, loader: Any) -> None:
+        """Keep what the order of a beginning epoch is drawn from."""
+        order, samples, accumulated = self._describe(loader)
+        self._order = order
+        self._samples = samples
+        self._accumulated = accumulated
+        self.iteration = getattr(loader, "iteration", 0)
+        self._loader = loader
+        generator = _generator_of(loader)
+        own = generator.get_state() if generator is not None else None
+        self._draws = {"numbers": capture_random_states(), "generator": own, "workers": has_workers(loader)}
+
+    def go_on(self, loader: Any) -> None:
+        """Have the loader begin the epoch as it did.
+
+        Raises:
+            SettingsError: a step trains another number of samples now, or the order of the data is another.
+        """
+        order, samples, accumulated = self._describe(loader)
+        check_samples(
+            self._samples,
+            samples,
+            self._accelerator.num_processes,
+            "Set gradient_accumulation_steps by WORLD_SIZE so that batch_size * gradient_accumulation_steps * "
+            "WORLD_SIZE stays the same",
+        )
+        check_order(self._order, order)
+        if accumulated != self._accumulated:
+            if self.batches % self._accumulated and not self._accelerator.gradient_state.sync_with_dataloader:
+                raise SettingsError(
+                    "sync_with_dataloader=False: a step goes on across epochs, and cannot with another "
+                    f"gradient_accumulation_steps than {self._accumulated}: leave one of the two as it was"
+                )
+            # An epoch's last step may be a short one, after which there are no batches in either way of counting.
+            self.batches = -(-self.batches // self._accumulated) * accumulated
+            self._accelerator.step = 0  # it counts batches, and the next one begins a step
+        self._accumulated = accumulated
+        self._loader = loader
+        if self._draws["workers"]:
+            make_workers_without_a_draw(loader)
+        if hasattr(loader, "iteration"):
+            loader.iteration = self.iteration
+        restore_random_states(self._draws["numbers"])
+        generator = _generator_of(loader)
+        if generator is not None and self._draws["generator"] is not None:
+            generator.set_state(self._draws["generator"])
+
+    def _describe(self, loader: Any) -> tuple[dict[str, Any], int, int]:
+        """Return the order of the data, the samples of a step, and the batches of a step."""
+        alone = self._accelerator.num_processes == 1
+        drawn = alone or getattr(loader, "synchronized_generator", None) is not None
+        order = order_of(loader, redrawn=drawn)
+        if order["sampler"] == "RandomSampler":  # drawn by other means in a world of another size
+            order["workers"] = self._accelerator.num_processes
+        batches = int(self._accelerator.gradient_accumulation_steps)
+        size = getattr(loader, "total_batch_size", None) if isinstance(loader, DataLoader) else None
+        return order, (size if size is not None else self._accelerator.num_processes) * batches, batches
+
+
+def _generator_of(loader: Any) -> Any:
+    """Return the generator of a loader, or of its sampler, which ranks have in common."""
+    sampler = getattr(loader, "sampler", None)
+    found = [getattr(loader, "synchronized_generator", None), getattr(loader, "generator", None)]
+    return next((value for value in [*found, getattr(sampler, "generator", None)] if value is not None), None)

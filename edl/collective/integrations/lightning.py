@@ -1,0 +1,617 @@
+"""Lightning's `Trainer` under `edl run`: `ElasticLightningCallback`.
+
+Lightning's own checkpoints go on with an epoch's first batch, lack what was logged in it, and call hooks of its begin
+and end by rules of their own. So its loops are not restarted: they are given the position, and those of their methods
+that matter are wrapped. A state is saved before a batch is read, so that random numbers which the dataset draws in this
+process come back as well. What other libraries' loops need as well is in `loop_position`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from edl.collective.checkpoint.state.fields import capture_random_states, is_stateful_loader, restore_random_states
+from edl.collective.checkpoint.state.state import State
+from edl.collective.integrations.loop_position import (
+    BoundaryCheckpointer,
+    check_order,
+    check_samples,
+    has_workers,
+    make_workers_without_a_draw,
+    order_of,
+    skipping,
+)
+from edl.errors import SettingsError
+
+__all__ = ["CheckpointHooks", "Draws", "ElasticLightningCallback", "LoggedValues", "LoopProgress", "keeps_place"]
+
+
+class CheckpointHooks:
+    """State that other callbacks, the module and the data module add to a checkpoint: a field of the `State`."""
+
+    def __init__(self, trainer: Any, version: str) -> None:
+        self._trainer = trainer
+        self._version = version
+        # Folders of loggers' versions: a restarted process has another, and what was the best is in the first one.
+        self._derived = [callback for callback in trainer.callbacks if getattr(callback, "dirpath", "") is None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of callbacks and data module, and what hooks add to a checkpoint or put in its place."""
+        trainer = self._trainer
+        checkpoint = self._checkpoint()
+        given = dict(checkpoint)
+        for callback in trainer.callbacks:
+            callback.on_save_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        trainer.lightning_module.on_save_checkpoint(checkpoint)
+        return {
+            "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
+            "added": {key: value for key, value in checkpoint.items() if value is not given.get(key, self)},
+            "data": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Hand each its own again, in the order in which Lightning does."""
+        trainer = self._trainer
+        checkpoint = {**self._checkpoint(), **saved["added"]}
+        trainer.lightning_module.on_load_checkpoint(checkpoint)
+        if trainer.datamodule is not None and saved["data"]:
+            trainer.datamodule.load_state_dict(saved["data"])
+        for callback in trainer.callbacks:
+            callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        for callback in trainer.callbacks:
+            state = saved["callbacks"].get(callback.state_key)
+            if state:
+                if any(callback is derived for derived in self._derived):
+                    callback.dirpath = state["dirpath"]
+                callback.load_state_dict(state)
+
+    def _checkpoint(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": self._version,
+            "state_dict": trainer.lightning_module.state_dict(),
+            "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+        }
+
+
+# --- Values that `self.log` and torchmetrics have gathered in an epoch ---
+
+
+class LoggedValues:
+    """Values that this rank has logged in the epoch so far: a local field of the `State`."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._saved: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return values of `self.log` that the epoch's are computed from, and the states of torchmetrics' metrics."""
+        trainer = self._trainer
+        connector = trainer._logger_connector
+        return {
+            "first": connector._first_loop_iter,
+            "hook": connector._current_fx,
+            "results": {key: _pack_result(result) for key, result in trainer.fit_loop.epoch_loop._results.items()},
+            "metrics": {name: _pack_metric(metric) for name, metric in self._metrics()},
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Keep them until a batch begins: what hooks log or reset before that has been logged before, too."""
+        self._saved = saved
+
+    def apply(self) -> None:
+        """Put them back, once."""
+        if self._saved is None:
+            return
+        saved, self._saved = self._saved, None
+        trainer = self._trainer
+        connector, results = trainer._logger_connector, trainer.fit_loop.epoch_loop._results
+        connector._first_loop_iter = saved["first"]
+        connector._current_fx = saved["hook"]
+        metrics = dict(self._metrics())
+        for name, packed in saved["metrics"].items():
+            if name in metrics:
+                _unpack_metric(metrics[name], packed)
+        module = sys.modules[type(results).__module__]
+        results.clear()
+        for key, packed in saved["results"].items():
+            results[key] = _unpack_result(module, trainer, packed, metrics)
+
+    def _metrics(self) -> list[tuple[str, Any]]:
+        module: nn.Module = self._trainer.lightning_module
+        return [
+            (name, child)
+            for name, child in module.named_modules()
+            if hasattr(child, "_defaults") and hasattr(child, "compute")
+        ]
+
+
+_META: Final = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+def _pack_result(result: Any) -> dict[str, Any]:
+    """Return a value of `self.log` and how it is reduced, as plain values and tensors."""
+    meta = result.meta
+    if meta.sync.group is not None:
+        raise SettingsError(f"self.log({meta.name!r}, sync_dist_group=...) cannot be restored: leave the group out")
+    return {
+        "meta": {name: getattr(meta, name) for name in _META},
+        "dataloader_idx": meta.dataloader_idx,
+        "attribute": meta.metric_attribute,
+        "reduce": meta.reduce_fx.__name__,
+        "sync": (meta.sync.should, meta.sync.rank_zero_only, meta.sync.op),
+        "is_tensor": result.is_tensor,
+        "has_reset": result.has_reset,
+        "value": result.value if result.is_tensor else None,
+        "rows": getattr(result, "cumulated_batch_size", None),
+        "last": result._forward_cache,
+        "updates": result._update_count,
+    }
+
+
+def _unpack_result(module: Any, trainer: Any, packed: dict[str, Any], metrics: dict[str, Any]) -> Any:
+    meta = module._Metadata(
+        **packed["meta"],
+        reduce_fx=packed["reduce"],
+        dataloader_idx=packed["dataloader_idx"],
+        metric_attribute=packed["attribute"],
+    )
+    should, rank_zero_only, operation = packed["sync"]
+    meta.sync = module._Sync(
+        _should=should, fn=trainer.strategy.reduce, _op=operation, _group=None, rank_zero_only=rank_zero_only
+    )
+    result = module._ResultMetric(meta, packed["is_tensor"])
+    result.value = packed["value"] if packed["is_tensor"] else metrics.get(packed["attribute"])
+    if packed["rows"] is not None:
+        result.cumulated_batch_size = packed["rows"]
+    result.has_reset = packed["has_reset"]
+    result._forward_cache = packed["last"]
+    result._update_count = packed["updates"]
+    return result.to(trainer.strategy.root_device)
+
+
+def _pack_metric(metric: Any) -> dict[str, Any]:
+    """Return the state of a torchmetrics metric, most of which are not in `state_dict`."""
+    return {"state": {name: getattr(metric, name) for name in metric._defaults}, "updates": metric._update_count}
+
+
+def _unpack_metric(metric: Any, packed: dict[str, Any]) -> None:
+    for name, value in packed["state"].items():
+        setattr(
+            metric, name, [_moved(item, metric) for item in value] if isinstance(value, list) else _moved(value, metric)
+        )
+    metric._update_count = packed["updates"]
+    metric._computed = None
+
+
+def _moved(tensor: torch.Tensor, metric: Any) -> torch.Tensor:
+    return tensor.to(metric.device)
+
+
+# --- Where Lightning's loops are, and how they are brought there again ---
+
+
+def keeps_place(loader: Any) -> bool:
+    """Whether the loader says itself where it is. Without a length it is read a batch ahead, and does not."""
+    return is_stateful_loader(loader) and not isinstance(loader.dataset, IterableDataset)
+
+
+class Draws:
+    """Random numbers as they were before the epoch's iterator was made: a local field of the `State`."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, Any] = {}
+        self.own: list[torch.Tensor | None] = []
+        self.workers: list[bool] = []
+        """Of each loader, whether workers that persist had been made before: their seed was drawn before `numbers`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the global generators and of the loaders' own, and which loaders had workers."""
+        return {"numbers": self.numbers, "own": self.own, "workers": self.workers}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take them."""
+        self.numbers = saved["numbers"]
+        self.own = saved["own"]
+        self.workers = saved["workers"]
+
+
+class LoopProgress:
+    """How far a Lightning `Trainer` has come, the same on all ranks: a field of the `State`."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.steps = self.batches = 0
+        self.finished = False
+        self.draws = Draws()
+        self._stepped_before = 0
+        self._saved: dict[str, Any] = {}
+
+    @property
+    def loaders(self) -> list[Any]:
+        """The loaders that are read, in order."""
+        return list(self.trainer.fit_loop._combined_loader.flattened)
+
+    def count_step(self) -> bool:
+        """Count a step, if the batch that ends now ended it; by hand, if an optimizer made a step in it."""
+        loop = self.trainer.fit_loop.epoch_loop
+        if self.trainer.lightning_module.automatic_optimization:
+            stepped = not loop._should_accumulate()
+        else:
+            now = loop.manual_optimization.optim_step_progress.total.completed
+            stepped, self._stepped_before = now != self._stepped_before, now
+        self.steps += stepped
+        return bool(stepped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, what the order and size of batches depend on, and what the trainer remembers."""
+        trainer = self.trainer
+        loops = trainer.fit_loop.state_dict()
+        loops["state_dict"] = {}  # of it a loader's own place, which is another field
+        connector = trainer._logger_connector
+        return {
+            "steps": self.steps,
+            "batches": self.batches,
+            "finished": self.finished,
+            "stepped_before": self._stepped_before,
+            "loops": loops,
+            "order": self._order(),
+            "world": trainer.world_size,
+            "accumulate": trainer.accumulate_grad_batches,
+            "samples": self._samples(),
+            "should_stop": trainer.should_stop,
+            "validation_workers": self._validation_workers(),
+            "callback_metrics": dict(connector._callback_metrics),
+            "logged_metrics": dict(connector._logged_metrics),
+            "progress_bar_metrics": dict(connector._progress_bar_metrics),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take the position; `apply` goes there.
+
+        Raises:
+            SettingsError: a step trains another number of samples now, or the order of the data is another.
+        """
+        trainer = self.trainer
+        here = self._samples()
+        for before, now in zip(saved["samples"], here, strict=False):
+            check_samples(
+                before,
+                now,
+                trainer.world_size,
+                "Set accumulate_grad_batches by WORLD_SIZE so that batch_size * accumulate_grad_batches * WORLD_SIZE "
+                "stays the same",
+            )
+        check_order(saved["order"], self._order())
+        self._saved = saved
+
+    def apply(self) -> None:
+        """Have the loops go on where the state was saved."""
+        trainer, saved = self.trainer, self._saved
+        fit_loop = trainer.fit_loop
+        fit_loop.load_state_dict(saved["loops"])
+        for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
+            loop.on_iteration_done()  # it is no restart by Lightning's own rules
+        for loop in (fit_loop.epoch_loop.automatic_optimization, fit_loop.epoch_loop.manual_optimization):
+            loop.on_iteration_done()
+        self.steps = saved["steps"]
+        self.batches = saved["batches"]
+        self.finished = saved["finished"]
+        self._stepped_before = saved["stepped_before"]
+        self._scale(saved["accumulate"], trainer.accumulate_grad_batches)
+        trainer.should_stop = saved["should_stop"]
+        connector = trainer._logger_connector
+        device = trainer.strategy.root_device
+        connector._callback_metrics = _on(device, saved["callback_metrics"])
+        connector._logged_metrics = _on(device, saved["logged_metrics"])
+        connector._progress_bar_metrics = dict(saved["progress_bar_metrics"])
+        if not self.finished:
+            fit_loop._restart_stage = "restarted_mid_epoch"  # hooks of the epoch's begin have been called
+
+    def keep_validation_workers(self) -> None:
+        """Have validation's loaders whose workers persist, and were made before the restart, draw no other seed."""
+        workers, trainer = self._saved["validation_workers"], self.trainer
+        if not any(workers):
+            return
+        trainer.validating = True  # whose loaders are meant, as in Lightning's own loop
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
+        for loader, made in zip(self._validation_loaders(), workers, strict=False):
+            if made and not has_workers(loader):
+                make_workers_without_a_draw(loader)
+
+    def _validation_loaders(self) -> list[Any]:
+        combined = self.trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        return [] if combined is None else list(combined.flattened)
+
+    def _validation_workers(self) -> list[bool]:
+        """Return whether the loaders of validation have workers that serve the next validation, too."""
+        trainer = self.trainer
+        loaded_in = trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
+        serve = not trainer.reload_dataloaders_every_n_epochs or loaded_in == trainer.current_epoch
+        return [serve and has_workers(loader) for loader in self._validation_loaders()]
+
+    def _scale(self, before: int, now: int) -> None:
+        """Count batches as this world does, which makes a step of another number of them."""
+        if before == now:
+            return
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        for tracker in (progress.total, progress.current):
+            for name, count in vars(tracker).items():
+                setattr(tracker, name, count // before * now)
+        self.batches = self.batches // before * now
+
+    def makes_iterator(self) -> bool:
+        """Whether Lightning makes another iterator at the beginning of this epoch."""
+        fit_loop = self.trainer.fit_loop
+        return self.trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting
+
+    def note_draws(self) -> None:
+        """Keep the random numbers that the order of the epoch that begins may be drawn from."""
+        self.draws.numbers = capture_random_states()
+        self.draws.own = [None if found is None else found.get_state() for found in self._generators()]
+        self.draws.workers = [has_workers(loader) for loader in self.loaders]
+
+    def read_on(self, fetcher: Any, begin: Any) -> None:
+        """Make the iterator of an epoch that was broken off, behind the batches that were trained."""
+        fit_loop, loaders = self.trainer.fit_loop, self.loaders
+        fit_loop._combined_loader.reset()  # the iterator of epoch 0, and its worker processes
+        if self.draws.numbers:
+            restore_random_states(self.draws.numbers)
+            for generator, numbers in zip(self._generators(), self.draws.own, strict=False):
+                if generator is not None and numbers is not None:
+                    generator.set_state(numbers)
+        for loader, made in zip(self.loaders, self.draws.workers, strict=False):
+            if made and not keeps_place(loader):
+                make_workers_without_a_draw(loader)
+        loader = loaders[0]
+        if all(map(keeps_place, loaders)):
+            iter(fetcher)
+            self._count_read(fetcher)
+        elif len(loaders) == 1 and isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            with skipping(loader, self.batches):
+                iter(fetcher)
+            self._count_read(fetcher)
+        else:
+            iter(fetcher)
+            for _ in range(self.batches):
+                next(fetcher)
+        # Lightning's method adds the batches that were counted, and makes no iterator where it resumes.
+        fetcher.fetched -= fit_loop.epoch_loop.batch_progress.current.ready
+        fit_loop._resuming_from_checkpoint = True
+        begin(fetcher)
+
+    def _count_read(self, fetcher: Any) -> None:
+        fetcher.fetched = self.batches
+        fetcher.combined_loader._iterator._idx = self.batches
+
+    def _generators(self) -> list[Any]:
+        """Return the generators that belong to the loaders or their samplers."""
+        found: list[Any] = []
+        for loader in self.loaders:
+            sampler = getattr(loader, "sampler", None)
+            found += [getattr(loader, "generator", None), getattr(sampler, "generator", None)]
+        return [value if isinstance(value, torch.Generator) else None for value in found]
+
+    def _order(self) -> list[dict[str, Any]]:
+        redrawn = self.trainer.world_size == 1  # where each rank draws by itself, what a lost one drew is lost
+        return [order_of(loader, redrawn=redrawn) for loader in self.loaders]
+
+    def _samples(self) -> list[int]:
+        """Return the samples that a step trains, by loader; for a batch of unknown size the number of ranks."""
+        factor = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        sizes = [getattr(loader, "batch_size", None) for loader in self.loaders]
+        return [size * factor if size is not None else self.trainer.world_size for size in sizes]
+
+
+def _on(device: torch.device, metrics: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.to(device) for name, value in metrics.items()}
+
+
+# --- The callback that saves a Lightning `Trainer` between steps, and what it refuses ---
+
+
+# Both packages have the same code, and a Trainer of one takes callbacks of the other: import what the script did.
+_PACKAGE: Final = "pytorch_lightning" if "pytorch_lightning" in sys.modules else "lightning.pytorch"
+_lightning: Any = importlib.import_module(_PACKAGE)
+
+_WRAPPED: Final = {
+    "fit_loop": ("on_run_start", "on_run_end", "_load_combined_loader_states"),
+    "epoch_loop": ("reset", "on_run_start", "advance"),
+}
+_REFUSED: Final = {
+    "BatchSizeFinder": "set the batch size that it finds",
+    "BaseFinetuning": "it adds parameters to the optimizer while training: give it all of them, and freeze by a hook",
+    "GradientAccumulationScheduler": "use accumulate_grad_batches",
+    "LearningRateFinder": "set the learning rate that it finds",
+    "ModelPruning": "it changes which parameters there are",
+    "StochasticWeightAveraging": "use WeightAveraging, which keeps its averages in the checkpoint",
+}
+_STRATEGIES: Final = {
+    "DeepSpeedStrategy": "DeepSpeed keeps parameters where a State does not see them: use ddp or ModelParallelStrategy",
+    "FSDPStrategy": "only FSDP1 itself can name its shards: use ModelParallelStrategy with fully_shard (FSDP2)",
+}
+
+
+class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
+    """Saves a Lightning `Trainer`'s state between steps, and restores it when training begins.
+
+    ::
+
+        trainer = L.Trainer(..., callbacks=[ElasticLightningCallback()])
+        trainer.fit(model, loader)
+
+    It serves a single call of `fit`. Parameters, optimizers, schedules, the scaler, random numbers, the place in data,
+    what was logged in the epoch so far, torchmetrics' metrics, and what other callbacks, the module and the data module
+    put into checkpoints come back. A world of another size goes on if its steps train as many samples.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Give it to the `Trainer` among its `callbacks`.
+
+        Args:
+            **options: of the `Checkpointer`.
+        """
+        self._boundary = BoundaryCheckpointer(options)
+        self._used = False
+        self._inner: dict[tuple[str, str], Any] = {}
+        self._progress: LoopProgress | None = None
+        self._logged: LoggedValues | None = None
+        self._hooks: CheckpointHooks | None = None
+        self._resuming = False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Wrap the loops of a `Trainer` that is about to train.
+
+        Raises:
+            SettingsError: this version of Lightning, or something that was given to the trainer, does not allow going
+                on exactly.
+        """
+        if stage != "fit":
+            return
+        if self._used:
+            raise SettingsError("an ElasticLightningCallback serves one call of fit(): make another Trainer")
+        self._used = True
+        _check(trainer)
+        self._progress = LoopProgress(trainer)
+        self._logged = LoggedValues(trainer)
+        self._hooks = CheckpointHooks(trainer, _lightning.__version__)
+        loops = {"fit_loop": trainer.fit_loop, "epoch_loop": trainer.fit_loop.epoch_loop}
+        wrappers = {
+            ("fit_loop", "on_run_start"): self._begin_run,
+            ("fit_loop", "on_run_end"): self._end_run,
+            ("fit_loop", "_load_combined_loader_states"): self._note_draws,
+            ("epoch_loop", "reset"): self._reset_epoch,
+            ("epoch_loop", "on_run_start"): self._begin_epoch,
+            ("epoch_loop", "advance"): self._train_batch,
+        }
+        for (loop, name), wrapper in wrappers.items():
+            self._inner[loop, name] = getattr(loops[loop], name)
+            setattr(loops[loop], name, wrapper)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Count the step, if the batch ended it."""
+        assert self._progress is not None
+        if self._progress.count_step():
+            self._boundary.count_step()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let go of the memory, and leave the last saved state there."""
+        self._boundary.close()
+
+    def _note_draws(self) -> None:
+        """Keep the random numbers that the first epoch's order may be drawn from, before its iterator is made."""
+        self._inner["fit_loop", "_load_combined_loader_states"]()
+        assert self._progress is not None
+        if not self._resuming:  # a loader that is loaded anew in the epoch that is gone on with: they were restored
+            self._progress.note_draws()
+
+    def _begin_run(self) -> None:
+        """Restore the newest state there is, before the hooks that tell that training begins."""
+        progress = self._progress
+        assert progress is not None
+        state = State(local=["draws", "logged"], **self._fields())
+        if self._boundary.open(state):
+            progress.apply()
+            self._resuming = not progress.finished
+            self._inner["fit_loop", "on_run_start"]()
+            progress.keep_validation_workers()
+            return
+        self._inner["fit_loop", "on_run_start"]()
+
+    def _fields(self) -> dict[str, Any]:
+        progress = self._progress
+        assert progress is not None
+        trainer = progress.trainer
+        fields: dict[str, Any] = {"model": trainer.lightning_module}
+        for number, optimizer in enumerate(trainer.optimizers):
+            fields[f"optimizer_{number}"] = optimizer
+        for number, config in enumerate(trainer.lr_scheduler_configs):
+            fields[f"lr_scheduler_{number}"] = config.scheduler
+        if trainer.precision_plugin.state_dict():
+            fields["precision"] = trainer.precision_plugin
+        for number, loader in enumerate(progress.loaders):
+            if keeps_place(loader):
+                fields[f"loader_{number}"] = loader
+        fields["progress"] = progress
+        fields["hooks"] = self._hooks
+        fields["draws"] = progress.draws
+        fields["logged"] = self._logged
+        return fields
+
+    def _reset_epoch(self) -> None:
+        """Leave the counters of an epoch that is gone on with as they were restored."""
+        if not self._resuming:
+            self._inner["epoch_loop", "reset"]()
+
+    def _begin_epoch(self, fetcher: Any) -> None:
+        """Make the iterator of an epoch, behind the batches that were trained."""
+        progress = self._progress
+        assert progress is not None
+        if self._resuming:
+            self._resuming = False
+            progress.read_on(fetcher, self._inner["epoch_loop", "on_run_start"])
+            return
+        progress.batches = 0
+        if progress.makes_iterator():
+            progress.note_draws()
+        self._inner["epoch_loop", "on_run_start"](fetcher)
+
+    def _train_batch(self, fetcher: Any) -> None:
+        """Save the state after the last step, and train a batch."""
+        progress, logged = self._progress, self._logged
+        assert progress is not None
+        assert logged is not None
+        logged.apply()
+        self._boundary.begin_step(progress.steps - 1)
+        progress.batches += 1
+        self._inner["epoch_loop", "advance"](fetcher)
+
+    def _end_run(self) -> None:
+        """Save the last state when all hooks that tell of the end have been called, and have it stored."""
+        self._inner["fit_loop", "on_run_end"]()
+        assert self._progress is not None
+        if not self._progress.finished:
+            self._progress.finished = True
+            self._boundary.save_end(self._progress.steps - 1)
+        self._boundary.close()
+
+
+def _check(trainer: Any) -> None:
+    """See that this trainer can go on exactly.
+
+    Raises:
+        SettingsError: it cannot.
+    """
+    loop = trainer.fit_loop
+    loops = {"fit_loop": loop, "epoch_loop": getattr(loop, "epoch_loop", None)}
+    if any(not hasattr(loops[name], method) for name, methods in _WRAPPED.items() for method in methods):
+        raise SettingsError(
+            f"ElasticLightningCallback does not know the loops of Lightning {_lightning.__version__}: use 2.6"
+        )
+    strategy = _named(trainer.strategy, _STRATEGIES)
+    if strategy is not None:
+        raise SettingsError(f"{strategy}: {_STRATEGIES[strategy]}")
+    for callback in trainer.callbacks:
+        name = _named(callback, _REFUSED)
+        if name is not None:
+            raise SettingsError(f"{name} cannot go on in the middle of training: {_REFUSED[name]}")
+    if trainer.reload_dataloaders_every_n_epochs > 1:
+        raise SettingsError(
+            f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}: a restart in between "
+            "would load them anew; 0 and 1 are supported"
+        )
+
+
+def _named(value: Any, names: dict[str, str]) -> str | None:
+    """Which of the classes `names` this is an instance of; of either package, without importing it."""
+    found = {base.__name__ for base in type(value).__mro__ if "lightning" in base.__module__}
+    return next((name for name in names if name in found), None)

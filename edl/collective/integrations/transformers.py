@@ -1,0 +1,294 @@
+"""Hugging Face's `Trainer` under `edl run`: a callback that keeps all of its state in memory and goes on exactly there.
+
+The Trainer reads its position only before model and optimizer are prepared, from files. So its two methods that know of
+positions are wrapped: the first says where the run begins, the other trains an epoch from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import transformers
+
+from edl.collective.checkpoint.state.state import State
+from edl.collective.integrations.loop_position import (
+    BoundaryCheckpointer,
+    check_order,
+    check_samples,
+    make_workers_without_a_draw,
+    order_of,
+)
+from edl.errors import SettingsError
+
+__all__ = ["ElasticCallback"]
+
+_NO_FOLDER: Final = "/dev/null/no-folder"
+"""Has the Trainer skip the batches that were trained, and finds no files there to load."""
+_POSITION: Final = frozenset({"epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint", "epoch"})
+_RESTORED: Final = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+
+
+class ElasticCallback(transformers.TrainerCallback):
+    """Saves a `Trainer`'s state between steps, and restores it when training begins.
+
+    ::
+
+        trainer = Trainer(model=model, args=args, train_dataset=dataset)
+        trainer.add_callback(ElasticCallback(trainer))
+        trainer.train()
+
+    It serves a single call of `train`. Parameters, the optimizer, the schedule, random numbers, the place in the data,
+    losses not logged yet, what the `Trainer` remembers of logs and metrics, and callbacks that are an `ExportableState`
+    (early stopping) come back. A world of another size goes on if its steps train as many samples.
+    """
+
+    def __init__(self, trainer: Any, **options: Any) -> None:
+        """Attach to a `Trainer`. Add the callback to it as well.
+
+        Args:
+            trainer: the `transformers.Trainer` whose `train` is called after this, once.
+            **options: of the `Checkpointer`.
+
+        Raises:
+            SettingsError: this version of transformers, or an argument of the trainer, does not allow going on exactly.
+        """
+        known = inspect.signature(getattr(trainer, "_run_epoch", lambda: None)).parameters
+        if _POSITION - known.keys():
+            raise SettingsError(
+                f"ElasticCallback does not know the Trainer of transformers {transformers.__version__}: use 5.23"
+            )
+        if trainer.args.ignore_data_skip:
+            raise SettingsError("ignore_data_skip=True would train samples again after a restart: leave it out")
+        if trainer.is_deepspeed_enabled:
+            raise SettingsError("DeepSpeed keeps parameters where a State does not see them: use DDP or FSDP2")
+        # Weakly: a trainer in a cycle lives until the garbage collector finds it, which ends its loaders' workers in an
+        # order in which they are waited for in vain, 5 s each.
+        self._trainer = weakref.proxy(trainer)
+        self._boundary = BoundaryCheckpointer(options)
+        self._used = self._restored = False
+        self._begin = (0, 0)
+        self._evaluates_on_start = trainer.args.eval_on_start
+        self._progress = _Progress(self._trainer)
+        self._init_training_state = _method_of(trainer, "_init_training_state")
+        trainer._init_training_state = self._find_beginning
+        self._run_epoch = _method_of(trainer, "_run_epoch")
+        trainer._run_epoch = self._train_epoch
+        self._get_eval_dataloader = _method_of(trainer, "get_eval_dataloader")
+        trainer.get_eval_dataloader = self._find_eval_dataloader
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restore the newest state there is."""
+        if self._used:
+            raise SettingsError(
+                "an ElasticCallback serves one call of train(): make another Trainer and another script"
+            )
+        self._used = True
+        trainer, optimizer = self._trainer, kwargs["optimizer"]
+        self._progress.order = order_of(kwargs["train_dataloader"])
+        fields = {
+            "model": kwargs["model"],
+            "optimizer": getattr(optimizer, "optimizer", optimizer),
+            "lr_scheduler": kwargs["lr_scheduler"],
+            "progress": self._progress,
+            "losses": _Losses(trainer, self._progress),
+        }
+        if trainer.accelerator.scaler is not None:
+            fields["scaler"] = trainer.accelerator.scaler
+        if self._boundary.open(State(local=["losses"], **fields)):
+            self._restored = True
+            self._begin = self._progress.epoch, self._progress.updates
+            make_workers_without_a_draw(kwargs["train_dataloader"])
+            control.should_training_stop = self._progress.finished
+            args.eval_on_start = False  # that of the beginning was made before the first step that was saved
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the arguments as they were given, once training has begun."""
+        args.eval_on_start = self._evaluates_on_start
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the state after the last step, before the next; and pause there if the agent asks for it."""
+        self._restored = False
+        self._boundary.begin_step(state.global_step - 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the step."""
+        self._boundary.count_step()
+        self._progress.updates += 1
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the last state, and have it stored."""
+        if not self._progress.finished:
+            self._progress.finished = True
+            self._boundary.save_end(state.global_step - 1)
+        self._boundary.close()
+
+    def _find_beginning(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Keep where a checkpoint of the Trainer's own says that it begins; have it offer all epochs."""
+        epochs, batches = self._init_training_state(*args, **kwargs)
+        self._begin = epochs, batches // self._trainer.args.gradient_accumulation_steps
+        return 0, 0
+
+    def _find_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return the Trainer's loader for an evaluation; its workers, if they persist, may be made anew here."""
+        loader = self._get_eval_dataloader(eval_dataset)
+        name = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        if name in self._progress.used_loaders:
+            self._progress.used_loaders.remove(name)
+            make_workers_without_a_draw(loader)
+        return loader
+
+    def _train_epoch(self, **kwargs: Any) -> None:
+        """Train an epoch, or what is left of it."""
+        epoch, (first, updates) = kwargs["epoch"], self._begin
+        if self._progress.finished or epoch < first:
+            return
+        self._progress.epoch = epoch
+        self._progress.updates = updates if epoch == first else 0
+        if self._restored:
+            kwargs["resume_from_checkpoint"] = _NO_FOLDER if epoch == first and updates else None
+        kwargs["epochs_trained"] = first
+        kwargs["steps_trained_in_current_epoch"] = updates * self._trainer.args.gradient_accumulation_steps
+        self._run_epoch(**kwargs)
+
+
+def _method_of(trainer: Any, name: str) -> Callable[..., Any]:
+    """Return a method as it is now, without keeping the trainer alive."""
+    method: Callable[..., Any] = getattr(trainer, name)
+    if getattr(method, "__self__", None) is not trainer:
+        return method  # another callback's
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        assert found is not None  # the trainer calls this
+        return found(*args, **kwargs)
+
+    return call
+
+
+class _Progress:
+    """How far a `Trainer` has come, the same on all ranks: a field of the `State`."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.epoch = self.updates = 0
+        self.finished = False
+        self.order: dict[str, Any] = {}
+        self.used_loaders: set[str] = set()
+        """Loaders for evaluations whose persistent workers were made before a restart, and not since."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, what the order and size of batches depend on, and what the Trainer remembers."""
+        trainer = self._trainer
+        exported: dict[str, list[dict[str, Any]]] = {}
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, transformers.trainer_callback.ExportableState):
+                attributes = callback.state()["attributes"]
+                exported.setdefault(type(callback).__name__, []).append(attributes)
+        trainer_state = dataclasses.asdict(trainer.state)
+        history = trainer_state["log_history"]
+        if self.finished and history and "train_runtime" in history[-1]:
+            del history[-1]  # the summary, which a restart after the end of training logs anew
+        return {
+            "epoch": self.epoch,
+            "updates": self.updates,
+            "finished": self.finished,
+            "asked": self._asked,
+            "order": self.order,
+            "samples": self._samples,
+            "trainer_state": {name: trainer_state[name] for name in _RESTORED},
+            "callbacks": exported,
+            "loaders": sorted(self.used_loaders.union(getattr(trainer, "_eval_dataloaders", ()))),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            SettingsError: a step trains another number of samples now, or the order of the data is another.
+        """
+        trainer = self._trainer
+        check_samples(
+            saved["samples"],
+            self._samples,
+            trainer.args.world_size,
+            "Set gradient_accumulation_steps by WORLD_SIZE so that per_device_train_batch_size * "
+            "gradient_accumulation_steps * WORLD_SIZE stays the same",
+        )
+        check_order(saved["order"], self.order)
+        before = saved.get("asked", self._asked)
+        if saved["finished"] and any(map(operator.gt, self._asked, before)):
+            raise SettingsError(
+                f"this job has ended with num_train_epochs={before[0]:g} and max_steps={before[1]}, and "
+                f"{self._asked[0]:g} and {self._asked[1]} are asked for: it cannot go on exactly. Begin another job "
+                "from the model that it left"
+            )
+        self.epoch = saved["epoch"]
+        self.updates = saved["updates"]
+        self.finished = saved["finished"]
+        self.used_loaders = set(saved.get("loaders", ()))
+        for name, value in saved["trainer_state"].items():
+            setattr(trainer.state, name, value)
+        # What is logged counts from here, unless this rank's losses come back as well.
+        trainer._initial_global_step = trainer._globalstep_last_logged = trainer.state.global_step
+        for callback in trainer.callback_handler.callbacks:
+            attributes = saved["callbacks"].get(type(callback).__name__)
+            for name, value in attributes.pop(0).items() if attributes else ():
+                setattr(callback, name, value)
+
+    @property
+    def _asked(self) -> tuple[float, int]:
+        """Epochs and steps that the script wants; steps count where they are not -1."""
+        return self._trainer.args.num_train_epochs, self._trainer.args.max_steps
+
+    @property
+    def _samples(self) -> int:
+        args = self._trainer.args
+        return int(self._trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+class _Losses:
+    """What a rank has not logged yet: a local field of the `State`."""
+
+    def __init__(self, trainer: Any, progress: _Progress) -> None:
+        self._trainer = trainer
+        self._progress = progress
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sum of losses, from which step on, and operations that were not counted yet."""
+        trainer = self._trainer
+        return {
+            # At the end the Trainer has added it to its total, and does so again after a restart.
+            "loss": torch.zeros_like(trainer._tr_loss) if self._progress.finished else trainer._tr_loss,
+            "logged": (
+                float(trainer._total_loss_scalar),
+                trainer._globalstep_last_logged,
+                trainer._initial_global_step,
+            ),
+            "flos": float(trainer.current_flos),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from there."""
+        trainer = self._trainer
+        trainer._tr_loss.copy_(saved["loss"])
+        total_loss, last_logged, initial_step = saved["logged"]
+        trainer._total_loss_scalar = total_loss
+        trainer._globalstep_last_logged = last_logged
+        trainer._initial_global_step = initial_step
+        trainer.current_flos = saved["flos"]

@@ -1,0 +1,7 @@
+"""`ElasticLightningCallback`, whose home is `edl.collective.integrations.lightning`."""
+
+from __future__ import annotations
+
+from edl.collective.integrations.lightning import ElasticLightningCallback
+
+__all__ = ["ElasticLightningCallback"]

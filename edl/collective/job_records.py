@@ -18,20 +18,12 @@ __all__ = ["Exclusion", "JobState", "Member", "Node", "World", "exclusions_prefi
 
 
 def prefix(job: str) -> str:
-    """Return the prefix of all keys of a job in the Store.
-
-    Args:
-        job: its name.
-    """
+    """Return the prefix of all keys of a job in the Store."""
     return f"jobs/{job}/"
 
 
 def exclusions_prefix(job: str) -> str:
-    """Return the prefix of the keys of hosts that a job leaves out.
-
-    Args:
-        job: its name.
-    """
+    """Return the prefix of the keys of hosts that a job leaves out."""
     return f"{prefix(job)}left-out/"
 
 
@@ -82,9 +74,6 @@ class Node:
     @classmethod
     def decode(cls, data: bytes) -> Node:
         """Read a record that `encode` wrote; what a later version of EDL added is left out.
-
-        Args:
-            data: JSON.
 
         Raises:
             ProtocolError: the bytes are something else.
@@ -150,11 +139,7 @@ class World:
         return self.state in (JobState.DONE, JobState.FAILED)
 
     def position(self, node: str) -> int | None:
-        """Return the rank of a node, None if it is not a member.
-
-        Args:
-            node: its id.
-        """
+        """Return the rank of a node, None if it is not a member."""
         return next((place for place, member in enumerate(self.nodes) if member.id == node), None)
 
     def encode(self) -> bytes:
@@ -164,9 +149,6 @@ class World:
     @classmethod
     def decode(cls, data: bytes) -> World:
         """Read a record that `encode` wrote; what a later version of EDL added is left out.
-
-        Args:
-            data: JSON.
 
         Raises:
             ProtocolError: the bytes are something else.
@@ -209,9 +191,6 @@ class Exclusion:
     @classmethod
     def decode(cls, data: bytes) -> Exclusion:
         """Read a record that `encode` wrote; what a later version of EDL added is left out.
-
-        Args:
-            data: JSON.
 
         Raises:
             ProtocolError: the bytes are something else.

@@ -12,9 +12,6 @@ __all__ = ["layers", "unwrapped"]
 def layers(module: nn.Module) -> list[nn.Module]:
     """Return a module with all that it wraps.
 
-    Args:
-        module: wrapped or not.
-
     Returns:
         The module as it was given, then what every wrapper wraps; the module that the user wrote is the last.
 
@@ -38,9 +35,6 @@ def layers(module: nn.Module) -> list[nn.Module]:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module that the user wrote.
-
-    Args:
-        module: wrapped or not.
 
     Raises:
         SettingsError: it is wrapped in FSDP's first version, whose parts only that can name.

@@ -98,11 +98,7 @@ class WorkerStatus:
 
 
 class WorkerStatusPage:
-    """A worker's page. Use `create` in the agent and `from_env` in the worker.
-
-    Args:
-        memory: mapped, of a page's size.
-    """
+    """A worker's page. Use `create` in the agent and `from_env` in the worker."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -125,9 +121,6 @@ class WorkerStatusPage:
     @classmethod
     def open(cls, path: Path) -> WorkerStatusPage:
         """Open the page that an agent created.
-
-        Args:
-            path: of its file.
 
         Raises:
             ProtocolError: the file is no such page.
@@ -152,11 +145,7 @@ class WorkerStatusPage:
     # --- The worker's side. ---
 
     def record_worker_start(self, generation: int) -> None:
-        """Record that a worker starts: the time until now counts as the phase that the last worker was in.
-
-        Args:
-            generation: of its world.
-        """
+        """Record that a worker starts: the time until now counts as the phase that the last worker was in."""
         self._set(_PAUSED, _NEVER)
         self._set(_FIRST, _NEVER)
         self._set(_PID, os.getpid())
@@ -165,9 +154,6 @@ class WorkerStatusPage:
 
     def enter_phase(self, phase: Phase) -> Phase:
         """Be in a phase from now on.
-
-        Args:
-            phase: the next.
 
         Returns:
             The phase until now.
@@ -182,11 +168,7 @@ class WorkerStatusPage:
 
     @contextmanager
     def in_phase(self, phase: Phase) -> Iterator[None]:
-        """Be in a phase for the block, then in the phase before it.
-
-        Args:
-            phase: of the block.
-        """
+        """Be in a phase for the block, then in the phase before it."""
         before = self.enter_phase(phase)
         try:
             yield
@@ -247,27 +229,15 @@ class WorkerStatusPage:
         self._set(_STEP, step)
 
     def record_saved_step(self, step: int) -> None:
-        """Record that the state after a step is complete in shared memory.
-
-        Args:
-            step: its number.
-        """
+        """Record that the state after a step is complete in shared memory."""
         self._set(_SAVED, step)
 
     def is_pause_requested(self, step: int) -> bool:
-        """Return whether the agent asked for a pause after a step, or before it.
-
-        Args:
-            step: its number.
-        """
+        """Return whether the agent asked for a pause after a step, or before it."""
         return 0 <= self._get(_PAUSE_AT) <= step
 
     def record_pause(self, step: int) -> None:
-        """Record that this worker paused and has saved its state. It then waits to be stopped.
-
-        Args:
-            step: after which it paused.
-        """
+        """Record that this worker paused and has saved its state. It then waits to be stopped."""
         self.enter_phase(Phase.PAUSE)
         self._set(_PAUSED, step)
 

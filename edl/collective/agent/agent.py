@@ -33,10 +33,6 @@ class Agent:
     """Runs a node of a job until the job has ended or this node shall leave.
 
     What happens is logged: from INFO on, a person should see it.
-
-    Args:
-        spec: this node's part.
-        store: shared by all nodes; stays the caller's to close.
     """
 
     def __init__(self, spec: LaunchSpec, store: Store) -> None:

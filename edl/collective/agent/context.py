@@ -55,10 +55,6 @@ class JobRun:
 
     The name lasts as long as the job's records in the Store: a job that is stopped and started again there goes on
     counting generations, so it is the same run.
-
-    Args:
-        store: of the job.
-        job: the name of the job.
     """
 
     def __init__(self, store: Store, job: str) -> None:
@@ -179,11 +175,6 @@ def note_unstored_state(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownSt
     """Note in the folder that the last state of a job that is done is not stored yet, before that is tried.
 
     An agent that is killed meanwhile leaves the folder behind; a later start of the same command stores the state.
-
-    Args:
-        host: is removed, with the note, once the state is stored.
-        spec: this node's part of the job.
-        shutdown: how this node's part ended.
     """
     if shutdown.joined and shutdown.code == ExitCode.DONE and spec.checkpoint and spec.resumable:
         with contextlib.suppress(OSError):  # no room: the state is stored all the same, if nothing kills the agent
@@ -191,13 +182,7 @@ def note_unstored_state(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownSt
 
 
 def release_host_folder(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:
-    """Give the folder up; its state stays for a later start if this node left last, or could not store it.
-
-    Args:
-        host: closed here.
-        spec: this node's part of the job.
-        shutdown: how this node's part ended.
-    """
+    """Give the folder up; its state stays for a later start if this node left last, or could not store it."""
     if shutdown.exit_code == ExitCode.NOT_STORED:
         host.unstored = True
         host.close(keep=spec.resumable)

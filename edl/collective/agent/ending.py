@@ -189,10 +189,6 @@ def write_termination_message(path: str, message: TerminationMessage) -> None:
 def cut_traceback(text: str, max_bytes: int) -> str:
     """Return the most telling part of a traceback: its first line, the last calls, and the exception.
 
-    Args:
-        text: what a worker left.
-        max_bytes: as JSON in UTF-8, without quotation marks.
-
     Returns:
         The text; of a long text, parts with `[...]` between them.
     """

@@ -28,11 +28,7 @@ it takes to start, connect and fail again."""
 
 
 class RestartPolicy:
-    """Limits the restarts of a node's workers.
-
-    Args:
-        max_forgiven: errors of the script's own after which a job goes on.
-    """
+    """Limits the restarts of a node's workers."""
 
     def __init__(self, max_forgiven: int) -> None:
         self._max_forgiven = max_forgiven
@@ -86,11 +82,7 @@ _LEASE_GRACE_S = 1.0
 
 
 class GenerationOutcome:
-    """Collects exits and failures of a node's workers, generation by generation.
-
-    Args:
-        spec: this node's part of the job.
-    """
+    """Collects exits and failures of a node's workers, generation by generation."""
 
     def __init__(self, spec: LaunchSpec) -> None:
         self._lease_s = spec.ttl_s

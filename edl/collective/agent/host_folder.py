@@ -35,10 +35,6 @@ _LOCK_POLL_S = 0.01  # agents that start together wait for one after another of 
 class HostFolder:
     """A folder that belongs to this process until `close`.
 
-    Args:
-        job: the job's name.
-        node: this agent's name.
-
     Attributes:
         path: the folder, in memory where the host has `/dev/shm`.
         previous_owner: the node whose folder this was, empty if the folder is new.

@@ -31,9 +31,6 @@ _STORAGE_TIMEOUT_S = 20.0  # for an object storage far away; without an answer t
 def join_job(context: AgentContext) -> int | None:
     """Join the job.
 
-    Args:
-        context: what this node's agent holds.
-
     Returns:
         The exit code where this node has no part in the job, None once it has joined.
 

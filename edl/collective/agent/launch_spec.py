@@ -86,9 +86,6 @@ class ReservedPorts:
     They are bound, but not listened at, and all sides set `SO_REUSEADDR`: so a trainer of Paddle's can still bind and
     listen, while the kernel gives them to no process that asks for any free port.
 
-    Args:
-        count: of the ports.
-
     Attributes:
         port: the first.
 
@@ -204,9 +201,6 @@ class LaunchSpec:
 def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:
     """Open a place where the ranks of a single generation meet: addresses of an older generation must not be found.
 
-    Args:
-        spec: this node's part of the job.
-
     Returns:
         A store for torch; for Paddle, whose first trainer opens a store, ports that are kept free.
     """
@@ -217,14 +211,7 @@ def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:
 
 
 def worker_environment(spec: LaunchSpec, world: World, member: Member, local_rank: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for a worker, with the generation as the restart count.
-
-    Args:
-        spec: this node's part of the job.
-        world: the generation.
-        member: this node in it.
-        local_rank: the worker's.
-    """
+    """Return the variables that torchrun sets for a worker, with the generation as the restart count."""
     rank = member.first_rank + local_rank
     first = world.nodes[0]
     paddle = spec.framework == "paddle"

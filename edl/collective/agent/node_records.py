@@ -37,13 +37,7 @@ def host_key() -> str:
 
 
 class Exclusions:
-    """The hosts that a job leaves out, seen from one of its hosts.
-
-    Args:
-        store: shared by all nodes; stays the caller's to close.
-        job: its name.
-        host: the key of this host, by `host_key`.
-    """
+    """The hosts that a job leaves out, seen from one of its hosts."""
 
     def __init__(self, store: Store, job: str, host: str) -> None:
         self._store = store
@@ -93,9 +87,6 @@ class Exclusions:
 
     def add(self, exclusion: Exclusion) -> None:
         """Leave this host out from now on.
-
-        Args:
-            exclusion: why.
 
         Raises:
             DiscoveryError: the store does not answer.
@@ -202,9 +193,6 @@ class Membership:
     def update_node(self, **changes: Any) -> None:
         """Change this node's record. If the store does not take it now, the next `read_records` writes it.
 
-        Args:
-            **changes: new values, by attribute of `Node`.
-
         Raises:
             DiscoveryError: the store does not answer.
         """
@@ -277,10 +265,6 @@ class Membership:
     def propose_world(self, world: World, version: int | None) -> bool:
         """Replace the job's record, unless another agent was first.
 
-        Args:
-            world: the new record.
-            version: of the record that it follows from, `JobRecords.version`.
-
         Returns:
             Whether it was written.
 
@@ -291,9 +275,6 @@ class Membership:
 
     def delete_node(self, node: str) -> None:
         """Delete the record of another node, whose agent's process is gone for certain.
-
-        Args:
-            node: its id.
 
         Raises:
             DiscoveryError: the store does not answer. The record's lease ends all the same.

@@ -74,11 +74,7 @@ _REPEAT_S = 60.0
 
 
 class NodeReconciler:
-    """Acts for a node that has joined. Used from the agent's thread only.
-
-    Args:
-        context: what the agent holds.
-    """
+    """Acts for a node that has joined. Used from the agent's thread only."""
 
     def __init__(self, context: AgentContext) -> None:
         self._context = context
@@ -125,9 +121,6 @@ class NodeReconciler:
 
     def reconcile(self, records: JobRecords) -> int | None:
         """Do what follows from the records, again and again while this node itself changes the job's.
-
-        Args:
-            records: the job's and the nodes', just read.
 
         Returns:
             The exit code if this node's part is over, else None.

@@ -235,10 +235,6 @@ def assign_ranks(before: list[str], present: Iterable[str]) -> list[str]:
 
     Nodes that cannot, because fewer are left, and new nodes fill the gaps, in their order.
 
-    Args:
-        before: the nodes of the last world, by rank.
-        present: the nodes of the next.
-
     Returns:
         The nodes of the next world, by rank.
     """

@@ -33,10 +33,6 @@ would cut off a step that takes longer than most, more would make nodes that joi
 def pause_step(statuses: Collection[WorkerStatus], generation: int) -> int | None:
     """Return a step so far ahead that all workers see the request before they finish it.
 
-    Args:
-        statuses: of the workers' status pages.
-        generation: that the workers belong to.
-
     Returns:
         The step; None if a worker reports no steps, or is not in this generation yet.
     """
@@ -126,12 +122,7 @@ class Heartbeat:
 
 
 class NodeStatusPages:
-    """The workers' pages of shared memory, from now until the host's folder is removed.
-
-    Args:
-        host: the node's folder in memory.
-        workers: how many this node runs.
-    """
+    """The workers' pages of shared memory, from now until the host's folder is removed."""
 
     def __init__(self, host: HostFolder, workers: int) -> None:
         self._pages = {rank: WorkerStatusPage.create(host.status_page(rank)) for rank in range(workers)}

@@ -28,12 +28,6 @@ class StatusPublisher:
     """Keeps an agent's ledger up to date. Its methods are for the agent's thread, and never wait for the store.
 
     What cannot be written now, because the store does not answer, is in what is written next.
-
-    Args:
-        store: shared by all nodes; stays the caller's to close.
-        job: its name.
-        node: this node's name.
-        workers: how many this node runs.
     """
 
     def __init__(self, store: Store, job: str, node: str, workers: int) -> None:

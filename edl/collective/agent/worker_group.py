@@ -32,23 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 class LogTee:
-    """Copies what workers write into their files, a generation at a time.
-
-    Args:
-        role: begins every line, together with the rank.
-    """
+    """Copies what workers write into their files, a generation at a time."""
 
     def __init__(self, role: str) -> None:
         self._role = role
         self._tails: list[Any] = []
 
     def follow_logs(self, logs: Any, first_rank: int) -> None:
-        """Copy to the console what the workers write from now on, until `stop`.
-
-        Args:
-            logs: torch's `LogsDest`, which names the files by local rank.
-            first_rank: of this node.
-        """
+        """Copy to the console what the workers write from now on, until `stop`."""
         for name, files, stream in (("stdout", logs.tee_stdouts, sys.stdout), ("stderr", logs.tee_stderrs, sys.stderr)):
             if files:
                 prefixes = {rank: f"[{self._role}{first_rank + rank}]:" for rank in files}
@@ -130,10 +121,6 @@ class WorkerGroup:
     def start_generation(self, world: World, position: int) -> None:
         """Run the workers of a new generation in the place of those that ran here.
 
-        Args:
-            world: the generation.
-            position: this node's, among the world's nodes.
-
         Raises:
             EDLError: workers do not die, or cannot be forked.
         """
@@ -176,9 +163,6 @@ class WorkerGroup:
 
     def terminate_workers(self, number: int) -> bool:
         """Pass a signal on to the workers, the first time; from then on only their end is waited for.
-
-        Args:
-            number: the signal's.
 
         Returns:
             Whether they have ended, or have had `LaunchSpec.grace_s` for it; then `stop_workers` is due.

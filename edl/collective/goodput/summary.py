@@ -81,11 +81,6 @@ class LedgerWriter:
     """Writes an agent's ledger and events. All methods are single puts and raise what `Store.put` does.
 
     What could not be written is in the next put, so a caller may ignore a `DiscoveryError`.
-
-    Args:
-        store: stays the caller's to close.
-        job: its name.
-        ledger: of the agent's node.
     """
 
     def __init__(self, store: Store, job: str, ledger: Ledger) -> None:

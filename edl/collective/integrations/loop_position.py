@@ -47,11 +47,7 @@ class BoundaryCheckpointer:
     """Whether a loop of this process has begun with what the job keeps."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """Make a checkpointer that is not open yet.
-
-        Args:
-            options: of the `Checkpointer`.
-        """
+        """Make a checkpointer that is not open yet."""
         self._options = options
         self._stack = ExitStack()
         self._checkpointer: Checkpointer | None = None
@@ -66,9 +62,6 @@ class BoundaryCheckpointer:
 
     def open(self, state: State) -> bool:
         """Restore the newest state there is.
-
-        Args:
-            state: to restore, and to save from now on.
 
         Returns:
             Whether there was a saved state.
@@ -90,11 +83,7 @@ class BoundaryCheckpointer:
         return restored
 
     def begin_step(self, last: int) -> None:
-        """Save the state after the last step, if it was counted; and pause there if the agent asks for it.
-
-        Args:
-            last: number of that step.
-        """
+        """Save the state after the last step, if it was counted; and pause there if the agent asks for it."""
         if self._rng is not None:
             restore_random_states(self._rng)
             self._rng = None
@@ -107,11 +96,7 @@ class BoundaryCheckpointer:
         self._stepped = True
 
     def save_end(self, last: int) -> None:
-        """Save the state at the end of training, and have it stored.
-
-        Args:
-            last: number of the last step.
-        """
+        """Save the state at the end of training, and have it stored."""
         if self._checkpointer is not None:
             self._stepped = False
             self._checkpointer.save(last, force=True)
@@ -188,11 +173,7 @@ def make_workers_without_a_draw(loader: Any) -> None:
 
 
 def has_workers(loader: Any) -> bool:
-    """Return whether a loader has made workers that persist, here or before a restart.
-
-    Args:
-        loader: a `DataLoader`, or Accelerate's wrapper of it.
-    """
+    """Return whether a loader has made workers that persist, here or before a restart."""
     base = getattr(loader, "base_dataloader", loader)
     return _keeps_workers(base) and (base._iterator is not None or "_get_iterator" in vars(base))
 
@@ -283,10 +264,6 @@ def skipping(loader: DataLoader[Any], count: int) -> Iterator[None]:
     """Let the iterator that is made in the block begin behind the first batches, which are not loaded.
 
     At the end of the block the loader has drawn what it would have drawn by then, in the same order.
-
-    Args:
-        loader: to iterate over in the block.
-        count: of batches to skip.
     """
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     inner = getattr(loader, name)

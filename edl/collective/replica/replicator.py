@@ -83,11 +83,7 @@ class ReplicaAction(Enum):
 
 
 class ReplicationSchedule:
-    """What a node has sent to its present peer, and what comes next. All times are of the same clock, in seconds.
-
-    Args:
-        pace: how often states are sent.
-    """
+    """What a node has sent to its present peer, and what comes next. All times are of the same clock, in seconds."""
 
     def __init__(self, pace: ReplicaPace) -> None:
         self._pace = pace
@@ -97,24 +93,14 @@ class ReplicationSchedule:
         self._passed_over: tuple[StateVersion, float] = (NO_VERSION, -math.inf)
 
     def start_world(self, *, same_peer: bool) -> None:
-        """Begin another world: its first state is kept at once, and a new peer gets what there is before that.
-
-        Args:
-            same_peer: whether the peer is that of the world before.
-        """
+        """Begin another world: its first state is kept at once, and a new peer gets what there is before that."""
         if not same_peer:
             self._sent = NO_VERSION
         self._due = -math.inf
         self._retry = -math.inf
 
     def next_action(self, now: float, common: StateVersion, newest: StateVersion) -> ReplicaAction:
-        """Return what to do.
-
-        Args:
-            now: the time.
-            common: the newest state that all workers of this node have kept.
-            newest: the newest that any of them has.
-        """
+        """Return what to do."""
         if common > self._sent:
             return ReplicaAction.SEND if now >= self._retry else ReplicaAction.WAIT
         if newest > max(common, self._sent):
@@ -153,12 +139,7 @@ _SECRET_NBYTES: Final = 32  # 256 bits, as many as the HMACs have that it is for
 
 
 def replica_peer(world: World, node: str) -> Member | None:
-    """Return the member that keeps the replica of a node's state: the next that takes any, None if there is no other.
-
-    Args:
-        world: the members, in order.
-        node: the name of the node.
-    """
+    """Return the member that keeps a replica of a node's state: the next that takes any, None if no other does."""
     place = world.position(node)
     if place is None:
         return None
@@ -167,12 +148,7 @@ def replica_peer(world: World, node: str) -> Member | None:
 
 
 class JobSecret:
-    """What the agents of a job know, and no process that cannot read the job's Store. The first agent makes it.
-
-    Args:
-        store: of the job.
-        job: the name of the job.
-    """
+    """What the agents of a job know, and no process that cannot read the job's Store. The first agent makes it."""
 
     def __init__(self, store: Store, job: str) -> None:
         self._store = store

@@ -88,10 +88,6 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
 def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
     """Refuse an optimizer that updates what is no parameter of the module.
 
-    Args:
-        updated: the optimizer's parameters.
-        parameters: of the module.
-
     Raises:
         SettingsError: it does.
     """
@@ -239,10 +235,6 @@ class NoiseMeter:
 
     A parameter of an adaptive optimizer counts once the optimizer's scale for it says something: divided by the first
     gradients alone, or by an empty sum, a gradient can be of any size, and such a step would outweigh a hundred others.
-
-    Args:
-        parameters: that require a gradient and belong to `optimizer`.
-        optimizer: of these parameters.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -259,12 +251,7 @@ class NoiseMeter:
 
     @contextmanager
     def micro_batch(self, rows: float, factor: float) -> Iterator[None]:
-        """Measure the backward of a micro-batch, which runs in the block.
-
-        Args:
-            rows: that the micro-batch counts as.
-            factor: of its loss.
-        """
+        """Measure the backward of a micro-batch, which runs in the block."""
         self._measuring = rows > 0
         try:
             yield
@@ -276,13 +263,7 @@ class NoiseMeter:
             self._squares.clear()
 
     def finish_step(self, samples: int, group: dist.ProcessGroup | None, world: int) -> GradientGroups:
-        """Return the squared norms of this step over all ranks. A collective where there are several.
-
-        Args:
-            samples: in the global batch.
-            group: the process group of the ranks.
-            world: the number of ranks.
-        """
+        """Return the squared norms of this step over all ranks. A collective where there are several."""
         mine = torch.zeros(2, dtype=torch.float64, device=self._parameters[0].device)
         if self._weighted:
             mine[0], mine[1] = torch.stack(self._weighted).sum(), len(self._weighted)
@@ -358,12 +339,7 @@ def is_adaptive(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 
 
 def is_warm(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Return whether an adaptive optimizer has seen enough gradients of a parameter.
-
-    Args:
-        state: of the parameter.
-        options: of its parameter group.
-    """
+    """Return whether an adaptive optimizer has seen enough gradients of a parameter."""
     return float(_step(state, options) or 0.0) >= _WARM_STEPS
 
 
@@ -372,10 +348,6 @@ def divisor_of(state: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor |
 
     What grows with the steps alone is left out, as if the mean of squares had been 1 from the beginning: estimates of
     several steps are averaged, and must be of the same scale.
-
-    Args:
-        state: of a parameter.
-        options: of its parameter group.
     """
     if not is_adaptive(state, options):
         return None

@@ -66,11 +66,7 @@ class GradientNoise:
     steps: float = 0.0
 
     def add_step(self, groups: GradientGroups) -> None:
-        """Take a step into the averages, if it allows an estimate.
-
-        Args:
-            groups: of the step.
-        """
+        """Take a step into the averages, if it allows an estimate."""
         if not groups.usable:
             return
         variance, square = groups.estimate()
@@ -100,10 +96,6 @@ class GradientNoise:
 
         Johnson et al., "AdaScale SGD", ICML 2020, the gain ratio: r = (σ² + μ²)/(σ²/S + μ²), where
         σ² = tr(Σ)/base_batch, μ² = |G|², S = batch/base_batch.
-
-        Args:
-            batch: samples of a step.
-            base_batch: samples of a step that the learning rate was chosen for.
         """
         square = max(self.square, 0.0)
         top, bottom = self.variance / base_batch + square, self.variance / batch + square
@@ -114,11 +106,7 @@ class GradientNoise:
         return {"variance": self.variance, "square": self.square, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on with saved averages, with any batch and world: they are of a single sample's gradient.
-
-        Args:
-            state: as `state_dict` returned it.
-        """
+        """Go on with saved averages, with any batch and world: they are of a single sample's gradient."""
         self.variance = float(state["variance"])
         self.square = float(state["square"])
         self.steps = float(state["steps"])

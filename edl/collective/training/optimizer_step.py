@@ -34,28 +34,17 @@ class LossScale:
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to take the gradient of.
-
-        Args:
-            loss: a scalar.
-        """
+        """Return the loss to take the gradient of."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the factor out of the optimizer's gradients, once a step.
-
-        Args:
-            optimizer: of the gradients' parameters.
-        """
+        """Take the factor out of the optimizer's gradients, once a step."""
         if self._scaler is not None and not self._unscaled:
             self._unscaled = True  # even if it fails half-way: `discard_step` must undo it
             self._scaler.unscale_(optimizer)
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer.
-
-        Args:
-            optimizer: to step.
 
         Returns:
             False if the scaler skipped the step because of infinite gradients.
@@ -80,11 +69,7 @@ class LossScale:
         return self._scaler.state_dict() if self._scaler is not None else None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from a saved state, if there is a scaler, and was when it was saved.
-
-        Args:
-            state: as `state_dict` returned it.
-        """
+        """Go on from a saved state, if there is a scaler, and was when it was saved."""
         if self._scaler is not None and state is not None:
             self._scaler.load_state_dict(state)
 
@@ -111,12 +96,7 @@ class OptionScaling:
 
     @contextmanager
     def apply(self, factor: float, scale: float) -> Iterator[None]:
-        """Use other options for the block only.
-
-        Args:
-            factor: of every learning rate.
-            scale: the batch divided by the base batch.
-        """
+        """Use other options for the block only."""
         groups = self._optimizer.param_groups
         changed = [self._scaled(group, factor, scale) for group in groups]
         before = [{name: group[name] for name in new} for group, new in zip(groups, changed, strict=True)]

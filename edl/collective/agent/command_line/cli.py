@@ -146,9 +146,6 @@ _UNUSED_ANYWHERE = ("node_rank", "start_method")
 def main(argv: Sequence[str]) -> int:
     """Run an agent.
 
-    Args:
-        argv: the options.
-
     Returns:
         The exit code.
 

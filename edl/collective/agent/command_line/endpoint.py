@@ -37,9 +37,6 @@ def own_address(store_url: str) -> str:
     Where hosts have agents of the store of their own, on their loopback (Consul's), it is the address on the way to
     other hosts; the loopback's if there is no such way.
 
-    Args:
-        store_url: as `edl.discovery.open_store` takes it.
-
     Returns:
         The address.
 
@@ -71,9 +68,6 @@ def warn_of_slow_name(address: str) -> None:
 
     torch's stores connect by IPv6, also to IPv4 addresses, and have the address named (`getnameinfo`) for log lines. A
     line of /etc/hosts with the IPv4 address is no answer to that.
-
-    Args:
-        address: the node's own.
     """
     mapped = address if ":" in address else f"::ffff:{address}"
     began = time.monotonic()

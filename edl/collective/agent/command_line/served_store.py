@@ -70,11 +70,6 @@ def keep_for_later(store: Store, job: str, wanted: bool) -> None:
     """Record that this host has a state of the job which is in no storage yet, or has it no more.
 
     As long as such a record exists, a served store's file is not removed: the job's record tells that it is done.
-
-    Args:
-        store: the job's.
-        job: its name.
-        wanted: whether there is such a state.
     """
     key = f"{KEPT}{job}/{socket.gethostname()}"
     with contextlib.suppress(DiscoveryError):

@@ -79,9 +79,6 @@ class GpuFault(Enum):
 def find_gpu_fault(text: str) -> tuple[GpuFault, str] | None:
     """Find an error of a GPU in a traceback.
 
-    Args:
-        text: the traceback.
-
     Returns:
         Its cause as far as known, and the line that says it; None if there is none.
     """
@@ -106,9 +103,6 @@ class KernelLog:
 
     A process that NCCL's watchdog ends leaves no traceback, and only this tells why. Without the right to read the log,
     as in most containers, nothing is found.
-
-    Args:
-        path: of the log; each read returns whole records.
     """
 
     def __init__(self, path: Path = Path("/dev/kmsg")) -> None:

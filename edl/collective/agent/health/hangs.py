@@ -131,11 +131,7 @@ def is_active(before: ProcessUsage, after: ProcessUsage) -> bool:
 
 
 class ActivityMonitor:
-    """Remembers when processes were last seen to work. Measures only processes that it is asked about.
-
-    Args:
-        read: measures a process.
-    """
+    """Remembers when processes were last seen to work. Measures only processes that it is asked about."""
 
     def __init__(self, read: Callable[[int], ProcessUsage] = read_usage) -> None:
         self._read = read

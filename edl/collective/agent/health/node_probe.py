@@ -45,9 +45,6 @@ def find_devices() -> list[torch.device]:
 def check_products(device: torch.device) -> float:
     """Multiply matrices on a device.
 
-    Args:
-        device: a GPU or the CPU.
-
     Returns:
         The seconds of the fastest of several times.
 
@@ -75,9 +72,6 @@ def check_products(device: torch.device) -> float:
 def check_copies(devices: Sequence[torch.device]) -> None:
     """Copy from every device to every other, directly where the devices can.
 
-    Args:
-        devices: GPUs.
-
     Raises:
         EDLError: what arrived is something else.
     """
@@ -94,12 +88,6 @@ def check_copies(devices: Sequence[torch.device]) -> None:
 
 def agree_on_gpus(store: Store, rank: int, world_size: int, mine: int) -> int:
     """Agree with the other ranks on how many GPUs all of them have: so many all-reduces of NCCL are made.
-
-    Args:
-        store: of the group.
-        rank: this rank.
-        world_size: of the group.
-        mine: how many GPUs this rank has.
 
     Returns:
         The number; 0 without NCCL.

@@ -59,10 +59,6 @@ _KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 def choose_peers(world: World, position: int) -> dict[str, Address]:
     """Choose the agents that a node's agent connects to: the members behind it, around the ring, eight at most.
 
-    Args:
-        world: the job's record.
-        position: of the node in it.
-
     Returns:
         The agents' addresses, by node.
     """
@@ -244,12 +240,7 @@ class PeerConnections:
         self._end_attempt(peer, peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
     def _end_attempt(self, peer: _PeerConnection, code: int) -> None:
-        """Act on the end of an attempt to connect.
-
-        Args:
-            peer: to which.
-            code: of the error, 0 for none.
-        """
+        """Act on the end of an attempt to connect."""
         if code == 0 and peer.socket is not None:
             self._selector.register(peer.socket, selectors.EVENT_READ, lambda _: self._receive(peer))
             if self._tls is None:

@@ -105,9 +105,6 @@ def show_command_line(arguments: Sequence[str]) -> None:
 
     The bytes are replaced where the kernel reads them, which is how setproctitle(3) works. Nothing happens where they
     are not as expected, or the new arguments are longer.
-
-    Args:
-        arguments: what is to follow the interpreter's name.
     """
     before = Path("/proc/self/cmdline").read_bytes()
     begin = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[_ARG_START - 2])
@@ -185,13 +182,7 @@ def run_main(kind: str, target: str, arguments: Sequence[str]) -> None:
 
 
 def command_line(kind: str, target: str, arguments: Sequence[str]) -> list[str]:
-    """Return what follows the interpreter in the command line of a worker that torchrun starts.
-
-    Args:
-        kind: `script` or `module`.
-        target: the script's path or the module's name.
-        arguments: of the program.
-    """
+    """Return what follows the interpreter in the command line of a worker that torchrun starts."""
     return [*(["-u", "-m"] if kind == "module" else ["-u"]), target, *arguments]
 
 

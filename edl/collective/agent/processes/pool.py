@@ -40,10 +40,6 @@ _INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux; NVML n
 def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) -> dict[int, str]:
     """Find the processes of some process groups that have a GPU open. On a host without a GPU this returns at once.
 
-    Args:
-        groups: ids of the process groups.
-        devices: patterns of the files that a process opens to use a GPU.
-
     Returns:
         When they started, in the kernel's ticks, by process id: together no later process has the same.
     """
@@ -277,10 +273,6 @@ class WorkerProcesses:
     def fork_workers(self, generation: int, forks: Mapping[int, ForkRequest]) -> None:
         """Fork workers.
 
-        Args:
-            generation: that they belong to.
-            forks: what is to be forked, by local rank.
-
         Raises:
             EDLError: the zygote has died.
         """
@@ -331,9 +323,6 @@ class WorkerProcesses:
 
         torchrun sends it to the children as well. A script that saves its state when it is asked to end may need them
         until then, as those of a `DataLoader`, whose death it would be told of by an exception.
-
-        Args:
-            number: the signal's.
         """
         with self._lock:
             for pid in self._running:

@@ -390,9 +390,6 @@ def watched_environ(names: Collection[str]) -> Iterator[set[str]]:
     in its place would not be asked. Lookups by native code (`getenv`), in `os.environb` and in other processes are not
     seen, nor is a lookup that is made after the block.
 
-    Args:
-        names: of the variables.
-
     Yields:
         The names that were looked up, growing as they are.
     """
@@ -417,9 +414,6 @@ def _has_new_threads(before: set[str]) -> bool:
 
     OpenBLAS starts some when it is loaded, ends them before a fork and starts them again behind it (`pthread_atfork`):
     a fork ends them, so threads that are there after a fork are not OpenBLAS's.
-
-    Args:
-        before: what `_tasks` returned.
     """
     if not _tasks() - before:
         return False

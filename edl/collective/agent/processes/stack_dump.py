@@ -36,9 +36,6 @@ def arm_stack_dump(path: Path) -> None:
     """Have this process write the stacks of all its threads to a file when it gets SIGUSR2.
 
     Call it in the worker, after the fork, before the script can hang. Calling it again replaces the file.
-
-    Args:
-        path: of the file, which is appended to.
     """
     global _armed
     with path.open("ab", buffering=0) as file:

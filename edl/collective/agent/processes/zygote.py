@@ -332,12 +332,7 @@ def _become_worker(program: ProgramSpec, fork: ForkRequest) -> None:
 
 
 def _die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel kill this process, or send it another signal, when its parent dies.
-
-    Args:
-        parent: the process that started this one.
-        number: the signal's.
-    """
+    """Have the kernel kill this process, or send it another signal, when its parent dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it had died before
         os._exit(1)

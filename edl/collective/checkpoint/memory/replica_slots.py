@@ -46,11 +46,7 @@ NO_VERSION: StateVersion = (-1, -1, -1)
 
 
 def newest_common_state(held: Sequence[Iterable[CompleteSlot]]) -> list[CompleteSlot]:
-    """Return the slots of the newest state of which every worker holds its part, in the order of workers; or none.
-
-    Args:
-        held: what the slots of the workers hold.
-    """
+    """Return the slots of the newest state of which every worker holds its part, in the order of workers; or none."""
     parts = [{slot.header.version: slot for slot in found} for found in held]
     common = set.intersection(*map(set, parts)) if parts else set()
     return [by_version[max(common)] for by_version in parts] if common else []

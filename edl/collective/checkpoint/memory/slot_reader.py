@@ -307,10 +307,6 @@ def unmark_slot(prefix: Path, stored: StateVersion) -> None:
 
     The worker may mark a newer state at any moment. So the mark is taken away under another name before it is read,
     and put back if it is newer: a mark that is read and then removed by its name may not be the one that was read.
-
-    Args:
-        prefix: of the worker's slots, of which nothing is just being stored.
-        stored: the state that needs no mark any more.
     """
     marked, taken = marked_path(prefix), storing_path(prefix)
     taken.unlink(missing_ok=True)  # a rename onto another name of the same file does nothing
@@ -326,11 +322,7 @@ def unmark_slot(prefix: Path, stored: StateVersion) -> None:
 
 
 def find_slots(prefix: Path) -> list[CompleteSlot]:
-    """Return the complete slots of a worker, newest first, without torn and missing slots.
-
-    Args:
-        prefix: what `EDL_SLOTS` says; the files end in `.0` and `.1`.
-    """
+    """Return the complete slots of a worker, newest first, without torn and missing slots."""
     found = [slot for slot in map(read_slot, slot_paths(prefix)) if slot is not None]
     return sorted(found, key=lambda slot: (slot.header, slot.sequence), reverse=True)
 

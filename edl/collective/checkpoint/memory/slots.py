@@ -99,10 +99,6 @@ def preallocate_slots(prefix: Path, nbytes: int) -> None:
     """Give both slots of a worker that is still to come their memory, so that no rank has to wait for it then.
 
     Where there is not enough, the worker will say so.
-
-    Args:
-        prefix: of the worker's slots.
-        nbytes: of a slot.
     """
     for path in slot_paths(prefix):
         with contextlib.suppress(OSError):
@@ -326,10 +322,6 @@ def lock_private_slots(owner: object, prefix: Path) -> Callable[[], object]:
     """Hold a lock on `prefix`.lock until the owner is collected or the process exits, and remove the slots then.
 
     Processes that are forked meanwhile hold the lock as well, for as long as they live.
-
-    Args:
-        owner: of the slots.
-        prefix: of the slots.
 
     Returns:
         Removes the slots and releases the lock when it is called.

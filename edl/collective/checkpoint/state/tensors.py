@@ -114,11 +114,7 @@ def walk_tensors(form: Any, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class LiveMeshes:
-    """The meshes that the live state's tensors are sharded over.
-
-    Args:
-        tensors: of the state, sharded or not.
-    """
+    """The meshes that the live state's tensors are sharded over."""
 
     def __init__(self, tensors: Iterable[object]) -> None:
         self._meshes: dict[Any, ShardLayout] = {}

@@ -114,11 +114,7 @@ def _flatten_fields(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any]
 
 
 def pack_dcp_metadata(pieces: Iterable[RankManifest]) -> bytes:
-    """Return DCP's `.metadata` of a checkpoint.
-
-    Args:
-        pieces: the manifests of all ranks.
-    """
+    """Return DCP's `.metadata` of a checkpoint."""
     described: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[Any, ...]] = {}

@@ -142,11 +142,6 @@ class CheckpointFolder:
     def write_file(self, name: CheckpointName, file: str, write: Callable[[ChecksumWriter], object]) -> FileDigest:
         """Write a file of a checkpoint, and have it on disk before returning.
 
-        Args:
-            name: of the checkpoint.
-            file: its name.
-            write: is called to write the contents.
-
         Returns:
             The digest of the file.
 
@@ -176,11 +171,6 @@ class CheckpointFolder:
         """Write a small file at once: a reader sees what was there before, or all of it.
 
         Several nodes may write the same file, and a node may be killed while another publishes the checkpoint.
-
-        Args:
-            name: of the checkpoint.
-            file: its name.
-            data: its contents.
 
         Returns:
             The digest of the file.

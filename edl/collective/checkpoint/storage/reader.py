@@ -81,11 +81,6 @@ class _Span:
 def restore_from_storage(state: State, url: str, group: transfer.Group = None) -> RestoredState | None:
     """Restore the newest checkpoint under `url` of which all that is needed is whole. Collective.
 
-    Args:
-        state: what is restored.
-        url: of the storage, as fsspec names it.
-        group: the process group.
-
     Returns:
         What was restored, or None if there is no whole checkpoint.
 

@@ -2,7 +2,7 @@
 
 Every node's agent keeps a record of itself under a lease (`Node`); the record of the job (`World`) says which nodes
 train together, in which order, and under which generation. What does not belong here: what a record should become
-(`agent.membership.rendezvous`), and how it is read and written (`agent.membership.node_records`).
+(`agent.rendezvous`), and how it is read and written (`agent.node_records`).
 """
 
 from __future__ import annotations

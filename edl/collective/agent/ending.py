@@ -1,4 +1,9 @@
-"""How a node's part in a job ends: signals that ask it to leave, exit codes, the message that says what ended it."""
+"""How a node's part in a job ends: signals that ask it to leave, exit codes, the message that says what ended it.
+
+Kubernetes keeps the last 4,096 bytes of the file that `terminationMessagePath` names in the container's status
+(https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/). `edl.master` reads it with
+`edl.master.scaling.termination_messages`, which it may not import from here; a test compares the two.
+"""
 
 from __future__ import annotations
 

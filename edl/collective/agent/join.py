@@ -81,7 +81,10 @@ def _check_job_state(context: AgentContext) -> int | None:
         if world.state is JobState.DONE:
             fields = {"job": spec.job}
             logger.info("job %s has ended already (%s): nothing to do", spec.job, world.message, extra=fields)
-            logger.info("another --rdzv-id starts another job")
+            again = f"to run it again, give it another name, such as --rdzv-id {spec.job}-2"
+            if spec.checkpoint:
+                again += f", and another --checkpoint than {spec.checkpoint}, from which it would go on"
+            logger.info("%s", again)
             context.shutdown.end = TerminationMessage(node=context.id, message=f"job {spec.job} has ended already")
             return ExitCode.DONE
         if world.state is not JobState.FAILED:

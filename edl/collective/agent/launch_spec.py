@@ -1,4 +1,9 @@
-"""The specification of a node's agent, and the environment of its workers: torchrun's variables and EDL's own."""
+"""The specification of a node's agent, and the environment of its workers: torchrun's variables and EDL's own.
+
+All trainers meet at a store that the first of them opens, at `PADDLE_MASTER`; and a trainer has an address of its own,
+by which parts of Paddle tell trainers apart. So a node reserves a port for the store and a port for every trainer, in a
+row: `Node.port` is the first of them. This module imports neither Paddle nor torch.
+"""
 
 from __future__ import annotations
 

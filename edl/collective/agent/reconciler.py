@@ -1,6 +1,6 @@
 """What a node does as its job's records change: its workers begin, stop and pause, its own record follows.
 
-What should become of the job is decided by `membership.rendezvous.next_world`, what follows from ended workers by
+What should become of the job is decided by `rendezvous.next_world`, what follows from ended workers by
 `health.failures.decide_recovery`.
 """
 

@@ -99,7 +99,7 @@ def _steps(wanted: float) -> int:
     return max(1, math.ceil(min(wanted, _MOST_STEPS)))
 
 
-# --- Saving a job's state every few steps, into memory that outlives the worker, and restoring it from th ---
+# --- Saving and restoring ---
 
 
 NO_STEP: Final = -1

@@ -15,6 +15,9 @@ linear rule with its warm-up. LAMB (You et al., "Large Batch Optimization for De
 square root rule, with a warm-up that lasts as many more epochs as the batch is larger.
 
 Nothing here touches the optimizer's state: moments are of gradients, whose mean does not depend on the batch.
+
+A schedule that counts steps comes to other rates at the same data when the batch changes, and to nonsense when
+boundaries computed for a new batch meet a restored count of old steps. Samples mean the same for every batch.
 """
 
 from __future__ import annotations

@@ -5,6 +5,14 @@ takes its share. So the batches that are trained are the same for every world si
 has come: how many samples of its order *were trained*. It is advanced by the training loop after each
 step, not by iteration: a `DataLoader`'s workers and `edl.distill` read several batches ahead, and what was read ahead
 but not trained when a worker died must come again.
+
+Where a global batch begins and ends does not depend on how many ranks there are, so a world of any size trains the same
+batches in the same order.
+
+A batch is what a training loop has: tensors, arrays, lists, and nests of these. Tuples, named tuples and mappings are
+structures of parts; so is a list that holds a tensor, an array or a structure, as `DataLoader` makes of a tuple.
+Everything else with a length that can be sliced has rows: tensors, arrays, lists of strings, top-k soft labels. Parts
+without a length (a number, None) go to every micro-batch as they are.
 """
 
 from __future__ import annotations

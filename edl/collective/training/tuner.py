@@ -1,4 +1,22 @@
-"""The automatic batch of a run: measures its steps, asks `objective` for the best batch, and logs the decision."""
+"""The automatic batch of a run: measures its steps, chooses the batch with the best goodput, and logs the decision.
+
+Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021, section 3: with a
+step time T (`step_time`), a noise scale of phi samples (`noise`) and the base batch B0 that the learning rate was
+chosen for, the goodput of a batch B is B/T · (phi + B0)/(phi + B). T is here with the wait for the loader.
+
+The model is that of Qiao et al., "Pollux", OSDI 2021, section 3.2. With m rows in each of s + 1 micro-batches on each
+of W ranks, a step takes
+
+    T = s·T_grad + (T_grad^g + T_sync^g)^(1/g)
+    T_grad = a + b·m,   T_sync = 0 for W = 1, otherwise c + d·(W - 2)
+
+where g from 1 to 10 says how far sending gradients hides behind computing them. The numbers are found by least squares
+of the logarithms, as errors of times are relative.
+
+Pollux leaves out what a rank waits for between two steps, which is its loader most of all. For R rows of a rank's share
+that is L = p + q·R if the loader reads when it is asked, and max(0, L - T) if it reads ahead; which of the two, and p
+and q, is what explains the measured waits best.
+"""
 
 from __future__ import annotations
 

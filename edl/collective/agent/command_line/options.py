@@ -199,7 +199,10 @@ def parser() -> argparse.ArgumentParser:
     for action in options._actions:
         if action.dest == "rdzv_conf":
             action.__class__ = _JoinedConfig  # the operator gives pairs of its own, which a user's leave as they are
-    ours = options.add_argument_group("EDL")
+    options.usage = "edl run [OPTIONS] train.py [ARGUMENTS OF train.py]"
+    options._optionals.title = "torchrun's options"
+    ours = options.add_argument_group("EDL's options")
+    options._action_groups.insert(0, options._action_groups.pop())  # first in the help, since no other page has them
     for name, kwargs in _OPTIONS.items():
         ours.add_argument(name, **kwargs)
     return options

@@ -2,6 +2,16 @@
 
 Srun's manual page describes the variables ("OUTPUT ENVIRONMENT VARIABLES"). A task is a node in EDL's words: an agent
 with its workers. What does not belong here: what the agent does with signals that Slurm sends (`signals`).
+
+A task may be a script that calls `edl run` several times, or a person's notebook. By default all of these would have
+the step's name, and the second would find a job of that name which has ended. What does not belong here: names that
+users give, which mean the same job wherever they are given.
+
+A job whose last state was not stored is tried again by the next call with the same command; a call with another command
+is the next job.
+
+A file in the host's memory counts, named by the task. It is locked while an agent runs: two at once have no order by
+which other tasks, or a requeued job, could tell them apart.
 """
 
 from __future__ import annotations
@@ -203,7 +213,7 @@ def _visible_gpus(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-# --- How often `edl run` has come to its job's end in a task of a Slurm step, so that the next run is ano ---
+# --- How often `edl run` has come to its job's end in a task, so that the next run is another job ---
 
 
 _FORGOTTEN_S: Final = 14 * 86_400.0

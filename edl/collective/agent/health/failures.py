@@ -1,4 +1,10 @@
-"""Why workers ended, and what follows: the script's own error, a machine's fault, or contact lost with another rank."""
+"""Why workers ended, and what follows: the script's own error, a machine's fault, or contact lost with another rank.
+
+CUDA's words are those of `cudaGetErrorString`; its reference says of each error what causes it
+(https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html). The driver writes an Xid into the kernel's
+log (https://docs.nvidia.com/deploy/xid-errors/). "device-side assert triggered" and "out of memory" are in no list
+here: they are errors of the script.
+"""
 
 from __future__ import annotations
 

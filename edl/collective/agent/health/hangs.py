@@ -354,7 +354,7 @@ def _step_limit_s(status: WorkerStatus, limits: HangLimits) -> float:
     return max(limits.floor_s, limits.factor * statistics.median(status.durations_s or (0.0,)))
 
 
-# --- Find the worker of a node that hangs, from its status page and what the kernel counts for its proces ---
+# --- The worker of a node that hangs ---
 
 
 _BUSY_S: Final = 1.0

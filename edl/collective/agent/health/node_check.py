@@ -6,6 +6,14 @@ Keys, under a prefix that is new for each check::
     ROUND/meet/NODE       where the first node of a group waits for its partners
     ROUND/result/NODE     what a node found
     verdict               the result, by the node that was first
+
+Keys under `jobs/JOB/check/`: `waiting/NODE`, under a lease, and `lists/NUMBER`, the nodes of a check, by the node that
+was first. A node that comes later is in a later list; in a running job it may be alone in it, and then only its own
+computing is tested.
+
+Nodes compute alone and reduce in pairs, twice, with different partners, as DLRover's node check does: a pair that fails
+has a faulty node in it or a good node that met it; the second round pairs every suspect with a node that passed, so
+that the faulty node fails again. `runner` carries it out.
 """
 
 from __future__ import annotations

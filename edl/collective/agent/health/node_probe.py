@@ -2,6 +2,9 @@
 
 Run as `python -m edl.collective.agent.health.node_probe`, with its task as JSON in the first argument; prints
 JSON lines.
+
+A broken device need not raise: it may compute something else. The numbers are small whole ones, which float32 (TF32 and
+bfloat16 as well) holds exactly in any order of summation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A node's workers, seen from its agent: forked by a zygote, watched, and killed."""
+"""A node's workers, seen from its agent: forked by a zygote, watched, and killed.
+
+CUDA gives a context's memory back when the last process that has the device's file open has ended, its children that
+inherited the file among them. NVML (the package `nvidia-ml-py`, where it is installed) lists who holds memory.
+"""
 
 from __future__ import annotations
 

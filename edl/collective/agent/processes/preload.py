@@ -14,6 +14,10 @@ of a worker in `os.environ` (lookups by torch and EDL themselves do not count), 
 in a fork. What is not: that a module is found out which reads the environment by native code (`getenv`), keeps a file
 open to write to, remembers its process id, or does anything of this later than at its import. What `--preload` names is
 examined alike.
+
+A module may be imported ahead of time only if that changes nothing. A program that sets a variable of the environment,
+`sys.path` or anything else first, and imports torch then, means torch to be imported then. So what stands behind the
+first statement that may have an effect is left to the worker, as under torchrun.
 """
 
 from __future__ import annotations

@@ -4,6 +4,12 @@ A rank that lacks a state gets a copy of another rank's whole slot into its own,
 the state is in another place. Only a sharded state in a world of another size is put together on the way. A part of a
 sharded state that is in no rank's own slots any more comes from a rank that held the same shards (HSDP), or else from a
 replica (`edl.collective.checkpoint.memory.replica_slots`).
+
+A generation that was formed later counts before a generation that got further: what a world did that others had given
+up on does not come back.
+
+Where tensors are sharded within groups of ranks and the same from group to group (HSDP), several ranks hold the same
+shards. They say so in what they save, so that any of them is enough.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Where there is no agent, a process makes slots for itself: they go with it, or, 
 process knows them by a lock that their owner holds on a file beside them: process ids say nothing across containers
 that share `/dev/shm`.
 
-This module writes slots, and is what others import; `slot_reader` finds and copies them, `slot_header` is their format.
+This module writes slots, and is what others import; `slot_reader` finds and copies them, and has their format.
 None of them knows of torch.
 """
 

@@ -2,6 +2,15 @@
 
 Modules are named without what wraps them (`DistributedDataParallel`, `torch.compile`), and an optimizer's state goes
 by the names of parameters instead of their numbers, so that what one wrapping saved another can load.
+
+Of a torchdata `StatefulDataLoader`, its own `state_dict` holds the place, and the rest is what it leaves out (0.11):
+
+- A loader that is iterated over draws a seed, from its generator or from torch's. A resumed epoch draws another than an
+  epoch that was not broken off, so random numbers are put back behind it.
+- A loader that was not iterated over starts its worker processes when it is asked for its state.
+- A worker process that came to the end of its stream before others is asked again after a restart. A stream that begins
+  anew at its end would give its samples twice.
+- Some samplers and datasets cannot be resumed exactly, and no error says so. They are refused here.
 """
 
 from __future__ import annotations
@@ -63,7 +72,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-# --- The place of a torchdata `StatefulDataLoader`, saved and restored so that the rest of the run does n ---
+# --- The place of a torchdata `StatefulDataLoader` ---
 
 
 def is_stateful_loader(value: Any) -> bool:

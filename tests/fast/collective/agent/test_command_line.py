@@ -63,6 +63,12 @@ def test_projects_have_their_own_commands(folders: tuple[Path, Path]) -> None:
     assert digests(folders, *script) == relative, "it is named from anywhere"
 
 
+def test_help_shows_our_options_first() -> None:
+    text = parser().format_help()
+    assert text.startswith("usage: edl run [OPTIONS] train.py")
+    assert text.index("--checkpoint URL") < text.index("--readmit") < text.index("--nnodes NNODES")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

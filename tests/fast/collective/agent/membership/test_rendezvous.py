@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.collective.agent.context import AgentContext, ShutdownState
-from edl.collective.agent.join import _is_excluded
+from edl.collective.agent.join import _check_job_state, _is_excluded
 from edl.collective.agent.node_records import Exclusions, Membership, host_key
 from edl.collective.agent.rendezvous import (
     ChangeTimer,
@@ -547,3 +547,17 @@ def test_readmit_lets_a_host_join_again(store: FakeStore, caplog: pytest.LogCapt
     assert "`edl run --readmit`" in caplog.messages[-1]
     assert not left_out(readmit=True)
     assert not left_out(readmit=False), "it need be said once only"
+
+
+def test_second_start_says_how_to_run_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    records = SimpleNamespace(world=World(2, JobState.DONE, message="the script ended on every node"), nodes={})
+    context = SimpleNamespace(
+        spec=SimpleNamespace(job="resnet", ttl_s=1.0, checkpoint="s3://bucket/resnet"),
+        signals=SimpleNamespace(raise_if_stopping=lambda: None),
+        membership=SimpleNamespace(read_records=lambda: records),
+        shutdown=ShutdownState(),
+        id="node-b",
+    )
+    assert _check_job_state(cast(AgentContext, context)) == 0
+    assert "--rdzv-id resnet-2, and another --checkpoint than s3://bucket/resnet" in caplog.messages[-1]

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from edl.collective.checkpoint.state.fields import layers
 from edl.collective.training.noise import GradientGroups
-from edl.collective.unwrapping import layers
 from edl.errors import SettingsError
 
 __all__ = [

@@ -28,7 +28,6 @@ from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler
 from torch.utils.data._utils import fetch
 
 from edl.collective.checkpoint.state.tensors import local_box, walk_tensors
-from edl.collective.unwrapping import unwrapped
 from edl.errors import SettingsError
 
 __all__ = [
@@ -39,6 +38,7 @@ __all__ = [
     "field_kind",
     "in_place_tensors",
     "is_stateful_loader",
+    "layers",
     "load_field",
     "loader_position",
     "optimizer_parameters",
@@ -46,7 +46,41 @@ __all__ = [
     "prepare_loader",
     "restore_random_states",
     "resume_loader",
+    "unwrapped",
 ]
+
+
+def layers(module: nn.Module) -> list[nn.Module]:
+    """Return a module with all that it wraps.
+
+    Returns:
+        The module as it was given, then what every wrapper wraps; the module that the user wrote is the last.
+
+    Raises:
+        SettingsError: it is wrapped in FSDP's first version, whose parts only that can name.
+    """
+    found = [module]
+    while True:
+        outer = found[-1]
+        if isinstance(outer, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = outer.module
+        else:
+            inner = getattr(outer, "_orig_mod", None)  # what `torch.compile` was given
+        if not isinstance(inner, nn.Module):
+            break
+        found.append(inner)
+    if type(found[-1]).__name__ == "FullyShardedDataParallel":
+        raise SettingsError("FullyShardedDataParallel is not supported: use torch.distributed.fsdp.fully_shard")
+    return found
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module that the user wrote.
+
+    Raises:
+        SettingsError: it is wrapped in FSDP's first version, whose parts only that can name.
+    """
+    return layers(module)[-1]
 
 
 def capture_random_states() -> dict[str, Any]:

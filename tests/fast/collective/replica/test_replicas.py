@@ -29,9 +29,8 @@ from edl.collective.checkpoint.memory.slots import (
 )
 from edl.collective.checkpoint.state.state import State
 from edl.collective.job_records import JobState, Member, World
-from edl.collective.replica import protocol
-from edl.collective.replica.peers import ReplicaRefusedError, ReplicaServer, send_states
-from edl.collective.replica.protocol import ReplicaAnnouncement
+from edl.collective.replica import peers
+from edl.collective.replica.peers import ReplicaAnnouncement, ReplicaRefusedError, ReplicaServer, send_states
 from edl.collective.replica.replicator import (
     JobSecret,
     ReplicaAction,
@@ -473,7 +472,7 @@ def test_stranger_is_refused(
 ) -> None:
     receiver, tls = receive(tls=None if wrong == "secret" else tls_of(tmp_path / "tls")), None
     if wrong == "plain":
-        monkeypatch.setattr(protocol, "HANDSHAKE_S", 0.2)  # in which each side waits for the other's words
+        monkeypatch.setattr(peers, "HANDSHAKE_S", 0.2)  # in which each side waits for the other's words
     elif wrong == "CA":
         tls = tls_of(tmp_path / "sender", Authority("other").issue("127.0.0.1"))
     with pytest.raises((ProtocolError, TemporaryError)):

@@ -46,7 +46,7 @@ from edl.collective.agent.launch_spec import LaunchSpec
 from edl.collective.agent.processes.pool import WorkerExit
 from edl.collective.agent.processes.zygote import ProgramSpec
 from edl.collective.agent.rendezvous import RendezvousSettings
-from edl.collective.agent.status_pages import Heartbeat
+from edl.collective.agent.worker_group import Heartbeat
 from edl.collective.worker_status import Phase, WorkerStatus, WorkerStatusPage
 from tests.waiting import wait_until
 

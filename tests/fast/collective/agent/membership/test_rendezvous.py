@@ -27,7 +27,7 @@ from edl.collective.agent.rendezvous import (
     is_join_deferred,
     next_world,
 )
-from edl.collective.agent.status_pages import pause_needs_s, pause_step
+from edl.collective.agent.worker_group import pause_needs_s, pause_step
 from edl.collective.goodput.summary import read_job
 from edl.collective.job_records import Exclusion, JobState, Member, Node, World
 from edl.collective.worker_status import WorkerStatus, WorkerStatusPage

@@ -11,7 +11,7 @@ In a training script: `State` and `Checkpointer` keep what must survive, `Evalua
 - `goodput`: where the time went;
 - `integrations`: Hugging Face's and Lightning's `Trainer`, loops with Accelerate, and PaddlePaddle.
 
-Torch is imported by the parts that need it. What does not belong here: soft labels and teachers (`edl.distill`), and
+Torch is imported by the parts that need it. Not here: soft labels and teachers (`edl.distill`), and
 anything that knows of a cluster (`edl.master`).
 """
 

@@ -1,7 +1,7 @@
 """Records of a job in the Store: what its nodes write for other nodes, and for `edl status`.
 
 Every node's agent keeps a record of itself under a lease (`Node`); the record of the job (`World`) says which nodes
-train together, in which order, and under which generation. What does not belong here: what a record should become
+train together, in which order, and under which generation. Not here: what a record should become
 (`agent.rendezvous`), and how it is read and written (`agent.node_records`).
 """
 

@@ -4,5 +4,5 @@
 (`node_records`, `reconciler`) and runs its workers (`worker_group`), whose `processes` are forked by a zygote. `health`
 finds who has failed. Decisions without I/O are in `rendezvous`, `health.failures` and the limits of `health.hangs`.
 
-What does not belong here: what a worker does.
+Not here: what a worker does.
 """

@@ -58,7 +58,7 @@ class RestartPolicy:
         self._unclear_faults += 1
 
     def record_restart(self, step: int, lived_s: float) -> None:
-        """Record that the workers begin anew.
+        """Record that the workers begin again.
 
         Args:
             step: the last step that any worker finished, -1 for none.
@@ -109,7 +109,7 @@ class GenerationOutcome:
     def clear_generation(self) -> None:
         """Clear failures and exits of the previous generation."""
         if any(failure.cause in (ExitCause.UNCLEAR, ExitCause.MISSING) for failure in self._failures):
-            self._restart_policy.record_unclear_fault()  # also where another node was first to begin anew because of it
+            self._restart_policy.record_unclear_fault()  # also where another node began again first because of it
         self._failures.clear()
         self._ended_well.clear()
         self._killed_for_memory = False

@@ -158,7 +158,7 @@ class LaunchSpec:
         grace_s: how long workers may take to end after the signal that asked this node to leave, before SIGKILL.
         max_restarts: how often the job goes on after an error of the script's own, whichever node it was on.
         checkpoint: fsspec URL of the storage, empty for none; written every `checkpoint_interval_s`.
-        hang: how long workers may go without a step before they are started anew.
+        hang: how long workers may go without a step before they are started again.
         readmit: whether to join although the job leaves this host out since a GPU of it failed.
         check: how to test the node before it joins, None not to.
         logs: a `torch.distributed.elastic.multiprocessing.LogsSpecs`: where the workers' output goes.

@@ -110,7 +110,7 @@ _RENEWAL_RETRY_S: Final = 2.0
 tries of a client. With less, members that are on their way are left out; with more, all wait longer for the dead."""
 _RECORD_LOST_S: Final = 8.0
 """So long may a request take that was made while the store was away, and a store that has just started may seem empty:
-only after that is a missing record of a job believed. With less, a job would begin anew beside its own record."""
+only after that is a missing record of a job believed. With less, a job would begin again beside its own record."""
 
 
 @dataclass(frozen=True)

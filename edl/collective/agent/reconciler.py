@@ -148,7 +148,7 @@ class NodeReconciler:
         if world.ended:
             return self._end_job(world)
         position = self._position(world)
-        if world.generation != self._worker_group.generation:  # others lost contact, and were first to begin anew
+        if world.generation != self._worker_group.generation:  # others lost contact, and were first to begin again
             self._prepare_departure(self._worker_group.judge_failures(world.forgiven))
         if self._departure is not None:
             return self._depart(world, self._departure, member=position is not None)
@@ -172,7 +172,7 @@ class NodeReconciler:
         return None
 
     def _position(self, world: World) -> int | None:
-        """Return this node's place among the members of a world that runs, None if it is no member."""
+        """Return this node's place among the members of a world that runs, None if it is not a member."""
         return world.position(self._context.id) if world.state is JobState.RUNNING else None
 
     def _note_place(self, waits: bool, world: World) -> None:
@@ -200,7 +200,7 @@ class NodeReconciler:
                 "job %s has ended: the script ended, and nobody else waits for the store to know", self._spec.job
             )
             return ExitCode.DONE
-        # Workers that failed cannot begin anew without the store, and a signal is followed at the end of the same time.
+        # Failed workers cannot begin again without the store, and a signal is followed at the end of the same time.
         if (self._worker_group.failing or self._signals.stopping) and self._outage_s < cut_s <= self._alone_s:
             self._worker_group.stop_workers()
             logger.warning("no answer for %.0f s: the workers, which do not train on, are stopped", cut_s)
@@ -240,7 +240,7 @@ class NodeReconciler:
 
     @property
     def workers_may_run_until(self) -> float:
-        """Until when this node's workers may go on if the store does not answer any more (`time.monotonic()`)."""
+        """Until when this node's workers may go on if the store does not answer any longer (`time.monotonic()`)."""
         return time.monotonic() - self._membership.without_lease_s + self._alone_s
 
     # --- The record of the job. ---
@@ -260,7 +260,7 @@ class NodeReconciler:
             logger.warning("what the workers of this node did:\n%s", self._worker_group.dump_stacks())
             self._context.status.record_event("hang", world.message, world.generation - 1)
         if self._worker_group.running:
-            # What follows is no training of the old workers.
+            # What follows is not the old workers' training.
             self._context.status.charge_time(AgentState.RENDEZVOUS, self._context.replicas.replicated_us)
         self._context.replicas.change_world(world)
         self._context.peer_connections.set_peers(choose_peers(world, position))
@@ -272,7 +272,7 @@ class NodeReconciler:
             self._next_master = open_master_endpoint(self._spec)
 
     def _handle_absence(self, records: JobRecords) -> int | None:
-        """Stop the workers of a node that is no member now. Returns the exit code if it is not to come back."""
+        """Stop the workers of a node that is not a member now. Returns the exit code if it is not to come back."""
         stopping = self._signals.stopping
         if self._worker_group.running and stopping and not self._worker_group.terminate_workers(self._signals.number):
             return None
@@ -474,7 +474,7 @@ class NodeReconciler:
         return code
 
     def _missed_generation(self, world: World) -> str:
-        """Return why this node's workers of the present generation do not run any more, "" if they do.
+        """Return why this node's workers of the present generation do not run any longer, "" if they do.
 
         They cannot begin again: their ranks have met, and others may have gone on.
         """

@@ -206,7 +206,7 @@ def _changed(
 
 
 def _unpaused(world: World) -> World | None:
-    """Take a pause back, since no node wants to come or go any more: workers that paused go on when they see it."""
+    """Take a pause back, since no node wants to come or go any longer: workers that paused go on when they see it."""
     return replace(world, pause_at=None) if world.pause_at is not None else None
 
 

@@ -4,6 +4,6 @@
 `memory` keeps it in slots, moves it between ranks and chooses which of several states training goes on from; `storage`
 writes slots to any file system, in the format of `torch.distributed.checkpoint`.
 
-What does not belong here: how copies come to other hosts (`edl.collective.replica`, of which nothing here knows), and
+Not here: how copies come to other hosts (`edl.collective.replica`, of which nothing here knows), and
 who asks for a save.
 """

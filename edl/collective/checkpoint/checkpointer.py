@@ -87,7 +87,7 @@ class SaveSchedule:
         self.next_step = step + steps
 
     def restart(self) -> None:
-        """Begin anew, in another world or with a restored state: save after the next step."""
+        """Begin again, in another world or with a restored state: save after the next step."""
         self.next_step = None
         self._warm = False
 
@@ -325,7 +325,7 @@ class Checkpointer:
             The result, the same on every rank.
 
         Raises:
-            SettingsError: it is no field of the `State`, or its result cannot be saved.
+            SettingsError: it is not a field of the `State`, or its result cannot be saved.
         """
         self._check_open()
         if not any(evaluator is field for field in self._evaluators()):
@@ -451,7 +451,7 @@ class Checkpointer:
         Args:
             step: the last that is finished.
             persist: whether the state is to be stored.
-            place: ranks and rank. At the end of a job, when there is no process group any more, as in the last save.
+            place: ranks and rank. At the end of a job, when there is no process group any longer, as in the last save.
             replica_slots: where the state is to be kept for a replica, if it is.
         """
         begin = time.perf_counter()

@@ -193,7 +193,7 @@ def list_jobs(store: Store) -> list[str]:
 
 
 def delete_ledgers(store: Store, job: str) -> None:
-    """Delete a job's ledgers and events, for a job that begins anew under the same name."""
+    """Delete a job's ledgers and events, for a job that begins again under the same name."""
     for part in ("ledger/", "events/"):
         for entry in store.list(_prefix(job) + part):
             store.delete(entry.key)

@@ -299,7 +299,7 @@ class LoopProgress:
         fit_loop = trainer.fit_loop
         fit_loop.load_state_dict(saved["loops"])
         for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
-            loop.on_iteration_done()  # it is no restart by Lightning's own rules
+            loop.on_iteration_done()  # it is not a restart by Lightning's own rules
         for loop in (fit_loop.epoch_loop.automatic_optimization, fit_loop.epoch_loop.manual_optimization):
             loop.on_iteration_done()
         self.steps = saved["steps"]
@@ -511,7 +511,7 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         """Keep the random numbers that the first epoch's order may be drawn from, before its iterator is made."""
         self._inner["fit_loop", "_load_combined_loader_states"]()
         assert self._progress is not None
-        if not self._resuming:  # a loader that is loaded anew in the epoch that is gone on with: they were restored
+        if not self._resuming:  # a loader that is loaded again in the epoch that is gone on with: they were restored
             self._progress.note_draws()
 
     def _begin_run(self) -> None:

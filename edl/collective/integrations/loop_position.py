@@ -191,7 +191,7 @@ def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:
         redrawn: random numbers are put back to where the epoch began, so an order may be drawn from them.
 
     Raises:
-        SettingsError: the order is drawn anew in every process, so that it cannot be gone on with.
+        SettingsError: the order is drawn again in every process, so that it cannot be gone on with.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return {"sampler": type(getattr(loader, "dataset", loader)).__name__}

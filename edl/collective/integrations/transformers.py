@@ -144,7 +144,7 @@ class ElasticCallback(transformers.TrainerCallback):
         return 0, 0
 
     def _find_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the Trainer's loader for an evaluation; its workers, if they persist, may be made anew here."""
+        """Return the Trainer's loader for an evaluation; its workers, if they persist, may be made again here."""
         loader = self._get_eval_dataloader(eval_dataset)
         name = eval_dataset if isinstance(eval_dataset, str) else "eval"
         if name in self._progress.used_loaders:
@@ -203,7 +203,7 @@ class _Progress:
         trainer_state = dataclasses.asdict(trainer.state)
         history = trainer_state["log_history"]
         if self.finished and history and "train_runtime" in history[-1]:
-            del history[-1]  # the summary, which a restart after the end of training logs anew
+            del history[-1]  # the summary, which a restart after the end of training logs again
         return {
             "epoch": self.epoch,
             "updates": self.updates,

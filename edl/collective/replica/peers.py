@@ -475,7 +475,7 @@ class ReplicaServer:
             self._closing = True
             for connection in (self._listening, self._serving):
                 if connection is not None:
-                    with contextlib.suppress(OSError):  # not connected any more
+                    with contextlib.suppress(OSError):  # not connected any longer
                         # Not that of TLS, which first forgets its keys: the thread would go on without them.
                         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 

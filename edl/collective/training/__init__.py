@@ -1,7 +1,7 @@
 """The data and the update: what a step trains, and how it changes the parameters, with any number of ranks.
 
 `sampler` says which rank trains what; `trainer` makes the update, a `step` at a time; `learning_rate` says what changes
-when the batch does, and `tuner` chooses the batch. What does not belong here: who is present, and what survives.
+when the batch does, and `tuner` chooses the batch. Not here: who is present, and what survives.
 """
 
 from __future__ import annotations

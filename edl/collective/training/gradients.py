@@ -86,7 +86,7 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
 
 
 def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Refuse an optimizer that updates what is no parameter of the module.
+    """Refuse an optimizer that updates what is not a parameter of the module.
 
     Raises:
         SettingsError: it does.

@@ -93,7 +93,7 @@ Policy: TypeAlias = Linear | SquareRoot | AdaScale | Callable[[float], float] | 
 
 
 def decay_for(decay: float, scale: float) -> float:
-    """Return the decay of a moving average at `scale` times the batch; below 0 where the rule does not hold any more.
+    """Return the decay of a moving average at `scale` times the batch; below 0 where the rule does not hold any longer.
 
     Malladi et al. 2022: 1 - S(1 - β), so that the average reaches back over as many samples as before.
 

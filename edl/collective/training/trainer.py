@@ -109,7 +109,7 @@ class LossScale:
     def discard_step(self) -> None:
         """Be as before a step that was not made."""
         if self._scaler is not None and self._unscaled:
-            self._scaler.update(self._scaler.get_scale())  # begin anew with the same scale
+            self._scaler.update(self._scaler.get_scale())  # begin again with the same scale
             self._unscaled = False
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -439,7 +439,7 @@ class ElasticTrainer:
         says; the next batch follows, and `samples` and schedules do not count what was not trained. With `retry`
         they are still due: give `micro_batches` the same batch again, after lowering `max_micro_batch` for instance.
 
-        Nothing is left out where the sampler was restored or iterated over anew since the step began: then the samples
+        Nothing is left out where the sampler was restored or iterated over again since the step began: then the samples
         come again. Without a step under way only gradients are dropped.
 
         Args:

@@ -57,7 +57,7 @@ logger = logging.getLogger("edl.collective")
 _GAMMAS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)  # Pollux's range; between neighbours a predicted time differs by percents
 _FARTHEST = 20.0  # of logarithms, from the start of the search: e^20 is beyond any cost, and far from overflow
 _NO_WAIT = 0.02
-"""Of a step: what the loop itself needs between two steps, so that a shorter wait is no loader's."""
+"""Of a step: what the loop itself needs between two steps, so that a shorter wait is not a loader's."""
 
 
 @dataclass(frozen=True)

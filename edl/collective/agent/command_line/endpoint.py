@@ -67,7 +67,7 @@ def warn_of_slow_name(address: str) -> None:
     """Look up the name of an address in the form that torch asks for at every connection, and warn if that takes long.
 
     torch's stores connect by IPv6, also to IPv4 addresses, and have the address named (`getnameinfo`) for log lines. A
-    line of /etc/hosts with the IPv4 address is no answer to that.
+    line of /etc/hosts with the IPv4 address is not an answer to that.
     """
     mapped = address if ":" in address else f"::ffff:{address}"
     began = time.monotonic()

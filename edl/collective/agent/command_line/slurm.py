@@ -1,10 +1,10 @@
 """What Slurm says of the step that `srun edl run` is a task of, and the defaults that follow from it.
 
 Srun's manual page describes the variables ("OUTPUT ENVIRONMENT VARIABLES"). A task is a node in EDL's words: an agent
-with its workers. What does not belong here: what the agent does with signals that Slurm sends (`signals`).
+with its workers. Not here: what the agent does with signals that Slurm sends (`edl.collective.agent.ending`).
 
 A task may be a script that calls `edl run` several times, or a person's notebook. By default all of these would have
-the step's name, and the second would find a job of that name which has ended. What does not belong here: names that
+the step's name, and the second would find a job of that name which has ended. Not here: names that
 users give, which mean the same job wherever they are given.
 
 A job whose last state was not stored is tried again by the next call with the same command; a call with another command
@@ -45,7 +45,7 @@ class SlurmStep:
     Attributes:
         cluster: Slurm's name of the cluster, empty if it is not set.
         job: id of the job; it stays when the job is requeued.
-        step: id of the step in the job, which counts anew after a requeue.
+        step: id of the step in the job, which counts again after a requeue.
         restarts: how often the job was requeued or restarted.
         tasks: how many tasks the step has on all hosts.
         rank: which of them this task is, from 0 on.

@@ -5,7 +5,7 @@ network. A kernel that refuses a connection where that agent listened tells it f
 SIGKILL, preemption, lack of memory) on a host that lives. Hosts that vanish, agents that are stopped and networks that
 fail are found by the lease.
 
-What does not belong here: what follows from a death (`edl.collective.agent.rendezvous`).
+Not here: what follows from a death (`edl.collective.agent.rendezvous`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _MAX_ACCEPTED: Final = 1024
 """Connections from others that are kept at most, for they cost file descriptors. Eight come from the ring; the rest are
 strangers' or left over."""
 _REFUSALS: Final = 3
-"""In a row, which count as a death: what stands between, such as a proxy that begins anew, refuses for a moment too."""
+"""In a row, which count as a death: a proxy in between that begins again refuses for a moment, too."""
 _REFUSED_RETRY_S: Final = 0.03
-"""After a refusal. With the above a death is known within 0.1 s, and a port that is opened anew has that long."""
+"""After a refusal. With the above a death is known within 0.1 s, and a port that is opened again has that long."""
 _CONNECT_TIMEOUT_S: Final = 2.0
 """For a connection with its handshake: a network that needs longer is left to the lease."""
 _UNREACHED_RETRY_S: Final = 10.0

@@ -1,7 +1,4 @@
-"""Runs a script or module in a forked process as a new interpreter runs it: its `__main__`, its exceptions, its end.
-
-What does not belong here: what else a fork has inherited (`edl.collective.agent.processes.main_program`).
-"""
+"""Runs a script or module in a forked process as a new interpreter runs it: its `__main__`, its exceptions, its end."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _batches(
 
 
 def _fill_buffer(buffer: torch.Tensor, batch: Sequence[tuple[Any, torch.Tensor]], stream: torch.cuda.Stream) -> _Filled:
-    """Have the GPU fill a buffer, from which nothing is to be read any more."""
+    """Have the GPU fill a buffer, from which nothing is to be read any longer."""
     memory = buffer.numpy()
     pieces = []
     begin = 0

@@ -153,7 +153,7 @@ class ReplicaSlots:
         os.link(saved.path, next(path for path in self._names if not path.exists()))
 
     def stop_keeping(self) -> bool:
-        """Keep nothing any more, since there is no room for it. Returns whether anything was kept."""
+        """Keep nothing any longer, since there is no room for it. Returns whether anything was kept."""
         self._given_up = True
         held = [path for path in (*self._names, self._spare) if path.exists()]
         for path in held:

@@ -2,7 +2,7 @@
 
 A rank that lacks a state gets a copy of another rank's whole slot into its own, so that restoring is local for all, and
 the state is in another place. Only a sharded state in a world of another size is put together on the way. A part of a
-sharded state that is in no rank's own slots any more comes from a rank that held the same shards (HSDP), or else from a
+sharded state that no rank's own slots have comes from a rank that held the same shards (HSDP), or else from a
 replica (`edl.collective.checkpoint.memory.replica_slots`).
 
 A generation that was formed later counts before a generation that got further: what a world did that others had given
@@ -55,9 +55,9 @@ class RestorePlan:
         holders: by rank of that world, the present rank whose slot has its part; -1 where the part is not needed, as
             another rank of that world held the same.
         sources: by present rank, the rank from whose slot it takes its state: its own if it has it. Empty if the
-            parts must be put together anew, because the state is sharded and the world had another size.
+            parts must be put together again, because the state is sharded and the world had another size.
         parts: by present rank, of which rank of that world the slot is that it takes.
-        from_replicas: whether some part is in no rank's own slots any more, but in a replica, which may be an old one.
+        from_replicas: whether some part is in no rank's own slots, but in a replica, which may be an old one.
     """
 
     generation: int
@@ -118,7 +118,7 @@ def _newest_entire(
 ) -> tuple[StateVersion, dict[int, list[int]]]:
     """Return the newest state of which every rank has its own part, if the same world can go on from such a state.
 
-    A rank that died before it had saved what others have would get another's: its random numbers would begin anew. So
+    A rank that died before it had saved what others have would get another's: its random numbers would begin again. So
     the save before, which all have, counts more: no rank can have saved more than once since, or it were gone.
     Where no state has all parts, as a host was lost, it is the newest.
     """

@@ -286,7 +286,7 @@ def storing_path(prefix: Path) -> Path:
 
 
 def spare_path(prefix: Path) -> Path:
-    """Return the name of memory that no state needs any more, for the next slot that must not be written to."""
+    """Return the name of memory that no state needs any longer, for the next slot that must not be written to."""
     return prefix.with_name(prefix.name + ".spare")
 
 

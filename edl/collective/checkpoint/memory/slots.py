@@ -242,7 +242,7 @@ class SlotPair:
             self._drop_stale_maps()
 
     def _drop_stale_maps(self) -> None:
-        """Drop mappings of files that have no name here any more: they would hold the memory."""
+        """Drop mappings of files that have no name here any longer: they would hold the memory."""
         left = set()
         for path in (*slot_files(self.prefix), *slot_paths(kept_prefix(self.prefix))):
             with contextlib.suppress(FileNotFoundError):

@@ -9,7 +9,7 @@ Of a torchdata `StatefulDataLoader`, its own `state_dict` holds the place, and t
   epoch that was not broken off, so random numbers are put back behind it.
 - A loader that was not iterated over starts its worker processes when it is asked for its state.
 - A worker process that came to the end of its stream before others is asked again after a restart. A stream that begins
-  anew at its end would give its samples twice.
+  again at its end would give its samples twice.
 - Some samplers and datasets cannot be resumed exactly, and no error says so. They are refused here.
 """
 

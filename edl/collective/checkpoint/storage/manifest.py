@@ -100,7 +100,7 @@ def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
     """Sort checkpoints, and put behind all others the checkpoints that their own run has given up.
 
     A later generation of a run that has stored the same step or an earlier one went on from before that: what the
-    earlier generation did from there on is not part of the training any more, though it had got further.
+    earlier generation did from there on is not part of the training any longer, though it had got further.
     """
     ordered = sorted(names, reverse=True)
     reached: dict[str, list[CheckpointName]] = {}

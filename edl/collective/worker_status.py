@@ -211,12 +211,7 @@ class WorkerStatusPage:
         self._set_time(total, self._get_time(total) + seconds)
 
     def finish_step(self, step: int, samples: int = 0) -> None:
-        """Record a finished step.
-
-        Args:
-            step: its number, from 0 on.
-            samples: processed in it by this rank.
-        """
+        """Record a finished step."""
         now = time.monotonic()
         finished = self._get(_FINISHED)
         if finished and step == self._get(_STEP) + 1:

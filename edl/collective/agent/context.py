@@ -263,12 +263,6 @@ def open_agent_context(
     The block records in `AgentContext.shutdown` how it ended. Whatever happens, nothing is left behind but a state in
     memory that a later start may go on from.
 
-    Args:
-        spec: this node's part of the job.
-        store: shared by all nodes; stays the caller's to close.
-        signals: that ask this node to leave.
-        events: where everything that happens is put.
-
     Yields:
         What is open.
 

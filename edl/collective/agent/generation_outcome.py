@@ -121,13 +121,7 @@ class GenerationOutcome:
         self._kernel_log.clear_xids()
 
     def record_exit(self, event: WorkerExit, rank: int, error_files: Mapping[int, Path]) -> None:
-        """Record that a worker ended.
-
-        Args:
-            event: how it ended.
-            rank: among all ranks of the generation.
-            error_files: where workers leave their exceptions, by local rank.
-        """
+        """Record that a worker ended."""
         if event.status == 0:
             self._ended_well.add(rank)
         else:

@@ -261,13 +261,6 @@ def worker_forks(
 ) -> tuple[dict[int, ForkRequest], Any]:
     """Return the workers of a generation on this node, and where their output goes.
 
-    Args:
-        spec: this node's part of the job.
-        world: the generation.
-        member: this node in it.
-        host: the node's folder in memory.
-        since: the first generation that this agent takes part in.
-
     Returns:
         The workers by local rank, and torch's `LogsDest`.
     """

@@ -85,12 +85,7 @@ class LocalObservation:
 
 
 class ChangeTimer(Generic[T]):
-    """Measures for how long a value has been the same. Times are seconds of any clock, the same in all calls.
-
-    Args:
-        value: as it is at first.
-        now_s: the time now.
-    """
+    """Measures for how long a value has been the same. Times are seconds of any clock, the same in all calls."""
 
     def __init__(self, value: T, now_s: float) -> None:
         self.value = value

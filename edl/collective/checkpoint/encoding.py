@@ -64,10 +64,6 @@ def encode(value: Any, store_tensor: StoreTensor, path: Path = ()) -> bytes:
 def decode(form: Any, load_tensor: LoadTensor) -> Any:
     """Decode what `encode` made of a value.
 
-    Args:
-        form: what `from_json` makes of the bytes.
-        load_tensor: returns the tensor or array with a number.
-
     Returns:
         The value that `encode` was given.
 

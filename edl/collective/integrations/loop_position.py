@@ -113,12 +113,6 @@ class BoundaryCheckpointer:
 def check_samples(saved: int, here: int, workers: int, remedy: str) -> None:
     """Check that a step trains as many samples as before.
 
-    Args:
-        saved: samples of a step when the state was saved.
-        here: samples of a step now.
-        workers: the number of ranks now.
-        remedy: what the user can do, for the error.
-
     Raises:
         SettingsError: it does not.
     """
@@ -131,10 +125,6 @@ def check_samples(saved: int, here: int, workers: int, remedy: str) -> None:
 
 def check_order(saved: Any, here: Any) -> None:
     """Check that the data comes in the same order as before.
-
-    Args:
-        saved: what `order_of` returned when the state was saved.
-        here: what it returns now.
 
     Raises:
         SettingsError: it does not.

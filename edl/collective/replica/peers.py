@@ -214,9 +214,6 @@ class AuthenticatedConnection:
     def receive_bulk(self, *targets: memoryview) -> None:
         """Fill memory with what is sent; it must not be used before this returns.
 
-        Args:
-            targets: memory for as many bytes as the other side sends.
-
         Raises:
             ProtocolError: something was changed on the way.
         """

@@ -113,13 +113,7 @@ class ReplicationSchedule:
         return ReplicaAction.WANT if now >= self._due else ReplicaAction.WAIT
 
     def record_sent(self, version: StateVersion, began: float, ended: float) -> None:
-        """Record that the peer has this state of all workers.
-
-        Args:
-            version: of the state.
-            began: when the transfer began.
-            ended: when the peer had it all.
-        """
+        """Record that the peer has this state of all workers."""
         self._sent = version
         self._due = max(began + self._pace.interval_s, began + (ended - began) / self._pace.share)
 

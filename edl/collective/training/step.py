@@ -147,13 +147,6 @@ def begin_counted_step(
 ) -> TrainingStep:
     """Begin a step over the batches that the ranks have. Collective.
 
-    Args:
-        given: rows of this rank's batch.
-        mine: how many of them count, from the first on.
-        how: what the step requires.
-        group: the process group of the ranks.
-        device: from which the group's backend can send.
-
     Raises:
         SettingsError: no rank has a sample, or a rank has no row and must have a backward; on all ranks alike.
     """

@@ -381,11 +381,7 @@ class HangDetector:
         """Whether a worker of another node does."""
 
     def begin_generation(self, forked_s: float) -> None:
-        """Watch the workers of a new generation.
-
-        Args:
-            forked_s: when they were forked (`time.monotonic()`).
-        """
+        """Watch the workers of a new generation."""
         self._forked_s = forked_s
         self._awaited_s = forked_s
         self.busy = False
@@ -393,10 +389,6 @@ class HangDetector:
 
     def find_hung(self, workers: Mapping[int, tuple[int, WorkerStatus]], now_s: float) -> tuple[int, str] | None:
         """Find a worker that hangs.
-
-        Args:
-            workers: process id and status, by local rank.
-            now_s: the time now (`time.monotonic()`).
 
         Returns:
             The local rank, and why it is taken to hang; None if no worker does.

@@ -102,11 +102,6 @@ def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], f
     Suspects are all members of a group in which a node failed or was slow. Suspects for whom no partner is left meet
     among themselves; nodes that were silent, and nodes that no suspect needs, work alone.
 
-    Args:
-        nodes: all nodes of the check, in the order of the first round.
-        first: results of the first round by node; silent nodes are missing.
-        factor: how many times the median is slow.
-
     Returns:
         The groups of the second round, in which every node is once.
     """
@@ -229,14 +224,6 @@ def check_nodes(
 ) -> NodeCheckResult:
     """Take part in a check. All of its nodes call this at about the same time, with the same list.
 
-    Args:
-        store: shared by all nodes.
-        prefix: of the keys; new for each check.
-        node: this node's id.
-        host: where the others reach this node.
-        nodes: the ids of all nodes in the check.
-        settings: how to check.
-
     Returns:
         The same result on every node that is there until the end.
 
@@ -332,12 +319,6 @@ def _wait_for_address(own: _OwnNode, key: str, deadline: float) -> Mapping[str, 
 def _run_process(own: _OwnNode, task: Mapping[str, Any], deadline: float, meet_key: str) -> dict[str, Any]:
     """Run the probe's process, which is killed at the deadline.
 
-    Args:
-        own: this node.
-        task: of the probe.
-        deadline: of `time.monotonic()`.
-        meet_key: where its partners learn at which address it waits for them.
-
     Returns:
         All that the probe reported.
     """
@@ -425,14 +406,6 @@ def check_before_joining(
     store: Store, job: str, node: str, host: str, quiet_s: float, settings: NodeCheckSettings
 ) -> NodeCheckResult:
     """Wait for other nodes that want to be checked, then check all of them.
-
-    Args:
-        store: shared by all nodes.
-        job: its name.
-        node: this node's id.
-        host: where the others reach this node.
-        quiet_s: how long to wait after the last node came, in seconds.
-        settings: how to check.
 
     Returns:
         The nodes that are not fit, the same on every node of the check.

@@ -117,11 +117,7 @@ class PeerConnections:
         self._loop = BackgroundLoop("edl-peer-monitor", self._turn, interrupt=self._interrupt)
 
     def set_peers(self, nodes: Mapping[str, Address]) -> None:
-        """Be connected to these agents from now on, and to no others.
-
-        Args:
-            nodes: where the agents listen, by node.
-        """
+        """Be connected to these agents from now on, and to no others."""
         self._wanted = dict(nodes)
         self._interrupt()
 

@@ -62,10 +62,6 @@ def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) 
 def wait_for_release(holders: dict[int, str], deadline: float) -> bool:
     """Wait until these processes have ended, and NVML does not list them any longer.
 
-    Args:
-        holders: what `find_holders` found.
-        deadline: of `time.monotonic()`.
-
     Returns:
         Whether they have, before the deadline.
     """

@@ -103,10 +103,6 @@ def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequen
 def sources_of(name: str, folders: Iterable[Path]) -> list[Path]:
     """Find the files that `import NAME` runs; nothing is imported.
 
-    Args:
-        name: the module's, with dots.
-        folders: where to look for it, in order.
-
     Returns:
         The files in the order in which they run; none if the module is elsewhere.
     """

@@ -292,11 +292,6 @@ class SlotWriter:
     def write_state(self, state: State, slots: SlotPair, header: SlotHeader) -> frozenset[int]:
         """Copy `state` into the older of two slots.
 
-        Args:
-            state: what is saved.
-            slots: where to.
-            header: of the state; this writer says whether it is sharded.
-
         Returns:
             The ranks that hold the same shards as this one, empty if the state is not sharded.
 

@@ -176,11 +176,6 @@ class SlotPair:
     def commit_write(self, header: SlotHeader, data_nbytes: int, meta: bytes) -> None:
         """Add the metadata, now that the tensors are in place, and make the slot the newest complete one.
 
-        Args:
-            header: which state it is.
-            data_nbytes: bytes of tensors.
-            meta: the metadata.
-
         Raises:
             ClosedError: `begin_write` was not called.
         """

@@ -83,15 +83,7 @@ def global_rank(rank: int, group: Group = None) -> int:
 
 
 def send_slot(header: SlotHeader, meta: bytes, data: torch.Tensor, dst: int, group: Group = None) -> None:
-    """Send a slot's contents to another rank, which calls `receive_slot`.
-
-    Args:
-        header: of the slot.
-        meta: its metadata.
-        data: uint8 [nbytes], on the CPU.
-        dst: the global rank that receives it.
-        group: the process group.
-    """
+    """Send a slot's contents to another rank, which calls `receive_slot`."""
     head = to_json([header.generation, header.step, header.world, header.rank, header.sharded, data.numel()])
     for part in (_tensor_of(head), _tensor_of(meta)):
         dist.send(torch.tensor([part.numel()], device=_device(group)), dst, group)

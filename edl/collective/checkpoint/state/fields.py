@@ -382,12 +382,6 @@ def optimizer_parameters(field: str, value: Any, names: Names) -> dict[str, torc
 def load_field(field: str, value: Any, form: Any, names: Names) -> Any:
     """Put a restored form into a field.
 
-    Args:
-        field: its name.
-        value: what it is now.
-        form: what `field_form` returned when it was saved.
-        names: of parameters.
-
     Returns:
         What the field is from now on.
 

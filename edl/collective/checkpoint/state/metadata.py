@@ -215,12 +215,6 @@ def box_overlap(
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Intersect two boxes of a tensor.
 
-    Args:
-        starts: where the first begins, by dimension.
-        shape: of the first.
-        other_starts: where the second begins.
-        other_shape: of the second.
-
     Returns:
         Where the common part is in the first and in the second, or None where they have nothing in common.
     """

@@ -63,13 +63,7 @@ class RankFileItems:
 
 
 def write_rank_file(copy: SlotCopy, stream: ChecksumWriter, items: RankFileItems) -> None:
-    """Write what a rank stores: its shards and its own, and with rank 0 what all ranks share.
-
-    Args:
-        copy: of the rank's slot.
-        stream: to the rank's file.
-        items: is filled with where the items are.
-    """
+    """Write what a rank stores: its shards and its own, and with rank 0 what all ranks share."""
     meta = parse_meta(copy.meta)
     first = copy.header.rank == 0
     if first:

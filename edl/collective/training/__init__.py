@@ -17,9 +17,9 @@ __all__ = ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"]
 
 _HOMES = {
     "AdaScale": "learning_rate",
-    "AutoBatch": "batch_size.objective",
+    "AutoBatch": "tuner",
     "Linear": "learning_rate",
-    "SampleSchedule": "schedule",
+    "SampleSchedule": "learning_rate",
     "SquareRoot": "learning_rate",
 }
 

@@ -412,23 +412,6 @@ def test_discarded_samples_are_left_out(caplog: pytest.LogCaptureFixture) -> Non
     assert sorted(job.trained[: 2 * BATCH] + lost + resumed.trained) == list(range(LENGTH))
 
 
-def test_restarted_loop_needs_no_word() -> None:
-    clean, job = Job(max_micro_batch=2), Job(max_micro_batch=2)
-    for (batch,) in clean.loader:
-        clean.step(batch)
-    batches = iter(job.loader)
-    job.step(next(batches)[0])
-    (batch,) = next(batches)
-    with pytest.raises(MemoryError):
-        job.compute(batch, fail_in=1)
-    with pytest.raises(SettingsError, match=r"discard\(\)"):
-        job.compute(next(batches)[0])  # this one is another batch
-    for (batch,) in job.loader:
-        job.step(batch)
-    assert job.trained == clean.trained
-    assert all(torch.equal(*both) for both in zip(job.parameters(), clean.parameters(), strict=True))
-
-
 def test_scaler_goes_on_after_an_error() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     clean, job = Job(), Job(scaler=scaler, clip_norm=1e9)

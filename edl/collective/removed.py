@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NoReturn
+from typing import Final
 
-from edl.errors import SettingsError
-
-__all__ = ["REMEDIES", "describe_removal", "torchrun_handler"]
+__all__ = ["REMEDIES", "describe_removal"]
 
 _PLAIN_LOOP: Final = (
     "call torch.distributed.init_process_group() and Checkpointer.restore(), and go on with the step after the one "
@@ -27,15 +25,3 @@ REMEDIES: Final[Mapping[str, str]] = {
 def describe_removal(name: str) -> str:
     """Return the message for a user of something that is gone."""
     return f"{name} is gone: {REMEDIES[name]}"
-
-
-def torchrun_handler() -> Any:
-    """Return what torch calls for `torchrun --rdzv-backend=edl`, which is the entry point `edl` of `torchrun.handlers`.
-
-    torch loads all entry points whenever it starts, so that only the call may fail.
-    """
-
-    def refuse(params: Any) -> NoReturn:
-        raise SettingsError(describe_removal("--rdzv-backend=edl"))
-
-    return refuse

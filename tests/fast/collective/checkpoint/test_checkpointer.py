@@ -24,7 +24,7 @@ from edl.collective.checkpoint.memory.restore import RestorePlan, choose_state
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_slots
 from edl.collective.checkpoint.state.state import State
 from edl.collective.integrations.loop_position import BoundaryCheckpointer
-from edl.collective.removed import torchrun_handler
+from edl.collective.torchrun.handler import handler_creator
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, ProtocolError, SettingsError, TemporaryError
 from tests.waiting import wait_until
@@ -169,7 +169,7 @@ def test_gone_names_say_what_to_use(name: str) -> None:
     with pytest.raises(ImportError, match=f"^{name} is gone: call .*Checkpointer.restore"):
         getattr(edl.collective, name)
     with pytest.raises(SettingsError, match="--rdzv-backend=edl is gone: start the script with `edl run`"):
-        torchrun_handler()(None)
+        handler_creator()(None)
 
 
 def test_closed_or_contradictory_is_refused(tmp_path: Path, agent: WorkerStatusPage) -> None:

@@ -1,0 +1,1 @@
+"""What torch finds of a rendezvous of EDL's that is gone."""

@@ -72,7 +72,8 @@ def test_the_bound_holds_for_two_writers(tmp_path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # a journal that goes at the end
             largest = max(largest, nbytes(tmp_path))
     assert MIB // 2 < largest <= MIB
-    assert all(found(tmp_path, range(180, 200), KEY, WIDE))
+    last = [number * 331 % 997 for number in range(180, 200)]
+    assert all(found(tmp_path, range(180, 200), KEY, WIDE)) or all(found(tmp_path, last, OTHER, 600)), "the newest"
     with SoftLabelCache(0, tmp_path, MIB) as cache:
         assert cache.stats().disk_bytes == nbytes(tmp_path)
 

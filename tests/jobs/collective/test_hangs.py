@@ -90,7 +90,7 @@ def test_slow_ranks_are_waited_for(tmp_path: Path) -> None:
 SITE = """\
 import os, sys
 
-if any("node_check" in word for word in sys.orig_argv):
+if any("node_probe" in word for word in sys.orig_argv):
     if os.environ.get("PROBE") == "broken":
         raise SystemExit("this node's probe is broken")
 """

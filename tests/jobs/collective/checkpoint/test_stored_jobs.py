@@ -66,7 +66,7 @@ def test_unstored_last_state_is_stored_later(tmp_path: Path) -> None:
         assert f"stored the state after step {max(one.step for one in job.steps())} at {url}" in output
         assert len(list(url.glob("step-*/manifest.json"))) == 1
         job.nothing_is_left()
-        assert "stored" not in job.run()[1]
+        assert "stored the state" not in job.run()[1]
 
 
 def test_older_memory_gives_way_to_storage(tmp_path: Path) -> None:

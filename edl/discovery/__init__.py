@@ -5,7 +5,7 @@ Consul or etcd. Nothing else in EDL knows which.
 
 - `store` is the contract, and all that stores have in common. `registry` keeps services in any store, and `records`
   says what an instance of a service is.
-- Each backend is a module: `sqlite` (with `sqlite_file`), `etcd`, `consul` (with `consul_client`), and the folder
+- Each backend is a module: `sqlite`, `etcd`, `consul` (with `consul_client`), and the folder
   `served` for `edl://`.
 - `balance` computes which teachers a student talks to, and students agree on it in a `group`.
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, cast
 from urllib.parse import SplitResult, parse_qsl, quote, urlencode
 
-from edl.discovery.resource import Resource
 from edl.errors import ClosedError, DiscoveryError, SettingsError
 from edl.quoting import shown
+from edl.resource import Resource
 from edl.settings import read
 
 __all__ = ["ALIVE", "ConsulClient", "ConsulTarget"]

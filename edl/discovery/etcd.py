@@ -20,7 +20,6 @@ from urllib.parse import SplitResult, urlsplit
 
 from typing_extensions import override
 
-from edl.discovery.resource import CallThread, Resource
 from edl.discovery.store import Claim, Entries, Entry, Store, held_by_another
 from edl.discovery.watching import Follower, query_wait_s
 from edl.errors import DiscoveryError, LeaseLostError, SettingsError
@@ -29,6 +28,7 @@ from edl.protocol.channel import Metadata, channel
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import shown
+from edl.resource import CallThread, Resource
 from edl.settings import SYSTEM_CA, Credentials, boolean, read
 
 __all__ = ["REGISTRY_ROOT", "EtcdClient", "EtcdStore", "EtcdTarget"]

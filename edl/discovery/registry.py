@@ -37,11 +37,11 @@ from edl.discovery.records import (
     to_json,
     validated,
 )
-from edl.discovery.resource import Resource
 from edl.discovery.store import RENEWALS, Claim, Entry, Store, check_key, retry_s
 from edl.discovery.watching import FollowedWatch, Follower, Snapshots
 from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from edl.notifier import Notifier
+from edl.resource import Resource
 
 __all__ = [
     "Instance",

@@ -1,28 +1,63 @@
 """The store on a SQLite file: a row per lease and a row per key. No server is needed.
 
 Leases are measured with CLOCK_MONOTONIC, which all processes of a machine share and which cannot be set. It starts
-again with every boot, so `sqlite_file` ends the leases of an earlier boot. Leases have random ids: in a file that
-replaced another, an old id must not be another process's. A watch looks at the file's change counter ten times a
-second.
+again with every boot, so the leases of an earlier boot are ended when the file is opened. Leases have random ids: in a
+file that replaced another, an old id must not be another process's. A watch looks at the file's change counter ten
+times a second. Any process that may write the file may register anything.
+
+A file that was removed or replaced, or that lost its `-wal`, is made again, and all register again (`StoreFile`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from typing_extensions import override
 
-from edl.discovery.sqlite_file import SqliteFile, next_revision
 from edl.discovery.store import Claim, Entries, Entry, Store, held_by_another
 from edl.discovery.watching import Follower
-from edl.errors import ClosedError, DiscoveryError, LeaseLostError
+from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
 from edl.notifier import ReentrantEvent
+from edl.resource import Resource
+from edl.sqlite_file import SqliteFile, Tables
 
-__all__ = ["RowClaim", "SqliteStore"]
+__all__ = ["RowClaim", "SqliteStore", "StoreFile"]
+
+logger = logging.getLogger("edl.discovery")
+
+# `revision` counts changes of entries, not renewals: a watcher that finds it unchanged reads no further.
+_TABLES: Final = Tables(
+    kind="discovery file",
+    application_id=0x45444C31,  # "EDL1"
+    version=2,
+    schema="""
+        CREATE TABLE state (boot TEXT NOT NULL, revision INTEGER NOT NULL);
+        INSERT INTO state VALUES ('', 0);
+        CREATE TABLE lease (id INTEGER PRIMARY KEY, ttl_s REAL NOT NULL, expires REAL NOT NULL);
+        CREATE TABLE entry (
+            key TEXT PRIMARY KEY, value BLOB NOT NULL, version INTEGER NOT NULL,
+            lease INTEGER REFERENCES lease (id) ON DELETE CASCADE
+        );
+        CREATE INDEX entry_lease ON entry (lease)
+    """,
+    error=lambda words, is_busy: DiscoveryError(words),
+    remedy="stop its processes and remove the file (teachers and jobs register again), or name another file",
+    elsewhere=(
+        "For one machine name a local file, such as EDL_DISCOVERY=sqlite:///var/tmp/NAME/edl.sqlite; for several"
+        " consul://host:8500 or etcd://host:2379"
+    ),
+    pragmas=("synchronous = NORMAL", "foreign_keys = ON"),
+)
+_MOST_IDLE: Final = 2
+"""Connections that are kept open: one for the program's own thread, and one for those that renew."""
 
 _POLL_S: Final = 0.1
 """A process sees a change after this time at most; a look takes microseconds."""
@@ -43,7 +78,7 @@ class SqliteStore(Store):
     def __init__(self, path: str, *, timeout_s: float = 5.0) -> None:
         super().__init__()
         self._timeout_s = timeout_s
-        self.file: Final = self._own(SqliteFile(path, timeout_s))
+        self.file: Final = self._own(StoreFile(path, timeout_s))
 
     def __repr__(self) -> str:
         return f"SqliteStore({self.file.path!r})"
@@ -83,7 +118,7 @@ class SqliteStore(Store):
                 return None
             if present is not None and present[1] not in (None, lease):
                 raise held_by_another(key)
-            version = next_revision(connection)
+            version = _next_revision(connection)
             row = "INSERT OR REPLACE INTO entry (key, value, version, lease) VALUES (?, ?, ?, ?)"
             connection.execute(row, (key, value, version, lease))
             return Entry(key, value, version)
@@ -95,7 +130,7 @@ class SqliteStore(Store):
         with self.file.write() as connection:
             if not connection.execute(f"DELETE FROM entry WHERE key = :key{at}", wanted).rowcount:
                 return False
-            next_revision(connection)
+            _next_revision(connection)
             return True
 
     def first_expiry(self) -> float:
@@ -106,13 +141,158 @@ class SqliteStore(Store):
 
     @override
     def follow(self, prefix: str) -> Follower[Entries]:
-        return _FileFollower(SqliteFile(self.file.path, self._timeout_s, lazy=True), prefix)
+        return _FileFollower(StoreFile(self.file.path, self._timeout_s, lazy=True), prefix)
+
+
+class StoreFile(Resource):
+    """A file, and connections to it: every transaction has its own, so that none waits for another's lock.
+
+    A signal handler may close a registration in the middle of a transaction of its own thread. A lock around a single
+    connection would never be released there, and the thread that renews, which `close` joins, would wait for it too.
+
+    Args:
+        path: Where it lies. Created if missing, with its folder.
+        timeout_s: Seconds to wait for other processes' transactions.
+        lazy: Whether to connect at the first use, when everything that is wrong with the file is a DiscoveryError.
+
+    Raises:
+        SettingsError: The file cannot be made or written, is damaged, or is not EDL's.
+        DiscoveryError: It is busy.
+    """
+
+    def __init__(self, path: str, timeout_s: float, lazy: bool = False) -> None:
+        super().__init__()
+        self.path = path
+        self._timeout_s = timeout_s
+        self._idle: deque[SqliteFile] = deque()
+        self._replaced = 0  # how many times
+        if not lazy:
+            self._give(self._connect())
+
+    @contextlib.contextmanager
+    def write(
+        self, before: Callable[[sqlite3.Connection], object] = lambda connection: None
+    ) -> Iterator[sqlite3.Connection]:
+        """Run a transaction that writes. Expired leases are deleted first, after `before` was called."""
+        with self._transaction(reads=False) as connection:
+            before(connection)
+            over = "expires <= :now OR expires > :now + ttl_s"
+            if connection.execute(f"DELETE FROM lease WHERE {over}", {"now": time.monotonic()}).rowcount:
+                _next_revision(connection)
+            yield connection
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """Run a transaction that reads the state at its beginning; expired leases may still be there.
+
+        Look at the clock inside: compared with an earlier time, a lease renewed in between would end later than it can.
+        """
+        with self._transaction(reads=True) as connection:
+            connection.execute("SELECT revision FROM state").fetchone()  # SQLite begins at the first read
+            yield connection
+
+    def data_version(self) -> tuple[int, SqliteFile, int]:
+        """Return what changes with a write of another connection, or when the file is replaced; cheap."""
+        self._check()
+        with self._taken() as file, file.translated():
+            return self._replaced, file, file.sqlite.execute("PRAGMA data_version").fetchone()[0]
+
+    @contextlib.contextmanager
+    def _transaction(self, reads: bool) -> Iterator[sqlite3.Connection]:
+        self._check()
+        with self._taken() as file:
+            self._check()
+            with file.transaction(reads=reads) as connection:
+                yield connection
+
+    @contextlib.contextmanager
+    def _taken(self) -> Iterator[SqliteFile]:
+        file = self._take()
+        try:
+            yield file
+        finally:
+            self._give(file)
+
+    def _take(self) -> SqliteFile:
+        """Return an idle connection; a new connection if there is none, or the file was removed or replaced."""
+        with contextlib.suppress(IndexError):
+            while True:
+                file = self._idle.pop()
+                changed = file.change()
+                if changed is None:
+                    return file
+                self._replaced += 1
+                try:
+                    self._discard(file, changed)
+                finally:  # SQLite sees that the file was unlinked, and leaves its successor's journal alone
+                    file.close()
+        try:
+            return self._connect()
+        except SettingsError as exc:  # it was fine when this was opened, so it may be again
+            raise DiscoveryError(str(exc)) from exc
+
+    def _give(self, file: SqliteFile) -> None:
+        if len(self._idle) >= _MOST_IDLE:
+            file.close()
+            return
+        self._idle.append(file)
+        if self._closed:  # perhaps `_release` ran before it was back
+            self._release()
+
+    def _connect(self) -> SqliteFile:
+        # SQLite lets all connections of a process to a file share their memory: a new one would read a new journal by
+        # the index of an older one, which has lost its `-wal` or `-shm`.
+        for older in SqliteFile.opened(self.path):
+            self._discard(older, older.change())
+        file = SqliteFile(self.path, _TABLES, self._timeout_s)
+        try:
+            self._end_earlier_boot(file)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _discard(self, file: SqliteFile, changed: str | None) -> None:
+        """Remove a file that connections can no longer agree on; its users go over to its successor."""
+        if not changed:
+            return
+        try:
+            removed = file.discard()
+        except OSError as exc:
+            raise DiscoveryError(
+                f"{file}: {changed}, and what is left cannot be removed: {exc.strerror}."
+                " Remove the file, and it is created again"
+            ) from exc
+        if removed:
+            logger.warning("%s: %s; it is created again, and all register again", file, changed)
+
+    @staticmethod
+    def _end_earlier_boot(file: SqliteFile) -> None:
+        boot = _boot_id()
+
+        def is_earlier(connection: sqlite3.Connection) -> bool:
+            return bool(connection.execute("SELECT boot != ? FROM state", (boot,)).fetchone()[0])
+
+        with file.transaction(reads=True) as connection:
+            must_end = is_earlier(connection)
+        if must_end:
+            with file.transaction() as connection:
+                if is_earlier(connection):  # no other process was faster
+                    connection.execute("DELETE FROM lease")
+                    _next_revision(connection)
+                    connection.execute("UPDATE state SET boot = ?", (boot,))
+
+    @override
+    def _release(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()  # one that is in use ends when its transaction does
 
 
 class RowClaim(Claim):
     """A row of `lease`, by its id."""
 
-    def __init__(self, file: SqliteFile, number: int) -> None:
+    def __init__(self, file: StoreFile, number: int) -> None:
         super().__init__()
         self.file = file
         self.number = number
@@ -127,11 +307,11 @@ class RowClaim(Claim):
     def withdraw(self) -> None:
         with self.file.write() as connection:
             if connection.execute("DELETE FROM lease WHERE id = ?", (self.number,)).rowcount:
-                next_revision(connection)
+                _next_revision(connection)
 
 
 class _FileFollower(Follower[Entries]):
-    def __init__(self, file: SqliteFile, prefix: str) -> None:
+    def __init__(self, file: StoreFile, prefix: str) -> None:
         self._file = file
         self._prefix = prefix
         self._ended = ReentrantEvent()
@@ -139,7 +319,7 @@ class _FileFollower(Follower[Entries]):
         self._forget()
 
     def _forget(self) -> None:
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, SqliteFile, int] | None = None
         self._revision = -1
         self._due = 0.0
 
@@ -191,3 +371,16 @@ def _read_entries(connection: sqlite3.Connection, prefix: str) -> tuple[list[Ent
     ).fetchall()
     first = min((expires for *_, expires in rows if expires is not None and expires > now), default=float("inf"))
     return [Entry(key, value, version) for key, value, version, _ in rows], first
+
+
+def _next_revision(connection: sqlite3.Connection) -> int:
+    """Tell watchers that something has changed, and return the new revision."""
+    connection.execute("UPDATE state SET revision = revision + 1")
+    return int(connection.execute("SELECT revision FROM state").fetchone()[0])
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""  # a system without it has the second condition of `write` only

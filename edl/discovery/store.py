@@ -31,10 +31,10 @@ from typing import Final
 
 from edl.background import BackgroundLoop
 from edl.discovery.records import check_ttl
-from edl.discovery.resource import Resource
 from edl.discovery.watching import FollowedWatch, Follower
 from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from edl.notifier import Notifier
+from edl.resource import Resource
 
 __all__ = [
     "MAX_VALUE_BYTES",

@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
-from edl.discovery.resource import Resource
 from edl.errors import ClosedError, DiscoveryError
 from edl.notifier import Notifier
+from edl.resource import Resource
 
 __all__ = ["FollowedWatch", "Follower", "Snapshots", "query_wait_s"]
 

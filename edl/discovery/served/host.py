@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Final
 
 from edl.background import BackgroundLoop
-from edl.discovery.resource import Resource
 from edl.discovery.served.addresses import ListenAddress, PortTakenError
 from edl.discovery.served.server import StoreServer
 from edl.errors import DiscoveryError, SettingsError
 from edl.protocol.tls.credentials import CredentialFiles
+from edl.resource import Resource
 
 __all__ = ["KEPT", "FileLock", "StoreHost"]
 

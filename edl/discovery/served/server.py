@@ -20,7 +20,6 @@ from typing import Any, Final
 
 from edl.background import BackgroundLoop
 from edl.discovery.records import check_ttl
-from edl.discovery.resource import Resource
 from edl.discovery.served.addresses import ListenAddress, PortTakenError
 from edl.discovery.served.store import FORMAT, SERVICE
 from edl.discovery.sqlite import RowClaim, SqliteStore
@@ -31,6 +30,7 @@ from edl.protocol.channel import listen
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.token_check import token_checks
 from edl.protocol.transport import grpc
+from edl.resource import Resource
 
 __all__ = ["StoreLimits", "StoreServer", "StoreServicer"]
 

@@ -12,7 +12,6 @@ from urllib.parse import SplitResult
 from google.protobuf.message import Message
 from typing_extensions import override
 
-from edl.discovery.resource import CallThread, Resource
 from edl.discovery.store import Claim, Entries, Entry, Store, held_by_another
 from edl.discovery.watching import Follower
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
@@ -22,6 +21,7 @@ from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.tls.handshake import explain_handshake, looks_like_handshake
 from edl.protocol.transport import grpc
 from edl.quoting import shown
+from edl.resource import CallThread, Resource
 from edl.settings import Credentials
 
 __all__ = [

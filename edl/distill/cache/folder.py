@@ -16,63 +16,67 @@ being emptied: then new labels are not written, and no old one is evicted.
 Disks, and what lies between, flip bits: each label has a checksum over its key, layout, id and bytes, verified when it
 is first read. A label that fails counts as missing.
 
-Where machines share a folder, SQLite's locks and memory do not reach from one to another, so a folder on such a file
-system is refused unless `EDL_SHARED_FILE` says that one machine uses it. A database that is not open elsewhere can be
-read anywhere.
+How the database is opened and checked is `edl.sqlite_file`'s. One that is not open elsewhere can be read anywhere, also
+where machines share its folder.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import errno
 import logging
 import os
 import sqlite3
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from edl import mounts
 from edl.background import BackgroundLoop
-from edl.discovery.sqlite_file import FileIdentity, opening
 from edl.distill.cache.key import FINGERPRINT_NBYTES, CacheKey, Head, SampleId
 from edl.distill.cache.records import RowLayout
 from edl.errors import EDLError, SettingsError, TemporaryError
-from edl.quoting import shown
-from edl.settings import allows_shared_file
+from edl.sqlite_file import SqliteFile, Tables
 
 __all__ = ["LabelFolder", "LabelWriter", "Namespace"]
 
 logger = logging.getLogger("edl.distill")
 
 _DATABASE = "labels.sqlite"
-_APPLICATION_ID = 0x45444C43  # "EDLC", in the database's header
-_FORMAT = 2
-"""Version of the tables below. Version 1 had the labels in files beside the database."""
-# `label_id` tells which labels there are, so that no record is read for that.
-_SCHEMA = """
-CREATE TABLE key (number INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE, layout TEXT, data_set TEXT);
-CREATE TABLE label (
-    number INTEGER PRIMARY KEY, key INTEGER NOT NULL, id NOT NULL, fingerprint BLOB NOT NULL, size INTEGER NOT NULL,
-    checksum INTEGER NOT NULL, record BLOB NOT NULL
-);
-CREATE INDEX label_id ON label (key, id, fingerprint, size)
-"""
 _PAGE_NBYTES = 8192
 """Two rows of 1,000 float32. Labels of texts are read faster from larger pages, single rows more slowly."""
+_PART_NBYTES = 48 << 20
+"""Bytes that a transaction changes where there is no bound: large enough that the disk's syncs do not count."""
+_TABLES = Tables(
+    kind="soft-label cache",
+    application_id=0x45444C43,  # "EDLC"
+    version=2,  # version 1 had the labels in files beside the database
+    # `label_id` tells which labels there are, so that no record is read for that.
+    schema="""
+        CREATE TABLE key (number INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE, layout TEXT, data_set TEXT);
+        CREATE TABLE label (
+            number INTEGER PRIMARY KEY, key INTEGER NOT NULL, id NOT NULL, fingerprint BLOB NOT NULL,
+            size INTEGER NOT NULL, checksum INTEGER NOT NULL, record BLOB NOT NULL
+        );
+        CREATE INDEX label_id ON label (key, id, fingerprint, size)
+    """,
+    error=lambda words, is_busy: TemporaryError(words),
+    remedy="name another folder, or delete the folder, and its labels are asked for again",
+    elsewhere="Give each machine a folder on a disk of its own (load_labels reads several)",
+    pragmas=(
+        "synchronous = FULL",
+        f"wal_autocheckpoint = {_PART_NBYTES // _PAGE_NBYTES}",
+        "cache_size = -16000",  # KiB: the index's pages stay while records pass
+    ),
+    new_pragmas=(f"page_size = {_PAGE_NBYTES}", "auto_vacuum = INCREMENTAL"),  # the latter for a bound that is lowered
+)
 _NUMBER = "(SELECT number FROM key WHERE text = ?)"
 _PART = 8
 """A transaction changes an eighth of the bound at most. The journal takes as much; a quarter is kept free for it."""
-_PART_NBYTES = 48 << 20
-"""Bytes that a transaction changes where there is no bound: large enough that the disk's syncs do not count."""
 _SHARED_MEMORY_NBYTES = 64 << 10
 """Bytes of `-shm`, which grows with the journal."""
 _BUSY_S = 30.0
@@ -93,9 +97,6 @@ _ROW_NBYTES = 64
 """Bytes that a waiting label counts for besides its own, so that tiny labels are bounded too."""
 _STALLED_S = 60.0
 """How long a disk may stand still before labels are dropped, and `close` gives up: longer than a busy one does."""
-
-_FAILURES = (OSError, sqlite3.Error, UnicodeError)
-"""What reading and writing may raise; the last where SQLite quotes text that is damaged."""
 
 
 @dataclass(eq=False)
@@ -141,17 +142,17 @@ class LabelFolder:
             if not os.access(path, os.R_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             if next(path.glob("*/key.json"), None) is not None:
-                raise SettingsError(_other_format(path))
+                raise SettingsError(
+                    f"soft-label cache {str(path)!r} has the format of another release of EDL: {_TABLES.remedy}"
+                )
         except OSError as exc:
-            raise SettingsError(f"soft-label cache folder {str(path)!r}: {exc.strerror or exc}") from exc
+            raise SettingsError(f"soft-label cache {str(path)!r}: {exc.strerror or exc}") from exc
         # Two connections: one that is in a transaction would show labels before they are certain.
         self._reading, self._writing = (_Database(path, read_only) for _ in range(2))
         try:
-            self._reading.connection()
-        except sqlite3.OperationalError as exc:  # a full disk, say: that may pass
-            self._warn(f"labels cannot be read now, and are asked for again: {_why(exc)}")
-        except _FAILURES as exc:
-            raise SettingsError(f"soft-label cache folder {str(path)!r}: {_why(exc)}") from exc
+            self._reading.file()
+        except TemporaryError as exc:  # a full disk, say: that may pass
+            self._warn(f"labels cannot be read now, and are asked for again: {exc}")
 
     def close(self) -> None:
         """Close the database, but for a connection in use by a function that this interrupts."""
@@ -251,9 +252,11 @@ class LabelFolder:
     def _query(self, sql: str, *values: Any) -> list[Any]:
         try:
             with self._read_lock:
-                return self._reading.connection().execute(sql, values).fetchall()
-        except _FAILURES as exc:
-            self._warn(f"labels cannot be read now, and are asked for again: {_why(exc)}")
+                file = self._reading.file()
+                with file.translated():
+                    return file.sqlite.execute(sql, values).fetchall()
+        except (SettingsError, TemporaryError) as exc:
+            self._warn(f"labels cannot be read now, and are asked for again: {exc}")
             return []
 
     def _warn(self, words: str, once: str = "") -> None:
@@ -318,34 +321,24 @@ class LabelFolder:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run a transaction that writes."""
+        """Run a transaction that writes, under a bound only with an empty journal."""
         with self._write_lock:
             try:
-                db = self._writing.connection()
-                try:
-                    self._begin(db)
-                    yield db
-                    db.execute("COMMIT")
-                finally:
-                    if db.in_transaction:
-                        with contextlib.suppress(sqlite3.Error):
-                            db.execute("ROLLBACK")
-                self._writing.check()
-            except _FAILURES as exc:
-                raise TemporaryError(f"soft-label cache {self.path}: {_why(exc)}") from exc
-
-    def _begin(self, db: sqlite3.Connection) -> None:
-        """Begin a transaction that writes, under a bound only with an empty journal."""
-        deadline = time.monotonic() + _BUSY_S
-        while True:
-            db.execute("BEGIN IMMEDIATE")
-            if self.limit_bytes is None or not self._size_of("-wal"):
-                return
-            db.execute("ROLLBACK")
-            if db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:  # another process does it, or reads
-                time.sleep(_PAUSE_S)
-            if time.monotonic() > deadline:
-                raise OSError(errno.EBUSY, f"another process has been reading or writing for {_BUSY_S:g} s")
+                file = self._writing.file()
+            except SettingsError as exc:  # it was fine when the cache was opened, so it may be again
+                raise TemporaryError(str(exc)) from exc
+            deadline = time.monotonic() + _BUSY_S
+            while True:
+                with file.transaction() as db:
+                    if self.limit_bytes is None or not self._size_of("-wal"):
+                        yield db
+                        return
+                with file.translated():
+                    is_held = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+                if is_held:  # another process does it, or reads
+                    time.sleep(_PAUSE_S)
+                if time.monotonic() > deadline:
+                    raise TemporaryError(f"{file}: another process has been reading or writing for {_BUSY_S:g} s")
 
     def _number(self, db: sqlite3.Connection, space: Namespace) -> int:
         """Return the number of a key, with its layout as it is and will be in the database."""
@@ -392,13 +385,6 @@ class LabelFolder:
         return total <= most and total - pages("freelist_count") + wanted <= most
 
 
-def _other_format(path: Path) -> str:
-    return (
-        f"soft-label cache folder {str(path)!r} has labels in the format of another release of EDL, which this one "
-        "does not read: name another folder, or delete it, and label again"
-    )
-
-
 class _Database:
     """A connection to a folder's database, opened again where another database took its place."""
 
@@ -406,168 +392,48 @@ class _Database:
         self._folder = folder
         self._path = folder / _DATABASE
         self._read_only = read_only
-        self._connection: sqlite3.Connection | None = None
-        self._identity: FileIdentity | None = None  # while it only reads, None
+        self._file: SqliteFile | None = None
 
-    def connection(self) -> sqlite3.Connection:
+    def file(self) -> SqliteFile:
         """Return the connection.
 
         Raises:
-            SettingsError: the database is not EDL's, or lies where machines share it.
-            OSError: there is none, and none can be made.
-            sqlite3.Error: it cannot be opened.
+            SettingsError: The database is not EDL's, or lies where machines share it; or none can be made.
+            TemporaryError: It cannot be opened now.
         """
-        if self._identity is not None and not self._is_there(self._identity):
+        if self._file is not None and self._file.change() == "":
             self.close()
-        if self._identity is None and not self._read_only and os.access(self._folder, os.W_OK):
+        is_writable = self._file is not None and self._file.writable
+        if not is_writable and not self._read_only and os.access(self._folder, os.W_OK):
             try:
-                self._open()
-            except sqlite3.OperationalError:  # the disk is full, say: labels that are there can still be read
-                if not self._path.exists() or self._has_wal():
+                self._open("rwc")
+            except (SettingsError, TemporaryError) as exc:  # the disk is full, say: what is there can still be read
+                failed = isinstance(exc.__cause__, sqlite3.OperationalError)
+                if not failed or not self._path.exists() or self._has_wal():
                     raise
-        if self._connection is None:
-            self._open_to_read()
-        assert self._connection is not None
-        return self._connection
-
-    def check(self) -> None:
-        """Check that the database is the one that was opened.
-
-        Raises:
-            FileNotFoundError: it was removed or replaced.
-            OSError: it was tampered with.
-        """
-        changed = self._identity.change(str(self._path)) if self._identity is not None else None
-        if changed:
-            raise OSError(errno.EIO, f"{self._path}: {changed}; delete the folder, and its labels are asked for again")
-        if changed is not None:
-            raise FileNotFoundError(errno.ENOENT, "the folder was removed or replaced while in use")
-
-    def _is_there(self, identity: FileIdentity) -> bool:
-        """Return whether the database that was opened is there; takes a tenth of the time of `check`."""
-        try:
-            status = os.stat(self._path)  # noqa: PTH116 - for every look-up, and pathlib is slow
-        except OSError:
-            return False
-        return identity.main == (status.st_dev, status.st_ino)
+        if self._file is None:
+            if self._path.exists():
+                self._open("rw" if self._has_wal() else "ro&immutable=1")
+            elif self._read_only:
+                self._open("memory")  # an empty one
+            else:
+                raise SettingsError(f"soft-label cache {self._folder}: the folder is empty and cannot be written")
+        assert self._file is not None
+        return self._file
 
     def close(self) -> None:
         """Close it, if it is open."""
-        connection, self._connection, self._identity = self._connection, None, None
-        if connection is not None:
-            connection.close()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
-    def leak(self) -> None:
-        """Never close the connection, not even at the end of the interpreter."""
-        if self._connection is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
+    def _open(self, mode: str) -> None:
+        file = SqliteFile(str(self._path), _TABLES, _BUSY_S, mode)
+        self.close()
+        self._file = file
 
     def _has_wal(self) -> bool:
         return Path(f"{self._path}-wal").exists()
-
-    def _connect(self, mode: str) -> sqlite3.Connection:
-        uri = f"file:{quote(str(self._path))}?mode={mode}"
-        db = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-        db.text_factory = lambda text: text.decode("utf-8", "replace")  # a damaged id must not hide the others
-        return db
-
-    def _open_to_read(self) -> None:
-        """Open a database to read it, whether others write to it or not; an empty one if there is none."""
-        if self._path.exists():
-            if self._has_wal():
-                self._check_place()
-            db = self._connect("rw" if self._has_wal() else "ro&immutable=1")
-            self._check_format(db)
-        elif self._read_only:
-            db = self._connect("memory")
-            db.executescript(_SCHEMA)
-        else:
-            raise FileNotFoundError(errno.ENOENT, "the folder is empty and cannot be written")
-        self._connection = db
-
-    def _open(self) -> None:
-        self._check_place()
-        with opening(str(self._path)):
-            db = self._connect("rwc")
-            try:
-                self._prepare(db)
-            except BaseException:
-                db.close()
-                raise
-            self.close()
-            self._connection, self._identity = db, FileIdentity.of(str(self._path))
-        _databases.add(weakref.ref(self, _databases.discard))
-
-    def _prepare(self, db: sqlite3.Connection) -> None:
-        is_new = not self._check_format(db)
-        if is_new:
-            db.execute(f"PRAGMA page_size = {_PAGE_NBYTES}")
-            db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # for a bound that is lowered
-        mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-        if mode != "wal":
-            raise SettingsError(f"{self._path}: its file system cannot share memory (journal mode {mode})")
-        db.execute("PRAGMA synchronous = FULL")
-        db.execute(f"PRAGMA wal_autocheckpoint = {_PART_NBYTES // _PAGE_NBYTES}")
-        db.execute("PRAGMA cache_size = -16000")  # KiB: the index's pages stay while records pass
-        if is_new:
-            db.execute("BEGIN IMMEDIATE")
-            if not self._check_format(db):  # another process may have been faster
-                for statement in _SCHEMA.split(";"):
-                    db.execute(statement)
-                db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-                db.execute(f"PRAGMA user_version = {_FORMAT}")
-            db.execute("COMMIT")
-
-    def _check_format(self, db: sqlite3.Connection) -> bool:
-        """Return whether the tables are there.
-
-        Raises:
-            SettingsError: they are others.
-        """
-        if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            return False
-        application, version = (
-            db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
-        )
-        if application != _APPLICATION_ID:
-            raise SettingsError(f"{self._path} is another program's database: name another folder")
-        if version != _FORMAT:
-            raise SettingsError(_other_format(self._folder))
-        return True
-
-    def _check_place(self) -> None:
-        kind = mounts.file_system(str(self._path.resolve()), mounts.read_mounts())
-        if mounts.is_shared(kind) and not allows_shared_file():
-            raise SettingsError(
-                f"{self._path} lies on {kind}, which machines share, and SQLite's locks do not reach from one to "
-                "another: give each machine a folder on a disk of its own (load_labels reads several), or, if only "
-                "this machine uses it, set EDL_SHARED_FILE=1"
-            )
-
-
-_databases: set[weakref.ref[_Database]] = set()
-
-
-def _leak_inherited() -> None:
-    # SQLite forbids even closing a connection in a forked child: it would touch files that the parent works with.
-    for reference in tuple(_databases):
-        database = reference()
-        if database is not None:
-            database.leak()
-    _databases.clear()
-
-
-os.register_at_fork(after_in_child=_leak_inherited)
-
-
-def _why(exc: BaseException) -> str:
-    """Return why labels cannot be read or written, for people."""
-    words = exc.strerror if isinstance(exc, OSError) and exc.strerror else shown(exc)
-    if isinstance(exc, sqlite3.Error) and "locked" in words:
-        return f"another process has been writing for {_BUSY_S:g} s"
-    if isinstance(exc, UnicodeError) or "malformed" in words or "not a database" in words:
-        return f"{_DATABASE} is damaged ({words}): delete the folder, and its labels are asked for again"
-    return words
 
 
 class LabelWriter:

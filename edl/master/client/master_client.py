@@ -24,7 +24,6 @@ from google.protobuf.message import Message
 from edl.backoff import Backoff
 from edl.datasets import Dataset, same_data
 from edl.discovery import Store, open_store
-from edl.discovery.resource import CallThread, Resource
 from edl.errors import (
     ClosedError,
     ConflictError,
@@ -44,6 +43,7 @@ from edl.protocol.channel import call_metadata, channel, is_forked_from_grpc
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import shown
+from edl.resource import CallThread, Resource
 from edl.settings import Credentials, DiscoverySettings, is_above_zero
 
 __all__ = ["MasterClient", "MasterConnection", "MasterWait", "NotFoundError"]

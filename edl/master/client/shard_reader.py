@@ -14,7 +14,6 @@ from typing import Any, Final, Literal
 from typing_extensions import Self
 
 from edl.datasets import Dataset, load_dataset
-from edl.discovery.resource import Resource
 from edl.errors import (
     ClosedError,
     ConflictError,
@@ -29,6 +28,7 @@ from edl.master.client.master_client import MasterClient
 from edl.master.client.session import MarkRequest, Outcome, Report, ResumeRequest, Shard
 from edl.master.shards.dataset_shards import check_name
 from edl.quoting import clip
+from edl.resource import Resource
 
 __all__ = ["ShardReader"]
 

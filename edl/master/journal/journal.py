@@ -6,14 +6,11 @@ import abc
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Final
 
-from typing_extensions import Self
-
-from edl.discovery.resource import Resource
 from edl.errors import ClosedError, DiscoveryError, EDLError, JournalError, LeaseLostError, ProtocolError
 from edl.quoting import shown
+from edl.resource import Resource
 
 __all__ = ["Journal"]
 
@@ -102,18 +99,11 @@ class Journal(Resource, abc.ABC):
             except (LeaseLostError, ProtocolError):  # of which it is known that nothing was written
                 raise
             except BaseException as exc:
-                self._broken = f"journal {self.name}: cannot {what}: {shown(exc)}"
+                why = shown(exc).removeprefix(f"journal {self.name}: ")
+                self._broken = f"journal {self.name}: cannot {what}: {why}"
                 if isinstance(exc, EDLError) and not isinstance(exc, ClosedError):
                     busy = isinstance(exc, DiscoveryError) or getattr(exc, "busy", False)
                     raise JournalError(self._broken, busy=busy) from exc
                 raise
         finally:
             self._turns.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

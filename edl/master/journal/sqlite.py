@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import logging
 import os
 import sqlite3
-import time
 import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
 
 from typing_extensions import override
 
-from edl import mounts
-from edl.discovery.sqlite_file import FileIdentity, opening
-from edl.errors import JournalError, LeaseLostError, ProtocolError, SettingsError
+from edl.errors import JournalError, LeaseLostError, ProtocolError
 from edl.master.journal.journal import Journal
-from edl.quoting import shown
-from edl.settings import allows_shared_file
+from edl.sqlite_file import SqliteFile, Tables
 
 __all__ = ["SqliteJournal"]
 
-logger = logging.getLogger(__name__)
-
-_APPLICATION_ID: Final = 0x45444C4A  # "EDLJ", in the file's header
-_FORMAT: Final = 1
-"""Format of the tables below; a file of another format is refused rather than misread."""
 _WAL_NBYTES: Final = 64 << 20
 """Largest write-ahead log that is kept after a snapshot; SQLite would keep its largest size for ever."""
-_MOST_OPENINGS: Final = 10
-"""How often to open a file that is replaced while it is opened."""
-_SCHEMA: Final = """
-CREATE TABLE state (term INTEGER NOT NULL, covered INTEGER NOT NULL, snapshot BLOB, checksum INTEGER);
-CREATE TABLE record (number INTEGER PRIMARY KEY, data BLOB NOT NULL, checksum INTEGER NOT NULL);
-INSERT INTO state VALUES (0, 0, NULL, NULL)
-"""
+_TABLES: Final = Tables(
+    kind="journal",
+    application_id=0x45444C4A,  # "EDLJ"
+    version=1,
+    schema="""
+        CREATE TABLE state (term INTEGER NOT NULL, covered INTEGER NOT NULL, snapshot BLOB, checksum INTEGER);
+        CREATE TABLE record (number INTEGER PRIMARY KEY, data BLOB NOT NULL, checksum INTEGER NOT NULL);
+        INSERT INTO state VALUES (0, 0, NULL, NULL)
+    """,
+    error=JournalError,
+    remedy="name another file, or move this one away to start over",
+    elsewhere="Name a file on a local disk, or keep the journal in the store (store:JOB)",
+    pragmas=("synchronous = FULL", f"journal_size_limit = {_WAL_NBYTES}"),
+)
 
 
 class SqliteJournal(Journal):
@@ -56,13 +50,7 @@ class SqliteJournal(Journal):
         super().__init__(path, timeout_s)
         self._term = 0
         self._last = 0  # number of the last record
-        _check_place(path)
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise SettingsError(f"journal {path}: its folder cannot be made: {exc.strerror}") from exc
-        self._connection, self._identity = self._open()
-        _open_connections.add(self._connection)
+        self._file = SqliteFile(path, _TABLES, timeout_s)
 
     @override
     def begin_term(self) -> int:
@@ -108,25 +96,12 @@ class SqliteJournal(Journal):
     @contextlib.contextmanager
     def _transaction(self, what: str) -> Iterator[sqlite3.Connection]:
         """Run a transaction that writes; after an error nothing follows it."""
-        connection = self._connection
         try:
-            with self._turn(what):
-                try:
-                    connection.execute("BEGIN IMMEDIATE")
-                    yield connection
-                    connection.execute("COMMIT")
-                except BaseException as exc:
-                    with contextlib.suppress(sqlite3.Error):
-                        if connection.in_transaction:
-                            connection.execute("ROLLBACK")
-                    if isinstance(exc, sqlite3.Error):
-                        raise JournalError(str(exc), busy=_is_busy(exc)) from exc
-                    raise
-                if (change := self._identity.change(self.name)) is not None:
-                    raise JournalError(change or "the file was removed or replaced while in use")
+            with self._turn(what), self._file.transaction() as connection:
+                yield connection
         finally:
             if self._closed and self._pid == os.getpid():
-                self._end()
+                self._file.close()
 
     def _check_term(self, connection: sqlite3.Connection) -> None:
         term = connection.execute("SELECT term FROM state").fetchone()[0]
@@ -140,102 +115,9 @@ class SqliteJournal(Journal):
         if not isinstance(data, bytes) or zlib.crc32(data) != checksum:
             raise ProtocolError(f"journal {self.name}: {what} is damaged: its checksum does not match")
 
-    def _open(self) -> tuple[sqlite3.Connection, FileIdentity]:
-        """Return a connection, and which file it was made to."""
-        try:
-            for _ in range(_MOST_OPENINGS):
-                with opening(self.name):
-                    before = FileIdentity.of(self.name).main
-                    connection = sqlite3.connect(
-                        f"file:{quote(self.name)}?mode=rwc",
-                        uri=True,
-                        timeout=self._timeout_s,
-                        isolation_level=None,
-                        check_same_thread=False,
-                    )
-                    try:
-                        self._prepare(connection)
-                        identity = FileIdentity.of(self.name)
-                    except (sqlite3.Error, SettingsError):
-                        connection.close()
-                        if FileIdentity.of(self.name).main != before:
-                            continue  # it says nothing of the file that is there now
-                        raise
-                    if identity.main == before is not None:
-                        return connection, identity
-                    connection.close()  # the file was replaced, and which one this has is not known
-        except sqlite3.Error as exc:
-            words = f"journal {self.name}: {shown(exc)}"
-            # These do not pass: another kind of file, no permission, a read-only disk.
-            if any(cause in str(exc) for cause in ("not a database", "readonly", "unable to open")):
-                raise SettingsError(words) from exc
-            raise JournalError(words, busy=_is_busy(exc)) from exc
-        raise JournalError(f"journal {self.name}: another program keeps replacing it while it is opened")
-
-    def _prepare(self, connection: sqlite3.Connection) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        while True:  # two processes that do this at once may collide, in spite of the timeout
-            try:
-                mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-                break
-            except sqlite3.OperationalError as exc:
-                if "locked" not in str(exc) or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
-        if mode != "wal":
-            raise SettingsError(f"journal {self.name}: its file system cannot share memory (journal mode {mode})")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute(f"PRAGMA journal_size_limit = {_WAL_NBYTES}")
-        connection.execute("BEGIN IMMEDIATE")
-        application_id = connection.execute("PRAGMA application_id").fetchone()[0]
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            for statement in _SCHEMA.split(";"):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {_FORMAT}")
-        elif (application_id, version) != (_APPLICATION_ID, _FORMAT):
-            kind = f"a journal of format {version}" if application_id == _APPLICATION_ID else "another database"
-            raise SettingsError(f"journal {self.name}: {kind}, not EDL's journal of format {_FORMAT}")
-        connection.execute("COMMIT")
-
     def _release(self) -> None:
         if self._turns.acquire(blocking=False):  # a call under way, maybe of the thread that this interrupts, ends it
             try:
-                self._end()
+                self._file.close()
             finally:
                 self._turns.release()
-
-    def _end(self) -> None:
-        with contextlib.suppress(sqlite3.Error):
-            self._connection.close()
-        _open_connections.discard(self._connection)
-
-
-def _is_busy(exc: sqlite3.Error) -> bool:
-    return isinstance(exc, sqlite3.OperationalError) and "locked" in str(exc)
-
-
-def _check_place(path: str) -> None:
-    kind = mounts.file_system(os.path.realpath(path), mounts.read_mounts())
-    if not mounts.is_shared(kind):
-        return
-    what = f"journal {path} lies on {kind}, which machines share: SQLite's locks do not reach from one to another"
-    if not allows_shared_file():
-        raise SettingsError(
-            f"{what}. Name a file on a local disk, or keep the journal in the store (store:JOB). If only this machine"
-            " uses it, EDL_SHARED_FILE=1 allows it"
-        )
-    logger.warning("%s. EDL_SHARED_FILE allows it: see that no other machine opens it", what)
-
-
-_open_connections: set[sqlite3.Connection] = set()
-
-
-def _leak_inherited() -> None:
-    # SQLite forbids even closing a connection in a forked child: it would touch files that the parent works with.
-    for connection in _open_connections:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
-
-
-os.register_at_fork(after_in_child=_leak_inherited)

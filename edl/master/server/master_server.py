@@ -25,7 +25,6 @@ from prometheus_client import CollectorRegistry, Histogram
 from edl.background import BackgroundLoop, start_call
 from edl.backoff import Backoff
 from edl.discovery import Store, open_store
-from edl.discovery.resource import Resource
 from edl.discovery.served.addresses import ListenAddress, is_loopback, outward_address
 from edl.discovery.store import Election
 from edl.discovery.urls import servers_of
@@ -52,6 +51,7 @@ from edl.protocol.channel import listen
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.token_check import token_checks
 from edl.protocol.transport import grpc
+from edl.resource import Resource
 from edl.settings import Credentials, DiscoverySettings
 
 __all__ = ["MasterServer", "MasterSettings", "shown_endpoint"]

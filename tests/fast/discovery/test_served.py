@@ -118,7 +118,7 @@ def test_a_server_checks_what_it_gets(serve: Serve) -> None:
 def test_a_server_s_pause_ends_no_lease(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Renewals that came while the server stood still are read behind the pause, which does not count."""
     now = [1000.0]
-    for module in ("served.server", "sqlite", "sqlite_file"):
+    for module in ("served.server", "sqlite"):
         monkeypatch.setattr(f"edl.discovery.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
     server = serve()
     with opened(server) as store:

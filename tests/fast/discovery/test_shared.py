@@ -20,11 +20,11 @@ from edl.discovery import Instance, Snapshot, Store, open_registry, open_store
 from edl.discovery import registry as registering
 from edl.discovery import store as storing
 from edl.discovery.registry import InstanceClaim, Registration, Rejected, ServiceView
-from edl.discovery.resource import Resource
 from edl.discovery.sqlite import SqliteStore
 from edl.discovery.store import Claim, Entry, Lease
 from edl.discovery.watching import FollowedWatch, Follower
 from edl.errors import ClosedError, DiscoveryError
+from edl.resource import Resource
 from tests.interrupting import NEVER, InterruptAt, interrupt_some
 from tests.waiting import DEADLINE_S, wait_until
 

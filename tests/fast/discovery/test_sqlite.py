@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from edl.discovery import Registry, Store, open_registry, open_store
+from edl.discovery.sqlite import SqliteStore
 from edl.discovery.store import Lease
 from edl.errors import DiscoveryError, SettingsError
 from tests.fast.discovery.conformance.backends import remove_database, spoil_database, teacher
@@ -76,7 +77,7 @@ def _tables(path: Path) -> object:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time of the file's leases, which no other clock moves."""
     now = [1000.0]
-    for module in ("sqlite", "sqlite_file", "registry"):
+    for module in ("sqlite", "registry"):
         monkeypatch.setattr(f"edl.discovery.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
@@ -222,6 +223,14 @@ def test_lost_parts_are_made_again(
     finally:
         other.end()
     assert ("while in use; it is created again" in caplog.text) == (fault not in ("file", "folder"))
+
+
+def test_a_lost_write_is_told(path: Path) -> None:
+    """A commit into a file that was removed during the transaction is no answer."""
+    with SqliteStore(str(path)) as store:
+        with pytest.raises(DiscoveryError, match="removed or replaced while in use"), store.file.write():
+            remove_database(path)
+        assert store.put("a", b"1").value == b"1", "the next goes to a new file"
 
 
 def test_replaced_while_it_is_opened(path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

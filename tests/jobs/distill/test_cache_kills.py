@@ -24,7 +24,7 @@ def write(first, killed_at):
     lines = 0
     def trace(frame, event, _):
         nonlocal lines
-        if not frame.f_code.co_filename.endswith("cache/folder.py"):
+        if not frame.f_code.co_filename.endswith(("cache/folder.py", "edl/sqlite_file.py")):
             return None
         lines += 1
         if lines >= killed_at:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edl import mounts
+from edl import mounts, sqlite_file
 from edl.distill.cache import CacheKey, SoftLabelCache, load_labels
 from edl.distill.cache import folder as module
 from edl.errors import SettingsError, TemporaryError
@@ -129,7 +129,7 @@ def test_a_failed_flush_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         if cause == "lock":
             holder.execute("BEGIN IMMEDIATE")
         else:
-            cache.folder._writing.connection().execute("PRAGMA max_page_count = 8")  # type: ignore[union-attr]
+            cache.folder._writing.file().sqlite.execute("PRAGMA max_page_count = 8")  # type: ignore[union-attr]
         cache.view(KEY).put(range(100), rows(range(100), WIDE))
         with pytest.raises(TemporaryError, match=r"another process has been writing for 0.2 s|disk is full"):
             cache.flush()
@@ -240,7 +240,7 @@ def test_a_folder_without_room_is_read(tmp_path: Path, monkeypatch: pytest.Monke
 
     put(tmp_path, [1])
     if cause == "full":
-        monkeypatch.setattr(module, "opening", is_full)
+        monkeypatch.setattr(sqlite_file, "_opening", is_full)
     else:
         monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
     with SoftLabelCache(0, tmp_path) as cache:
@@ -273,13 +273,13 @@ def test_what_is_no_folder_of_labels_is_refused(tmp_path: Path) -> None:
     (old / "resnet-0123").mkdir(parents=True)
     (old / "resnet-0123" / "key.json").write_text("{}")
     for call in (lambda: SoftLabelCache(0, old), lambda: load_labels(old)):
-        with pytest.raises(SettingsError, match=r"old' has labels in the format of another release.*another folder"):
+        with pytest.raises(SettingsError, match=r"old' has the format of another release.*another folder"):
             call()
     put(tmp_path / "files", [1])
     with sqlite3.connect(tmp_path / "files" / "labels.sqlite") as database:
         database.execute("PRAGMA user_version = 1")  # as when labels were in files beside the database
     for call in (lambda: SoftLabelCache(0, tmp_path / "files"), lambda: load_labels(tmp_path / "files")):
-        with pytest.raises(SettingsError, match=r"files' has labels in the format of another release"):
+        with pytest.raises(SettingsError, match=r"files.* has format 1, not 2: another release"):
             call()
     other.mkdir()
     with sqlite3.connect(other / "labels.sqlite") as database:

@@ -14,6 +14,7 @@ from edl import mounts
 from edl.errors import JournalError, SettingsError
 from edl.master.journal import open_journal
 from edl.master.journal.sqlite import SqliteJournal
+from edl.sqlite_file import SqliteFile
 from tests.fast.master.journal.conftest import remove_database
 
 PROGRAM = """
@@ -63,8 +64,8 @@ def test_full_disk_tears_nothing(tmp_path: Path) -> None:
 def test_commits_are_written_through(tmp_path: Path) -> None:
     """FULL is a number: 2. With less, a loss of power takes what was answered last."""
     with SqliteJournal(str(tmp_path / "journal.sqlite"), timeout_s=5.0) as journal:
-        assert journal._connection.execute("PRAGMA synchronous").fetchone() == (2,)
-        assert journal._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert journal._file.sqlite.execute("PRAGMA synchronous").fetchone() == (2,)
+        assert journal._file.sqlite.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced", "wal"])
@@ -98,16 +99,16 @@ def test_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyP
     url = f"sqlite:///{path}"
     open_journal(url).close()
     open_journal(f"sqlite:///{tmp_path}/other.sqlite").close()
-    prepare = SqliteJournal._prepare
+    prepare = SqliteFile._prepare
     replaced = []
 
-    def prepare_then_replace(journal: SqliteJournal, connection: sqlite3.Connection) -> None:
-        prepare(journal, connection)
+    def prepare_then_replace(file: SqliteFile) -> None:
+        prepare(file)
         if not replaced:
             remove_database(path)
             replaced.append((tmp_path / "other.sqlite").rename(path))
 
-    monkeypatch.setattr(SqliteJournal, "_prepare", prepare_then_replace)
+    monkeypatch.setattr(SqliteFile, "_prepare", prepare_then_replace)
     with open_journal(url) as journal:
         assert replaced
         journal.begin_term()
@@ -125,8 +126,11 @@ def test_lock_of_another_has_a_deadline(tmp_path: Path) -> None:
             with pytest.raises(JournalError, match=r"cannot append: .*locked") as caught:
                 journal.append([b"x"])
             assert caught.value.busy
-            with pytest.raises(JournalError, match="locked") as caught:
-                open_journal(f"sqlite:///{path}", timeout_s=0.1)
+            with (
+                open_journal(f"sqlite:///{path}", timeout_s=0.1) as second,
+                pytest.raises(JournalError, match="locked") as caught,
+            ):
+                second.begin_term()
             assert caught.value.busy
     with open_journal(f"sqlite:///{path}") as journal:
         assert journal.load() == (None, [])
@@ -142,8 +146,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for name, words in {
         "text": "not a database",
-        "database": "another database",
-        "newer": "a journal of format 2, not EDL's journal of format 1",
+        "database": "another program's database",
+        "newer": "format 2, not 1",
         "folder": "unable to open",
         "text/below": "folder cannot be made",
     }.items():

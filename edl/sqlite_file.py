@@ -1,0 +1,407 @@
+"""A SQLite file that processes of one machine share: opening it safely, transactions, and errors that say what to do.
+
+SQLite keeps three files open: the database, its journal (`-wal`) and the memory that connections share (`-shm`). It
+never looks whether they are still there. A process whose `-wal` was removed writes where no other process reads, and
+later processes see an empty database. So a connection remembers the files that it was made to, compares them with those
+at the path (`SqliteFile.change`), and is opened under a lock of the folder (`_opening`).
+
+The file must lie on a local file system: SQLite's locks and shared memory do not work across machines. Containers of a
+machine may share it through a common folder. A process that is stopped (SIGSTOP) in the microseconds in which it writes
+keeps the others from writing until it goes on.
+
+What does not belong here: tables and queries, and what to do when a file was replaced. Each user decides that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import os
+import sqlite3
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+from edl import mounts
+from edl.errors import EDLError, SettingsError
+from edl.quoting import shown
+from edl.settings import allows_shared_file
+
+__all__ = ["SqliteFile", "Tables"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_OPENINGS: Final = 10
+"""How often to open a file that is replaced each time."""
+_SIDES: Final = ("-wal", "-shm")
+_LOCK_WAIT_S: Final = 1.0
+"""How long to wait for a process that opens or removes a file: a millisecond, unless that process stands still."""
+
+_Inode = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What a kind of file contains, and what errors say about it.
+
+    Attributes:
+        kind: What messages call the file, before its path.
+        application_id: A number in the file's header that tells EDL's kinds of files apart.
+        version: Version of the tables. A file with another version is refused.
+        schema: Statements that make the tables, separated by semicolons.
+        error: Makes the error for a failure that may pass, from its message and whether another process has a lock.
+        remedy: What you can do about a file that is damaged, another program's, or another release's.
+        elsewhere: What you can use if the folder is on a file system that machines share.
+        pragmas: Pragmas of every connection.
+        new_pragmas: Pragmas of a new file, before its tables are made.
+    """
+
+    kind: str
+    application_id: int
+    version: int
+    schema: str
+    error: Callable[[str, bool], EDLError]
+    remedy: str
+    elsewhere: str
+    pragmas: tuple[str, ...]
+    new_pragmas: tuple[str, ...] = ()
+
+
+class SqliteFile:
+    """A connection to a file, in WAL mode: readers and the writer do not block each other.
+
+    A forked child never closes the connection, not even at its end.
+
+    Args:
+        path: Where the file lies. It is made if it is missing, with its folder.
+        tables: What it contains.
+        timeout_s: Seconds to wait for other processes' transactions.
+        mode: "rwc", or a mode of SQLite's URIs for a connection that only reads; then nothing is made or compared.
+
+    Raises:
+        SettingsError: The file cannot be made or written, is not EDL's, or lies where machines share it.
+        EDLError: What `tables.error` makes, if it is busy or the disk is full.
+    """
+
+    sqlite: sqlite3.Connection
+
+    def __init__(self, path: str, tables: Tables, timeout_s: float, mode: str = "rwc") -> None:
+        self.path = path
+        self._tables = tables
+        self._timeout_s = timeout_s
+        self._pid = os.getpid()
+        self._identity: _Identity | None = None
+        self._ready = False
+        if mode in ("rwc", "rw"):  # other modes have no file, or one that is not written
+            self._check_place()
+        with self.translated():
+            if mode == "rwc":
+                self._open()
+            else:
+                self._connect(mode)
+                try:
+                    if not self._has_tables() and mode == "memory":
+                        self._make_tables()
+                except BaseException:
+                    self.close()
+                    raise
+        self._ready = True
+
+    @property
+    def writable(self) -> bool:
+        """Whether it was opened to write."""
+        return self._identity is not None
+
+    @classmethod
+    def opened(cls, path: str) -> list[SqliteFile]:
+        """Return this process's open connections to the file at `path`."""
+        # Copying a set is one step; a WeakSet cannot be iterated while another thread adds to it.
+        files = [file for reference in tuple(_open_files) if (file := reference()) is not None]
+        return [file for file in files if file.path == path]
+
+    @contextlib.contextmanager
+    def transaction(self, *, reads: bool = False) -> Iterator[sqlite3.Connection]:
+        """Run a transaction. One that writes has the lock from the start, and checks afterwards where it has written.
+
+        Args:
+            reads: Whether it only reads: then it never waits for writers.
+
+        Raises:
+            EDLError: What `Tables.error` makes, if it fails or the file was removed or replaced.
+        """
+        connection = self.sqlite
+        with self.translated():
+            try:
+                connection.execute("BEGIN" if reads else "BEGIN IMMEDIATE")
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
+                raise
+        if not reads and (change := self.change()) is not None:
+            why = f"{change}. To go on, {self._tables.remedy}" if change else "it was removed or replaced while in use"
+            raise self._tables.error(f"{self}: {why}", False)
+
+    @contextlib.contextmanager
+    def translated(self) -> Iterator[None]:
+        """Turn SQLite's errors into EDL's."""
+        try:
+            yield
+        except (sqlite3.Error, UnicodeError) as exc:  # the last where SQLite quotes text that is damaged
+            words = shown(exc)
+            is_damaged = type(exc) is sqlite3.DatabaseError or isinstance(exc, UnicodeError) or "malformed" in words
+            is_closed = "readonly" in words or "unable to open" in words
+            is_busy = "locked" in words
+            if is_damaged:
+                words = f"it is damaged ({words}): {self._tables.remedy}"
+            elif is_closed:
+                words += ": check the permissions of the file and its folder"
+            elif is_busy:
+                words += f": another process has been writing for {self._timeout_s:g} s"
+            if not self._ready and (is_damaged or is_closed):  # these do not pass by themselves
+                raise SettingsError(f"{self}: {words}") from exc
+            raise self._tables.error(f"{self}: {words}", is_busy) from exc
+
+    def change(self) -> str | None:
+        """Return why the connection can no longer be used; None if nothing has changed.
+
+        Empty if another file took the place of its own; words if the file that is there must not be used any longer.
+        """
+        return self._identity.change(self.path) if self._identity is not None else None
+
+    def discard(self) -> bool:
+        """Remove the files unless another process has; every process sees that the database was replaced.
+
+        The database goes first: at worst, the process that makes the next one finds a journal and memory without an
+        owner.
+
+        Raises:
+            OSError: They cannot be removed.
+        """
+        assert self._identity is not None
+        place = self._identity.place
+        with _folder_lock(place) as locked:  # a second process must not remove the new file
+            if not locked or not self.change():
+                return False
+            for side in ("", *_SIDES):
+                Path(place + side).unlink(missing_ok=True)
+            return True
+
+    def close(self) -> None:
+        """Close the connection. May be called twice; does nothing in a forked child."""
+        if self._pid != os.getpid():
+            return
+        with contextlib.suppress(sqlite3.Error):
+            self.sqlite.close()
+        _open_files.discard(weakref.ref(self))
+
+    def __str__(self) -> str:
+        return f"{self._tables.kind} {self.path}"
+
+    def _check_place(self) -> None:
+        place = os.path.realpath(self.path)
+        kind = mounts.file_system(place, mounts.read_mounts())
+        if not mounts.is_shared(kind):
+            return
+        what = (
+            f"{self} lies on {kind}, which machines share. SQLite's locks and memory do not reach from one to another:"
+            " each would overwrite what the others write"
+        )
+        if not allows_shared_file():
+            raise SettingsError(
+                f"{what}. {self._tables.elsewhere}. If only this machine uses it, EDL_SHARED_FILE=1 allows it"
+            )
+        if place not in _warned:
+            _warned.add(place)
+            logger.warning("%s. EDL_SHARED_FILE allows it: see that no other machine opens it", what)
+
+    def _open(self) -> None:
+        for _ in range(_MOST_OPENINGS):
+            try:
+                Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as exc:
+                raise SettingsError(f"{self}: its folder cannot be made: {exc.strerror}") from exc
+            with _opening(self.path):
+                before = _Identity.of(self.path).main
+                self._connect("rwc")
+                try:
+                    self._prepare()
+                    identity = _Identity.of(self.path)
+                except BaseException as exc:
+                    self.close()
+                    if isinstance(exc, (sqlite3.Error, SettingsError)) and _Identity.of(self.path).main != before:
+                        continue  # the error is about a file that has been replaced
+                    raise
+                if identity.main == before is not None:
+                    self._identity = identity
+                    return
+                self.close()  # the file was replaced: which one this connection has is unknown
+        raise self._tables.error(f"{self}: another program replaces it each time it is opened", False)
+
+    def _connect(self, mode: str) -> None:
+        self.sqlite = sqlite3.connect(
+            f"file:{quote(self.path)}?mode={mode}",
+            uri=True,
+            timeout=self._timeout_s,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        _open_files.add(weakref.ref(self, _open_files.discard))
+        # Nonsense in one row must not make all others unreadable.
+        self.sqlite.text_factory = lambda text: text.decode("utf-8", "replace")
+
+    def _prepare(self) -> None:
+        is_new = not self._has_tables()
+        for pragma in self._tables.new_pragmas if is_new else ():
+            self.sqlite.execute(f"PRAGMA {pragma}")
+        self._use_wal()
+        for pragma in self._tables.pragmas:
+            self.sqlite.execute(f"PRAGMA {pragma}")
+        if is_new:
+            self.sqlite.execute("BEGIN IMMEDIATE")
+            if not self._has_tables():  # another process may have been faster
+                self._make_tables()
+            self.sqlite.execute("COMMIT")
+
+    def _use_wal(self) -> None:
+        """Switch to a write-ahead log. Two processes that do this at once may collide, in spite of the timeout."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                mode = self._pragma("journal_mode = WAL")
+                break
+            except sqlite3.OperationalError as exc:
+                if "locked" not in str(exc) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+        if mode != "wal":
+            raise SettingsError(f"{self}: its file system cannot share memory (journal mode {mode})")
+
+    def _has_tables(self) -> bool:
+        if not self.sqlite.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            return False
+        tables, version = self._tables, self._pragma("user_version")
+        if self._pragma("application_id") != tables.application_id:
+            raise SettingsError(f"{self} is another program's database, not EDL's: {tables.remedy}")
+        if version != tables.version:
+            raise SettingsError(
+                f"{self} has format {version}, not {tables.version}: another release of EDL made it: {tables.remedy}"
+            )
+        return True
+
+    def _make_tables(self) -> None:
+        for statement in self._tables.schema.split(";"):
+            self.sqlite.execute(statement)
+        self.sqlite.execute(f"PRAGMA application_id = {self._tables.application_id}")
+        self.sqlite.execute(f"PRAGMA user_version = {self._tables.version}")
+
+    def _pragma(self, words: str) -> Any:
+        return self.sqlite.execute(f"PRAGMA {words}").fetchone()[0]
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """The files at a path at one moment.
+
+    Attributes:
+        place: Where they lie: SQLite follows links before it adds `-wal` and `-shm`.
+        main: The database; None if it was not there.
+        sides: `-wal` and `-shm`, which are there as long as a connection is open.
+    """
+
+    place: str
+    main: _Inode | None
+    sides: tuple[_Inode | None, ...]
+
+    @classmethod
+    def of(cls, path: str) -> _Identity:
+        """Return the files that are there now; ask after the connection has read, when SQLite has made all three."""
+        place = os.path.realpath(path)
+        return cls(place, _inode(place)[0], tuple(_inode(place + side)[0] for side in _SIDES))
+
+    def change(self, path: str) -> str | None:
+        sides = [_inode(self.place + side)[0] for side in _SIDES]
+        main, size = _inode(path)  # looked at last: a file that has just taken the place has other sides
+        if main != self.main or main is None:
+            return ""
+        if size == 0:
+            return "it was truncated while in use"
+        for side, inode, seen in zip(_SIDES, self.sides, sides, strict=True):
+            if inode is None or seen != inode:
+                return f"its {side} was removed or replaced while in use"
+        return None
+
+
+@contextlib.contextmanager
+def _opening(path: str) -> Iterator[None]:
+    """Keep other processes from making or removing a file while it is opened; make it if it does not exist.
+
+    SQLite finds the journal and memory by their names, some time after it has opened the database. They may belong to a
+    database that took its place, or was there before it: what SQLite writes there is lost to their owners, and where it
+    starts the memory again, processes that read it are killed (SIGBUS).
+
+    If the file cannot be made, SQLite is left to say why.
+    """
+    place = os.path.realpath(path)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            if held.enter_context(_folder_lock(place)) and _inode(place)[0] is None:
+                for side in _SIDES:
+                    Path(place + side).unlink(missing_ok=True)
+                os.close(os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        yield
+
+
+@contextlib.contextmanager
+def _folder_lock(place: str) -> Iterator[bool]:
+    """Lock the folder of a file against others that open or remove files; yield False if one takes too long."""
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    folder = os.open(Path(place).parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    yield False
+                    return
+                time.sleep(0.001)
+        try:
+            yield True
+        finally:
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has the folder open as well
+    finally:
+        os.close(folder)
+
+
+def _inode(path: str) -> tuple[_Inode | None, int]:
+    """Return device and inode of a file, and its size; None without a file."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - four times a transaction, and pathlib is slow
+    except OSError:
+        return None, 0
+    return (status.st_dev, status.st_ino), status.st_size
+
+
+_warned: set[str] = set()  # of files that machines share: each process opens one several times
+_open_files: set[weakref.ref[SqliteFile]] = set()
+
+
+def _leak_inherited() -> None:
+    # SQLite forbids even closing a connection in a forked child: it would touch files that the parent works with.
+    for reference in tuple(_open_files):
+        if (file := reference()) is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(file.sqlite))
+    _open_files.clear()
+
+
+os.register_at_fork(after_in_child=_leak_inherited)

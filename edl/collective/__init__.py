@@ -1,18 +1,18 @@
-"""Elastic training from checkpoints: workers come and go, and the result does not depend on who was present.
+"""Elastic training from checkpoints: workers come and go, and the result does not depend on which were present.
 
-In a training script: `State` and `Checkpointer` keep what must survive, `Evaluator` what was measured of it,
-`ElasticSampler` orders the data, `ElasticTrainer` makes the update; each works without the others, and without
-`edl run`. Inside:
+In a training script, `State` and `Checkpointer` keep what must survive, `Evaluator` keeps the metrics measured on it,
+`ElasticSampler` orders the data, and `ElasticTrainer` makes the update. Each works without the others and without `edl
+run`. Inside:
 
 - `agent`: one node's part of a job, `edl run`;
 - `worker_status`: what a worker and its agent tell each other; `job_records`: what agents tell each other in the Store;
-- `checkpoint`: what survives, in memory and on storage; `replica`: copies of it on other hosts;
+- `checkpoint`: the state that survives, in memory and on storage; `replica`: copies of it on other hosts;
 - `training`: what a step trains, and the update that it makes;
 - `goodput`: where the time went;
 - `integrations`: Hugging Face's and Lightning's `Trainer`, loops with Accelerate, and PaddlePaddle.
 
-Torch is imported by the parts that need it. Not here: soft labels and teachers (`edl.distill`), and
-anything that knows of a cluster (`edl.master`).
+Only the parts that need torch import it. Soft labels and teachers belong in `edl.distill`, and anything that knows
+about a cluster in `edl.master`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch only when a name that needs it is asked for."""
+    """Import torch only when a name that needs it is requested."""
     if name in ("Place", "run_in_process", "stay"):
-        # No AttributeError: `from edl.collective import stay` would drop its words.
+        # Not an AttributeError: `from edl.collective import stay` would replace its message.
         raise ImportError(describe_removal(name))
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

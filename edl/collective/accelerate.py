@@ -1,4 +1,4 @@
-"""`ElasticLoop`, whose home is `edl.collective.integrations.accelerate`."""
+"""`ElasticLoop`, which is defined in `edl.collective.integrations.accelerate`."""
 
 from __future__ import annotations
 

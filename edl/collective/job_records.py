@@ -1,8 +1,8 @@
-"""Records of a job in the Store: what its nodes write for other nodes, and for `edl status`.
+"""Records of a job in the Store: what its nodes write for other nodes and for `edl status`.
 
-Every node's agent keeps a record of itself under a lease (`Node`); the record of the job (`World`) says which nodes
-train together, in which order, and under which generation. Not here: what a record should become
-(`agent.rendezvous`), and how it is read and written (`agent.node_records`).
+Every node's agent keeps a record of itself under a lease (`Node`). The record of the job (`World`) says which nodes
+train together, in which order, and under which generation. `agent.rendezvous` decides what a record should become, and
+`agent.node_records` reads and writes the records.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def prefix(job: str) -> str:
 
 
 def exclusions_prefix(job: str) -> str:
-    """Return the prefix of the keys of hosts that a job leaves out."""
+    """Return the prefix of the keys of hosts that a job excludes."""
     return f"{prefix(job)}left-out/"
 
 
 class JobState(str, Enum):
-    """Where a job is in its life."""
+    """The states of a job."""
 
     FORMING = "forming"
     RUNNING = "running"
@@ -38,21 +38,21 @@ class JobState(str, Enum):
 
 @dataclass(frozen=True)
 class Node:
-    """An agent's record of itself, which is gone when its lease is.
+    """An agent's record of itself, which disappears with its lease.
 
     Attributes:
-        id: unique for an agent's process.
-        addr: where the workers of other nodes reach this node.
-        port: of a `torch.distributed.TCPStore` that the agent holds ready and that no generation has used yet.
-        workers: the number of workers that it runs.
-        replica_port: where its agent takes replicas of other nodes' states, 0 if it takes none.
-        tether_port: where peers connect, to learn at once that its agent's process is gone; 0 if nowhere.
-        slot_nbytes: bytes of a worker's slot of shared memory, for nodes that join; 0 while there is none.
-        leaving: it wants to go, and must not be a member of the next world.
-        paused: the generation in which all of its workers paused, -1 for none.
-        finished: the generation in which all of its workers ended well, -1 for none.
-        busy: the generation in which a worker of it does something long between two steps, -1 for none: a rank that
-            waits for it does not hang, and a node that wants to join waits until it is done.
+        id: Unique name of the agent's process.
+        addr: Address at which the workers of other nodes reach this node.
+        port: Port of a `torch.distributed.TCPStore` that the agent holds ready and that no generation has used yet.
+        workers: Number of workers that the node runs.
+        replica_port: Port at which its agent takes replicas of other nodes' states; 0 if it takes none.
+        tether_port: Port to which peers connect, to learn at once when its agent's process dies; 0 if there is none.
+        slot_nbytes: Size of a worker's slot of shared memory in bytes, for nodes that join; 0 while there is none.
+        leaving: Whether it wants to leave and must not be a member of the next world.
+        paused: The generation in which all of its workers paused; -1 for none.
+        finished: The generation in which all of its workers ended with exit code 0; -1 for none.
+        busy: The generation in which one of its workers does something long between two steps; -1 for none. A rank that
+            waits for it does not count as hung, and a node that wants to join waits until it is done.
     """
 
     id: str
@@ -73,10 +73,10 @@ class Node:
 
     @classmethod
     def decode(cls, data: bytes) -> Node:
-        """Read a record that `encode` wrote; what a later version of EDL added is left out.
+        """Read a record that `encode` wrote, and ignore fields that a later version of EDL added.
 
         Raises:
-            ProtocolError: the bytes are something else.
+            ProtocolError: The bytes are not a node's record.
         """
         try:
             return cls(**_known(cls, json.loads(data)))
@@ -88,7 +88,8 @@ class Node:
 class Member:
     """A node in a world; its workers have the ranks from `first_rank` on. All ranks meet at the first node's `port`.
 
-    Its agent takes replicas of other nodes' states at `replica_port`, and peers connect at `tether_port`; 0 for none.
+    Its agent takes replicas of other nodes' states at `replica_port`, and peers connect to `tether_port`; 0 means
+    neither.
     """
 
     id: str
@@ -110,13 +111,13 @@ class World:
     """The record of a job.
 
     Attributes:
-        generation: grows by 1 with a new world; 0 is the first that runs.
-        nodes: the members; the position is the node's rank (torchrun's GROUP_RANK).
-        message: why this world came to be, in words; of a job that failed, the traceback.
-        pause_at: the step after which all workers shall pause, None while no node wants that.
-        forgiven: after how many errors of the script's own the job went on.
-        cause: of a job that failed, why: a value of `edl.collective.agent.health.failures.ExitCause`.
-        failed_rank: of a job that failed, the rank that failed first; -1 if none did.
+        generation: Number of the world, which grows by 1 with each new one; the first that runs is 0.
+        nodes: The members; a member's position is its node's rank (torchrun's GROUP_RANK).
+        message: Why this world was made; for a job that failed, the traceback.
+        pause_at: The step after which all workers pause; None if no pause is requested.
+        forgiven: How many errors of the script itself the job has survived.
+        cause: For a job that failed, the cause: a value of `edl.collective.agent.health.failures.ExitCause`.
+        failed_rank: For a job that failed, the rank that failed first; -1 if none did.
     """
 
     generation: int = -1
@@ -130,16 +131,16 @@ class World:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return sum(member.local_world_size for member in self.nodes)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen."""
+        """Whether the job is done or has failed."""
         return self.state in (JobState.DONE, JobState.FAILED)
 
     def position(self, node: str) -> int | None:
-        """Return the rank of a node, None if it is not a member."""
+        """Return the rank of a node, or None if it is not a member."""
         return next((place for place, member in enumerate(self.nodes) if member.id == node), None)
 
     def encode(self) -> bytes:
@@ -148,10 +149,10 @@ class World:
 
     @classmethod
     def decode(cls, data: bytes) -> World:
-        """Read a record that `encode` wrote; what a later version of EDL added is left out.
+        """Read a record that `encode` wrote, and ignore fields that a later version of EDL added.
 
         Raises:
-            ProtocolError: the bytes are something else.
+            ProtocolError: The bytes are not a world's record.
         """
         try:
             values = _known(cls, json.loads(data))
@@ -168,14 +169,14 @@ class World:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A host that a job leaves out, because a GPU of it failed. The record has no lease.
+    """A host that a job excludes because one of its GPUs failed. The record has no lease.
 
     Attributes:
-        node: the agent that found it out.
-        reason: what failed, in a line.
-        clear: it is the GPU for certain, and not perhaps a kernel of the script.
-        step: the last step that the node's workers had finished, -1 if they report none.
-        at_s: wall clock, seconds since 1970.
+        node: The agent that found the fault.
+        reason: What failed, in one line.
+        clear: Whether the GPU is certainly at fault, rather than possibly a kernel of the script.
+        step: The last step that the node's workers finished; -1 if they report none.
+        at_s: Wall clock, in seconds since 1970.
     """
 
     node: str
@@ -190,10 +191,10 @@ class Exclusion:
 
     @classmethod
     def decode(cls, data: bytes) -> Exclusion:
-        """Read a record that `encode` wrote; what a later version of EDL added is left out.
+        """Read a record that `encode` wrote, and ignore fields that a later version of EDL added.
 
         Raises:
-            ProtocolError: the bytes are something else.
+            ProtocolError: The bytes are not the record of an excluded host.
         """
         try:
             values = _known(cls, json.loads(data))
@@ -207,7 +208,10 @@ class Exclusion:
 
 
 def _check_types(record: object, texts: tuple[str, ...], numbers: tuple[str, ...]) -> None:
-    """Raise TypeError where an attribute that is read by others than agents is of another type."""
+    """Raise TypeError if an attribute has the wrong type.
+
+    Only those that programs other than agents read are checked.
+    """
     wrong = [name for name in texts if not isinstance(getattr(record, name), str)]
     wrong += [name for name in numbers if type(getattr(record, name)) is not int]
     if wrong:

@@ -1,4 +1,4 @@
-"""`ElasticLightningCallback`, whose home is `edl.collective.integrations.lightning`."""
+"""`ElasticLightningCallback`, which is defined in `edl.collective.integrations.lightning`."""
 
 from __future__ import annotations
 

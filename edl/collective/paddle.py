@@ -1,4 +1,7 @@
-"""Elastic training with PaddlePaddle (`edl run --framework paddle`), which is imported when a name is asked for."""
+"""Elastic training with PaddlePaddle (`edl run --framework paddle`).
+
+Paddle is imported when a name is first requested.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ __all__ = ["Checkpointer", "PaddleState", "init_parallel_env"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import Paddle only when a name that needs it is asked for."""
+    """Import Paddle only when a name that needs it is requested."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from edl.collective.integrations import paddle

@@ -14,16 +14,13 @@ __all__ = ["exchange", "rank_of", "world_of"]
 
 
 def world_of(group: dist.ProcessGroup | None) -> int:
-    """Return the number of ranks.
+    """Return the number of ranks in the group, or 1 without a process group.
 
     Args:
-        group: the process group, torch's default group if None.
-
-    Returns:
-        The ranks in the group; 1 without a process group.
+        group: The process group; None is torch's default group.
 
     Raises:
-        SettingsError: there is no group, but there are other workers: all would train, and go on, by themselves.
+        SettingsError: There is no process group, although there are other workers: each would train by itself.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(group)
@@ -43,21 +40,21 @@ def world_of(group: dist.ProcessGroup | None) -> int:
 
 
 def rank_of(group: dist.ProcessGroup | None) -> int:
-    """Return the rank of this process in the group; 0 without a process group.
+    """Return the rank of this process in the group, or 0 without a process group.
 
     Args:
-        group: the process group, torch's default group if None.
+        group: The process group; None is torch's default group.
     """
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
 def exchange(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> list[list[int]]:
-    """Exchange numbers among all ranks. A collective: all ranks call it with as many numbers.
+    """Exchange numbers among all ranks. This is a collective: every rank must call it with equally many numbers.
 
     Args:
-        numbers: of this rank.
-        group: the process group, torch's default group if None.
-        device: from which the group's backend can send.
+        numbers: This rank's numbers.
+        group: The process group; None is torch's default group.
+        device: A device that the group's backend can send from.
 
     Returns:
         The numbers of all ranks, by rank.

@@ -1,4 +1,4 @@
-"""What an earlier version had and this one has not: whoever uses it gets an error that says what to use instead."""
+"""Names and options that earlier versions had. Using one raises an error that says what to use instead."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ REMEDIES: Final[Mapping[str, str]] = {
     "--regroup-timeout": "leave it out: no worker stays in its process any longer",
     "--rdzv-backend=edl": "start the script with `edl run`, which takes torchrun's options, or use --rdzv-backend=c10d",
 }
-"""What to do instead, by the name of what is gone."""
+"""What to use instead, by the removed name."""
 
 
 def describe_removal(name: str) -> str:
-    """Return the message for a user of something that is gone."""
+    """Return the error message for a removed name."""
     return f"{name} is gone: {REMEDIES[name]}"

@@ -1,4 +1,4 @@
-"""`ElasticCallback`, whose home is `edl.collective.integrations.transformers`."""
+"""`ElasticCallback`, which is defined in `edl.collective.integrations.transformers`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another name of `edl.collective.training`, for scripts that import its policies and schedules from here."""
+"""An alias of `edl.collective.training`, for scripts that import its policies and schedules from here."""
 
 from edl.collective.training import AdaScale, AutoBatch, Linear, SampleSchedule, SquareRoot
 

@@ -1,11 +1,11 @@
-"""The page of shared memory through which a worker and its node's agent tell how they are.
+"""The status page: shared memory through which a worker and its node's agent tell each other how they are.
 
-A field has a single writer. A worker writes which phase it is in and how far it got; its agent reads that at any time,
-also after the worker was killed or while it hangs. The agent writes what it asks of the worker: to pause at a step.
-Nothing here is sent, so nothing can be lost or wait. Times are of `time.monotonic()`, which all processes of a host
-share on Linux.
+Every field has a single writer. A worker writes which phase it is in and how far it got. Its agent can read that at any
+time, even after the worker was killed or while it hangs. The agent writes its requests to the worker: to pause at a
+step. Nothing is sent, so nothing can be lost or block. Times are readings of `time.monotonic()`, which all processes of
+a host share on Linux.
 
-Without an agent (`WorkerStatusPage.from_env` outside `edl run`) the page is private memory, and asks for nothing.
+Without an agent (`WorkerStatusPage.from_env` outside `edl run`) the page is private memory and requests nothing.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from edl.settings import read
 
 __all__ = ["Phase", "WorkerStatus", "WorkerStatusPage"]
 
-_SIZE: Final = 4096  # a page of memory, the least that can be mapped
+_SIZE: Final = 4096  # a page of memory, the smallest mapping
 _MAGIC: Final = b"EDLBRD02"
-_RECENT: Final = 64  # steps whose durations are kept: enough for a median, and they fill the page up to _BUSY_WITH
-_NEVER: Final = -1  # no generation or step yet: both begin at 0
+_RECENT: Final = 64  # durations kept: enough for a median, and they fill the page up to _BUSY_WITH
+_NEVER: Final = -1  # no generation or step yet: both start at 0
 
-# Numbers of fields of eight bytes at a multiple of eight, so that a reader never sees half of a field. An agent reads
-# pages of workers of the same version only; another number is another format.
+# Field numbers. Each field is eight bytes at a multiple of eight, so that a reader never sees half of a field. An agent
+# reads pages of workers of the same version only; a change of these numbers is a change of the format.
 _GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED = range(1, 11)
 _FIRST = 11  # the worker's last field
-_PAUSE_AT, _BEAT_AT, _BUSY_LIMIT = 16, 17, 18  # apart, for further fields of the worker
-_TOTALS, _DURATIONS, _BUSY_WITH = 24, 64, 128  # where arrays begin: a number for every phase, _RECENT durations, a text
-_BUSY_WITH_BYTES = 64  # more than a line of a log has room for; a multiple of a field's size
+_PAUSE_AT, _BEAT_AT, _BUSY_LIMIT = 16, 17, 18  # apart, to leave room for more fields of the worker
+_TOTALS, _DURATIONS, _BUSY_WITH = 24, 64, 128  # where arrays begin: a number per phase, _RECENT durations, a text
+_BUSY_WITH_BYTES = 64  # more than a log line has room for; a multiple of a field's size
 
 
 class Phase(enum.IntEnum):
-    """The phases of a worker's time; it is in a single one of them at any time."""
+    """The phases of a worker's time; it is in exactly one of them at any time."""
 
     START = 0
     """From the fork to the first step or load: imports, process group, model."""
@@ -49,36 +49,37 @@ class Phase(enum.IntEnum):
     TRAIN = 2
     SAVE = 3
     ROLLBACK = 4
-    """Repeating steps that had been finished before, because their state was lost."""
+    """Repeating steps that had been finished before but whose state was lost."""
     PAUSE = 5
-    """Stopped between two steps, for others to join or leave."""
+    """Stopped between two steps so that other nodes can join or leave."""
     EXIT = 6
     AGREE = 7
-    """Waiting for other ranks, to agree with them on the next save: what a rank that is slow, or hangs, costs."""
+    """Waiting to agree with other ranks on the next save: the cost of a rank that is slow or hangs."""
     BUSY = 8
-    """Something between two steps that the script has announced, such as an evaluation, with a limit of its own."""
+    """Something between two steps that the script announced with its own time limit, such as an evaluation."""
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What a worker's status page says at a moment.
+    """A reading of a worker's status page.
 
     Attributes:
-        generation: of the world that the worker belongs to, -1 before it began.
-        pid: the worker's process, 0 before it began.
-        phase: what it does.
-        phase_since: when that began, by `time.monotonic()`.
-        totals_s: seconds in every phase until now, over all workers that wrote here.
-        step: the last finished step, -1 for none.
-        step_at: when it was finished, by `time.monotonic()`.
-        saved: the newest step whose state is complete in shared memory, -1 for none.
-        paused: the step after which it paused, -1 if it does not.
-        samples: processed by this rank, over all workers that wrote here.
-        durations_s: seconds of recent steps, in no order.
-        first: the step with which the ascending run of steps began that ends at `step`; a rollback begins another run.
-            -1 before this worker finished any.
-        busy_with: what it does in phase BUSY, in the script's words; of other phases the last such words.
-        busy_limit_s: how long that may take, in seconds.
+        generation: Generation of the world that the worker belongs to; -1 before it began.
+        pid: Process id of the worker; 0 before it began.
+        phase: The current phase.
+        phase_since: When the current phase began, by `time.monotonic()`.
+        totals_s: Seconds spent in every phase until now, over all workers that wrote to this page.
+        step: The last finished step; -1 for none.
+        step_at: When that step was finished, by `time.monotonic()`.
+        saved: The newest step whose state is complete in shared memory; -1 for none.
+        paused: The step after which the worker paused; -1 if it is not paused.
+        samples: Number of samples that this rank processed, over all workers that wrote to this page.
+        durations_s: Seconds that recent steps took, in no particular order.
+        first: First step of the ascending run of steps that ends at `step`; a rollback begins another run. -1 before
+            this worker finished any step.
+        busy_with: What the worker does in phase BUSY, in the script's words; in other phases, the last such
+            description.
+        busy_limit_s: How long that may take, in seconds.
     """
 
     generation: int
@@ -98,18 +99,14 @@ class WorkerStatus:
 
 
 class WorkerStatusPage:
-    """A worker's page. Use `create` in the agent and `from_env` in the worker."""
+    """A worker's status page. The agent calls `create`, the worker `from_env`."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
 
     @classmethod
     def create(cls, path: Path) -> WorkerStatusPage:
-        """Make a new, empty page.
-
-        Args:
-            path: of its file, which must be in memory (`/dev/shm`).
-        """
+        """Make a new, empty page in a file at `path`, which must be in memory (`/dev/shm`)."""
         path.write_bytes(bytes(_SIZE))
         page = cls._map(path)
         for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _FIRST, _PAUSE_AT):
@@ -123,7 +120,7 @@ class WorkerStatusPage:
         """Open the page that an agent created.
 
         Raises:
-            ProtocolError: the file is no such page.
+            ProtocolError: The file is not a status page of this version.
         """
         page = cls._map(path)
         if page._memory[: len(_MAGIC)] != _MAGIC:
@@ -132,7 +129,7 @@ class WorkerStatusPage:
 
     @classmethod
     def from_env(cls) -> WorkerStatusPage:
-        """Open the page named by `EDL_BOARD`; private memory where there is no agent."""
+        """Open the page that `EDL_BOARD` names, or private memory without an agent."""
         path = read("EDL_BOARD", Path)
         if path is not None:
             return cls.open(path)
@@ -145,7 +142,7 @@ class WorkerStatusPage:
     # --- The worker's side. ---
 
     def record_worker_start(self, generation: int) -> None:
-        """Record that a worker starts: the time until now counts as the phase that the last worker was in."""
+        """Record that a worker starts. The time until now counts as the last worker's phase."""
         self._set(_PAUSED, _NEVER)
         self._set(_FIRST, _NEVER)
         self._set(_PID, os.getpid())
@@ -153,11 +150,7 @@ class WorkerStatusPage:
         self._set(_GENERATION, generation)
 
     def enter_phase(self, phase: Phase) -> Phase:
-        """Be in a phase from now on.
-
-        Returns:
-            The phase until now.
-        """
+        """Switch to a phase, and return the previous one."""
         now = time.monotonic()
         before = Phase(self._get(_PHASE))
         total = _TOTALS + before
@@ -168,7 +161,7 @@ class WorkerStatusPage:
 
     @contextmanager
     def in_phase(self, phase: Phase) -> Iterator[None]:
-        """Be in a phase for the block, then in the phase before it."""
+        """Switch to a phase for the block, then back to the previous one."""
         before = self.enter_phase(phase)
         try:
             yield
@@ -177,11 +170,11 @@ class WorkerStatusPage:
 
     @contextmanager
     def in_busy_phase(self, what: str, limit_s: float) -> Iterator[None]:
-        """Be in phase BUSY for the block, then in the phase before it.
+        """Switch to phase BUSY for the block, then back to the previous phase.
 
         Args:
-            what: the worker is busy with, in words; cut to 64 bytes.
-            limit_s: how long that may take, in seconds.
+            what: Description of what the worker is busy with; cut to 64 bytes.
+            limit_s: How long that may take, in seconds.
         """
         text = what.encode()[:_BUSY_WITH_BYTES].ljust(_BUSY_WITH_BYTES, b"\0")
         begin, before = _BUSY_WITH * 8, self._busy()
@@ -190,7 +183,7 @@ class WorkerStatusPage:
         try:
             with self.in_phase(Phase.BUSY):
                 yield
-        finally:  # of a block around this one
+        finally:  # restores what an enclosing block announced
             self._memory[begin : begin + _BUSY_WITH_BYTES] = before[0]
             self._set_time(_BUSY_LIMIT, before[1])
 
@@ -199,12 +192,7 @@ class WorkerStatusPage:
         return bytes(self._memory[begin : begin + _BUSY_WITH_BYTES]), self._get_time(_BUSY_LIMIT)
 
     def reassign_time(self, phase: Phase, seconds: float) -> None:
-        """Count the first part of the present phase for another phase.
-
-        Args:
-            phase: the other phase.
-            seconds: length of the part; all of the present phase if that is shorter.
-        """
+        """Count the first `seconds` of the current phase, or all of it if it is shorter, towards another phase."""
         since, total = self._get_time(_SINCE), _TOTALS + phase
         seconds = min(max(seconds, 0.0), time.monotonic() - since)
         self._set_time(_SINCE, since + seconds)
@@ -228,24 +216,25 @@ class WorkerStatusPage:
         self._set(_SAVED, step)
 
     def is_pause_requested(self, step: int) -> bool:
-        """Return whether the agent asked for a pause after a step, or before it."""
+        """Return whether the agent requested a pause after this step or an earlier one."""
         return 0 <= self._get(_PAUSE_AT) <= step
 
     def record_pause(self, step: int) -> None:
-        """Record that this worker paused and has saved its state. It then waits to be stopped."""
+        """Record that this worker saved its state and paused. It then waits to be stopped."""
         self.enter_phase(Phase.PAUSE)
         self._set(_PAUSED, step)
 
     def record_resume(self) -> None:
-        """Record that training goes on after a pause that the agent took back."""
+        """Record that training continues because the agent withdrew its request to pause."""
         self._set(_PAUSED, _NEVER)
         self.enter_phase(Phase.TRAIN)
 
     @property
     def agent_silence_s(self) -> float:
-        """Seconds since the last heartbeat of the agent, 0 without an agent.
+        """Seconds since the agent's last heartbeat; 0 without an agent.
 
-        A stopped agent may have lost its lease, and others may train in its place: a worker that waits does no harm.
+        A stopped agent may have lost its lease, and other nodes may train in its place. A worker that waits does no
+        harm.
         """
         beat_at = self._get_time(_BEAT_AT)
         return max(0.0, time.monotonic() - beat_at) if beat_at else 0.0
@@ -253,23 +242,20 @@ class WorkerStatusPage:
     # --- The agent's side. ---
 
     def record_agent_heartbeat(self, at: float) -> None:
-        """Show the worker that its agent lived at a moment.
+        """Tell the worker that its agent was alive at a moment.
 
         Args:
-            at: the moment (`time.monotonic()`), not later than what the agent knows of its place in the job.
+            at: The moment, by `time.monotonic()`. It must not be later than the agent's newest information about its
+                place in the job.
         """
         self._set_time(_BEAT_AT, at)
 
     def request_pause(self, step: int | None) -> None:
-        """Ask the worker to save and pause.
-
-        Args:
-            step: after which; None takes the request back.
-        """
+        """Ask the worker to save and pause after a step; None withdraws the request."""
         self._set(_PAUSE_AT, _NEVER if step is None else step)
 
     def read_status(self) -> WorkerStatus:
-        """Read what the worker wrote, with its present phase counted until now."""
+        """Read what the worker wrote, counting its current phase until now."""
         now = time.monotonic()
         phase = Phase(self._get(_PHASE))
         since = self._get_time(_SINCE)
@@ -295,7 +281,7 @@ class WorkerStatusPage:
         )
 
     def close(self) -> None:
-        """Unmap the page. The file stays, and is its creator's to remove."""
+        """Unmap the page. The file stays; its creator removes it."""
         self._memory.close()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""How agents talk about replicas: two sides that know the job's secret, and authenticated frames over TCP.
+"""Authenticated frames over TCP, by which agents that know the job's secret exchange replicas.
 
 ::
 
@@ -6,20 +6,20 @@
     sender -> receiver   32 random bytes, HMAC(secret, "sender" | both)
     receiver -> sender   HMAC(secret, "receiver" | both)
     then, for every part of the state
-    sender -> receiver   frame: JSON that says what comes (`ReplicaAnnouncement`)
-    receiver -> sender   frame: `GO_ON`, or `PRESENT` if it has that, or else why it refuses it
-    sender -> receiver   the data and the metadata as they are, and their tag; not if it is present
-    receiver -> sender   frame: `GO_ON`, now that it has all
+    sender -> receiver   frame: JSON that announces the part (`ReplicaAnnouncement`)
+    receiver -> sender   frame: `GO_ON`, `PRESENT` if it has that part, or the reason of a refusal
+    sender -> receiver   the raw data and metadata, and their tag; not if the part is present
+    receiver -> sender   frame: `GO_ON`, once it has everything
 
-A frame is its length (4 bytes, little-endian), so many bytes, and their HMAC. The key of HMACs is made of the secret
-and both sides' random bytes, and every HMAC counts in how many were sent before it, so that nothing can be changed,
-repeated or left out. All HMACs are HMAC-SHA256. Nothing is believed, and no memory taken, before the other side has
-shown that it knows the secret. What is sent can be read by whoever reads the network, unless the connection is
-TLS (`edl.protocol.tls.peers`), within which all of this is said.
+A frame is its length (4 bytes, little-endian), that number of bytes, and their HMAC. All HMACs are HMAC-SHA256. Their
+key is derived from the secret and both sides' random bytes, and every HMAC includes how many were sent before it, so
+nothing can be changed, repeated or left out. A side trusts nothing and allocates no memory before the other has proved
+that it knows the secret. The content is readable on the network unless the connection is TLS
+(`edl.protocol.tls.peers`), which then carries the same conversation.
 
-A core makes some 1.8 GB/s of HMACs where it has instructions for SHA-256, and a third of that where not. So the tag
-of data is that of a tree: the HMAC of the HMACs of its pieces and their numbers, which threads make while the next
-pieces are on their way. TLS has made sure of every byte already, and of who sent it: there the tag is of the length.
+A core computes about 1.8 GB/s of HMACs with SHA-256 instructions, and a third of that without. So the tag of data is
+that of a tree: the HMAC of the numbered HMACs of its pieces, which threads compute while the next pieces are on their
+way. TLS already authenticates every byte and its sender, so there the tag covers the length only.
 
 Every operation on the socket has a deadline.
 """
@@ -66,34 +66,40 @@ __all__ = [
 
 
 CHUNK_NBYTES: Final = 1 << 20
-"""Bytes of a piece, which is sent and authenticated by itself: both sides must cut alike. A tenth of it would make ten
-times as many HMACs, each with its cost in Python; ten times it would leave the caches of the cores."""
+"""Bytes of a piece, which is sent and authenticated by itself; both sides must cut alike.
+
+A tenth of this would need ten times as many HMACs, each with its cost in Python; ten times as much would not fit the
+cores' caches.
+"""
 _HASHERS: Final = 4
-"""Threads that make the HMACs of pieces: as many as keep pace with 50 Gbit/s."""
+"""Threads that compute the HMACs of pieces: enough to keep pace with 50 Gbit/s."""
 _AHEAD: Final = 16
-"""Pieces that wait for these threads at most, since each is held in memory until then."""
+"""Most pieces that may wait for these threads, since each is held in memory until then."""
 GO_ON: Final = b""
 PRESENT: Final = b"present"
-_NONCE_NBYTES: Final = 32  # 256 bits of chance: no nonce comes twice
+_NONCE_NBYTES: Final = 32  # 256 random bits: no nonce occurs twice
 _MAC_NBYTES: Final = 32  # of SHA-256
-_FRAME_MOST_NBYTES: Final = 1 << 16  # an announcement has some 300 bytes; more memory is not taken on another's word
-_META_MOST_NBYTES: Final = 1 << 30  # some 150 bytes a tensor; more is not taken on another's word
+_FRAME_MOST_NBYTES: Final = 1 << 16  # an announcement has about 300 bytes; a peer cannot make us allocate more
+_META_MOST_NBYTES: Final = 1 << 30  # about 150 bytes per tensor; a peer cannot make us allocate more
 HANDSHAKE_S: Final = 5.0
-"""How long the other side may take to show that it knows the secret: a stranger (a port scan) stays so long."""
+"""How long the other side may take to prove that it knows the secret.
+
+A stranger, such as a port scan, holds a connection for that long.
+"""
 _NODE: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 
 
 @dataclass(frozen=True)
 class ReplicaAnnouncement:
-    """What is sent next: the state of a worker.
+    """What the sender sends next: the state of a worker.
 
     Attributes:
-        node: the name of the sending node.
-        local_rank: of the worker on that node.
-        generation, step, world, rank: the header of its slot.
-        data_nbytes, meta_nbytes: how many bytes of tensors and of metadata will come.
-        before: generation, step and world of the state that the sender holds besides; newer ones that the receiver has
-            were given up.
+        node: Name of the sending node.
+        local_rank: Local rank of the worker on that node.
+        generation, step, world, rank: Header of the worker's slot.
+        data_nbytes, meta_nbytes: How many bytes of tensors and of metadata follow.
+        before: Generation, step and world of the other state that the sender holds. Newer ones that the receiver has
+            were abandoned.
     """
 
     node: str
@@ -115,7 +121,7 @@ class ReplicaAnnouncement:
         """Parse what `encode` made.
 
         Raises:
-            ProtocolError: the bytes are something else, or say what cannot be.
+            ProtocolError: The bytes are not an announcement, or a value is out of range.
         """
         try:
             fields = json.loads(data)
@@ -139,19 +145,19 @@ class ReplicaAnnouncement:
 
 
 class AuthenticatedConnection:
-    """A connection between two agents that know the job's secret. After an error it is good for nothing.
+    """A connection between two agents that know the job's secret. It is unusable after an error.
 
-    The constructor shakes hands.
+    The constructor performs the handshake.
 
     Args:
-        connection: to the other agent; the caller closes it.
-        secret: of the job.
-        sending: whether this side sends states, rather than receiving them.
-        timeout_s: how long an operation on the connection may take, in seconds.
+        connection: Socket connected to the other agent; the caller closes it.
+        secret: The job's secret.
+        sending: Whether this side sends states rather than receiving them.
+        timeout_s: How long an operation on the connection may take, in seconds.
 
     Raises:
-        ProtocolError: the other side does not know the secret, or speaks something else.
-        OSError: the connection failed, or an operation took too long.
+        ProtocolError: The other side does not know the secret, or speaks another protocol.
+        OSError: The connection failed, or an operation took too long.
     """
 
     def __init__(self, connection: socket.socket, secret: bytes, *, sending: bool, timeout_s: float) -> None:
@@ -189,7 +195,7 @@ class AuthenticatedConnection:
         """Receive the next message.
 
         Raises:
-            ProtocolError: it was changed on the way.
+            ProtocolError: The message was changed on the way, or is longer than 64 KiB.
         """
         length = int.from_bytes(self._receive_exactly(4), "little")
         if length > _FRAME_MOST_NBYTES:
@@ -200,10 +206,11 @@ class AuthenticatedConnection:
         return data
 
     def send_bulk(self, parts: Iterator[bytes | memoryview]) -> None:
-        """Send pieces of bytes, which are valid on the other side once all were sent.
+        """Send pieces of bytes, which the other side can trust once all of them were sent.
 
         Args:
-            parts: of `CHUNK_NBYTES`, the last of a target excepted. The other side knows how many bytes there are.
+            parts: Pieces of `CHUNK_NBYTES`, except for the last one of each of the receiver's targets. The other side
+                knows how many bytes to expect.
         """
         with _TreeMac(self._next_sent(), self._send_key, self._sent, hashing=not self._private) as tree:
             for part in parts:
@@ -212,10 +219,10 @@ class AuthenticatedConnection:
             self._connection.sendall(tree.tag())
 
     def receive_bulk(self, *targets: memoryview) -> None:
-        """Fill memory with what is sent; it must not be used before this returns.
+        """Fill memory with the bytes that arrive. Do not use them before this returns.
 
         Raises:
-            ProtocolError: something was changed on the way.
+            ProtocolError: Something was changed on the way.
         """
         with _TreeMac(self._next_received(), self._receive_key, self._received, hashing=not self._private) as tree:
             for target in targets:
@@ -254,15 +261,15 @@ class AuthenticatedConnection:
 
 
 class _TreeMac:
-    """The tag of many pieces: threads make the HMACs of pieces, and `tag` the HMAC of all of these.
+    """The tag of many pieces: threads compute the HMACs of the pieces, and `tag` the HMAC of all of these.
 
-    A piece's HMAC begins with its number and has a key of its own, so that it can stand for nothing else.
+    A piece's HMAC begins with the tag's and the piece's number and has its own key, so it is valid nowhere else.
 
     Args:
-        root: of the tag.
-        key: of the pieces.
-        count: which tag of the connection it is.
-        hashing: whether pieces count at all, rather than only how many bytes they have.
+        root: HMAC that becomes the tag.
+        key: Key from which the key of the pieces is derived.
+        count: Number of this tag on the connection.
+        hashing: Whether the pieces are authenticated, rather than only their total length.
     """
 
     def __init__(self, root: hmac.HMAC, key: bytes, count: int, *, hashing: bool) -> None:
@@ -278,10 +285,10 @@ class _TreeMac:
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)  # nothing of the other side's memory is looked at afterwards
+            self._pool.shutdown(cancel_futures=True)  # nothing reads the other side's memory afterwards
 
     def add(self, piece: bytes | memoryview) -> None:
-        """Count a piece in, which must not change until `tag`. Waits where the threads are far behind."""
+        """Add a piece, which must not change until `tag`. Blocks while the threads are far behind."""
         self._nbytes += len(piece)
         if self._pool is not None:
             number = len(self._leaves)
@@ -298,17 +305,13 @@ class _TreeMac:
 
     def _piece_mac(self, number: int, piece: bytes | memoryview) -> bytes:
         mac = hmac.new(self._key, self._count.to_bytes(8, "little") + number.to_bytes(8, "little"), "sha256")
-        mac.update(piece)  # without the GIL
+        mac.update(piece)  # releases the GIL
         return mac.digest()
 
 
 @contextlib.contextmanager
 def translate_errors(what: str) -> Iterator[None]:
-    """Turn the errors of a connection into EDL's.
-
-    Raises:
-        TemporaryError: instead of an OSError, with `what` in front.
-    """
+    """Turn an OSError of a connection into a TemporaryError that begins with `what`."""
     try:
         yield
     except OSError as exc:
@@ -319,11 +322,11 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b"".join(parts), "sha256")
 
 
-# --- How an agent gives replicas of its node's state to another node's agent, and takes others' replicas ---
+# --- Sending a node's states to another agent ---
 
 
 _OPERATION_S: Final = 10.0
-"""How long a read or write may take: a receiver that clears memory for gigabytes takes some seconds."""
+"""How long a read or write may take. A receiver that clears memory for gigabytes takes some seconds."""
 
 
 class ReplicaRefusedError(PermanentError):
@@ -340,22 +343,22 @@ def send_states(
     tls: PeerTLS | None = None,
     operation_s: float = _OPERATION_S,
 ) -> None:
-    """Send the states of a node's workers. When this returns, the receiver has them all.
+    """Send the states of a node's workers. When this returns, the receiver has all of them.
 
     Args:
-        address: host and port of the receiver.
-        secret: of the job.
-        node: this node's name.
-        states: of the workers, by local rank.
-        stopping: is asked between any two megabytes; true to give up.
-        tls: for the connection; without it the states can be read from the network.
-        operation_s: how long an operation on the connection may take, in seconds.
+        address: Host and port of the receiver.
+        secret: The job's secret.
+        node: Name of this node.
+        states: States of the workers, by local rank.
+        stopping: Called between any two pieces of a megabyte; returns True to give up.
+        tls: TLS for the connection; without it the states are readable on the network.
+        operation_s: How long an operation on the connection may take, in seconds.
 
     Raises:
-        TemporaryError: the receiver does not answer, went away, or a state was overwritten meanwhile. The receiver has
-            what it had before.
-        ProtocolError: it is not an agent of this job.
-        ReplicaRefusedError: it has no room.
+        TemporaryError: The receiver does not answer or went away, `stopping` returned True, or a state was overwritten
+            during the transfer. The receiver still has what it had before.
+        ProtocolError: The receiver is not an agent of this job.
+        ReplicaRefusedError: The receiver has no room.
     """
     where = f"the agent at {address[0]}:{address[1]}"
     with translate_errors(where), ExitStack() as stack:
@@ -394,7 +397,10 @@ def _send_state(
 
 
 def _state_contents(state: CompleteSlot, meta: bytes, stopping: Callable[[], bool]) -> Iterator[bytes | memoryview]:
-    """Yield the data and the metadata. Raises before the end if they were overwritten: the receiver drops them then."""
+    """Yield the data, then the metadata.
+
+    Raises before the end if they were overwritten, so the receiver discards them.
+    """
     data = memoryview(state.map_file())[HEADER_NBYTES : HEADER_NBYTES + state.data_nbytes]
     for whole in (data, memoryview(meta)):
         for begin in range(0, len(whole), CHUNK_NBYTES):
@@ -416,26 +422,29 @@ def _receive_answer(link: AuthenticatedConnection) -> bytes:
 
 
 _SENDER_S: Final = 10.0
-"""How long the sender may leave this side waiting: it reads from memory, and another sender waits for its turn."""
+"""How long the sender may keep this side waiting. It reads from memory, and another sender waits for its turn."""
 _SHARE_OF_FREE: Final = 0.5
-"""Of the free memory for a worker's replica: the other half is for the workers here, which may be about to save."""
+"""Share of the free memory that a worker's replica may take.
+
+The other half is for this node's workers, which may be about to save.
+"""
 _ACCEPT_RETRY_S: Final = 0.1
-"""The wait after a connection that could not be accepted, where no file descriptor is left for instance."""
+"""Pause after a connection could not be accepted, for instance because no file descriptor is left."""
 
 
 class ReplicaServer:
-    """Listens until `close`. A single agent at a time is served; another waits for its turn.
+    """Receives states until `close`, from one agent at a time; another agent waits for its turn.
 
     Args:
-        folder: where the states go.
-        secret: returns the job's secret; called from a thread of this object, may raise DiscoveryError.
-        say: is called with every line that a person should see.
-        tls: for connections, None for none.
-        operation_s: how long the other side may leave this side waiting, in seconds.
-        share_of_free: of the free memory, what another worker's state may take, 0 to 1.
+        folder: Where the states are kept.
+        secret: Returns the job's secret; called from a thread of this object, may raise DiscoveryError.
+        say: Called with every line that a person should see.
+        tls: TLS for connections; None for plain TCP.
+        operation_s: How long the other side may keep this side waiting, in seconds.
+        share_of_free: Share of the free memory that another worker's state may take, from 0 to 1.
 
     Attributes:
-        port: where it listens, on all addresses of this host.
+        port: The port it listens on, on all addresses of this host.
     """
 
     def __init__(
@@ -462,22 +471,22 @@ class ReplicaServer:
         self._loop = BackgroundLoop("edl-replica-server", self._serve_next, self._interrupt)
 
     def close(self) -> None:
-        """Stop, in the middle of a state if there is one."""
+        """Stop, even in the middle of a state."""
         self._loop.close()
         self._listening.close()
 
     def _interrupt(self) -> None:
-        """Have the thread return from whatever it waits for on a socket."""
+        """Make the thread return from whatever it waits for on a socket."""
         with self._lock:
             self._closing = True
             for connection in (self._listening, self._serving):
                 if connection is not None:
-                    with contextlib.suppress(OSError):  # not connected any longer
-                        # Not that of TLS, which first forgets its keys: the thread would go on without them.
+                    with contextlib.suppress(OSError):  # no longer connected
+                        # Not TLS's own shutdown, which first forgets its keys: the thread would continue in plain text.
                         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def _serve_next(self) -> float | None:
-        """Serve the next agent. Returns the seconds until the next, None when this server is closed."""
+        """Serve the next agent. Returns the seconds until the next one, None when this server is closed."""
         try:
             connection, address = self._listening.accept()
         except OSError:
@@ -485,7 +494,7 @@ class ReplicaServer:
         try:
             if self._tls is not None:
                 connection = self._tls.accepted(connection)
-        except OSError:  # it has hung up, as a check of health does, or no file descriptor is left
+        except OSError:  # it hung up, as a health check does, or no file descriptor is left
             connection.close()
             return 0.0
         with connection:
@@ -511,7 +520,7 @@ class ReplicaServer:
             try:
                 announcement = ReplicaAnnouncement.decode(link.receive_frame())
             except ConnectionError:
-                return  # that was all
+                return  # the sender is done
             pair = SlotPair(self._folder.slot_prefix(announcement.node, announcement.local_rank))
             try:
                 answer = self._answer_announcement(announcement, pair)
@@ -524,7 +533,7 @@ class ReplicaServer:
 
     def _answer_announcement(self, announcement: ReplicaAnnouncement, pair: SlotPair) -> bytes:
         if any(slot.header == _header_of(announcement) for slot in pair.find_complete()):
-            return PRESENT  # taken a second time, it would replace the one before it
+            return PRESENT  # receiving it again would replace the other state
         return self._refusal_reason(announcement).encode()
 
     def _receive_state(self, link: AuthenticatedConnection, announcement: ReplicaAnnouncement, pair: SlotPair) -> None:
@@ -536,13 +545,13 @@ class ReplicaServer:
         with memoryview(memory) as whole, whole[HEADER_NBYTES : HEADER_NBYTES + announcement.data_nbytes] as data:
             link.receive_bulk(data, memoryview(meta))
         pair.commit_write(_header_of(announcement), announcement.data_nbytes, bytes(meta))
-        # A node that sends no more is gone: of its states none is needed that is older than both of a node that sends.
+        # A node that no longer sends is gone. Its states are not needed once a sending node has two newer ones.
         both = find_slots(pair.prefix)
         if len(both) == 2:
             self._folder.drop_older_than(both[1].header.version)
 
     def _refusal_reason(self, announcement: ReplicaAnnouncement) -> str:
-        """Return why the state is not taken, "" if it is."""
+        """Return why the state is refused, "" if it is accepted."""
         nbytes = 2 * (HEADER_NBYTES + announcement.data_nbytes + announcement.meta_nbytes)
         prefix = self._folder.slot_prefix(announcement.node, announcement.local_rank)
         there = sum(path.stat().st_size for path in self._folder.path.glob(f"{prefix.name}.[01]"))

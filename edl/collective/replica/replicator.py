@@ -1,8 +1,8 @@
-"""The agent's part in replicas: it sends what its workers keep to a peer, and takes what another agent sends.
+"""The agent's part in replicas: sending its workers' states to a peer, and receiving those of another agent.
 
-The peer is the next member in the world's order. An agent that does not answer costs nothing but a line of the log:
-what was replicated before stays as it is, and the workers keep nothing newer until it answers. Only sharded states are
-kept, so in a job without any nothing of all this happens.
+The peer is the next member in the world's order that takes replicas. An agent that does not answer costs one line of
+the log: earlier replicas stay as they are, and the workers keep nothing newer until it answers. Only sharded states are
+kept, so none of this happens in a job without any.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class ReplicaPace:
     """How often states are sent.
 
     Attributes:
-        interval_s: seconds from the beginning of a transfer to the next, at least.
-        share: of the time that transfers may take, at most. Transfers of T seconds begin T / share apart, so a
-            replica is at most T / share + T old: 3 T with a half.
-        retry_s: how long to leave a peer alone that did not take a state, in seconds.
-        patience_s: how long to wait for workers of this node that have not kept what others have, in seconds. After
-            that the state is passed over: they died, or saved it elsewhere.
+        interval_s: Least seconds from the start of one transfer to the start of the next.
+        share: Largest share of the time that transfers may take. Transfers of T seconds begin T / share apart, so a
+            replica is at most T / share + T old: 3 T with a share of a half.
+        retry_s: Seconds to wait before trying a peer again that did not take a state.
+        patience_s: Seconds to wait for workers of this node that have not kept a state that others have. After that the
+            state is skipped: those workers died, or saved elsewhere.
 
     Raises:
-        SettingsError: a duration is negative, or the share not above 0 and up to 1.
+        SettingsError: A duration is negative, or the share is not above 0 and up to 1.
     """
 
     interval_s: float = 10.0
@@ -60,10 +60,10 @@ class ReplicaPace:
 
     @classmethod
     def from_env(cls) -> ReplicaPace:
-        """Read `EDL_REPLICA_SHARE`; the rest is as it is.
+        """Read `EDL_REPLICA_SHARE`; the other values are the defaults.
 
         Raises:
-            SettingsError: the share is not above 0 and up to 1.
+            SettingsError: The share is not above 0 and up to 1.
         """
         return cls(share=read("EDL_REPLICA_SHARE", positive_float) or cls.share)
 
@@ -73,17 +73,20 @@ class ReplicaPace:
 
 
 class ReplicaAction(Enum):
-    """The action that is due now."""
+    """What to do now."""
 
     WAIT = "wait"
     SEND = "send"
     """Send the newest state that all workers have kept."""
     WANT = "want"
-    """Have the workers keep a newer state than any has."""
+    """Have the workers keep a newer state than any of them has."""
 
 
 class ReplicationSchedule:
-    """What a node has sent to its present peer, and what comes next. All times are of the same clock, in seconds."""
+    """Tracks what a node has sent to its current peer, and decides what to do next.
+
+    All times are seconds of one clock.
+    """
 
     def __init__(self, pace: ReplicaPace) -> None:
         self._pace = pace
@@ -93,14 +96,17 @@ class ReplicationSchedule:
         self._passed_over: tuple[StateVersion, float] = (NO_VERSION, -math.inf)
 
     def start_world(self, *, same_peer: bool) -> None:
-        """Begin another world: its first state is kept at once, and a new peer gets what there is before that."""
+        """Start another world: its first state is kept at once.
+
+        A new peer first gets the newest state of all workers.
+        """
         if not same_peer:
             self._sent = NO_VERSION
         self._due = -math.inf
         self._retry = -math.inf
 
     def next_action(self, now: float, common: StateVersion, newest: StateVersion) -> ReplicaAction:
-        """Return what to do."""
+        """Return what to do, given the newest state that all workers (`common`) or any of them (`newest`) have kept."""
         if common > self._sent:
             return ReplicaAction.SEND if now >= self._retry else ReplicaAction.WAIT
         if newest > max(common, self._sent):
@@ -126,14 +132,17 @@ class ReplicationSchedule:
 
 
 _POLL_S: Final = 0.2
-"""How often to look for kept states: they are kept every ten seconds or so, and a look reads some pages of memory."""
+"""How often to look for kept states. They are kept about every ten seconds, and a look reads some pages of memory."""
 _CLOSE_S: Final = 1.0
-"""How long to wait for a transfer under way, which may wait for a peer that does not answer: the node is leaving."""
-_SECRET_NBYTES: Final = 32  # 256 bits, as many as the HMACs have that it is for
+"""How long to wait for a transfer under way when the node leaves.
+
+It may itself wait for a peer that does not answer.
+"""
+_SECRET_NBYTES: Final = 32  # 256 bits, as many as the HMACs made with it
 
 
 def replica_peer(world: World, node: str) -> Member | None:
-    """Return the member that keeps a replica of a node's state: the next that takes any, None if no other does."""
+    """Return the member that keeps a replica of a node's state, the next that takes replicas; None if no other does."""
     place = world.position(node)
     if place is None:
         return None
@@ -142,7 +151,10 @@ def replica_peer(world: World, node: str) -> Member | None:
 
 
 class JobSecret:
-    """What the agents of a job know, and no process that cannot read the job's Store. The first agent makes it."""
+    """The secret that the agents of a job share, known to those who can read the job's Store.
+
+    The first agent makes it.
+    """
 
     def __init__(self, store: Store, job: str) -> None:
         self._store = store
@@ -153,7 +165,7 @@ class JobSecret:
         """Return the secret.
 
         Raises:
-            DiscoveryError: the store does not answer.
+            DiscoveryError: The store does not answer.
         """
         if not self._known:
             entry = self._store.get(self._key)
@@ -170,13 +182,13 @@ class Replicator:
     """Sends states to the peer and receives those of another node, in threads, until `close`.
 
     Args:
-        node: this node's name.
-        folder: for what concerns replicas, in memory; what a dead agent left there is used.
-        slots: `EDL_SLOTS` of the workers of this node, by local rank.
-        secret: returns the job's secret.
-        say: is called with every line that a person should see.
-        pace: how often states are sent.
-        tls: for connections between agents, None for none.
+        node: Name of this node.
+        folder: Folder in memory for everything about replicas; what a dead agent left there is used.
+        slots: `EDL_SLOTS` of this node's workers, by local rank.
+        secret: Returns the job's secret.
+        say: Called with every line that a person should see.
+        pace: How often states are sent; by default `ReplicaPace.from_env()`.
+        tls: TLS for connections between agents; None for plain TCP.
     """
 
     def __init__(
@@ -217,11 +229,11 @@ class Replicator:
 
     @property
     def replicated_us(self) -> int:
-        """Wall clock (microseconds since 1970) of the newest state that the peer has of all workers, 0 for none."""
+        """Wall clock (microseconds since 1970) of the newest state that the peer has of all workers; 0 for none."""
         return self._replicated_us
 
     def change_world(self, world: World) -> None:
-        """Have the peer of another world from now on; to be called before that world's workers begin."""
+        """Switch to the peer of another world. Call it before that world's workers start."""
         peer = replica_peer(world, self._node)
         with self._lock:
             same = peer is not None and self._peer is not None and peer.id == self._peer.id
@@ -236,9 +248,9 @@ class Replicator:
         self._loop.wake()
 
     def hand_over_state(self) -> bool:
-        """Send the newest state of all workers to the peer, now that they have paused and this node is to leave.
+        """Send the newest state of all workers to the peer, when they have paused and this node is about to leave.
 
-        Returns at once; to be called until it returns True: the peer has it, does not take it, or needs none of it.
+        Returns at once. Call it until it returns True: the peer has the state, refuses it, or does not need it.
         """
         if not self._handing_over:
             self._handing_over = True
@@ -246,7 +258,7 @@ class Replicator:
         return self._handed_over
 
     def close(self) -> None:
-        """Stop sending and receiving, in the middle of a state if there is one. What is complete stays."""
+        """Stop sending and receiving, even in the middle of a state. Complete states stay."""
         self._closing = True
         self._server.close()
         self._loop.close(_CLOSE_S)
@@ -259,7 +271,7 @@ class Replicator:
                 self._hand_over(peer, world)
             elif peer is not None:
                 self._follow_schedule(peer, world)
-        except OSError as exc:  # of the host's own memory
+        except OSError as exc:  # from the host's own memory
             self._report_failure(f"no replica of this node's state is made ({exc})")
         return _POLL_S
 
@@ -301,7 +313,7 @@ class Replicator:
                 self._handed_over = self._handing_over and world == self._world
 
     def _send(self, peer: Member, world: int, states: Sequence[CompleteSlot]) -> bool:
-        """Send states of all workers. Returns whether the peer has them."""
+        """Send the states of all workers. Returns whether the peer has them."""
 
         def stopping() -> bool:
             return self._closing or world != self._world
@@ -319,7 +331,7 @@ class Replicator:
         return True
 
     def _report_failure(self, what: str) -> None:
-        """Report what does not work, once."""
+        """Report a failure once, until a transfer succeeds."""
         if not self._silent:
             self._silent = True
             self._say(f"{what}: tried again later")

@@ -1,1 +1,1 @@
-"""What torch finds of a rendezvous of EDL's that is gone."""
+"""What torch still finds of EDL's former rendezvous backend."""

@@ -1,7 +1,7 @@
 """The entry point `edl` of `torchrun.handlers`, which says what to use instead of `torchrun --rdzv-backend=edl`.
 
-It is where the rendezvous was: torch loads all entry points whenever it starts, and a checkout that is installed with
-`pip install -e` keeps the entry points of the day on which it was installed.
+It stays because torch loads all entry points whenever it starts, and a checkout installed with `pip install -e` keeps
+the entry points it had on the day of the installation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["handler_creator"]
 
 
 def handler_creator() -> Any:
-    """Return what torch calls where the backend is asked for; only that call may fail."""
+    """Return what torch calls when the backend is requested; only that call may fail."""
 
     def refuse(params: Any) -> NoReturn:
         raise SettingsError(describe_removal("--rdzv-backend=edl"))

@@ -1,7 +1,8 @@
-"""The data and the update: what a step trains, and how it changes the parameters, with any number of ranks.
+"""Elastic training steps: which samples a step trains and how it updates the parameters, for any number of ranks.
 
-`sampler` says which rank trains what; `trainer` makes the update, a `step` at a time; `learning_rate` says what changes
-when the batch does, and `tuner` chooses the batch. Not here: who is present, and what survives.
+`sampler` decides which rank trains which samples, and `trainer` updates the parameters, one `step` at a time.
+`learning_rate` adapts the learning rate when the batch changes, and `tuner` chooses the batch. Rank membership and
+checkpoints belong elsewhere in `edl.collective`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch only when a name that needs it is asked for."""
+    """Import a submodule, and with it torch, only when one of its names is used."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,4 +1,9 @@
-"""Gradients between backward and the optimizer's step: summed over ranks, and measured."""
+"""Gradients between the backward pass and the optimizer's step: how they are averaged over ranks, and measured.
+
+The first half inspects the module: whether DDP or FSDP averages its gradients, what wrapping is refused, and how few
+rows a micro-batch may have. The second half averages the gradients of a plain module, and measures the squared norms
+from which `noise` estimates the gradient noise.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +43,12 @@ logger = logging.getLogger("edl.collective")
 
 
 def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumulates: bool) -> None:
-    """Refuse a module whose gradients would be averaged twice, in part, or over other ranks than `group`.
+    """Refuse a module whose gradients would be averaged twice, in part, or over other ranks than those of `group`.
 
-    Args:
-        module: as the user wrapped it.
-        group: the process group of the ranks, torch's default group if None.
-        accumulates: a step may have several micro-batches.
+    `accumulates` says whether a step may have several micro-batches.
 
     Raises:
-        SettingsError: it is such a module; the message says what to wrap.
+        SettingsError: The module is refused; the message says what to wrap instead.
     """
     own = layers(module)
     inside = [part for part in module.modules() if all(part is not layer for layer in own)]
@@ -86,10 +88,10 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
 
 
 def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Refuse an optimizer that updates what is not a parameter of the module.
+    """Refuse an optimizer that updates tensors which are not parameters of the module.
 
     Raises:
-        SettingsError: it does.
+        SettingsError: The optimizer has such a tensor.
     """
     strangers = set(map(id, updated)) - set(map(id, parameters))
     if strangers:
@@ -100,29 +102,29 @@ def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> N
 
 
 def averages_itself(module: nn.Module) -> bool:
-    """Return whether the backward of a module averages gradients over the ranks, so that all ranks need it."""
+    """Return whether the backward pass of a module averages gradients over the ranks, so every rank must run it."""
     return any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in layers(module))
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether parts of a module are on other ranks."""
+    """Return whether any part of a module is sharded over the ranks by `fully_shard`."""
     return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def in_lockstep(module: nn.Module) -> bool:
-    """Return whether the forward of a module waits for other ranks, so that all must run as many micro-batches."""
+    """Return whether the forward pass waits for other ranks, so that all ranks must run equally many micro-batches."""
     return any(isinstance(part, (FSDPModule, nn.SyncBatchNorm)) for part in module.modules())
 
 
 def least_rows(module: nn.Module) -> int:
-    """Return how many rows a micro-batch should have: two where a module normalizes by the rank's own variance."""
+    """Return the fewest rows for a micro-batch: two if a layer normalizes by this rank's own variance, else one."""
     return 2 if any(map(_is_local_norm, module.modules())) else 1
 
 
 def fails_with_one_row(module: nn.Module) -> bool:
-    """Return whether a module normalizes rows without further dimensions, so that a single row has no variance.
+    """Return whether a layer normalizes over rows alone, so that training it on a single row fails.
 
-    Images have pixels to take it over: with BatchNorm2d a single row is a poor estimate, and no error.
+    BatchNorm2d and BatchNorm3d also average over pixels: one row gives them a poor estimate, but no error.
     """
     return any(
         _is_local_norm(part) and not isinstance(part, (nn.BatchNorm2d, nn.BatchNorm3d)) for part in module.modules()
@@ -135,7 +137,7 @@ def _is_local_norm(module: nn.Module) -> bool:
 
 @contextmanager
 def without_averaging(module: nn.Module) -> Iterator[None]:
-    """Let forward and backward passes in the block only accumulate gradients on this rank."""
+    """Accumulate gradients on this rank only: DDP and FSDP send nothing for backward passes in the block."""
     for part in layers(module):
         if isinstance(part, DistributedDataParallel):
             with part.no_sync():
@@ -152,10 +154,10 @@ def without_averaging(module: nn.Module) -> Iterator[None]:
 
 
 def _is_sharded_over(parameter: DTensor, ranks: list[int]) -> bool:
-    """Return whether a parameter is as `fully_shard` makes it over these ranks: sharded over all, or HSDP.
+    """Return whether `fully_shard` sharded a parameter over exactly these ranks, over all of them or as HSDP.
 
-    `fully_shard` of what is parallel in another way adds its dimension in front: (Shard, ...), and never (Replicate,
-    Shard), which is HSDP's.
+    If a parameter is already parallel in another way, `fully_shard` adds its own mesh dimension in front. The
+    placements are then (Shard, ...), never (Replicate, Shard), which only HSDP has.
     """
     mesh, placements = parameter.device_mesh, parameter.placements
     if sorted(mesh.mesh.flatten().tolist()) != sorted(ranks):
@@ -164,34 +166,31 @@ def _is_sharded_over(parameter: DTensor, ranks: list[int]) -> bool:
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the global ranks of a group."""
+    """Return the global ranks of a group, torch's default group if None."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 # --- Gradients between backward and the optimizer's step ---
 
 
-_BUCKET_BYTES = 25 * 2**20  # as DDP's: the copy of the gradients that is sent stays small
+_BUCKET_BYTES = 25 * 2**20  # DDP's bucket size; it bounds the memory for the copy of the gradients that is sent
 _WARM_STEPS = 10
-"""After fewer steps a mean of squares is a matter of chance, as is the gradient that would be divided by its root: the
-square of a quotient by the root mean square of k normal numbers has a mean from k = 3 on, a variance from k = 5 on."""
+"""Steps before an adaptive optimizer's mean of squares is trusted. After fewer, it is mostly chance, and so is a
+gradient divided by its root: the squared quotient of a normal number by the root mean square of k others has a finite
+mean only from k = 3 on, and a finite variance from k = 5 on."""
 
 _MEANS = ("exp_avg_sq", "square_avg", "sum")
 
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace gradients by their means over all ranks. A collective: all ranks call it with as many parameters.
+    """Replace gradients by their means over all ranks. Collective: every rank must pass the same number of parameters.
 
-    A rank without a gradient counts as zeros; where no rank has a gradient there is none afterwards either, since an
-    optimizer treats zeros otherwise (weight decay, moments).
-
-    Args:
-        parameters: that require a gradient.
-        group: the process group of the ranks, torch's default group if None.
+    A rank without a gradient counts as zeros. If no rank has a gradient for a parameter, it has none afterwards either,
+    because optimizers treat a zero gradient differently from a missing one (weight decay, moments).
 
     Raises:
-        SettingsError: a gradient is sparse.
+        SettingsError: A gradient is sparse.
     """
     world = dist.get_world_size(group)
     for bucket in _buckets(parameters):
@@ -200,7 +199,7 @@ def average_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup | N
             raise SettingsError("sparse gradients cannot be averaged: build the embedding with sparse=False")
         present = torch.tensor([p.grad is not None for p in bucket], dtype=grads[0].dtype, device=grads[0].device)
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), present])
-        dist.all_reduce(flat.div_(world), group=group)  # divided before, as by DDP: half floats have little room above
+        dist.all_reduce(flat.div_(world), group=group)  # divide first, as DDP does: a sum of half floats may overflow
         *sums, counts = torch.split(flat, [*(grad.numel() for grad in grads), len(bucket)])
         for parameter, total, found in zip(bucket, sums, counts.tolist(), strict=True):
             if not found:
@@ -223,18 +222,19 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _dtype_of(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradients, which newer versions of PyTorch let users choose."""
+    """Return the dtype of a parameter's gradients, which users can choose in newer versions of PyTorch."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 class NoiseMeter:
-    """Measures the squared norms of micro-batches' gradients, and of their mean.
+    """Measures the squared norms of the micro-batches' gradients, and of their mean.
 
-    Hooks on the parameters see what a backward adds, before it is accumulated and before DDP averages it, so that no
-    copy of a gradient is kept and nothing is sent but two numbers a step.
+    Hooks on the parameters see what each backward pass adds, before it is accumulated and before DDP averages it. So no
+    copy of a gradient is kept, and a step sends only two numbers.
 
-    A parameter of an adaptive optimizer counts once the optimizer's scale for it says something: divided by the first
-    gradients alone, or by an empty sum, a gradient can be of any size, and such a step would outweigh a hundred others.
+    With an adaptive optimizer, a parameter counts only after `_WARM_STEPS` steps. Before that, the optimizer's scale
+    for it rests on too few gradients: the quotient can be of any size, and one such step would outweigh a hundred
+    others.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -251,7 +251,11 @@ class NoiseMeter:
 
     @contextmanager
     def micro_batch(self, rows: float, factor: float) -> Iterator[None]:
-        """Measure the backward of a micro-batch, which runs in the block."""
+        """Measure the backward pass that runs in the block.
+
+        `rows` is the weight of the micro-batch, which is not measured at 0. `factor` is what its loss was multiplied
+        by.
+        """
         self._measuring = rows > 0
         try:
             yield
@@ -263,7 +267,7 @@ class NoiseMeter:
             self._squares.clear()
 
     def finish_step(self, samples: int, group: dist.ProcessGroup | None, world: int) -> GradientGroups:
-        """Return the squared norms of this step over all ranks. A collective where there are several."""
+        """Return the squared norms of this step over all ranks and drop the measurements. Collective if `world` > 1."""
         mine = torch.zeros(2, dtype=torch.float64, device=self._parameters[0].device)
         if self._weighted:
             mine[0], mine[1] = torch.stack(self._weighted).sum(), len(self._weighted)
@@ -276,7 +280,7 @@ class NoiseMeter:
         return GradientGroups(int(count), samples, weighted, square)
 
     def discard_step(self) -> None:
-        """Drop the measurements of the step under way."""
+        """Drop the measurements of the current step."""
         self._weighted.clear()
         self._chosen = None
 
@@ -296,7 +300,7 @@ class NoiseMeter:
         return norm.square()
 
     def _measured(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the parameters that count in this step, the same on all ranks, with their options in the optimizer."""
+        """Return the parameters that count in this step, the same on all ranks, with their group's options."""
         if self._chosen is None:
             options = {p: group for group in self._optimizer.param_groups for p in group["params"]}
             self._chosen = {p: options[p] for p in self._parameters if p in options and self._counts(p, options[p])}
@@ -311,7 +315,7 @@ class NoiseMeter:
         if not is_adaptive(state, options):
             self._warn(state)
             return True
-        if self._warm.get(parameter) is not state:  # only until it is, since it may have to wait for a GPU
+        if self._warm.get(parameter) is not state:  # remembered, because reading the step may wait for a GPU
             if not is_warm(state, options):
                 return False
             self._warm[parameter] = state
@@ -328,26 +332,21 @@ class NoiseMeter:
 
 
 def is_adaptive(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Return whether a parameter's state in the optimizer is of the kinds of Adam, RMSprop and Adagrad.
-
-    Args:
-        state: of a parameter, not empty.
-        options: of its parameter group.
-    """
-    # Adadelta has a square_avg, but divides by more than that.
+    """Return whether a parameter's (non-empty) optimizer state looks like that of Adam, RMSprop or Adagrad."""
+    # Adadelta has a square_avg too, but divides by more than its root.
     return any(name in state for name in _MEANS) and "acc_delta" not in state and _step(state, options) is not None
 
 
 def is_warm(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Return whether an adaptive optimizer has seen enough gradients of a parameter."""
+    """Return whether an adaptive optimizer has seen at least `_WARM_STEPS` gradients of a parameter."""
     return float(_step(state, options) or 0.0) >= _WARM_STEPS
 
 
 def divisor_of(state: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor | None:
-    """Return the tensor by which an adaptive optimizer divides a gradient, None if it is of another kind.
+    """Return the tensor by which an adaptive optimizer divides a gradient, or None for another kind of optimizer.
 
-    What grows with the steps alone is left out, as if the mean of squares had been 1 from the beginning: estimates of
-    several steps are averaged, and must be of the same scale.
+    Factors that depend only on the number of steps are taken out, as if the mean of squares had been 1 from the start:
+    estimates are averaged over several steps, so they must have the same scale.
     """
     if not is_adaptive(state, options):
         return None
@@ -367,5 +366,5 @@ def divisor_of(state: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor |
 
 
 def _step(state: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """Return how many steps the parameter has made, a number or a tensor; some optimizers count for the whole group."""
+    """Return the number of steps a parameter has made, a number or tensor; some optimizers count per group."""
     return state.get("step", options.get("step"))

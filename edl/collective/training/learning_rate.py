@@ -1,23 +1,24 @@
-"""The learning rate at another global batch than the rate was chosen for: pure rules.
+"""The rules that adapt the learning rate when the global batch is not the one that the rate was chosen for.
 
-With a scale of S = batch / base batch, a policy says by what the rate of the user's schedule is multiplied:
+With the scale S = batch / base batch, a policy gives the factor by which your schedule's rate is multiplied:
 
 | policy | factor | for |
 | --- | --- | --- |
-| `None` | 1 | a rate that was chosen for every batch there will be |
+| `None` | 1 | a rate that suits every batch of the run |
 | `Linear` | S, after a warm-up | SGD (Goyal et al., "Accurate, Large Minibatch SGD", 2017) and LARS |
-| `SquareRoot` | √S, after a warm-up if wanted | Adam and RMSprop, whose decays and epsilon follow; LAMB |
+| `SquareRoot` | √S, after an optional warm-up | Adam and RMSprop, whose decays and epsilon follow; LAMB |
 | `AdaScale` | from 1 to S, by the measured noise | SGD (Johnson et al., "AdaScale SGD", 2020) |
-| a function of S | what it returns | anything else |
+| a function of S | its return value | anything else |
 
-LARS (You et al., "Large Batch Training of Convolutional Networks", 2017) scales rates layer by layer, on top of the
-linear rule with its warm-up. LAMB (You et al., "Large Batch Optimization for Deep Learning", 2020) takes the
-square root rule, with a warm-up that lasts as many more epochs as the batch is larger.
+LARS (You et al., "Large Batch Training of Convolutional Networks", 2017) scales rates layer by layer, in addition to
+the linear rule with its warm-up. LAMB (You et al., "Large Batch Optimization for Deep Learning", 2020) uses the
+square root rule, and its warm-up lasts as many times more epochs as the batch is larger.
 
-Nothing here touches the optimizer's state: moments are of gradients, whose mean does not depend on the batch.
+The rules leave the optimizer's state alone: its moments describe gradients, whose mean does not depend on the batch.
 
-A schedule that counts steps comes to other rates at the same data when the batch changes, and to nonsense when
-boundaries computed for a new batch meet a restored count of old steps. Samples mean the same for every batch.
+Schedules here count samples, which mean the same for every batch. A schedule that counts steps reaches other rates at
+the same data when the batch changes, and wrong ones if boundaries computed for the new batch meet a restored count of
+old steps.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Linear:
-    """The rate grows as the batch does; a larger factor is reached step by step over `warmup_samples` samples.
+    """Scale the learning rate linearly with the batch, with a warm-up to larger factors.
 
-    Goyal et al. 2017, sections 2.1 and 2.2, where five epochs of warm-up go with factors up to 32. A smaller factor
-    takes effect at once. PyTorch's momentum is of gradients without the rate, so that no correction (their section 3)
-    is needed when it changes.
+    Goyal et al. 2017, sections 2.1 and 2.2, who use five epochs of warm-up for factors up to 32. A smaller factor takes
+    effect at once. PyTorch's momentum buffer does not contain the learning rate, so it needs no correction (their
+    section 3) when the rate changes.
 
     Attributes:
-        warmup_samples: over which a larger factor is reached; 0 for none.
+        warmup_samples: Samples over which the factor grows to a larger one; 0 for no warm-up.
     """
 
     warmup_samples: int
@@ -65,16 +66,18 @@ class Linear:
 
 @dataclass(frozen=True)
 class SquareRoot:
-    """The rate grows as the square root of the batch, so that the noise of a step stays the same.
+    """Scale the learning rate with the square root of the batch, which keeps the noise of a step the same.
 
-    For RMSprop and Adam, Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS
-    2022 (its square root scaling rules), with the scale S: the rate times √S, 1 - S(1 - β) for every decay β, and
-    epsilon divided by √S (`decay_for`, `epsilon_for`). For other optimizers, such as LAMB, the rate alone.
+    For RMSprop and Adam these are the square root scaling rules of Malladi et al., "On the SDEs and Scaling Rules for
+    Adaptive Gradient Algorithms", NeurIPS 2022. With the scale S, the rate is multiplied by √S, every decay β becomes
+    1 - S(1 - β), and epsilon is divided by √S (`decay_for`, `epsilon_for`). For other optimizers, such as LAMB, only
+    the rate changes.
 
     Attributes:
-        warmup_samples: over which a larger rate is reached step by step; a smaller rate takes effect at once.
-        moments: whether decays and epsilon are scaled as well; None for PyTorch's Adam, AdamW and RMSprop, which the
-            rule was derived for.
+        warmup_samples: Samples over which the rate grows to a larger one; 0 for no warm-up. A smaller rate takes effect
+            at once.
+        moments: Whether decays and epsilon are scaled as well. None scales them for PyTorch's Adam, AdamW and RMSprop,
+            for which the rule was derived.
     """
 
     warmup_samples: int = 0
@@ -86,32 +89,24 @@ class SquareRoot:
 
 @dataclass(frozen=True)
 class AdaScale:
-    """The rate grows by AdaScale's gain, and so does the progress that schedules see: see `GradientNoise.gain`."""
+    """Scale the learning rate, and the progress that schedules see, by AdaScale's gain: see `GradientNoise.gain`."""
 
 
 Policy: TypeAlias = Linear | SquareRoot | AdaScale | Callable[[float], float] | None
 
 
 def decay_for(decay: float, scale: float) -> float:
-    """Return the decay of a moving average at `scale` times the batch; below 0 where the rule does not hold any longer.
+    """Return the decay β of a moving average at `scale` times the base batch; below 0 if the rule no longer applies.
 
     Malladi et al. 2022: 1 - S(1 - β), so that the average reaches back over as many samples as before.
-
-    Args:
-        decay: β at the base batch.
-        scale: S.
     """
     return 1 - scale * (1 - decay)
 
 
 def epsilon_for(epsilon: float, scale: float) -> float:
-    """Return what is added to the root of the second moment at `scale` times the batch.
+    """Return the epsilon of an adaptive optimizer at `scale` times the base batch.
 
-    Malladi et al. 2022: ε/√S, as that root shrinks where it is mostly noise.
-
-    Args:
-        epsilon: ε at the base batch.
-        scale: S.
+    Malladi et al. 2022: ε/√S, because the root of the second moment shrinks by as much where it is mostly noise.
     """
     return epsilon / math.sqrt(scale)
 
@@ -122,27 +117,19 @@ def _check_warmup(samples: int) -> None:
 
 
 def needs_noise(policy: Policy) -> bool:
-    """Return whether a policy looks at the gradients' noise.
-
-    Args:
-        policy: of a trainer.
-    """
+    """Return whether a policy depends on the gradient noise."""
     return isinstance(policy, AdaScale)
 
 
 class RateScaling:
-    """The rate's factor and the progress of a training run.
-
-    Args:
-        policy: of the run.
-        base_batch: samples of a step that the rate was chosen for.
-        batch: samples of a step at the beginning.
+    """The learning rate factor and the progress of a training run.
 
     Attributes:
-        batch: samples of a step now.
-        samples: trained so far.
-        progress: what schedules are a function of, in samples at the base batch: the samples trained or, with
-            `AdaScale`, its scale-invariant steps times the base batch.
+        base_batch: Samples of a step that the learning rate was chosen for.
+        batch: Samples of a step now.
+        samples: Samples trained so far.
+        progress: The position of schedules, in samples at the base batch: the samples trained or, with `AdaScale`, its
+            scale-invariant steps times the base batch.
     """
 
     def __init__(self, policy: Policy, base_batch: int, batch: int) -> None:
@@ -153,16 +140,11 @@ class RateScaling:
         self.batch = batch
         self.samples = 0
         self.progress = 0.0
-        self._from = 1.0  # the factor at which a warm-up begins
-        self._since = 0  # samples trained when it began
+        self._from = 1.0  # the factor at the start of the warm-up
+        self._since = 0  # samples trained at the start of the warm-up
 
     def set_batch(self, batch: int, noise: GradientNoise) -> None:
-        """Use another global batch from the next step on.
-
-        Args:
-            batch: samples of a step.
-            noise: of the gradients until now.
-        """
+        """Use a global batch of `batch` samples from the next step on; a warm-up starts from the present factor."""
         if batch != self.batch:
             self._from = self.factor(noise)
             self._since = self.samples
@@ -176,11 +158,8 @@ class RateScaling:
     def factor(self, noise: GradientNoise) -> float:
         """Return the factor of the next step's learning rate.
 
-        Args:
-            noise: of the gradients until now.
-
         Raises:
-            SettingsError: the user's function returned something that is not a positive number.
+            SettingsError: The user's policy function did not return a positive number.
         """
         scale = self.scale
         if self.policy is None:
@@ -197,12 +176,7 @@ class RateScaling:
         return float(factor)
 
     def count_step(self, samples: int, noise: GradientNoise) -> None:
-        """Count a finished step.
-
-        Args:
-            samples: of the step; the last step of an epoch may have fewer than the global batch.
-            noise: of the gradients until now.
-        """
+        """Count a finished step of `samples` samples; an epoch's last step may have fewer than the global batch."""
         worth = self.base_batch / self.batch * self._gain(noise) if isinstance(self.policy, AdaScale) else 1.0
         self.samples += samples
         self.progress += worth * samples
@@ -214,12 +188,12 @@ class RateScaling:
         return self._from + (target - self._from) * done
 
     def _gain(self, noise: GradientNoise) -> float:
-        if not noise.known:  # the careful end of what it can be
+        if not noise.known:  # the most cautious value that the gain can have
             return min(1.0, self.batch / self.base_batch)
         return noise.gain(self.batch, self.base_batch)
 
     def state_dict(self) -> dict[str, float]:
-        """Return plain numbers."""
+        """Return the state as plain numbers."""
         return {
             "batch": self.batch,
             "samples": self.samples,
@@ -229,11 +203,7 @@ class RateScaling:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from a saved state. The policy and the base batch are the user's, not the state's.
-
-        Args:
-            state: as `state_dict` returned it.
-        """
+        """Resume from a saved state. The policy and the base batch are the user's, and not part of the state."""
         self.batch = int(state["batch"])
         self.samples = int(state["samples"])
         self.progress = float(state["progress"])
@@ -241,26 +211,27 @@ class RateScaling:
         self._since = int(state["since"])
 
 
-# --- Any PyTorch learning rate schedule, in samples in place of steps ---
+# --- PyTorch's learning rate schedules, by samples instead of steps ---
 
 
 class SampleSchedule:
-    """Steps a scheduler once for every `samples_per_step` samples of progress.
+    """Step a PyTorch scheduler once for every `samples_per_step` samples of progress.
 
     ::
 
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)   # steps of 256 samples
         trainer = ElasticTrainer(..., schedule=SampleSchedule(cosine, samples_per_step=256))
 
-    So a schedule that was written for a fixed batch goes on unchanged, with that batch as `samples_per_step`. Progress
-    is that of `edl.collective.training.learning_rate.RateScaling`: the samples trained, or AdaScale's.
+    A schedule written for a fixed batch works unchanged with that batch as `samples_per_step`. Progress is
+    `edl.collective.training.learning_rate.RateScaling.progress`: the samples trained, or AdaScale's equivalent.
 
     Args:
-        scheduler: that `step()` moves on, and whose `state_dict` has all of its state.
-        samples_per_step: how many samples it takes for a step.
+        scheduler: The PyTorch scheduler that `step()` advances, and whose `state_dict` has all of its state.
+        samples_per_step: Samples of progress for each step of the scheduler.
 
     Raises:
-        SettingsError: `samples_per_step` is not above 0, or the scheduler counts no steps.
+        SettingsError: `samples_per_step` is not above 0, or the scheduler is a `ReduceLROnPlateau`, which does not
+            count steps.
     """
 
     def __init__(self, scheduler: LRScheduler, samples_per_step: float) -> None:
@@ -276,25 +247,25 @@ class SampleSchedule:
         self._stepped_at = 0.0
 
     def move_to(self, progress: float) -> None:
-        """Step the scheduler up to a progress; never back.
+        """Step the scheduler until it has caught up with `progress`; it never steps back.
 
         Args:
-            progress: samples, see `RateScaling.progress`.
+            progress: The progress to reach, in samples; see `RateScaling.progress`.
         """
-        # Progress is a sum of many fractions with AdaScale: a step must not wait for the last bit of one.
+        # With AdaScale, progress is a sum of many fractions: a rounding error must not delay a step.
         while progress - self._stepped_at >= self.samples_per_step * (1 - 1e-9):
             self.scheduler.step()
             self._stepped_at += self.samples_per_step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state, and after how many samples its last step was."""
+        """Return the scheduler's state, and the progress in samples at its last step."""
         return {"stepped_at": self._stepped_at, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; another `samples_per_step` holds from then on, not for what was.
+        """Resume from a saved state. A new `samples_per_step` applies from here on, not to steps already made.
 
         Args:
-            state: as `state_dict` returned it.
+            state: A state that `state_dict` returned.
         """
         self._stepped_at = float(state["stepped_at"])
         self.scheduler.load_state_dict(dict(state["scheduler"]))

@@ -1,18 +1,15 @@
-"""The order of the data: every sample once an epoch, with any number of ranks that may change meanwhile.
+"""The order of the data: every sample once per epoch, even if the number of ranks changes during the epoch.
 
-The order of an epoch is a function of the seed and the epoch alone. It is cut into global batches, of which a rank
-takes its share. So the batches that are trained are the same for every world size, and a number says how far an epoch
-has come: how many samples of its order *were trained*. It is advanced by the training loop after each
-step, not by iteration: a `DataLoader`'s workers and `edl.distill` read several batches ahead, and what was read ahead
-but not trained when a worker died must come again.
+The order of an epoch depends on the seed and the epoch alone. It is cut into global batches, and each rank trains its
+share of each. Where a global batch begins and ends does not depend on the number of ranks, so a world of any size
+trains the same batches in the same order, and one number records how far an epoch has come: how many samples of its
+order *were trained*. The training loop advances it after each step. Iteration doesn't: a `DataLoader`'s workers and
+`edl.distill` read several batches ahead, and samples that were read but not trained when a worker died must come again.
 
-Where a global batch begins and ends does not depend on how many ranks there are, so a world of any size trains the same
-batches in the same order.
-
-A batch is what a training loop has: tensors, arrays, lists, and nests of these. Tuples, named tuples and mappings are
-structures of parts; so is a list that holds a tensor, an array or a structure, as `DataLoader` makes of a tuple.
-Everything else with a length that can be sliced has rows: tensors, arrays, lists of strings, top-k soft labels. Parts
-without a length (a number, None) go to every micro-batch as they are.
+A batch is whatever the training loop uses: tensors, arrays, lists, and nests of these. Tuples, named tuples and
+mappings are structures of parts; so is a list that contains a tensor, an array or a structure, which is how
+`DataLoader` returns a tuple. Anything else with a length that can be sliced has rows: tensors, arrays, lists of
+strings, top-k soft labels. Parts without a length (a number, None) go to every micro-batch unchanged.
 """
 
 from __future__ import annotations
@@ -49,18 +46,14 @@ logger = logging.getLogger("edl.collective")
 B = TypeVar("B")
 
 Tail: TypeAlias = Literal["keep", "drop", "pad"]
-"""What happens to the samples at the end of an epoch that do not fill a global batch: they make a smaller one, they are
-left out, or they are filled up with samples from the beginning of the epoch's order."""
+"""What happens to samples at the end of an epoch that do not fill a global batch. "keep" makes a smaller batch, "drop"
+leaves them out, and "pad" fills the batch up with samples from the beginning of the epoch's order."""
 
 
 def batch_size_at(position: int, length: int, batch: int, tail: Tail) -> int:
-    """Return the samples of the global batch that begins at a position; 0 if there is none.
+    """Return the number of samples in the global batch that begins at `position`; 0 if there is none.
 
-    Args:
-        position: in samples of the epoch.
-        length: samples of the epoch.
-        batch: samples of a full global batch.
-        tail: what happens to the end of the epoch.
+    `position` and `length` count samples of the epoch; `batch` is the size of a full global batch.
     """
     left = length - position
     if left <= 0:
@@ -71,32 +64,20 @@ def batch_size_at(position: int, length: int, batch: int, tail: Tail) -> int:
 
 
 def batches_left(position: int, length: int, batch: int, tail: Tail) -> int:
-    """Return how many global batches begin at a position or after it, all full but for the tail.
-
-    Args:
-        position: in samples of the epoch.
-        length: samples of the epoch.
-        batch: samples of a full global batch.
-        tail: what happens to the end of the epoch.
-    """
+    """Return how many global batches begin at `position` or later, with the arguments of `batch_size_at`."""
     left = max(length - position, 0)
     return left // batch if tail == "drop" else -(-left // batch)
 
 
 def rank_share(samples: int, world: int, rank: int, least: int = 1) -> range:
-    """Return the places in a global batch that a rank trains.
+    """Return the positions in a global batch of `samples` samples that a rank trains.
 
-    Shares are neighbours in the order of ranks and differ by a sample at most; the first ranks have the larger shares.
-    With fewer samples than `least` for every rank the last ranks' shares are empty.
-
-    Args:
-        samples: of the global batch.
-        world: the number of ranks.
-        rank: whose share it is.
-        least: samples that a share has, unless it is empty or the batch has fewer.
+    Shares are consecutive, in the order of the ranks, and differ by at most one sample; the first ranks have the larger
+    ones. A share has at least `least` samples unless it is empty or the batch has fewer. If there are too few samples
+    for all ranks, the last ranks' shares are empty.
 
     Raises:
-        SettingsError: there is no such rank.
+        SettingsError: There is no such rank.
     """
     if not 0 <= rank < world:
         raise SettingsError(f"rank={rank} of world={world}: must be from 0 to {world - 1}")
@@ -109,16 +90,14 @@ def rank_share(samples: int, world: int, rank: int, least: int = 1) -> range:
 
 
 def micro_batch_sizes(samples: int, most: int | None = None, parts: int = 1, least: int = 1) -> list[int]:
-    """Cut a share into as few micro-batches as possible; if not empty, they differ by a sample at most.
+    """Cut a share of `samples` samples into as few micro-batches as possible, as equal in size as possible.
 
-    Args:
-        samples: of the share.
-        most: that fit into the memory at once; None for no limit.
-        parts: make at least so many micro-batches. If these are more than the samples allow, some are of 0 samples.
-        least: samples of a micro-batch that is not empty, where `most` allows it.
+    Sizes other than 0 differ by at most one sample. `most` is the number of samples that fit into memory at once, None
+    for no limit. There are at least `parts` micro-batches; if there are too few samples for that, some have 0. A
+    micro-batch that is not empty has at least `least` samples if `most` allows it.
 
     Returns:
-        The sizes, the largest first; empty without a sample, unless `parts` is above 1.
+        The sizes, the largest first. An empty list if `samples` is 0, unless `parts` is above 1.
 
     Raises:
         SettingsError: `most` is below 1.
@@ -133,13 +112,10 @@ def micro_batch_sizes(samples: int, most: int | None = None, parts: int = 1, lea
 
 
 def count_rows(batch: object) -> int:
-    """Return how many rows every part of a batch has.
-
-    Args:
-        batch: tensors, or a nest of them.
+    """Return the number of rows that every part of a batch has.
 
     Raises:
-        SettingsError: the parts differ, or none has rows.
+        SettingsError: The parts differ in their number of rows, or none has rows.
     """
     counts: list[int] = []
     _map(batch, lambda part: counts.append(len(part)))
@@ -151,13 +127,7 @@ def count_rows(batch: object) -> int:
 
 
 def cut_rows(batch: B, begin: int, end: int) -> B:
-    """Return some rows of every part of a batch, as views where the parts allow it.
-
-    Args:
-        batch: tensors, or a nest of them.
-        begin: the first row.
-        end: behind the last row.
-    """
+    """Return the rows from `begin` up to but not including `end` of every part of a batch, as views where possible."""
     cut: B = _map(batch, lambda part: part[begin:end])
     return cut
 
@@ -185,11 +155,13 @@ def _can_be_cut(part: object) -> bool:
 # --- The order of the data ---
 
 
-_VERSION = 1  # of the state; another is refused
+_VERSION = 1  # of the saved state; any other version is refused
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """A batch sampler whose state is (seed, epoch, samples trained), the same on every rank.
+    """Batch sampler that gives each rank its share of every global batch, and can resume in any world.
+
+    Its state is the seed, the epoch and the number of samples trained, and is the same on every rank.
 
     ::
 
@@ -198,28 +170,29 @@ class ElasticSampler(Sampler[list[int]]):
         for epoch in sampler.epochs(90):
             for batch in loader:        # this rank's share of all global batches not trained yet
                 ...
-                sampler.advance()       # not with an `ElasticTrainer` that was given the sampler: its `step` does it
+                sampler.advance()       # leave this out with an `ElasticTrainer` that has the sampler: `step` does it
 
-    A rank whose share is empty, since the last global batch has fewer samples than there are ranks, gets a sample
-    that another rank trains, because a `DataLoader` cannot make a batch of none: `share_rows` is 0 then, and
-    `ElasticTrainer` gives it no weight.
+    If the last global batch has fewer samples than there are ranks, some shares are empty. A rank with an empty share
+    gets a sample that another rank trains, because a `DataLoader` cannot make an empty batch. `share_rows` is 0 then,
+    and `ElasticTrainer` gives the sample no weight.
 
     Args:
-        length: samples in the dataset.
-        global_batch: samples of an optimizer step, over all ranks.
-        seed: of the order.
-        shuffle: False for the dataset's own order.
-        tail: what happens to the last samples of an epoch, see `Tail`. Only "drop" leaves some of them out, only "pad"
-            repeats some.
-        rank: of this process. By default that of `torch.distributed` when an iteration begins, or 0 without it.
-        world: the number of ranks, by default as `rank`, or 1.
+        length: Number of samples in the dataset.
+        global_batch: Samples per optimizer step, over all ranks.
+        seed: Shuffle seed.
+        shuffle: Whether to shuffle each epoch; False keeps the dataset's own order.
+        tail: What happens to the last samples of an epoch, see `Tail`. Only "drop" leaves some of them out, and only
+            "pad" repeats some.
+        rank: Rank of this process. By default, the `torch.distributed` rank at the start of each iteration, or 0
+            without a process group. Pass `rank` and `world` together.
+        world: Number of ranks. By default, the `torch.distributed` world size at the start of each iteration, or 1.
 
     Raises:
-        SettingsError: arguments contradict each other.
+        SettingsError: An argument is out of range, or arguments contradict each other.
     """
 
     keeps_place = True
-    """Counts what was trained by itself, whatever a loader has read ahead."""
+    """Tells `State` that this sampler counts trained samples itself, however far a loader has read ahead."""
 
     def __init__(
         self,
@@ -248,21 +221,21 @@ class ElasticSampler(Sampler[list[int]]):
         self.tail: Tail = tail
         self.epoch = self.consumed = 0
         self.asked = global_batch
-        self._sizes = [(0, global_batch)]  # from which position of this epoch on which global batch
+        self._sizes = [(0, global_batch)]  # (position in this epoch, global batch from there on)
         self._fixed_place = None if rank is None or world is None else (rank, world)
         self._place = self._fixed_place or (0, 1)
-        self._least = self._required = 1  # rows of a share: now, and from the next iteration on
-        self._lock = threading.RLock()  # `edl.distill` and others may iterate in a thread of theirs
+        self._least = self._required = 1  # fewest rows of a share: in this iteration, and from the next one on
+        self._lock = threading.RLock()  # `edl.distill` and others may iterate in a thread of their own
         self._handed = 0
         self._pass = 0
         self._passed = False
         self._order: tuple[int, npt.NDArray[np.int64], int] | None = None
 
-    # --- What is trained. ---
+    # --- Trained samples ---
 
     @property
     def global_batch(self) -> int:
-        """Samples of the next optimizer step over all ranks, if it is not the last of an epoch."""
+        """Samples of the next optimizer step over all ranks, unless it is the last of an epoch."""
         return self._size_at(self.consumed)
 
     @property
@@ -272,23 +245,23 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def share_rows(self) -> int:
-        """Samples of the next optimizer step that this rank trains; its batch has `handed_rows` rows."""
+        """Samples of the next optimizer step that this rank trains; its batch may have more, see `handed_rows`."""
         rank, world = self._place
         return len(rank_share(self.batch_samples, world, rank, self._least))
 
     @property
     def handed_rows(self) -> int:
-        """Rows of this rank's next batch: its share or, if that is empty, as few as a model can take, often 1."""
+        """Rows of this rank's next batch: its share or, if that is empty, the fewest that a model can take, often 1."""
         return self.share_rows or min(self._least, self.batch_samples)
 
     def require_rows(self, least: int) -> None:
-        """Give no rank fewer than `least` rows from the next iteration on: batch normalization cannot train on a row.
+        """Give no rank fewer than `least` rows from the next iteration on; batch normalization needs two, for example.
 
-        Where a global batch has too few samples for all ranks, the last ranks have none. `ElasticTrainer` calls this.
-        Every rank must, with the same number.
+        If a global batch has too few samples for all ranks, the last ranks get an empty share. Every rank must call
+        this with the same number. `ElasticTrainer` does.
 
         Args:
-            least: rows.
+            least: The fewest rows of a share that is not empty.
         """
         with self._lock:
             self._required = least
@@ -297,27 +270,27 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def place(self) -> tuple[int, int]:
-        """(rank, world): whose share of how many is handed out, since the present iteration began."""
+        """The (rank, world) whose shares the current iteration returns."""
         return self._place
 
     @property
     def mark(self) -> tuple[int, int, int]:
         """The pass, epoch and position of the next batch to train.
 
-        It changes with an `advance`, a new iteration, a new epoch, and a restored state.
+        It changes with each `advance`, new iteration, new epoch and restored state.
         """
         return self._pass, self.epoch, self.consumed
 
     @property
     def finished(self) -> bool:
-        """Whether every sample of this epoch was trained."""
+        """Whether this epoch has no batch left to train."""
         return not self.batch_samples
 
     def advance(self) -> None:
-        """Count the next global batch as trained, or as left out of this epoch, by all ranks.
+        """Count the next global batch as trained by all ranks, or as left out of this epoch.
 
         Raises:
-            SettingsError: the epoch is finished.
+            SettingsError: The epoch is finished.
         """
         with self._lock:
             samples = self.batch_samples
@@ -326,10 +299,10 @@ class ElasticSampler(Sampler[list[int]]):
             self.consumed += samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; if the state is in it already, it is resumed.
+        """Begin an epoch, or resume it if the state is already in it.
 
         Args:
-            epoch: its number, from 0 on.
+            epoch: Number of the epoch, from 0.
         """
         with self._lock:
             if epoch != self.epoch:
@@ -340,10 +313,10 @@ class ElasticSampler(Sampler[list[int]]):
             self._passed = False
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Begin the epochs that are left, from the present epoch on.
+        """Begin each remaining epoch in turn, starting with the current one.
 
         Args:
-            count: of epochs in all.
+            count: Total number of epochs, including those already trained.
 
         Yields:
             The number of an epoch that `set_epoch` has begun.
@@ -354,7 +327,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     @contextmanager
     def hold(self) -> Iterator[int]:
-        """Let no iteration read ahead during the block.
+        """Keep iterations from reading ahead during the block.
 
         Yields:
             The position up to which this rank has read, in samples of the epoch.
@@ -363,17 +336,18 @@ class ElasticSampler(Sampler[list[int]]):
             yield max(self._handed, self.consumed)
 
     def resize(self, global_batch: int, at: int) -> None:
-        """Use another global batch from a position of this epoch on.
+        """Use another global batch from a position in this epoch on.
 
-        Every rank must do this with the same numbers, and none may have read beyond `at`: agree on the largest of what
-        `hold` gives while holding.
+        Every rank must call this with the same arguments, and none may have read beyond `at`. To agree on `at`,
+        exchange the positions that `hold` yields and take the largest, while all ranks are still in `hold`.
 
         Args:
-            global_batch: samples of an optimizer step, over all ranks.
-            at: the position, in samples of the epoch.
+            global_batch: Samples per optimizer step, over all ranks.
+            at: Position from which the new batch applies, in samples of the epoch.
 
         Raises:
-            SettingsError: `at` lies behind what was read already, or no epoch has so many samples.
+            SettingsError: `at` was already read past, `global_batch` is below 1, or with tail="drop" it is larger than
+                an epoch.
         """
         if global_batch < 1 or (self.tail == "drop" and global_batch > self.length):
             raise SettingsError(f"global_batch={global_batch}: must be from 1 to the {self.length} samples of an epoch")
@@ -382,10 +356,10 @@ class ElasticSampler(Sampler[list[int]]):
                 raise SettingsError(f"cannot change the batch at sample {at}: {handed} were handed out already")
             self._sizes = [size for size in self._sizes if size[0] < at] + [(at, global_batch)]
 
-    # --- Iteration. ---
+    # --- Iteration ---
 
     def __len__(self) -> int:
-        """Return the number of global batches of this epoch that are not trained yet."""
+        """Return the number of global batches in this epoch that are not trained yet."""
         count, position = 0, self.consumed
         while position < self.length:
             end = next((at for at, _ in self._sizes if at > position), self.length)
@@ -397,11 +371,11 @@ class ElasticSampler(Sampler[list[int]]):
         return count
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Iterate over this rank's shares of the global batches that are not trained yet, as indices.
+        """Iterate over this rank's shares of the global batches that are not trained yet, as lists of sample indices.
 
         Raises:
-            SettingsError: this epoch was passed through and is finished, so `set_epoch` was forgotten; or there are
-                other workers and no process group yet.
+            SettingsError: The epoch is finished and was already iterated over, so a call of `set_epoch` is missing; or
+                this process is one of several workers, but there is no process group yet.
         """
         with self._lock:
             if self.finished and self._passed:
@@ -419,12 +393,12 @@ class ElasticSampler(Sampler[list[int]]):
     def _shares(self, order: npt.NDArray[np.int64], number: int) -> Iterator[list[int]]:
         while True:
             with self._lock:
-                if number != self._pass:  # another pass began: this one must not move its position
+                if number != self._pass:  # a newer pass has begun: this one must not move its position
                     return
                 position = self._handed
                 samples = batch_size_at(position, self.length, self._size_at(position), self.tail)
                 if not samples:
-                    self._handed = max(position, self.length)  # a smaller batch must not open this epoch again
+                    self._handed = max(position, self.length)  # so that a later, smaller batch cannot reopen this epoch
                     return
                 rank, world = self._place
                 mine = rank_share(samples, world, rank, self._least) or range(min(self._least, samples))
@@ -437,7 +411,7 @@ class ElasticSampler(Sampler[list[int]]):
     def _indices(self) -> npt.NDArray[np.int64]:
         if self._order is None or self._order[0] != self.epoch:
             if self.shuffle:
-                # Mixed rather than added, or epoch 1 of seed 0 would be epoch 0 of seed 1.
+                # The seed and epoch are mixed, not added, or epoch 1 of seed 0 would be epoch 0 of seed 1.
                 mixed = int(np.random.SeedSequence((self.seed, self.epoch)).generate_state(1, np.uint64)[0])
                 generator = torch.Generator().manual_seed(mixed)
                 order = torch.randperm(self.length, generator=generator).numpy()
@@ -446,10 +420,10 @@ class ElasticSampler(Sampler[list[int]]):
             self._order = (self.epoch, order, zlib.crc32(order.data))
         return self._order[1]
 
-    # --- State. ---
+    # --- State ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must survive: plain numbers, the same on every rank, none of them about ranks."""
+        """Return the state as plain numbers and lists. It is the same on every rank and independent of their number."""
         with self._lock:
             self._indices()
             assert self._order is not None
@@ -465,17 +439,18 @@ class ElasticSampler(Sampler[list[int]]):
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, also with another world. Iterations under way end.
+        """Resume from a saved state, in a world of any size. Iterations in progress end.
 
-        A `global_batch` argument that differs from the state's is the user's wish, and holds from here on; otherwise
-        the state's batch does, which `ElasticTrainer` may have changed.
+        The global batch continues as saved, including changes that `ElasticTrainer` made. But if the `global_batch`
+        argument differs from the saved run's argument, the new argument applies from here on.
 
         Args:
-            state: as `state_dict` returned it.
+            state: A state that `state_dict` returned.
 
         Raises:
-            SettingsError: the state is of another dataset or seed: going on would repeat and leave out samples.
-            ProtocolError: it cannot be read, or another version of PyTorch, which shuffled otherwise, wrote it.
+            SettingsError: The state is of another dataset length or seed; going on would repeat and leave out samples.
+            ProtocolError: The state has an unknown version, or the epoch's order has changed, because of another
+                `shuffle` or a version of PyTorch that shuffles differently.
         """
         if state.get("version") != _VERSION:
             raise ProtocolError(f"a sampler's state of version {state.get('version')!r}: this EDL reads {_VERSION}")

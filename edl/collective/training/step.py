@@ -1,4 +1,8 @@
-"""An optimizer step under way: how many samples it has over all ranks, and how this rank cuts its own."""
+"""One optimizer step in progress: how many samples it has over all ranks, and how this rank cuts its share.
+
+A step with a sampler knows every rank's share in advance; a step without one counts the rows of all ranks by a small
+exchange. The averaging and the update itself are in `trainer`.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +39,15 @@ ONE_ROW: Final = (
 
 @dataclass(frozen=True)
 class StepRequirements:
-    """What the module and the policy require of a step on this rank.
+    """Requirements of the module and the policy for a step on this rank.
 
     Attributes:
-        most: rows of a micro-batch, None for no limit.
-        parts: groups of samples that the step must have over all ranks, if there are as many samples.
-        all_backward: every rank needs a backward, also without a sample.
-        lockstep: every rank needs as many micro-batches as the others.
-        least: rows that a micro-batch has to have.
-        strict: the module fails with fewer.
+        most: Largest number of rows in a micro-batch, None for no limit.
+        parts: Groups of samples that the step must have over all ranks, if there are enough samples.
+        all_backward: Whether every rank needs a backward pass, even without a sample.
+        lockstep: Whether all ranks need the same number of micro-batches.
+        least: Fewest rows that a micro-batch should have.
+        strict: Whether the module fails with fewer rows than `least`.
     """
 
     most: int | None
@@ -56,20 +60,20 @@ class StepRequirements:
 
 @dataclass
 class TrainingStep:
-    """A step under way.
+    """A step in progress.
 
     Attributes:
-        samples: of the global batch.
-        world: the number of ranks.
-        sizes: rows of this rank's micro-batches; a micro-batch of 0 rows stands in where the rank needs a backward.
-        stand_in: rows of the batch that a micro-batch of 0 rows is computed with, for no weight.
-        weights: of this rank's micro-batches; over all ranks they add up to `samples`. Rows by default.
-        left: micro-batches without a backward yet.
-        due: rows of the micro-batch that is in the user's hands, None if there is none.
-        mark: of the sampler when the step began, None without a sampler.
-        begun: whether a backward was begun.
-        synchronized: gradients are of the global batch.
-        began_at: `time.perf_counter()`.
+        samples: Samples of the global batch.
+        world: Number of ranks.
+        sizes: Rows of this rank's micro-batches. A size of 0 stands for a backward pass without weight.
+        stand_in: Rows of the batch with which a micro-batch of size 0 is computed.
+        weights: Weights of this rank's micro-batches, by default their rows. Over all ranks they add up to `samples`.
+        left: Micro-batches whose backward pass is still to come.
+        due: Rows of the micro-batch that the user is working on, None if there is none.
+        mark: `ElasticSampler.mark` when the step began, None without a sampler.
+        begun: Whether a backward pass has begun.
+        synchronized: Whether the gradients are those of the global batch.
+        began_at: `time.perf_counter()` when the step began.
     """
 
     samples: int
@@ -90,7 +94,7 @@ class TrainingStep:
 
     @property
     def due_weight(self) -> float:
-        """The weight of the micro-batch whose backward comes next."""
+        """The weight of the micro-batch whose backward pass comes next."""
         return self.weights[len(self.sizes) - self.left]
 
 
@@ -102,20 +106,14 @@ def begin_sampled_step(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> TrainingStep:
-    """Begin a step over the next global batch of a sampler.
+    """Begin a step over the sampler's next global batch.
 
-    Nothing is sent, since every rank can compute every share, unless micro-batches must be as many everywhere.
-
-    Args:
-        given: rows of this rank's batch.
-        counted: how many of them count, as the user says; None for what the sampler says.
-        sampler: that gave the batch.
-        how: what the step requires.
-        group: the process group of the ranks.
-        device: from which the group's backend can send.
+    Nothing is sent, because every rank can compute every share, unless the ranks must agree on the number of
+    micro-batches. This rank's batch has `given` rows, of which `counted` count according to the user, or as many as the
+    sampler says if None. `device` is one from which the group's backend can send.
 
     Raises:
-        SettingsError: the rows are not the sampler's.
+        SettingsError: The rows are not those that the sampler gave.
     """
     mine, samples, world = sampler.share_rows, sampler.batch_samples, world_of(group)
     if sampler.place != (rank_of(group), world):
@@ -145,10 +143,11 @@ def begin_sampled_step(
 def begin_counted_step(
     given: int, mine: int, how: StepRequirements, group: dist.ProcessGroup | None, device: torch.device
 ) -> TrainingStep:
-    """Begin a step over the batches that the ranks have. Collective.
+    """Begin a step over the batches that the ranks have, with `mine` of this rank's `given` rows counting. Collective.
 
     Raises:
-        SettingsError: no rank has a sample, or a rank has no row and must have a backward; on all ranks alike.
+        SettingsError: No rank has a sample, or a rank has no row but must run a backward pass, or has one row but its
+            module needs more (all of these on every rank); or `mine` is not from 0 to `given` (on this rank only).
     """
     if not 0 <= mine <= given:
         raise SettingsError(f"rows={mine} of a batch of {given}: must be from 0 to {given}")
@@ -170,15 +169,15 @@ def begin_counted_step(
 
 
 def _sizes(mine: int, world: int, how: StepRequirements) -> list[int]:
-    # A single group of samples does not tell the noise from the gradient; several ranks are several groups.
+    # One group of samples cannot tell noise from gradient. Several ranks are several groups already.
     return micro_batch_sizes(mine, how.most, min(mine // how.least, how.parts) if world == 1 else 1, how.least)
 
 
 def _check_rows(counts: list[int], how: StepRequirements) -> None:
-    """Refuse shares that the module cannot be trained with, on all ranks alike: others would wait for a failed rank.
+    """Refuse shares that the module cannot be trained on, on all ranks alike, so that none waits for a failed one.
 
     Raises:
-        SettingsError: there is such a share.
+        SettingsError: A rank has fewer rows than the module needs.
     """
     if how.strict and any(0 < count < how.least for count in counts):
         raise SettingsError(
@@ -194,23 +193,20 @@ def weight_micro_batches(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> None:
-    """Weight a step's micro-batches by what its rows weigh in place of their number. Collective.
+    """Weight a step's micro-batches by the weights of their rows instead of the number of rows. Collective.
 
-    Args:
-        step: whose micro-batches are weighted.
-        weights: of the rows of this rank's batch, shape (given,); those of rows that only stand in do not count.
-        given: rows of that batch.
-        group: the process group of the ranks.
-        device: from which the group's backend can send.
+    `weights` has shape (given,), one for each of the `given` rows of this rank's batch. Rows given in place of
+    an empty share are ignored.
 
     Raises:
-        SettingsError: there is not a finite number from 0 on for every row, or all are 0; on all ranks alike.
+        SettingsError: A rank's weights are not one finite, non-negative number per row, or all ranks' are 0; raised on
+            all ranks alike.
     """
     rows = torch.as_tensor(weights, dtype=torch.float64, device="cpu").reshape(-1)
     fits = len(rows) == given and bool((rows.isfinite() & (rows >= 0)).all())
     ends = itertools.accumulate(step.sizes)
     parts = [float(rows[end - size : end].sum()) for size, end in zip(step.sizes, ends, strict=True)]
-    # As bits: the sums must be the same on every rank, and counts of tokens are exact.
+    # Exchanged as bits, so that the sums are the same on every rank and counts of tokens stay exact.
     (bits,) = struct.unpack("<q", struct.pack("<d", sum(parts) if fits else math.nan))
     sums = [struct.unpack("<d", struct.pack("<q", found))[0] for (found,) in exchange([bits], group, device)]
     ranks = [rank for rank, total in enumerate(sums) if math.isnan(total)]

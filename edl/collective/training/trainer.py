@@ -1,15 +1,15 @@
-"""The optimizer step that does not depend on the world: a single process's update, computed by any number of ranks.
+"""The optimizer step that does not depend on the world size: any number of ranks compute a single process's update.
 
-A step's gradient is the mean over the samples of a global batch, or a mean weighted by what the script says that a
-sample weighs, such as its tokens. A rank cuts its share into as many micro-batches as its memory asks for. The mean
-loss of a micro-batch of n of the batch's B samples is weighted W·n/B; then the mean over W ranks of what they
-accumulate, which is what DDP computes, is the mean over the batch, however uneven shares are. Gradients are averaged
-once a step: by DDP in the last micro-batch's backward, by `synchronize` for a plain module.
+A step's gradient is the mean over the samples of a global batch, optionally weighted per sample, for example by its
+number of tokens. A rank cuts its share into micro-batches that fit its memory. The mean loss of a micro-batch of n of
+the batch's B samples is multiplied by W·n/B. The mean over W ranks of the accumulated gradients, which is what DDP
+computes, is then the mean over the batch, however uneven the shares are. Gradients are averaged once per step: by DDP
+in the last micro-batch's backward pass, by `synchronize` for a plain module.
 
-What does depend on how samples are grouped stays so: BatchNorm normalizes by the statistics of a micro-batch of a
-rank. Its running statistics are a rank's own, and with DDP rank 0's everywhere. GroupNorm and LayerNorm have no
-such dependence; SyncBatchNorm has it only between micro-batches. Modules with collectives in their forward pass
-(SyncBatchNorm, FSDP) need the same number of micro-batches on every rank, and get it.
+Layers that depend on how samples are grouped still do. BatchNorm normalizes by the statistics of one micro-batch on one
+rank; its running statistics are those of each rank, or with DDP those of rank 0 everywhere. SyncBatchNorm depends only
+on how a step is split into micro-batches. GroupNorm and LayerNorm have no such dependence. Modules with collectives in
+their forward pass (SyncBatchNorm, FSDP) need the same number of micro-batches on every rank, and get it.
 """
 
 from __future__ import annotations
@@ -66,11 +66,7 @@ logger = logging.getLogger("edl.collective")
 
 
 class LossScale:
-    """The scale of losses for an optimizer, and where a step is with it. Without a scaler the scale is 1.
-
-    Args:
-        scaler: of the user; None without mixed precision.
-    """
+    """The loss scale of mixed precision, and whether this step's gradients were unscaled. Without a scaler it is 1."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self._scaler = scaler
@@ -78,24 +74,24 @@ class LossScale:
 
     @property
     def factor(self) -> float:
-        """The factor of losses."""
+        """The number that losses are multiplied by."""
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to take the gradient of."""
+        """Return the loss from which to compute gradients."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the factor out of the optimizer's gradients, once a step."""
+        """Divide the optimizer's gradients by the factor, once per step."""
         if self._scaler is not None and not self._unscaled:
-            self._unscaled = True  # even if it fails half-way: `discard_step` must undo it
+            self._unscaled = True  # set even if unscaling fails half-way: `discard_step` must undo it
             self._scaler.unscale_(optimizer)
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer.
 
         Returns:
-            False if the scaler skipped the step because of infinite gradients.
+            False if the scaler skipped the step because of infinite or NaN gradients.
         """
         if self._scaler is None:
             optimizer.step()
@@ -107,27 +103,25 @@ class LossScale:
         return self._scaler.get_scale() >= before
 
     def discard_step(self) -> None:
-        """Be as before a step that was not made."""
+        """Go back to the state before a step that is not made."""
         if self._scaler is not None and self._unscaled:
-            self._scaler.update(self._scaler.get_scale())  # begin again with the same scale
+            self._scaler.update(self._scaler.get_scale())  # forget the unscaling, keep the scale
             self._unscaled = False
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the scaler's state, None without a scaler."""
+        """Return the scaler's state, or None without a scaler."""
         return self._scaler.state_dict() if self._scaler is not None else None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from a saved state, if there is a scaler, and was when it was saved."""
+        """Resume from a saved state, if there is a scaler now and there was one then."""
         if self._scaler is not None and state is not None:
             self._scaler.load_state_dict(state)
 
 
 class OptionScaling:
-    """Scales the options of an optimizer for the time of a step: schedules and checkpoints see the user's.
+    """Scales an optimizer's options during a step only, so that schedules and checkpoints see the user's values.
 
-    Args:
-        optimizer: any of PyTorch's, or another whose parameter groups have `lr`.
-        policy: decides whether more than the rate is scaled.
+    The policy decides whether decays and epsilon are scaled in addition to the learning rate.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, policy: Policy) -> None:
@@ -144,7 +138,7 @@ class OptionScaling:
 
     @contextmanager
     def apply(self, factor: float, scale: float) -> Iterator[None]:
-        """Use other options for the block only."""
+        """Scale the options within the block: the rate by `factor`, decays and epsilon for `scale` times the batch."""
         groups = self._optimizer.param_groups
         changed = [self._scaled(group, factor, scale) for group in groups]
         before = [{name: group[name] for name in new} for group, new in zip(groups, changed, strict=True)]
@@ -192,16 +186,16 @@ def _is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, kinds) or any("betas" in group for group in optimizer.param_groups)
 
 
-# --- The optimizer step that does not depend on the world ---
+# --- The optimizer step ---
 
 
 B = TypeVar("B")
 
-_VERSION = 1  # of the state; another is refused
+_VERSION = 1  # of the saved state; any other version is refused
 
 
 class ElasticTrainer:
-    """Makes optimizer steps over global batches.
+    """Make optimizer steps over global batches, with the same result for any number of ranks.
 
     ::
 
@@ -214,24 +208,27 @@ class ElasticTrainer:
                 trainer.step()
 
     Args:
-        model: a module, also wrapped as a whole in `DistributedDataParallel` or by `fully_shard`: the wrapped module.
-        optimizer: any of PyTorch's, of parameters of the model. If there are others that it does not have, their
-            gradients are averaged, too, and left to you: step another optimizer between `synchronize` and `step`.
-        sampler: where the batches come from; `step` advances it, and its global batch is the trainer's.
-        global_batch: without a sampler, the samples that make a step over all ranks; how many really came is counted
-            in every step, by a small exchange.
-        base_batch: the global batch that the learning rate was chosen for; by default the batch that is asked for, so
-            that a policy matters only once the batch has changed.
-        max_micro_batch: samples that fit into this rank's memory at once; ranks may differ. None for no limit.
-        policy: what the rate does when the batch is not the base batch, see `edl.collective.training.learning_rate`.
-        auto: choose the global batch by itself, within these bounds; needs a policy that says what the rate does then.
-        schedule: moved on by the samples trained, after every step.
-        scaler: a `torch.amp.GradScaler`: losses are scaled, gradients unscaled before they are clipped.
-        clip_norm: largest norm of the whole gradient of a step, of the optimizer's parameters.
-        group: the process group of the ranks, torch's default group if None. With DDP it must be its own.
+        model: The module to train. If you wrapped it as a whole in `DistributedDataParallel` or by `fully_shard`, pass
+            the wrapped module.
+        optimizer: Any PyTorch optimizer of the model's parameters. Gradients of parameters that it does not have are
+            averaged too, and left to you: step another optimizer between `synchronize` and `step`.
+        sampler: Source of the batches. `step` advances it, and its global batch is the trainer's.
+        global_batch: Samples per step over all ranks, if there is no sampler. The actual number is counted in every
+            step by a small exchange.
+        base_batch: Global batch in samples that the learning rate was chosen for. By default the batch that you asked
+            for, so that a policy has an effect only after the batch changes.
+        max_micro_batch: Samples that fit into this rank's memory at once, None for no limit. Ranks may differ.
+        policy: How the learning rate changes when the batch is not the base batch, see
+            `edl.collective.training.learning_rate`.
+        auto: Bounds within which the trainer chooses the global batch itself. Requires a policy.
+        schedule: Learning rate schedule, advanced after every step by the samples trained.
+        scaler: A `torch.amp.GradScaler` for mixed precision. Losses are scaled, and gradients unscaled before they are
+            clipped.
+        clip_norm: Largest norm of a step's gradient over all of the optimizer's parameters; None for no clipping.
+        group: Process group of the ranks, torch's default group if None. With DDP, it must be the group that DDP uses.
 
     Raises:
-        SettingsError: arguments contradict each other, or gradients would not be averaged once over the ranks.
+        SettingsError: Arguments contradict each other, or gradients would not be averaged exactly once over the ranks.
     """
 
     def __init__(
@@ -255,7 +252,7 @@ class ElasticTrainer:
         if auto is not None and policy is None:
             raise SettingsError("auto changes the batch, policy says what the learning rate does then: pass one, too")
         asked = sampler.asked if sampler is not None else global_batch or 0
-        micro_batch_sizes(1, max_micro_batch)  # refuses what cannot be
+        micro_batch_sizes(1, max_micro_batch)  # raises if max_micro_batch is invalid
         self.model = model
         self.optimizer = optimizer
         self.sampler = sampler
@@ -292,7 +289,7 @@ class ElasticTrainer:
 
     @property
     def progress(self) -> float:
-        """What the schedule is moved to, in samples; see `RateScaling.progress`."""
+        """Position of the schedule, in samples; see `RateScaling.progress`."""
         return self._scaling.progress
 
     @property
@@ -302,33 +299,34 @@ class ElasticTrainer:
 
     @property
     def rate_factor(self) -> float:
-        """The factor of the optimizer's learning rates in the next step, by the policy."""
+        """The factor by which the policy multiplies the optimizer's learning rates in the next step."""
         return self._scaling.factor(self.noise)
 
-    # --- One step. ---
+    # --- One step ---
 
     def micro_batches(
         self, batch: B, rows: int | None = None, *, weights: Tensor | Sequence[float] | None = None
     ) -> Iterator[B]:
-        """Cut this rank's share of a global batch; call `backward` once for every micro-batch that comes.
+        """Cut this rank's share of a global batch into micro-batches; call `backward` once for each.
 
-        A rank without a sample of its own gets a micro-batch of a row all the same if its module needs a backward to
-        take part. It weighs nothing, as long as its loss is finite.
+        If the module needs a backward pass on every rank, a rank without a sample still gets a micro-batch with the
+        fewest rows that the module can take. It has no weight, but its loss must be finite.
 
         Args:
-            batch: tensors, or a nest of them, with a row for every sample; see `edl.collective.training.step`.
-            rows: without a sampler, how many of its rows count, all if None; 0 for a rank that has none but must have a
-                batch. A sampler knows that by itself.
-            weights: what the rows of the batch weigh in the mean loss, shape (rows,), such as how many of their tokens
-                are no padding; on every rank, or on none. The ranks add them up, by a small exchange. Without them all
-                rows weigh the same. The loss that `backward` gets is then the weighted mean over the micro-batch.
+            batch: Tensors, or a nest of them, with one row per sample; see `edl.collective.training.sampler`.
+            rows: Without a sampler, how many of the batch's rows count, all if None. Pass 0 on a rank that has no
+                sample but must have a batch. With a sampler, leave it out.
+            weights: Weight of each row of the batch in the mean loss, such as its number of tokens without padding; one
+                finite, non-negative number per row, shape (rows of the batch,). Pass them on every rank or on none. The
+                ranks add them up by a small exchange. None weights all rows equally. With weights, the loss that you
+                pass to `backward` must be the weighted mean over the micro-batch.
 
         Yields:
-            Micro-batches, of the same structure as the batch.
+            Micro-batches, with the same structure as the batch.
 
         Raises:
-            SettingsError: the batch is not the share that the sampler gave, the step before it was not finished, no
-                rank has a sample, or the weights are no finite numbers from 0 on.
+            SettingsError: The batch is not the share that the sampler gave, the previous step was not finished, no rank
+                has a sample, or the weights are not finite, non-negative numbers.
         """
         if self._step is not None:
             raise SettingsError("the step before was not finished: call step(), or discard() after an error")
@@ -357,10 +355,10 @@ class ElasticTrainer:
         """Add the gradient of a micro-batch.
 
         Args:
-            loss: its mean over the micro-batch's rows, or over their `weights`; a scalar.
+            loss: Mean loss over the micro-batch's rows, weighted by their `weights` if you passed any; a scalar.
 
         Raises:
-            SettingsError: no micro-batch is due, or a loss without weight is not finite.
+            SettingsError: No micro-batch is due, or the loss of a micro-batch without weight is not finite.
         """
         step = self._step
         if step is None or step.due is None:
@@ -385,10 +383,10 @@ class ElasticTrainer:
     def synchronize(self) -> None:
         """Average gradients over the whole global batch, on every rank, then unscale and clip them.
 
-        `step` does this. Call it before only to look at the gradients, or to change them in the same way on all ranks.
+        `step` does this. Call it yourself only to read the gradients, or to change them in the same way on all ranks.
 
         Raises:
-            SettingsError: micro-batches of the step are left.
+            SettingsError: `backward` was not called for all micro-batches of the step.
         """
         step = self._step
         if step is None or step.left:
@@ -421,7 +419,7 @@ class ElasticTrainer:
         if self.schedule is not None and updated:
             self.schedule.move_to(self.progress)
         if self._tuner is not None:
-            usual = step.samples == self._scaling.batch  # the last batch of an epoch takes another time
+            usual = step.samples == self._scaling.batch  # an epoch's smaller last batch would distort the times
             seconds = time.perf_counter() - step.began_at if usual else None
             now = RunState(step.world, batch, self.max_micro_batch, self.noise)
             wanted = self._tuner.record_step(now, seconds, self._group, self._device)
@@ -430,23 +428,23 @@ class ElasticTrainer:
             self._stepped_at = time.perf_counter()
 
     def discard(self, *, retry: bool = False) -> None:
-        """Drop a step that was begun, after an error. Every rank must do this, in the same step.
+        """Drop the current step after an error. Every rank must do this, in the same step.
 
-        With DDP none may have begun its last micro-batch unless all have, with FSDP all must have got equally far: a
-        forward pass sends there, and a rank that did so alone stays out of step.
+        With DDP, either all ranks or none may have begun their last micro-batch. With FSDP, all must have got equally
+        far. Both send in these passes, and a rank that did so alone stays out of step.
 
-        The loader has moved on. So the step's samples are left out of this epoch, by all ranks alike, which a warning
-        says; the next batch follows, and `samples` and schedules do not count what was not trained. With `retry`
-        they are still due: give `micro_batches` the same batch again, after lowering `max_micro_batch` for instance.
+        The loader has already moved on, so all ranks leave the step's samples out of this epoch, and a warning says so.
+        The next batch follows; `samples` and schedules do not count what was not trained. With `retry` the samples are
+        still due: pass the same batch to `micro_batches` again, for instance after lowering `max_micro_batch`.
 
-        Nothing is left out where the sampler was restored or iterated over again since the step began: then the samples
-        come again. Without a step under way only gradients are dropped.
+        Nothing is left out if the sampler was restored or iterated over again since the step began, because the samples
+        then come again. If no step is in progress, only gradients are dropped.
 
         Args:
-            retry: the same samples are to be trained again.
+            retry: Whether you will train the same samples again.
 
         Raises:
-            SettingsError: FSDP keeps gradients of the step out of reach.
+            SettingsError: FSDP holds gradients of the step that cannot be dropped.
         """
         step = self._step
         self._drop_step()
@@ -456,7 +454,7 @@ class ElasticTrainer:
         logger.warning("a step was discarded: %d samples are left out of epoch %d", step.samples, self.sampler.epoch)
 
     def _drop_step(self) -> None:
-        """Drop the step under way."""
+        """Drop the current step without counting its samples."""
         step = self._step
         if step is not None and step.begun and step.left and is_sharded(self.model):
             raise SettingsError(
@@ -466,21 +464,22 @@ class ElasticTrainer:
         self._step = None
         cuts, self._cuts = self._cuts, None
         if cuts is not None:
-            cuts.close()  # or it would keep DDP from averaging until an exception lets go of it
+            cuts.close()  # or DDP would not average until the exception that refers to the generator is freed
         self.model.zero_grad(set_to_none=True)
         self._scale.discard_step()
         if self._meter is not None:
             self._meter.discard_step()
 
-    # --- The batch. ---
+    # --- The batch ---
 
     def resize(self, global_batch: int) -> None:
-        """Use another global batch, as soon as what the ranks' loaders have read ahead is trained.
+        """Use another global batch, as soon as the batches that the ranks' loaders have read ahead are trained.
 
-        Every rank must call it after the same step. With a sampler the ranks agree on when by a small exchange.
+        Every rank must call this after the same step. With a sampler, the ranks agree on the position by a small
+        exchange.
 
         Args:
-            global_batch: samples of a step.
+            global_batch: Samples per step, over all ranks.
         """
         if self.sampler is None:
             self._scaling.set_batch(global_batch, self.noise)
@@ -489,10 +488,10 @@ class ElasticTrainer:
             places = exchange([handed], self._group, self._device)
             self.sampler.resize(global_batch, at=max(place for (place,) in places))
 
-    # --- State. ---
+    # --- State ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must survive beside model, optimizer and sampler; the same on every rank."""
+        """Return what a checkpoint needs in addition to model, optimizer and sampler; the same on every rank."""
         return {
             "version": _VERSION,
             "asked": self._asked,
@@ -504,15 +503,15 @@ class ElasticTrainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, also in another world. Load the sampler's state as well.
+        """Resume from a saved state, in a world of any size. Load the sampler's state as well.
 
-        As with the sampler, a `global_batch` argument other than the saved run's holds from here on.
+        As with the sampler, a `global_batch` argument that differs from the saved run's applies from here on.
 
         Args:
-            state: what `state_dict` returned, on any rank of any world.
+            state: A state that `state_dict` returned, on any rank of any world.
 
         Raises:
-            ProtocolError: it is of another version of EDL.
+            ProtocolError: The state was saved by another version of EDL.
         """
         if state.get("version") != _VERSION:
             raise ProtocolError(f"a trainer's state of version {state.get('version')!r}: this EDL reads {_VERSION}")
@@ -526,21 +525,21 @@ class ElasticTrainer:
             if part is not None and saved is not None:
                 part.load_state_dict(saved)
 
-    # --- Inside. ---
+    # --- Internals ---
 
     @property
     def _device(self) -> torch.device:
         return self._parameters[0].device
 
     def _updated(self) -> list[Tensor]:
-        """Return the optimizer's parameters."""
+        """Return the parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _check_least_rows(self) -> None:
-        """Let no rank, and no micro-batch, have a single row where the model normalizes over rows.
+        """Make sure that no rank and no micro-batch has a single row if the model normalizes over rows.
 
         Raises:
-            SettingsError: some would all the same.
+            SettingsError: The settings would still lead to a single row.
         """
         self._least = least_rows(self.model)
         self._strict = fails_with_one_row(self.model)
@@ -548,7 +547,7 @@ class ElasticTrainer:
             self.sampler.require_rows(self._least)
         if not self._strict:
             return
-        if self.max_micro_batch is not None and self.max_micro_batch < 3:  # three rows are cut into two and one
+        if self.max_micro_batch is not None and self.max_micro_batch < 3:  # with 2, three rows become two and one
             raise SettingsError(f"max_micro_batch={self.max_micro_batch}: some would be of one row, and {ONE_ROW}")
         sampler = self.sampler
         if sampler is not None and (

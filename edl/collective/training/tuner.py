@@ -1,21 +1,21 @@
-"""The automatic batch of a run: measures its steps, chooses the batch with the best goodput, and logs the decision.
+"""Automatic batch sizes: measures a run's steps, chooses the batch with the best goodput, and logs the decision.
 
 Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021, section 3: with a
-step time T (`step_time`), a noise scale of phi samples (`noise`) and the base batch B0 that the learning rate was
-chosen for, the goodput of a batch B is B/T · (phi + B0)/(phi + B). T is here with the wait for the loader.
+step time T, a noise scale of phi samples (`noise`) and the base batch B0 that the learning rate was chosen for, the
+goodput of a batch B is B/T · (phi + B0)/(phi + B). Here, T includes the wait for the loader.
 
-The model is that of Qiao et al., "Pollux", OSDI 2021, section 3.2. With m rows in each of s + 1 micro-batches on each
-of W ranks, a step takes
+The step time follows section 3.2 of the same paper. With m rows in each of s + 1 micro-batches on each of W ranks, a
+step takes
 
     T = s·T_grad + (T_grad^g + T_sync^g)^(1/g)
     T_grad = a + b·m,   T_sync = 0 for W = 1, otherwise c + d·(W - 2)
 
-where g from 1 to 10 says how far sending gradients hides behind computing them. The numbers are found by least squares
-of the logarithms, as errors of times are relative.
+where g from 1 to 10 says how far sending gradients overlaps with computing them. The numbers are fitted by least
+squares of the logarithms, because errors of times are relative.
 
-Pollux leaves out what a rank waits for between two steps, which is its loader most of all. For R rows of a rank's share
-that is L = p + q·R if the loader reads when it is asked, and max(0, L - T) if it reads ahead; which of the two, and p
-and q, is what explains the measured waits best.
+Pollux leaves out how long a rank waits between two steps, mostly for its loader. For a share of R rows that is
+L = p + q·R if the loader reads on demand, and max(0, L - T) if it reads ahead. Which of the two applies, and p and q,
+are chosen to fit the measured waits best.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ __all__ = [
 logger = logging.getLogger("edl.collective")
 
 
-_GAMMAS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)  # Pollux's range; between neighbours a predicted time differs by percents
-_FARTHEST = 20.0  # of logarithms, from the start of the search: e^20 is beyond any cost, and far from overflow
+_GAMMAS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)  # Pollux's range; predictions for neighbours differ by a few percent
+_FARTHEST = 20.0  # largest change of a logarithm in the search: e^20 exceeds any real cost, and is far from overflow
 _NO_WAIT = 0.02
-"""Of a step: what the loop itself needs between two steps, so that a shorter wait is not a loader's."""
+"""Shorter waits, as a fraction of a step, are not counted as the loader's: the loop itself needs that long."""
 
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """How long steps took in a setting.
+    """How long steps took in one setting.
 
     Attributes:
-        world: the number of ranks.
-        rows: of a micro-batch, on the rank that has most.
-        parts: micro-batches of a step, on the rank that has most.
-        seconds: of a step, on the slowest rank; the median of several.
-        waited_s: between two steps, for the next batch, on the rank that waits longest.
+        world: Number of ranks.
+        rows: Rows of a micro-batch, on the rank that has most.
+        parts: Micro-batches of a step, on the rank that has most.
+        seconds: Seconds of a step, on the slowest rank; the median of several steps.
+        waited_s: Seconds between two steps, waiting for the next batch, on the rank that waits longest.
     """
 
     world: int
@@ -86,13 +86,13 @@ class StepMeasurement:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The fitted model of the formula.
+    """The fitted step time, with the numbers of the module's formula.
 
     Attributes:
         fixed_s: a, in seconds.
-        row_s: b, in seconds.
+        row_s: b, in seconds per row.
         sync_s: c, in seconds.
-        rank_s: d, in seconds.
+        rank_s: d, in seconds per rank.
         gamma: g.
     """
 
@@ -103,25 +103,19 @@ class StepTime:
     gamma: float = 1.0
 
     def seconds(self, world: int, rows: float, parts: int) -> float:
-        """Return the seconds of an optimizer step.
-
-        Args:
-            world: the number of ranks.
-            rows: of a micro-batch.
-            parts: micro-batches of a rank.
-        """
+        """Return the seconds of an optimizer step with `parts` micro-batches of `rows` rows on each rank."""
         table = np.array([[world], [rows], [parts], [0.0]], dtype=np.float64)
         return float(_times(table, [self.fixed_s, self.row_s, self.sync_s, self.rank_s], self.gamma)[0])
 
 
 @dataclass(frozen=True)
 class LoaderTime:
-    """How long a rank's loader needs for its share of a batch, in seconds: p and q of the formula.
+    """How long a rank's loader needs for its share of a batch: p and q of the module's formula.
 
     Attributes:
-        fixed_s: p.
-        row_s: q.
-        ahead: it reads while a step computes.
+        fixed_s: p, in seconds.
+        row_s: q, in seconds per row.
+        ahead: Whether the loader reads while a step computes.
     """
 
     fixed_s: float = 0.0
@@ -129,30 +123,23 @@ class LoaderTime:
     ahead: bool = False
 
     def waited_s(self, share: float, step_s: float) -> float:
-        """Return the wait for a batch, in seconds.
-
-        Args:
-            share: rows of the rank's share.
-            step_s: seconds of a step.
-        """
+        """Return the seconds that a rank waits for a share of `share` rows, with steps of `step_s` seconds."""
         needed_s = self.fixed_s + self.row_s * share
         return max(0.0, needed_s - step_s) if self.ahead else needed_s
 
 
 def fit_loader_time(measured: Sequence[StepMeasurement]) -> LoaderTime:
-    """Find the loader that explains the measured waits best. From a single share, all rows cost the same.
+    """Find the loader that explains the measured waits best.
 
-    Where several explain them as well, the loader that promises least for larger batches is taken.
-
-    Args:
-        measured: steps, in several settings.
+    If only one share size was measured, all of the time is put down to its rows. If several loaders explain the waits
+    equally well, the one that predicts the longest waits for larger batches is chosen.
     """
     if not measured:
         return LoaderTime()
     found: list[tuple[float, float, LoaderTime]] = []
     largest = max(measured, key=lambda step: step.share)
     for ahead in (False, True):
-        # A loader that reads ahead and is not waited for needs at most a step: that says nothing more.
+        # A loader that reads ahead and causes no wait needs at most a step's time; that tells nothing more.
         telling = [step for step in measured if not ahead or step.waited_s > _NO_WAIT * step.seconds]
         points = [(step.share, step.waited_s + (step.seconds if ahead else 0.0)) for step in telling]
         for model in _lines(points, ahead=ahead):
@@ -166,7 +153,7 @@ def fit_loader_time(measured: Sequence[StepMeasurement]) -> LoaderTime:
 
 
 def _lines(points: list[tuple[int, float]], *, ahead: bool) -> list[LoaderTime]:
-    """Return lines through points of (rows, seconds), by least squares and through the origin, not below 0."""
+    """Return lines through points of (rows, seconds), by least squares and through the origin; nothing is below 0."""
     if not points:
         return [LoaderTime(ahead=ahead)]
     rows, seconds = np.array(points, dtype=np.float64).T
@@ -181,13 +168,10 @@ def _lines(points: list[tuple[int, float]], *, ahead: bool) -> list[LoaderTime]:
 
 
 def fit_step_time(measured: Sequence[StepMeasurement]) -> StepTime:
-    """Find the model that explains the measured times best; what they do not tell is taken to cost nothing.
-
-    Args:
-        measured: steps, in several settings.
+    """Find the model that explains the measured times best. Costs that the measurements cannot tell apart are set to 0.
 
     Raises:
-        SettingsError: there is no measurement.
+        SettingsError: There is no measurement.
     """
     if not measured:
         raise SettingsError("no step was measured yet")
@@ -201,7 +185,7 @@ def fit_step_time(measured: Sequence[StepMeasurement]) -> StepTime:
 
 
 def _starts(table: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
-    """Return where to search from: most of the shortest micro-batch is spent on its rows, or little of it."""
+    """Return points to search from: either few or most of the shortest micro-batch's seconds are fixed costs."""
     _, rows, parts, seconds = table
     shortest = float((seconds / parts).min())
     return [
@@ -213,10 +197,10 @@ def _starts(table: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
 def _search(
     table: npt.NDArray[np.float64], gamma: float, start: npt.NDArray[np.float64], free: npt.NDArray[np.bool_]
 ) -> tuple[float, StepTime]:
-    """Minimize by Levenberg and Marquardt's method over logarithms of the free numbers, which keeps them above zero."""
+    """Minimize by the Levenberg-Marquardt method, over logarithms of the free numbers so that they stay above zero."""
 
     def numbers(logs: npt.NDArray[np.float64]) -> list[float]:
-        # What costs nothing would otherwise run away to minus infinity, where the slopes vanish.
+        # Without the clip, a number that should be 0 would run away to minus infinity, where slopes vanish.
         found: list[float] = np.where(free, np.exp(np.clip(logs, start - _FARTHEST, start + _FARTHEST)), 0.0).tolist()
         return found
 
@@ -242,34 +226,34 @@ def _search(
 
 
 def _times(table: npt.NDArray[np.float64], numbers: list[float], gamma: float) -> npt.NDArray[np.float64]:
-    """Return `StepTime.seconds` of every column of (world, rows, parts, ...), shape (4, steps)."""
+    """Return `StepTime.seconds` for every column of a table of (world, rows, parts, seconds), shape (4, steps)."""
     world, rows, parts, _ = table
     fixed_s, row_s, sync_s, rank_s = numbers
     grad = fixed_s + row_s * rows
     sync = np.where(world > 1, sync_s + rank_s * (world - 2), 0.0)
     longer, shorter = np.maximum(grad, sync), np.minimum(grad, sync)
-    # Scaled by the longer one, so that the tenth power of a millisecond does not vanish.
+    # Scaled by the longer one, so that the tenth power of a millisecond does not underflow.
     together = longer * (1 + (shorter / longer) ** gamma) ** (1 / gamma)
     times: npt.NDArray[np.float64] = (parts - 1) * grad + together
     return times
 
 
-# --- Which batch makes the most progress a second ---
+# --- Choosing the batch with the best goodput ---
 
 
-_LEAST_EFFICIENCY = 0.5  # of samples in a batch that is tried only to measure it: half of them would be wasted
-_GROWTH = 2.0  # of the batch at a change: farther away the model of step times was never seen to hold
+_LEAST_EFFICIENCY = 0.5  # a batch tried only to measure it must exceed this by 0.1, or about half of it is wasted
+_GROWTH = 2.0  # largest growth of the batch in one change: the fitted step times were never tested farther away
 
 
 @dataclass(frozen=True)
 class AutoBatch:
-    """Lets the trainer choose the global batch.
+    """Let the trainer choose the global batch.
 
     Attributes:
-        least: samples of the smallest global batch.
-        most: samples of the largest global batch.
-        every_steps: after how many steps to decide again.
-        margin: by which part the goodput must be better than the present for a change.
+        least: Samples of the smallest global batch.
+        most: Samples of the largest global batch.
+        every_steps: Steps between two decisions.
+        margin: Smallest gain in goodput for which the batch changes, as a fraction of the present goodput.
     """
 
     least: int
@@ -287,10 +271,7 @@ class AutoBatch:
 def statistical_efficiency(noise_scale: float, batch: int, base_batch: int) -> float:
     """Return the progress that a sample makes, relative to a sample in the base batch.
 
-    Args:
-        noise_scale: of the gradients, in samples; may be infinite.
-        batch: samples of a step.
-        base_batch: samples of a step that the learning rate was chosen for.
+    `noise_scale` is in samples, and may be infinite.
     """
     if math.isinf(noise_scale):
         return 1.0
@@ -302,8 +283,8 @@ class BatchSizeDecision:
     """A decision about the global batch.
 
     Attributes:
-        batch: samples from now on.
-        reason: for the log, in a line.
+        batch: Samples per step from now on.
+        reason: One line for the log.
     """
 
     batch: int
@@ -322,20 +303,11 @@ def choose_batch_size(
 ) -> BatchSizeDecision:
     """Choose the global batch with the largest goodput that the model predicts.
 
-    It never more than doubles at once, since the model is fitted to what was seen. As long as a single micro-batch size
-    was seen, which cannot tell a step's fixed cost from that of its rows, it is doubled where that wastes little.
+    A batch outside the bounds moves to the nearest bound. Otherwise it at most doubles at once (or grows to one sample
+    per rank), because the model is fitted to what was measured. If only one micro-batch shape was measured, a step's
+    fixed cost cannot be told from that of its rows; the batch is then doubled if that wastes little.
 
-    Args:
-        settings: the bounds.
-        measured: step times, in several settings.
-        noise_scale: in samples, None if not known yet.
-        batch: samples of a step now.
-        base_batch: samples of a step that the learning rate was chosen for.
-        world: the number of ranks.
-        max_micro_batch: the smallest of all ranks.
-
-    Returns:
-        The batch, and the reason.
+    `noise_scale` is in samples, or None if it is not known yet. `max_micro_batch` is the smallest of all ranks.
     """
     inside = min(max(batch, settings.least), settings.most)
     if inside != batch:
@@ -382,12 +354,7 @@ def choose_batch_size(
 def micro_batch_shape(batch: int, world: int, max_micro_batch: int | None) -> tuple[int, int]:
     """Return the rows of a micro-batch and the number of micro-batches, on the rank that has most.
 
-    A single rank makes at least two micro-batches: with a single group of samples, noise could not be measured.
-
-    Args:
-        batch: samples of a step.
-        world: the number of ranks.
-        max_micro_batch: samples that fit into the ranks' memory, None for no limit.
+    A single rank makes at least two micro-batches, because noise cannot be measured with a single group of samples.
     """
     rows = -(-batch // world)
     parts = -(-rows // max_micro_batch) if max_micro_batch else 1
@@ -397,7 +364,7 @@ def micro_batch_shape(batch: int, world: int, max_micro_batch: int | None) -> tu
 
 
 def _candidates(least: int, most: int, batch: int, world: int, max_micro_batch: int | None) -> list[int]:
-    """Return sizes between the bounds, about a tenth apart, and sizes that fill the ranks' memory exactly."""
+    """Return sizes between the bounds, about 10% apart, and sizes that fill the ranks' memory exactly."""
     sizes = {least, batch, most}
     size = float(least)
     while size < most:
@@ -409,21 +376,21 @@ def _candidates(least: int, most: int, batch: int, world: int, max_micro_batch: 
     return sorted(sizes)
 
 
-# --- The automatic batch of a run ---
+# --- The tuner of a run ---
 
 
-_KEPT = 32  # settings whose times are kept: the oldest are of batches long left behind, and a fit takes longer
+_KEPT = 32  # settings whose times are kept: older ones are of batches no longer used, and would slow the fit
 
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at a step.
+    """A run at one step.
 
     Attributes:
-        world: the number of ranks.
-        batch: samples of a step.
-        max_micro_batch: samples that fit into this rank's memory, None for no limit.
-        noise: of the gradients.
+        world: Number of ranks.
+        batch: Samples of a step.
+        max_micro_batch: Samples that fit into this rank's memory, None for no limit.
+        noise: Gradient noise until now.
     """
 
     world: int
@@ -433,42 +400,28 @@ class RunState:
 
 
 class BatchSizeTuner:
-    """Collects step times between two decisions. All that is saved is the same on every rank.
-
-    Args:
-        settings: the bounds.
-        base_batch: samples of a step that the learning rate was chosen for.
-    """
+    """Collects step times and decides on the batch every so often. Its saved state is the same on every rank."""
 
     def __init__(self, settings: AutoBatch, base_batch: int) -> None:
         self.settings = settings
         self.base_batch = base_batch
         self._steps = 0
-        self._setting = (0, 0)  # world and batch that the times are of
-        self._seconds: list[float] = []  # of this rank, since the last decision or change
+        self._setting = (0, 0)  # world and batch to which the times belong
+        self._seconds: list[float] = []  # on this rank, since the last decision or change
         self._waits: list[float] = []
         self._measured: dict[tuple[int, int, int], tuple[float, float]] = {}
 
     def record_wait(self, seconds: float) -> None:
-        """Record how long this rank waited between two steps, for its next batch.
-
-        Args:
-            seconds: of the wait.
-        """
+        """Record how many seconds this rank waited between two steps for its next batch."""
         self._waits.append(seconds)
 
     def record_step(
         self, now: RunState, seconds: float | None, group: dist.ProcessGroup | None, device: torch.device
     ) -> int:
-        """Record a finished step, and now and then decide on the batch.
+        """Record a finished step, and every `every_steps` steps decide on the batch.
 
-        A collective: all ranks call it after every step.
-
-        Args:
-            now: the run at this step.
-            seconds: that the step took on this rank, None if that is not to be counted.
-            group: the process group of the ranks.
-            device: from which the group's backend can send.
+        Collective: all ranks call it after every step. `seconds` is the time of the step on this rank, or None if the
+        step should not be counted.
 
         Returns:
             The global batch from now on, the same on every rank.
@@ -485,14 +438,14 @@ class BatchSizeTuner:
         waited = round(statistics.median(self._waits) * 1e6) if self._waits else 0
         self._clear()
         everyone = exchange([micros, waited, now.max_micro_batch or 0], group, device)
-        # A rank that waits for its loader has the others wait for it in their steps: those are not slow.
+        # While one rank waits for its loader, the others wait for it within their steps, but are not slow themselves.
         waited_s = max(waited for _, waited, _ in everyone) / 1e6
         whole_s = max(micros + waited for micros, waited, _ in everyone) / 1e6
         slowest_s = max(whole_s - waited_s, min(micros for micros, _, _ in everyone) / 1e6)
         tightest = min((most for _, _, most in everyone if most), default=None)
         decision = self._decide(replace(now, max_micro_batch=tightest), slowest_s, waited_s)
         logger.info("%s", decision.reason)
-        # Rounding may differ between kinds of machines: what the first rank decides holds for all.
+        # Rounding may differ between kinds of machines, so all ranks use the first rank's decision.
         (batch,) = exchange([decision.batch], group, device)[0]
         return batch
 
@@ -503,7 +456,7 @@ class BatchSizeTuner:
     def _decide(self, now: RunState, seconds: float, waited_s: float) -> BatchSizeDecision:
         if seconds > 0:
             setting = (now.world, *micro_batch_shape(now.batch, now.world, now.max_micro_batch))
-            self._measured.pop(setting, None)  # the newest last
+            self._measured.pop(setting, None)  # so that the newest comes last
             self._measured[setting] = (seconds, waited_s)
         for old in list(self._measured)[:-_KEPT]:
             del self._measured[old]
@@ -518,17 +471,13 @@ class BatchSizeTuner:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers."""
+        """Return the state as plain numbers and lists."""
         return {"steps": self._steps, "measured": [[*key, *times] for key, times in self._measured.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with saved measurements, also of other worlds.
-
-        Args:
-            state: as `state_dict` returned it.
-        """
+        """Resume from saved measurements, including those of other world sizes."""
         self._steps = int(state["steps"])
         self._clear()
         self._measured = {}
-        for world, rows, parts, seconds, *waited_s in state["measured"]:  # before 0.1.0 without the wait
+        for world, rows, parts, seconds, *waited_s in state["measured"]:  # no wait was saved before 0.1.0
             self._measured[int(world), int(rows), int(parts)] = float(seconds), float(waited_s[0] if waited_s else 0.0)

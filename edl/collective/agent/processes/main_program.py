@@ -39,8 +39,7 @@ __all__ = [
 
 
 def redirect_output(environ: Mapping[str, str]) -> None:
-    """Redirect the output of this process and its children to the files EDL_STDOUT and EDL_STDERR of `environ`, if set.
-    """
+    """Redirect the output of this process and its children to `environ`'s EDL_STDOUT and EDL_STDERR, if set."""
     for name, stream, descriptor in (("EDL_STDOUT", sys.stdout, 1), ("EDL_STDERR", sys.stderr, 2)):
         path = environ.get(name)
         if path:

@@ -2,9 +2,9 @@
 
 Some modules must be imported by every worker itself: a module that starts a thread or a pool of OpenMP threads (a fork
 has none of them, and would wait for them for ever), opens a connection (all forks would write to the same one), uses
-CUDA, or reads its rank from the environment. Nobody knows what a module does until it is imported. So this module
-imports it and checks, partly with a test fork. If a module turns out unfit, the process is thrown away and another one
-starts without it.
+CUDA, or reads its rank from the environment. That shows only once the module has been imported. So this module imports
+it and checks, partly with a test fork. If a module turns out unfit, the process is thrown away and another one starts
+without it.
 
 `multiprocessing.set_forkserver_preload` is not enough. It imports what it is given, ignores an ImportError silently and
 checks none of the above, so a module that reads RANK would give all workers the server's value. Its server also forks

@@ -73,8 +73,7 @@ class Agent:
                 name = signal.Signals(self._signals.number).name
                 context.shutdown.end = TerminationMessage(node=context.id, message=f"asked to leave ({name})")
             context.shutdown.code = code
-            # Written before the last state is stored, because that takes time and whoever asked this node to leave may
-            # not wait.
+            # Written before the last state is stored, because that takes time and the sender of a signal may not wait.
             write_termination_message(self._spec.termination_log, context.shutdown.termination)
         exit_code = context.shutdown.exit_code
         assert exit_code is not None

@@ -96,7 +96,7 @@ _SILENT_S = 1.0  # most states are stored sooner, which needs no message
 
 @dataclass
 class ShutdownState:
-    """What an agent needs to know when it releases everything.
+    """State that decides how an agent releases everything.
 
     Attributes:
         code: The exit code; None while there is none.
@@ -114,7 +114,7 @@ class ShutdownState:
 
     @property
     def exit_code(self) -> int | None:
-        """The process's exit code. A finished job is no success while its result is not in storage."""
+        """The process's exit code. A finished job has not succeeded until its result is in storage."""
         return ExitCode.NOT_STORED if self.code == ExitCode.DONE and not self.stored else self.code
 
     @property

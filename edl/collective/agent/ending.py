@@ -136,7 +136,7 @@ class StopSignals:
 
 
 _MAX_BYTES: Final = 4096
-"""What the kubelet reads. It keeps only the end of a longer file, which would not be JSON."""
+"""Size that the kubelet reads. It keeps only the end of a longer file, which would not be JSON."""
 _NAME_CHARS: Final = 253  # of a node's name, the longest a host name can be; the rest is for the message
 _GAP: Final = "\n[...]\n"
 _LEAST_PARTS_BYTES: Final = 200

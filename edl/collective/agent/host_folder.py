@@ -186,7 +186,7 @@ def _locked_folder(folder: Path) -> Iterator[None]:
             if time.monotonic() > deadline:
                 raise EDLError(f"{folder}, the job's folder in memory, cannot be used: {exc.strerror}") from exc
             continue
-        # An agent that holds the lock for longer was stopped. What it locked does not count as abandoned.
+        # An agent that holds the lock for longer was stopped. The folders that it locked do not count as abandoned.
         if (_locked(file) or time.monotonic() > deadline) and _is(folder, file):
             break
         os.close(file)

@@ -1,4 +1,4 @@
-"""What a node does before it joins a job: check that there is work, test itself, and import the script's modules."""
+"""Joins a job: checks that there is work, tests the node, and imports the script's modules before that."""
 
 from __future__ import annotations
 

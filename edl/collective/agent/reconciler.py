@@ -172,7 +172,7 @@ class NodeReconciler:
         if self._worker_group.running:
             self._worker_group.pages.request_pause(world.pause_at)
         if self._signals.stopping and self._worker_group.running and not self._worker_group.reports_steps:
-            self._worker_group.terminate_workers(self._signals.number)  # there is no pause to wait for
+            self._worker_group.terminate_workers(self._signals.number)  # they cannot pause, so nothing is waited for
         self._update_own_record(world)
         return None
 

@@ -1,7 +1,7 @@
 """Decides which nodes train together: a plain state machine over the Store's records (`edl.collective.job_records`).
 
 All agents see the same records and may compute the next world from them (`next_world`). Compare-and-set lets only one
-of them write it, and the others follow. So there is no leader to lose, and never a second world at the same time: a
+of them write it, and the others follow. So no leader can be lost, and there is never a second world at the same time: a
 world exists only once it is written.
 
     forming ──enough nodes──> running ──every member finished──> done
@@ -59,7 +59,7 @@ class RendezvousSettings:
 
 @dataclass(frozen=True)
 class LocalObservation:
-    """What an agent knows in addition to the records.
+    """An agent's own observations, in addition to the records.
 
     Attributes:
         node: The agent's node; may be empty for a member. Only members know whether workers can pause, so a node that

@@ -30,7 +30,7 @@ count as new.
 class StatusPublisher:
     """Keeps an agent's ledger up to date. Its methods are for the agent's thread, and only `close` waits for the store.
 
-    What cannot be written because the store does not answer is included in the next write.
+    A write that fails because the store does not answer is included in the next one.
     """
 
     def __init__(self, store: Store, job: str, node: str, workers: int) -> None:

@@ -50,14 +50,14 @@ __all__ = [
 MAX_SPANS: Final = 600
 """About as many as a picture of a timeline has columns to distinguish; less than 40 KB as JSON."""
 _MICRO: Final = 1_000_000  # microseconds per second
-_MAX_MARKS: Final = 300  # a line in a picture shows no more corners; less than 15 KB as JSON
+_MAX_MARKS: Final = 300  # enough for a line in a picture; less than 15 KB as JSON
 _RATE_OVER_S: Final = 15.0  # several steps of most jobs; with more, a change shows late
 _VERSION: Final = 1  # of the JSON; any other version is refused
 _MAX_TEXT: Final = 300  # characters of an event: a line or two; 300 events stay below 120 KB in ASCII
 
 
 class TimeCategory(enum.IntEnum):
-    """What a moment was used for; exactly one category applies."""
+    """The use of a moment; exactly one category applies."""
 
     TRAIN = 0
     """Steps that count: forward, backward, waiting for other ranks' gradients, data, evaluation between steps."""
@@ -76,7 +76,7 @@ class TimeCategory(enum.IntEnum):
 
 
 class AgentState(enum.Enum):
-    """What an agent is doing."""
+    """The current activity of an agent."""
 
     STARTING = "starting"
     """It imports what workers will need and has not joined yet."""

@@ -1,6 +1,6 @@
 """Draws a picture of a job: a timeline for every node, its progress, and where the time went.
 
-matplotlib is imported only when something is drawn. Within a span the categories are stacked by their share, so many
+matplotlib is imported only when something is drawn. Within a span the categories are stacked by their share: frequent
 short saves are a thin stripe along a long bar, and areas are amounts of time.
 """
 

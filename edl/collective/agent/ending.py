@@ -192,7 +192,7 @@ def write_termination_message(path: str, message: TerminationMessage) -> None:
         try:
             os.write(file, data)
             if stat.S_ISREG(os.fstat(file).st_mode):
-                os.ftruncate(file, len(data))  # rests of an earlier run's message
+                os.ftruncate(file, len(data))  # removes what is left of a longer message
         finally:
             os.close(file)
     except (OSError, ValueError) as exc:  # ValueError: a path with a NUL

@@ -1,4 +1,4 @@
-"""Joins a job: checks that there is work, tests the node, and imports the script's modules before that."""
+"""Joins a job, after checking that there is work, testing the node and importing the script's modules."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def _read_text(path: Path) -> str:
 _ENOUGH_STEPS: Final = 3
 """Number of measured steps from which on their median counts: the first two still compile and open files."""
 _LATER_S: Final = 60.0
-"""Extra seconds that ranks may wait for a rank that hangs, beyond its own limit. So the cause is named, not they.
+"""Extra seconds that ranks may wait beyond the limit of a rank that hangs, so that it is named as the cause.
 
 It is more than the time between two checks by an agent on a busy machine.
 """
@@ -258,8 +258,8 @@ class HangLimits:
         load_s: Limit for reading a checkpoint.
         begin_s: Limit from the fork to the script's first line. A fork that takes longer waits for something that
             another thread of its parent held, and another process replaces it.
-        save_s: Limit for copying the state. A rank that waits to agree on a save with a rank that may be evaluating or
-            making a long step may take longer than that rank.
+        save_s: Limit for copying the state. A rank that waits to agree on a save has a longer limit than the rank
+            it waits for, which may be evaluating or making a long step.
         working_factor: Factor by which all of these limits are longer for a worker whose process was seen to work
             within the last half of the limit. It is finite because an endless loop works too.
     """

@@ -12,8 +12,8 @@ first node. A node that comes later is in a later list. In a running job it may 
 own computing is tested.
 
 Nodes compute alone and reduce in pairs, twice and with different partners, as in DLRover's node check. If a pair fails,
-one of its nodes is faulty. The second round pairs every suspect with a node that passed, so that the faulty node fails
-again.
+at least one of its nodes is faulty. The second round pairs every suspect with a node that passed, so that the faulty
+node fails again.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def first_groups(nodes: Sequence[str]) -> Groups:
 def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], factor: float) -> Groups:
     """Pair every suspect with a node that passed, as long as there are such nodes.
 
-    Suspects are all members of a group in which a node failed or was slow. If partners run out, the remaining suspects
-    are paired with each other. Nodes that were silent or that no suspect needs work alone.
+    Suspects are all members of a group in which a node failed or was slow. If partners run out, the suspects that
+    answered are paired with each other. The silent ones then work alone, as do nodes that no suspect needs.
 
     Returns:
         The groups of the second round; every node is in exactly one.

@@ -3,8 +3,8 @@
 Run as `python -m edl.collective.agent.health.node_probe`, with its task as JSON in the first argument; it prints JSON
 lines.
 
-A broken device need not raise: it may compute wrong results. The test numbers are small integers, which float32 (and
-TF32 and bfloat16) holds exactly in any order of summation.
+A broken device need not raise: it may compute wrong results. The test numbers are small integers: float32 holds
+their sums exactly in any order, and TF32 and bfloat16 hold the factors of the matrix products.
 """
 
 from __future__ import annotations

@@ -39,7 +39,10 @@ __all__ = [
 
 
 def redirect_output(environ: Mapping[str, str]) -> None:
-    """Redirect the output of this process and its children to `environ`'s EDL_STDOUT and EDL_STDERR, if set."""
+    """Redirect the output of this process and its children to the files that `environ` names.
+
+    `EDL_STDOUT` and `EDL_STDERR` name the files; without them the output stays where it is.
+    """
     for name, stream, descriptor in (("EDL_STDOUT", sys.stdout, 1), ("EDL_STDERR", sys.stderr, 2)):
         path = environ.get(name)
         if path:
@@ -59,7 +62,7 @@ _ARG_START: Final = 47
 
 
 def renew_state() -> None:
-    """Renew the state of this process, which was just forked, that all forks of a parent would otherwise share."""
+    """Renew the state that this process, just forked, would otherwise share with all forks of its parent."""
     _seed_generators()
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)

@@ -309,10 +309,10 @@ class WorkerProcesses:
     def replace_workers(self, generation: int, forks: Mapping[int, ForkRequest], timeout_s: float = 10.0) -> None:
         """Begin a generation: kill the workers and fork new ones.
 
-        The new workers are forked while the kernel still tears the old ones down, which takes longer for a process of
-        several gigabytes. That is safe because a process that got SIGKILL no longer runs its own code. The exception
-        is a process with a GPU open: the new workers would find its memory taken, so they are forked when the old
-        workers have released it, or when the time is up.
+        The new workers are forked while the kernel still tears the old ones down, which takes longer than a fork for a
+        process of several gigabytes. That is safe because a process that got SIGKILL no longer runs its own code. The
+        exception is a process with a GPU open: the new workers would find its memory taken, so they are forked when
+        the old workers have released it, or when the time is up.
 
         Args:
             generation: The generation of all workers from now on.

@@ -50,7 +50,7 @@ from edl.collective.agent.processes.preload import (
 __all__ = ["MESSAGE_NBYTES", "ForkRequest", "ProgramSpec", "main", "zygote_command"]
 
 MESSAGE_NBYTES: Final = 1 << 20
-"""Room to receive a message: more than a socket's buffer (212,992 bytes by default on Linux), its upper bound."""
+"""Room to receive a message. A socket's buffer, 212,992 bytes by default on Linux, bounds what is sent."""
 _PR_SET_PDEATHSIG: Final = 1  # of prctl(2)
 _WAKE_NBYTES: Final = 4096  # ended processes are found by waitpid, so any number of bytes will do
 _OPTIMIZER: Final = "torch.optim"

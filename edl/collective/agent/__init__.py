@@ -2,7 +2,8 @@
 
 `command_line` turns options into a `launch_spec`. `agent` joins the job (`join`), follows its records in the Store
 (`node_records`, `reconciler`) and runs its workers (`worker_group`), whose `processes` are forked by a zygote. `health`
-finds who has failed. Decisions without I/O are in `rendezvous`, `health.failures` and the limits of `health.hangs`.
+finds out what has failed. Decisions without I/O are in `rendezvous`, `health.failures` and the limits of
+`health.hangs`.
 
-Not here: what a worker does.
+What a worker does belongs in `edl.collective.checkpoint` and `edl.collective.training`.
 """

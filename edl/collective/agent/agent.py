@@ -1,7 +1,8 @@
-"""A node's part of a job: it keeps the node's record, follows the job's, and runs this node's workers accordingly.
+"""A node's part of a job: keeps the node's record, follows the job's, and runs this node's workers accordingly.
 
-A single thread acts; the others only put what they learn (a record changed, a worker ended, a signal came) into its
-queue. `context` is what an agent holds, `join` what it does before it joins, `reconciler` what it does from then on.
+A single thread acts. The others only put what they learn (a record changed, a worker ended, a signal came) into its
+queue. `context` is what an agent holds, `join` what it does before it joins, and `reconciler` what it does from then
+on.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ __all__ = ["Agent"]
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.1  # workers that are stopped are found this soon
-_PAUSING_TICK_S = 0.01  # while all wait for a pause: what this adds, every rank waits
-_REREAD_S = 1.0  # should a watch of the store have missed a change; more often would load a store of hundreds of nodes
+_TICK_S = 0.1  # how soon workers that are stopped are noticed
+_PAUSING_TICK_S = 0.01  # while all wait for a pause: every rank waits this much longer
+_REREAD_S = 1.0  # in case a watch missed a change; more often would load a store of hundreds of nodes
 
 
 class Agent:
-    """Runs a node of a job until the job has ended or this node shall leave.
+    """Runs a node of a job until the job has ended or the node must leave.
 
-    What happens is logged: from INFO on, a person should see it.
+    Everything that happens is logged. A person should see all messages from INFO on.
     """
 
     def __init__(self, spec: LaunchSpec, store: Store) -> None:
@@ -47,15 +48,15 @@ class Agent:
     def run(self) -> int:
         """Take part in the job until the end.
 
-        Call it from the main thread: signals are handled here, and workers die with the thread that started them.
+        Call this from the main thread: it handles signals, and workers die with the thread that started them.
 
         Returns:
-            The exit code, an `ExitCode`; 128 and the signal's number where a signal asked this node to leave.
+            The exit code: an `ExitCode`, or 128 plus the signal's number if a signal asked this node to leave.
 
         Raises:
-            SettingsError: checkpoints cannot be stored where they shall be.
-            DiscoveryError: the store cannot be reached when this node comes.
-            EDLError: the process that forks workers died while it imported, or took too long.
+            SettingsError: The checkpoint storage cannot be used, or the job's other nodes run another script.
+            DiscoveryError: The store cannot be reached when this node starts.
+            EDLError: The process that forks workers died during its imports, or took too long.
         """
         with self._signals, open_agent_context(self._spec, self._store, self._signals, self._events) as context:
             try:
@@ -72,7 +73,7 @@ class Agent:
                 name = signal.Signals(self._signals.number).name
                 context.shutdown.end = TerminationMessage(node=context.id, message=f"asked to leave ({name})")
             context.shutdown.code = code
-            # Before the last state is stored: that takes time, and what asked this node to leave may not wait.
+            # Written before the last state is stored, because that takes time and the sender of a signal may not wait.
             write_termination_message(self._spec.termination_log, context.shutdown.termination)
         exit_code = context.shutdown.exit_code
         assert exit_code is not None
@@ -81,7 +82,7 @@ class Agent:
         return exit_code
 
     def _take_turn(self, context: AgentContext, reconciler: NodeReconciler) -> int | None:
-        """Wait for an event, or a moment, and act on it. Returns the exit code if this node's part is over."""
+        """Wait for an event or a tick, and act on it. Returns the exit code if this node's part is over."""
         woken = self._handle_events(context, _PAUSING_TICK_S if reconciler.pausing else _TICK_S)
         if self._signals.urgent:
             logger.info("asked a second time: leaving at once")
@@ -108,7 +109,7 @@ class Agent:
         return code
 
     def _handle_events(self, context: AgentContext, timeout_s: float) -> bool:
-        """Take in all events. Returns whether there were any."""
+        """Process all queued events. Returns whether there were any."""
         woken = False
         try:
             event = self._events.get(timeout=timeout_s)
@@ -126,8 +127,7 @@ class Agent:
         """Delete the records of nodes whose agents are gone.
 
         Raises:
-            DiscoveryError: the store does not answer: it may have been such an agent that served it. The next turn
-                tries again.
+            DiscoveryError: The store does not answer: perhaps such an agent served it. The next turn tries again.
         """
         for node in list(self._lost_peers):
             context.membership.delete_node(node)

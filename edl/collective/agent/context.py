@@ -1,4 +1,4 @@
-"""The resources that an agent holds while it takes part in a job: opened in order, and closed in the opposite order."""
+"""The resources that an agent holds while it takes part in a job: opened in order, closed in reverse order."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ logger = logging.getLogger(__name__)
 class JobRun:
     """Names the job's run in its checkpoints (`edl.collective.checkpoint.storage.manifest`).
 
-    The name lasts as long as the job's records in the Store: a job that is stopped and started again there goes on
-    counting generations, so it is the same run.
+    The name lasts as long as the job's records in the Store. A job that is stopped and started again there continues to
+    count generations, so it is the same run.
     """
 
     def __init__(self, store: Store, job: str) -> None:
@@ -63,14 +63,14 @@ class JobRun:
         self._known = ""
 
     def __call__(self) -> str:
-        """Return the name, which the first agent that asks makes.
+        """Return the name, which the first agent that asks creates.
 
         Raises:
-            DiscoveryError: the store does not answer.
-            ProtocolError: the record in the store is not the name of a run.
+            DiscoveryError: The store does not answer.
+            ProtocolError: The record in the store is not the name of a run.
         """
         entry = self._store.get(self._key)
-        if entry is None:  # not yet; or the store has lost it, and then it is to be as it was
+        if entry is None:  # not created yet, or lost by the store, in which case it is restored
             name = self._known or run_name(new_run_id())
             self._store.compare_and_set(self._key, name.encode(), None)
             entry = self._store.get(self._key)
@@ -82,25 +82,28 @@ class JobRun:
         return self._known
 
 
-# --- What an agent does at its end with states that are not in storage yet, and with its folder in memory ---
+# --- States that are not stored yet, and the folder in memory, when an agent ends ---
 
 
 _STORE_TIMEOUT_S = 30.0
-"""For a last state, or without progress of it at a job's end. Kubernetes kills a pod 30 s after SIGTERM by default."""
-_POLL_S = 0.05  # a second signal ends the wait this soon; a person does not notice it
-_SILENT_S = 1.0  # most states are stored sooner, and nothing need be written about them
+"""How long to wait for a last state to be stored; at the end of a job, how long without progress.
+
+Kubernetes kills a pod 30 s after SIGTERM by default.
+"""
+_POLL_S = 0.05  # how soon a second signal ends the wait; a person does not notice it
+_SILENT_S = 1.0  # most states are stored sooner, which needs no message
 
 
 @dataclass
 class ShutdownState:
-    """What has to be known when an agent gives everything back.
+    """State that decides how an agent releases everything.
 
     Attributes:
-        code: the exit code, None while there is none.
-        joined: whether the other nodes have seen this node.
-        is_last_node: whether no other node was there last that was to stay.
-        stored: whether nothing is left that had to be taken to storage.
-        end: what ended this node's part, as far as is known beside the exit code.
+        code: The exit code; None while there is none.
+        joined: Whether the other nodes have seen this node.
+        is_last_node: Whether, when last seen, no other node was going to stay.
+        stored: Whether nothing is left to be stored.
+        end: Why this node's part ended, as far as is known; it lacks the exit code.
     """
 
     code: int | None = None
@@ -111,40 +114,37 @@ class ShutdownState:
 
     @property
     def exit_code(self) -> int | None:
-        """The process's exit code: a job that is done is not a success while its result is in no storage."""
+        """The process's exit code. A finished job has not succeeded until its result is in storage."""
         return ExitCode.NOT_STORED if self.code == ExitCode.DONE and not self.stored else self.code
 
     @property
     def termination(self) -> TerminationMessage:
-        """What ended this node, as far as is known by now."""
+        """Why this node ended, as far as is known by now."""
         code = self.exit_code
         message = "the job is done, its last state is not stored" if code == ExitCode.NOT_STORED else self.end.message
         return replace(self.end, exit_code=int(code if code is not None else ExitCode.FAILED), message=message)
 
     @property
     def job_over(self) -> bool:
-        """Whether the job has ended, and this node was in it."""
+        """Whether the job has ended with this node in it."""
         return self.joined and self.code in (ExitCode.DONE, ExitCode.FAILED)
 
 
 def store_last_state(
     persister: CheckpointPersister, signals: StopSignals, shutdown: ShutdownState, *, resumable: bool
 ) -> None:
-    """Wait until the last checkpoint is stored, for a while, or until a second signal ends the wait.
+    """Wait until the last checkpoint is stored, for a limited time or until a second signal ends the wait.
 
-    Args:
-        persister: closed here.
-        signals: of this agent.
-        shutdown: `stored` is set here.
-        resumable: whether a state in memory can be stored by a later start of the same command.
+    Closes `persister`, and sets `shutdown.stored`. `resumable` says whether a later start of the same command can store
+    a state from memory.
     """
     done = shutdown.code == ExitCode.DONE
-    # Slurm ends the wait itself: by its KillWait or GraceTime, which were chosen for what the storage needs.
+    # Slurm itself ends the wait, by its KillWait or GraceTime, which were chosen for what the storage needs.
     patient = done or (signals.slurm and signals.stopping)
     if done:
         persister.store_newest()
-    # In a thread, since a storage that hangs cannot be called back. The thread ends with the process; what it has not
-    # completed by then is left incomplete, which readers know.
+    # In a thread, because a hanging storage call cannot be cancelled. The thread ends with the process. A checkpoint
+    # that it has not completed by then stays incomplete, which readers recognize.
     closing = start_call("edl-store-last", lambda: persister.close(_STORE_TIMEOUT_S, patient=patient))
     began = time.monotonic()
     announced = False
@@ -172,17 +172,18 @@ def store_last_state(
 
 
 def note_unstored_state(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:
-    """Note in the folder that the last state of a job that is done is not stored yet, before that is tried.
+    """Mark the folder as holding an unstored last state of a finished job, before trying to store that state.
 
-    An agent that is killed meanwhile leaves the folder behind; a later start of the same command stores the state.
+    If the agent is killed during that time, it leaves the folder behind, and a later start of the same command stores
+    the state.
     """
     if shutdown.joined and shutdown.code == ExitCode.DONE and spec.checkpoint and spec.resumable:
-        with contextlib.suppress(OSError):  # no room: the state is stored all the same, if nothing kills the agent
+        with contextlib.suppress(OSError):  # no room: the state is still stored, unless the agent is killed
             host.unstored = True
 
 
 def release_host_folder(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:
-    """Give the folder up; its state stays for a later start if this node left last, or could not store it."""
+    """Release the folder. Its state stays for a later start if this node left last, or could not store it."""
     if shutdown.exit_code == ExitCode.NOT_STORED:
         host.unstored = True
         host.close(keep=spec.resumable)
@@ -191,26 +192,26 @@ def release_host_folder(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownSt
     host.close(keep, used=shutdown.joined, ended=shutdown.job_over)
 
 
-# --- The resources that an agent holds while it takes part in a job ---
+# --- Opening and closing everything ---
 
 
-_PUBLISH_TIMEOUT_S = 5.0  # a store that does not answer at the end must not keep the agent; an election takes 3 s
-_URGENT_PUBLISH_TIMEOUT_S = 0.5  # of a node that was asked a second time: a store that is well answers within it
+_PUBLISH_TIMEOUT_S = 5.0  # a store that does not answer must not delay the end for longer; an election takes 3 s
+_URGENT_PUBLISH_TIMEOUT_S = 0.5  # for a node asked a second time to leave: a healthy store answers within it
 
 
 @dataclass(frozen=True)
 class PeerLost:
-    """The end of another node's agent, its process at any rate.
+    """The end of another node's agent, or at least of its process.
 
     Attributes:
-        node: its name.
+        node: Name of that node.
     """
 
     node: str
 
 
 AgentEvent = WorkerExit | ZygoteLost | PeerLost | None
-"""An event that wakes an agent; None: something changed that has to be looked at."""
+"""An event that wakes an agent. None means that something changed and must be looked at."""
 EventQueue = queue.SimpleQueue[AgentEvent]
 
 
@@ -219,19 +220,19 @@ class AgentContext:
     """The resources of a node's agent.
 
     Attributes:
-        spec: this node's part of the job.
-        store: shared by all nodes.
-        signals: that ask this node to leave.
-        events: to be acted on.
-        host: the folder in this host's memory.
-        membership: this node's and the job's records in the store.
-        status: publishes where the time goes.
-        persister: takes states to storage.
-        replicas: keeps copies of states on other nodes.
-        peer_connections: by which the end of other nodes' agents is known at once.
-        worker_group: this node's workers.
-        next_master: where the ranks of the next world meet that this node is first in.
-        shutdown: how this node's part ends.
+        spec: This node's part of the job.
+        store: The store that all nodes share.
+        signals: The signals that ask this node to leave.
+        events: Events to act on.
+        host: The folder in this host's memory.
+        membership: This node's and the job's records in the store.
+        status: Publishes where the time goes.
+        persister: Writes states to storage.
+        replicas: Keeps copies of states on other nodes.
+        peer_connections: Reports at once when other nodes' agents die.
+        worker_group: This node's workers.
+        next_master: Where the ranks meet in the next world that has this node first.
+        shutdown: How this node's part ends.
     """
 
     spec: LaunchSpec
@@ -260,15 +261,12 @@ def open_agent_context(
 ) -> Iterator[AgentContext]:
     """Open everything that a node needs for its part in a job, and close it after the block.
 
-    The block records in `AgentContext.shutdown` how it ended. Whatever happens, nothing is left behind but a state in
-    memory that a later start may go on from.
-
-    Yields:
-        What is open.
+    The block records in `AgentContext.shutdown` how it ended. Whatever happens, nothing is left behind except a state
+    in memory that a later start may continue from.
 
     Raises:
-        SettingsError: checkpoints cannot be stored where they shall be.
-        DiscoveryError: the store cannot be reached.
+        SettingsError: The checkpoint storage cannot be used.
+        DiscoveryError: The store cannot be reached.
     """
     shutdown = ShutdownState()
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
@@ -298,7 +296,7 @@ def open_agent_context(
         replicas = stack.enter_context(
             closing(Replicator(name, host.replicas, slots, secret, logger.info, tls=spec.tls))
         )
-        # Closed after the workers are gone: other nodes go on as soon as a connection breaks.
+        # Closed after the workers are gone, since other nodes go on as soon as a connection breaks.
         peer_connections = stack.enter_context(
             closing(PeerConnections(name, lambda peer: events.put(PeerLost(peer)), spec.tls))
         )
@@ -331,10 +329,12 @@ def _close_status(status: StatusPublisher, signals: StopSignals) -> None:
 
 
 def _may_complete_checkpoint(membership: Membership, signals: StopSignals) -> bool:
-    """Return whether a state of this node still counts: the others have not gone on without it. For any thread.
+    """Return whether a state of this node still counts: the others have not continued without it.
+
+    Callable from any thread.
 
     Raises:
-        DiscoveryError: the store does not answer, so it is not known.
+        DiscoveryError: The store does not answer, so it is unknown.
     """
     try:
         world = membership.read_world()

@@ -1,4 +1,4 @@
-"""How the workers of this node ended in a generation, and what follows for the job."""
+"""How this node's workers ended in a generation, and what follows for the job."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ __all__ = ["GenerationOutcome", "HANGING", "RestartPolicy"]
 
 
 _FRUITLESS: Final = 10
-"""So many restarts in a row without progress end a job. A node that flaps may take several until it is out; a script
-that cannot get further would otherwise hold its GPUs for ever."""
+"""This many restarts in a row without progress end a job.
+
+A flapping node may need several before it is excluded; a script that cannot get further would otherwise hold its GPUs
+for ever.
+"""
 _FRUITFUL_S: Final = 60.0
-"""Workers that lived for so long have made progress, as far as can be told of a script that reports no steps: more than
-it takes to start, connect and fail again."""
+"""Workers that ran for longer than this made progress, as far as can be told of a script that reports no steps.
+
+It takes less to start, connect and fail again.
+"""
 
 
 class RestartPolicy:
@@ -37,12 +42,12 @@ class RestartPolicy:
         self._unclear_faults = 0
 
     def apply_limits(self, decision: RecoveryDecision, forgiven: int, step: int) -> RecoveryDecision:
-        """Return what follows from failures, after all that was before them.
+        """Return the decision, changed where earlier failures and restarts require it.
 
         Args:
-            decision: what would follow from the failures alone.
-            forgiven: how many errors of the script's own the job has gone on after.
-            step: the last step that any worker finished, -1 for none.
+            decision: What follows from the latest failures alone.
+            forgiven: How many errors of the script itself the job has survived.
+            step: The last step that any worker finished; -1 for none.
         """
         if decision.unclear and self._unclear_faults:
             return replace(decision, leave_out=True)
@@ -54,35 +59,38 @@ class RestartPolicy:
         return decision
 
     def record_unclear_fault(self) -> None:
-        """Record that a GPU failed, or a kernel of the script, and nothing tells which: the next is the GPU's fault."""
+        """Record a fault that a GPU or a kernel of the script may have caused. The next one is blamed on the GPU."""
         self._unclear_faults += 1
 
     def record_restart(self, step: int, lived_s: float) -> None:
-        """Record that the workers begin again.
+        """Record that the workers are started again.
 
         Args:
-            step: the last step that any worker finished, -1 for none.
-            lived_s: for how long the workers had run, in seconds.
+            step: The last step that any worker finished; -1 for none.
+            lived_s: How long the workers had run, in seconds.
         """
         self._fruitless = 0 if step > self._best_step or lived_s > _FRUITFUL_S else self._fruitless + 1
         self._best_step = max(self._best_step, step)
 
 
-# --- How the workers of this node ended in a generation, and what follows for the job ---
+# --- The outcome of a generation on this node ---
 
 
 HANGING = "the workers hang"
-"""How the reason of a restart begins, before which every node shows the stacks of its workers."""
+"""Beginning of a restart's reason that makes every node log the stacks of its workers."""
 
 _PEER_FAILURE_GRACE_S = 0.5
-"""How long a traceback may follow the death of the peer that caused it. Less would take a lost peer for an error of the
-script, which ends the job; more delays the end of a job whose script is wrong."""
+"""How long a traceback may come after the death of the peer that caused it.
+
+With less, a lost peer would count as an error of the script, which ends the job; more delays the end of a job whose
+script is wrong.
+"""
 _LEASE_GRACE_S = 1.0
-"""Beyond a lease's length, how long other agents may need to see that a node is gone."""
+"""How long, beyond a lease's length, other agents may need to see that a node is gone."""
 
 
 class GenerationOutcome:
-    """Collects exits and failures of a node's workers, generation by generation."""
+    """Collects exits and failures of a node's workers, one generation at a time."""
 
     def __init__(self, spec: LaunchSpec) -> None:
         self._lease_s = spec.ttl_s
@@ -107,15 +115,15 @@ class GenerationOutcome:
         return len(self._ended_well)
 
     def clear_generation(self) -> None:
-        """Clear failures and exits of the previous generation."""
+        """Clear the failures and exits of the previous generation."""
         if any(failure.cause in (ExitCause.UNCLEAR, ExitCause.MISSING) for failure in self._failures):
-            self._restart_policy.record_unclear_fault()  # also where another node began again first because of it
+            self._restart_policy.record_unclear_fault()  # even if another node started over first because of it
         self._failures.clear()
         self._ended_well.clear()
         self._killed_for_memory = False
 
     def begin_generation(self, now: float) -> None:
-        """Count the workers' life from `now` (`time.monotonic()`), and what the kernel logs and kills."""
+        """Start measuring the workers' lifetime at `now` (`time.monotonic()`), and what the kernel logs and kills."""
         self._began_at = now
         self._oom_kills = cgroups.read_oom_kills()
         self._kernel_log.clear_xids()
@@ -130,23 +138,23 @@ class GenerationOutcome:
             if event.status == -signal.SIGKILL and self._count_oom_kills():
                 description += ": there was too little memory, as its cgroup says"
             failure = WorkerFailure(rank, event.status, text, description)
-            # Of a killed process that reads data for it, the worker only says that it was killed.
+            # When the process killed was one that loads data for a worker, the worker's own error only says so.
             by_kill = event.status == -signal.SIGKILL or (event.status > 0 and failure.cause is ExitCause.KILLED)
             self._killed_for_memory |= by_kill and bool(self._count_oom_kills())
             self.record_failure(failure)
 
     def record_lost_zygote(self, rank: int) -> None:
-        """Record that the process died from which workers are forked, and all workers with it."""
+        """Record that the process that forks workers died, and all workers with it."""
         self._killed_for_memory |= bool(self._count_oom_kills())
         self.record_stuck_worker(rank, "the process that forks workers died")
 
     def _count_oom_kills(self) -> int | None:
-        """Return how many processes the kernel has killed for want of memory in this generation; None if unknown."""
+        """Return how many processes the kernel killed for lack of memory in this generation; None if unknown."""
         now = cgroups.read_oom_kills()
         return None if now is None or self._oom_kills is None else now - self._oom_kills
 
     def record_stuck_worker(self, rank: int, description: str, number: int = signal.SIGKILL) -> None:
-        """Record a worker that neither works nor ends, as if `number`, a signal, had killed it."""
+        """Record a worker that neither works nor ends, as if the signal `number` had killed it."""
         self.record_failure(WorkerFailure(rank, -number, "", description))
 
     def record_failure(self, failure: WorkerFailure) -> None:
@@ -168,16 +176,16 @@ class GenerationOutcome:
         """Decide what follows from the failures.
 
         Args:
-            forgiven: after how many errors of the script's own the job has gone on.
-            others_ended: ranks of other nodes that ended well, which may be why contact was lost.
-            missing: whether a node of the generation is gone, or may be, which may be why as well.
-            trained: whether the job has trained before.
-            step: the last step that any worker here finished, -1 if they report none.
-            known_at: when `missing` and `others_ended` were known (`time.monotonic()`), infinity for now. What was
-                asked for before this machine stood still tells nothing of a lease that has ended meanwhile.
+            forgiven: How many errors of the script itself the job has survived.
+            others_ended: Ranks of other nodes that ended with exit code 0, which may explain lost contact.
+            missing: Whether a node of the generation is gone or may be, which may explain it too.
+            trained: Whether the job has trained before.
+            step: The last step that any worker here finished; -1 if they report none.
+            known_at: When `missing` and `others_ended` were read (`time.monotonic()`); infinity means now. Information
+                from before this machine was paused says nothing about leases that have expired since.
 
         Returns:
-            What follows; None while nothing has failed, or the cause is not clear.
+            The decision; None if nothing has failed, or while the cause is not clear.
         """
         if not self._failures:
             return None
@@ -202,13 +210,12 @@ class GenerationOutcome:
     def count_restart(self, step: int) -> None:
         """Count a restart that was carried out.
 
-        Args:
-            step: the last step that any worker finished before it, -1 if they report none.
+        `step` is the last that any worker finished before it; -1 if they report none.
         """
         hung = any(failure.description.startswith(HANGING) for failure in self._failures)
         lived_s = 0.0 if hung else time.monotonic() - self._began_at
         self._restart_policy.record_restart(step, lived_s)
 
     def close(self) -> None:
-        """Read the kernel's log no more."""
+        """Stop reading the kernel's log."""
         self._kernel_log.close()

@@ -1,7 +1,7 @@
 """The folder in memory that an agent keeps for its workers: status pages, slots of state, logs.
 
-It outlives the agent. Another agent of the same job on the same host takes the folder of a dead agent over, the folder
-with the newest state if there are several, and knows from the folders' locks that the dead and their workers are gone.
+It outlives the agent. Another agent of the same job on the same host takes over a dead agent's folder, the one with the
+newest state if there are several. The folders' locks tell it that the dead agents and their workers are gone.
 """
 
 from __future__ import annotations
@@ -23,25 +23,30 @@ from edl.errors import EDLError
 __all__ = ["HostFolder"]
 
 _ABANDONED_S = 3600.0
-"""How long a state stays for a later start, as messages and documentation say. Longer would keep memory from other jobs
-of the host; less would lose the state of a job whose user looks at the error first."""
+"""How long a state is kept for a later start; messages and documentation say an hour.
+
+Longer would withhold memory from other jobs of the host; less would lose the state of a job whose user looks at the
+error first.
+"""
 _UNSTORED = "unstored"
 _LOCK_TIMEOUT_S = 5.0
-"""How long another agent may look through the folders, which takes milliseconds. An agent that takes longer was
-stopped, and all others would wait for it."""
-_LOCK_POLL_S = 0.01  # agents that start together wait for one after another of them
+"""How long another agent may look through the folders, which takes milliseconds.
+
+An agent that takes longer was stopped, and all others would wait for it.
+"""
+_LOCK_POLL_S = 0.01  # agents that start together take turns
 
 
 class HostFolder:
     """A folder that belongs to this process until `close`.
 
     Attributes:
-        path: the folder, in memory where the host has `/dev/shm`.
-        previous_owner: the node whose folder this was, empty if the folder is new.
-        dead: nodes whose agents have died on this host, the previous owner among them.
+        path: The folder, in memory if the host has `/dev/shm`.
+        previous_owner: The node that owned this folder before; empty if the folder is new.
+        dead: Nodes whose agents have died on this host, including the previous owner.
 
     Raises:
-        EDLError: the folder belongs to another user, or cannot be made.
+        EDLError: The folder belongs to another user, or cannot be made.
     """
 
     def __init__(self, job: str, node: str) -> None:
@@ -65,7 +70,7 @@ class HostFolder:
 
     @property
     def run(self) -> str:
-        """The run of the job that the state here is of, "" if it is not known."""
+        """The run of the job that left the state here; "" if unknown."""
         return _run_of(self.path)
 
     @run.setter
@@ -74,7 +79,7 @@ class HostFolder:
 
     @property
     def command(self) -> str:
-        """The command that left the state here, as `LaunchSpec.command`; "" where the job's name says it all."""
+        """The command that left the state here (`LaunchSpec.command`); "" if the job's name identifies it."""
         file = self.path / "command"
         return file.read_text() if file.exists() else ""
 
@@ -84,7 +89,7 @@ class HostFolder:
 
     @property
     def unstored(self) -> bool:
-        """Whether the job has ended, and its last state could not be taken from here to its storage."""
+        """Whether the job has ended and its last state is still here because it could not be stored."""
         return (self.path / _UNSTORED).exists()
 
     @unstored.setter
@@ -100,22 +105,22 @@ class HostFolder:
         return bool(_labels(self.path))
 
     def status_page(self, local_rank: int) -> Path:
-        """Return the file of a worker's status page."""
+        """Return the path of a worker's status page."""
         return self.path / f"board-{local_rank}"
 
     def slots(self, local_rank: int) -> str:
-        """Return the prefix of the files of a worker's slots."""
+        """Return the path prefix of a worker's slots."""
         return str(self.path / f"slots-{local_rank}")
 
     def touch(self) -> None:
-        """Show that this folder's agent lives; to be called now and then."""
+        """Show that this folder's agent is alive. Call it now and then."""
         with contextlib.suppress(OSError):
             os.utime(self.path / "node")
 
     def forget_slots(self) -> None:
-        """Remove the states in memory, which are not to be gone on from."""
+        """Remove the states in memory, so that no one continues from them."""
         for path in (*self.path.glob("slots-*"), *self.replicas.glob("*")):
-            path.unlink(missing_ok=True)  # threads that store and replicate give files other names meanwhile
+            path.unlink(missing_ok=True)  # threads that store and replicate may rename files at the same time
 
     @property
     def replicas(self) -> Path:
@@ -123,17 +128,17 @@ class HostFolder:
         return self.path / "replicas"
 
     def stacks(self, local_rank: int) -> Path:
-        """Return the file in which a worker writes its stacks when it is asked to."""
+        """Return the file to which a worker writes its stacks on request."""
         return self.path / f"stacks-{local_rank}"
 
     def close(self, keep: bool, used: bool = True, ended: bool = False) -> None:
-        """Give the folder up.
+        """Release the folder.
 
         Args:
-            keep: leave the state that is in it to the next agent of this job.
-            used: whether the state may be of this node, and not only of the previous owner.
-            ended: whether the job has ended, so that what agents that died on this host have left of it is removed, but
-                for what could not be stored.
+            keep: Whether to leave its state to the next agent of this job.
+            used: Whether the state may be this node's, rather than only the previous owner's.
+            ended: Whether the job has ended. If so, what agents that died on this host left behind is removed, except
+                for states that could not be stored.
         """
         with _locked_folder(self.path.parent):
             if ended:
@@ -150,7 +155,7 @@ class HostFolder:
             os.close(self._lock)
 
     def _set_owner(self, node: str) -> None:
-        """Write down which node's folder this is."""
+        """Record which node owns this folder."""
         _replace_text(self.path / "node", node)
 
 
@@ -167,21 +172,21 @@ def _root() -> Path:
 
 @contextlib.contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
-    """Lock a job's folder for the block: agents that start together look through it one after another.
+    """Lock a job's folder for the block, so that agents that start together look through it one at a time.
 
     Raises:
-        EDLError: the folder cannot be made or opened.
+        EDLError: The folder cannot be made or opened.
     """
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileExistsError, FileNotFoundError) as exc:  # another agent has just removed it
+        except (FileExistsError, FileNotFoundError) as exc:  # another agent just removed it
             if time.monotonic() > deadline:
                 raise EDLError(f"{folder}, the job's folder in memory, cannot be used: {exc.strerror}") from exc
             continue
-        # An agent that looks for longer than that was stopped, and what it locked is not abandoned for this agent.
+        # An agent that holds the lock for longer was stopped. The folders that it locked do not count as abandoned.
         if (_locked(file) or time.monotonic() > deadline) and _is(folder, file):
             break
         os.close(file)
@@ -193,11 +198,11 @@ def _locked_folder(folder: Path) -> Iterator[None]:
 
 
 def _take_abandoned(job: Path) -> dict[Path, int]:
-    """Lock the folders of agents that are gone. Returns their locks by folder."""
+    """Lock the folders of agents that are gone. Returns the locks by folder."""
     taken: dict[Path, int] = {}
     try:
         paths = list(job.iterdir())
-    except FileNotFoundError:  # by one that did not wait for us
+    except FileNotFoundError:  # removed by an agent that did not wait for us
         return taken
     for path in paths:
         with contextlib.suppress(OSError):
@@ -210,7 +215,7 @@ def _take_abandoned(job: Path) -> dict[Path, int]:
 
 
 def _newest(folders: Iterable[Path]) -> Path:
-    """Return the folder with the newest state: by step within a run, and of the run whose agent died last."""
+    """Return the folder with the newest state: the highest step of the run whose agent died last."""
     died = {path: (path / "node").stat().st_mtime if _owner(path) else 0.0 for path in folders}
     newest = {path: max(labels) for path in died if (labels := _labels(path))}
     if not newest:
@@ -226,7 +231,7 @@ def _labels(path: Path) -> list[tuple[int, int]]:
 
 
 def _make(job: Path) -> tuple[Path, int]:
-    """Make a folder more. Returns it, and its lock."""
+    """Make a new folder. Returns it and its lock."""
     number = -1
     while True:
         number += 1
@@ -235,17 +240,17 @@ def _make(job: Path) -> tuple[Path, int]:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except (FileExistsError, FileNotFoundError):
-            continue  # another agent is just removing it
+            continue  # another agent is removing it
         if _locked(lock) and _is(path / "lock", lock):
             return path, lock
         os.close(lock)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder whose lock this process holds, under a name that no agent gives a folder.
+    """Remove a folder whose lock this process holds, after renaming it to a name that no agent uses.
 
-    Another agent that has waited for this agent for long enough (`_LOCK_TIMEOUT_S`) may make a folder of the first name
-    meanwhile, and would lose its files.
+    An agent that has waited long enough for this one (`_LOCK_TIMEOUT_S`) may make a folder with the old name at the
+    same time, and would otherwise lose its files.
     """
     gone = folder.with_name(f"{folder.name}-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
@@ -254,7 +259,7 @@ def _remove(folder: Path) -> None:
 
 
 def _owner(path: Path) -> str:
-    """Return the node that a folder belongs to, or belonged to last; "" if it was not written down."""
+    """Return the node that owns a folder, or owned it last; "" if that was not recorded."""
     file = path / "node"
     return file.read_text() if file.exists() else ""
 
@@ -273,14 +278,14 @@ def _locked(file: int) -> bool:
 
 
 def _replace_text(path: Path, text: str) -> None:
-    """Write a file in a single step: another agent may read it at any moment, also if this agent is killed here."""
+    """Replace a file in one step: another agent may read it at any moment, even if this agent is killed here."""
     draft = path.with_name(path.name + ".new")
     draft.write_text(text)
     draft.rename(path)
 
 
 def _is(path: Path, file: int) -> bool:
-    """Return whether the open `file` is still what is at `path`: an agent that had the lock may have removed it."""
+    """Return whether the open `file` is still the one at `path`. An agent that had the lock may have removed it."""
     try:
         return path.samefile(f"/proc/self/fd/{file}")
     except OSError:
@@ -288,11 +293,11 @@ def _is(path: Path, file: int) -> bool:
 
 
 def _remove_abandoned(root: Path, kept: str) -> None:
-    """Remove what agents left that died an hour ago, but for that of the job `kept`, which begins here."""
+    """Remove what agents that died over an hour ago left, except for the job `kept`, which begins here."""
     for job in root.iterdir():
         if job.name == kept:
             continue
-        with contextlib.suppress(OSError):  # of a folder that another agent removes meanwhile
+        with contextlib.suppress(OSError):  # another agent may be removing the same folder
             if not any(_abandoned_long_ago(folder) for folder in job.iterdir()) and not _is_old(job):
                 continue
             with _locked_folder(job):
@@ -300,7 +305,7 @@ def _remove_abandoned(root: Path, kept: str) -> None:
                     if _abandoned_long_ago(folder):
                         _remove(folder)
                     os.close(lock)
-                job.rmdir()  # if it is empty
+                job.rmdir()  # succeeds only if it is empty
 
 
 def _abandoned_long_ago(folder: Path) -> bool:

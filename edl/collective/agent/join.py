@@ -1,4 +1,4 @@
-"""What a node does before it joins a job: it looks whether there is something to do, is tested, and imports."""
+"""Joins a job, after checking that there is work, testing the node and importing the script's modules."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ __all__ = ["join_job"]
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.1  # until the nodes of a failed job have left; a tenth of the time that a lease takes to end
-_SILENT_S = 2.0  # torch alone is imported in less, and then nothing need be written about it
-_STORAGE_TIMEOUT_S = 20.0  # for an object storage far away; without an answer the job begins all the same
+_POLL_S = 0.1  # between checks whether the nodes of a failed job have left; a tenth of the time a lease takes to expire
+_SILENT_S = 2.0  # torch alone takes less to import, which needs no message
+_STORAGE_TIMEOUT_S = 20.0  # for a distant object storage; without an answer the job begins anyway
 
 
 def join_job(context: AgentContext) -> int | None:
     """Join the job.
 
     Returns:
-        The exit code where this node has no part in the job, None once it has joined.
+        The exit code if this node takes no part in the job; None once it has joined.
 
     Raises:
-        AskedToLeaveError: a signal came first.
-        SettingsError: the job's other nodes run another script, or nothing can be stored where checkpoints shall be.
-        DiscoveryError: the store does not answer.
-        EDLError: the process that forks workers died, or took too long.
+        AskedToLeaveError: A signal came first.
+        SettingsError: The job's other nodes run another script, or the checkpoint storage cannot be used.
+        DiscoveryError: The store does not answer.
+        EDLError: The process that forks workers died, or took too long.
     """
     code = _check_job_state(context)
     if code == ExitCode.DONE:
@@ -56,7 +56,7 @@ def join_job(context: AgentContext) -> int | None:
     if import_failures:
         logger.warning("%s; each worker will import it by itself", import_failures)
     context.signals.raise_if_stopping()
-    _agree_on_script(context)  # once more: a node that came meanwhile saw no other node here yet
+    _agree_on_script(context)  # again, since a node that came during the imports saw no other node here
     _reserve_memory(context)
     context.membership.join()
     context.shutdown.joined = True
@@ -68,7 +68,7 @@ def join_job(context: AgentContext) -> int | None:
 
 
 def _check_job_state(context: AgentContext) -> int | None:
-    """Return an exit code if the job has ended already: a late node has nothing to do. A failed job is started again.
+    """Return an exit code if the job has already ended: a late node has nothing to do. A failed job is started again.
 
     A failed job's nodes leave within the time of a lease or two.
     """
@@ -112,7 +112,7 @@ def _store_leftover_state(context: AgentContext) -> None:
 
 
 def _is_excluded(context: AgentContext) -> bool:
-    """Return whether a GPU of this host failed in this job before, and the host was not readmitted since."""
+    """Return whether a GPU of this host failed earlier in this job, and the host was not readmitted since."""
     exclusions = Exclusions(context.store, context.spec.job, host_key())
     exclusion = exclusions.own_exclusion()
     if exclusion is None:
@@ -132,7 +132,7 @@ def _is_excluded(context: AgentContext) -> bool:
 
 
 def _note_fault(context: AgentContext, reason: str) -> None:
-    """Note why this node cannot take part, for the record of its end."""
+    """Note why this node cannot take part, for its termination message."""
     cause = ExitCause.HARDWARE.value
     context.shutdown.end = TerminationMessage(cause=cause, node=context.id, message=reason)
 
@@ -140,10 +140,10 @@ def _note_fault(context: AgentContext, reason: str) -> None:
 def _agree_on_script(context: AgentContext) -> None:
     """Record the script's name, or compare it with the other nodes'.
 
-    A job without live nodes may go on with what its user calls the script now.
+    A job without live nodes may continue under a new script name.
 
     Raises:
-        SettingsError: the job's other nodes run another script, so that this node would stop their training.
+        SettingsError: The job's other nodes run another script, so this node would disturb their training.
     """
     job = context.spec.job
     key = prefix(job) + "script"
@@ -174,7 +174,7 @@ def _logged_if_slow(line: str) -> Iterator[None]:
 
 
 def _check_node(context: AgentContext, settings: NodeCheckSettings) -> int | None:
-    """Test this node and others that wait. Returns the exit code if this node is faulty."""
+    """Test this node together with others that wait. Returns the exit code if this node is faulty."""
     spec = context.spec
     settings = replace(settings, raise_if_stopping=context.signals.raise_if_stopping)
     quiet_s = max(1.0, spec.rendezvous.last_call_s)
@@ -194,7 +194,10 @@ def _check_node(context: AgentContext, settings: NodeCheckSettings) -> int | Non
 
 
 def _reserve_memory(context: AgentContext) -> None:
-    """Make slots as large as other nodes' for the state that this node's workers will get: the others wait for that."""
+    """Preallocate slots as large as other nodes' for the state that this node's workers will get.
+
+    Otherwise the others would wait while the workers do that.
+    """
     nbytes = max((node.slot_nbytes for node in context.membership.read_records().nodes.values()), default=0)
     if nbytes:
         for rank in range(context.spec.workers):
@@ -204,8 +207,8 @@ def _reserve_memory(context: AgentContext) -> None:
 def _adopt_state(context: AgentContext) -> None:
     """Use the state in memory that an agent of this job left here, or remove it.
 
-    A state of another run of the job's name, whose records are gone from the store, would count as newer than it is. A
-    state of a job without a name is of another training, unless the same command left it.
+    A state of another run of the same job name, whose records are gone from the store, would count as newer than it is.
+    A state of a job without a name belongs to another training, unless the same command left it.
     """
     host = context.host
     run = JobRun(context.store, context.spec.job)()

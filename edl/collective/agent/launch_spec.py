@@ -1,8 +1,8 @@
 """The specification of a node's agent, and the environment of its workers: torchrun's variables and EDL's own.
 
-All trainers meet at a store that the first of them opens, at `PADDLE_MASTER`; and a trainer has an address of its own,
-by which parts of Paddle tell trainers apart. So a node reserves a port for the store and a port for every trainer, in a
-row: `Node.port` is the first of them. This module imports neither Paddle nor torch.
+Paddle's trainers all meet at a store that the first of them opens, at `PADDLE_MASTER`, and each trainer has its own
+address by which parts of Paddle identify it. So a node reserves consecutive ports, one for the store and one for every
+trainer; `Node.port` is the first. This module imports torch, but not Paddle.
 """
 
 from __future__ import annotations
@@ -41,17 +41,13 @@ __all__ = [
 ]
 
 
-_TRIES = 100  # rows of free ports are the rule; on a host without any, this still ends within a second
+_TRIES = 100  # most tries find a row of free ports; on a host without any, this still ends within a second
 
 
 def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bool = False) -> dict[str, str]:
     """Return what `paddle.distributed.launch` sets for a trainer of collective training.
 
-    Args:
-        world: the nodes that train together.
-        member: the node.
-        local_rank: the trainer on that node.
-        gpu: Paddle uses GPUs, one per trainer; else trainers communicate by gloo.
+    With `gpu`, Paddle uses GPUs, one per trainer; otherwise trainers communicate through gloo.
     """
     rank = member.first_rank + local_rank
     endpoints = [
@@ -60,7 +56,7 @@ def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bo
     first = world.nodes[0]
     return {
         "PADDLE_MASTER": f"{first.addr}:{first.port}",
-        "MASTER_ADDR": first.addr,  # which Paddle reads first
+        "MASTER_ADDR": first.addr,  # Paddle reads it first
         "MASTER_PORT": str(first.port),
         "PADDLE_TRAINER_ID": str(rank),
         "PADDLE_TRAINERS_NUM": str(world.size),
@@ -77,7 +73,7 @@ def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bo
 
 
 def has_gpu_build() -> bool:
-    """Return whether the Paddle that is installed is built for GPUs. It must not be imported before a fork."""
+    """Return whether the installed Paddle is built for GPUs. Such a build must not be imported before a fork."""
     try:
         metadata.distribution("paddlepaddle-gpu")
     except metadata.PackageNotFoundError:
@@ -86,16 +82,16 @@ def has_gpu_build() -> bool:
 
 
 class ReservedPorts:
-    """Ports in a row that the kernel gives to no other process, until `close`.
+    """Consecutive ports that the kernel gives to no other process, until `close`.
 
-    They are bound, but not listened at, and all sides set `SO_REUSEADDR`: so a trainer of Paddle's can still bind and
-    listen, while the kernel gives them to no process that asks for any free port.
+    They are bound but not listened on, and all sides set `SO_REUSEADDR`. So Paddle's trainers can still bind and
+    listen, while the kernel does not hand them to a process that asks for any free port.
 
     Attributes:
-        port: the first.
+        port: The first port.
 
     Raises:
-        EDLError: there are not so many in a row.
+        EDLError: No row of that many free ports was found.
     """
 
     def __init__(self, count: int) -> None:
@@ -108,19 +104,19 @@ class ReservedPorts:
         raise EDLError(f"no {count} free ports in a row were found in {_TRIES} tries")
 
     def close(self) -> None:
-        """Give the ports up."""
+        """Release the ports."""
         for reserved in self._sockets:
             reserved.close()
 
 
 def _row(count: int) -> list[socket.socket]:
-    """Return sockets bound to consecutive ports, none if a port in the row is taken."""
+    """Return sockets bound to consecutive ports; none if a port in the row is taken."""
     row: list[socket.socket] = []
     while len(row) < count:
         bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             bound.bind(("", row[0].getsockname()[1] + len(row) if row else 0))
-            # Only now, so that this port is not reserved by another process; from now on a trainer can share it.
+            # Set only now, so that no port reserved by another process is taken; from now on a trainer can share it.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         except (OSError, OverflowError):
             for reserved in (*row, bound):
@@ -130,11 +126,11 @@ def _row(count: int) -> list[socket.socket]:
     return row
 
 
-# --- The specification of a node's agent, and the environment of its workers ---
+# --- The specification and the environment ---
 
 
 class MasterEndpoint(Protocol):
-    """Where the ranks of a generation meet: torch's MASTER_PORT, held open for as long as the object lives."""
+    """Where the ranks of a generation meet: torch's MASTER_PORT, held open as long as the object lives."""
 
     @property
     def port(self) -> int:
@@ -147,33 +143,34 @@ class LaunchSpec:
     """One node's part of a job.
 
     Attributes:
-        job: the name that all nodes share (torchrun's `--rdzv-id`).
-        store: URL of the store, in which a job has its name.
-        program: what the workers run.
-        workers: how many on this node.
-        rendezvous: how a world is formed.
-        addr: where other nodes' workers reach this node.
-        ttl_s: after this long without a sign of life the others go on without this node.
-        join_timeout_s: how long to wait for enough nodes.
-        grace_s: how long workers may take to end after the signal that asked this node to leave, before SIGKILL.
-        max_restarts: how often the job goes on after an error of the script's own, whichever node it was on.
-        checkpoint: fsspec URL of the storage, empty for none; written every `checkpoint_interval_s`.
-        hang: how long workers may go without a step before they are started again.
-        readmit: whether to join although the job leaves this host out since a GPU of it failed.
-        check: how to test the node before it joins, None not to.
-        logs: a `torch.distributed.elastic.multiprocessing.LogsSpecs`: where the workers' output goes.
-        environ: added to the workers' environment.
-        tls: for connections between agents, None for none.
-        resumable: whether the job has a name by which it can be started again; its state is kept in memory only then.
-            Without one no other node can join, so that this one goes on however long the store does not answer.
-        command: a digest of the script and its arguments if the job has no name, by which states in memory that another
-            command left are told apart; empty if the name does that.
-        framework: what the workers train with, `torch` or `paddle`.
-        role: torchrun's `--role`, which begins the lines of `--tee`.
-        slurm: whether this node is a task of a Slurm step, and signals are Slurm's.
-        leave_on_oom: whether this node leaves the job, for a start with more memory, when the kernel killed a worker of
-            it for want of memory, and does not start its workers again.
-        termination_log: the file that shall say what ended this node, empty for none.
+        job: The name that all nodes share (torchrun's `--rdzv-id`).
+        store: URL of the store in which the job has its name.
+        program: What the workers run.
+        workers: Number of workers on this node.
+        rendezvous: How a world is formed.
+        addr: Address at which other nodes' workers reach this node.
+        ttl_s: Seconds without a sign of life after which the others continue without this node.
+        join_timeout_s: Seconds to wait for enough nodes.
+        grace_s: Seconds that workers may take to end after the signal that asked this node to leave, before SIGKILL.
+        max_restarts: How many errors of the script itself, on any node, the job survives.
+        checkpoint: fsspec URL of the storage, empty for none.
+        checkpoint_interval_s: Seconds between stored checkpoints.
+        hang: How long workers may go without a step before they are restarted.
+        readmit: Whether to join although the job excludes this host because one of its GPUs failed.
+        check: How to test the node before it joins; None to skip that.
+        logs: Where the workers' output goes: a `torch.distributed.elastic.multiprocessing.LogsSpecs`.
+        environ: Variables added to the workers' environment.
+        tls: TLS for connections between agents; None for plain TCP.
+        resumable: Whether the job has a name under which it can be started again; only then is its state kept in
+            memory. Without a name no other node can join, so this one continues however long the store does not answer.
+        command: Digest of the script and its arguments if the job has no name, to recognize states in memory that
+            another command left; empty if the name identifies the job.
+        framework: What the workers train with, `torch` or `paddle`.
+        role: torchrun's `--role`, with which the lines of `--tee` begin.
+        slurm: Whether this node is a task of a Slurm step, so that signals come from Slurm.
+        leave_on_oom: Whether this node leaves the job, for a start with more memory, when the kernel killed one of its
+            workers for lack of memory, instead of restarting its workers.
+        termination_log: File for the message that says why this node ended; empty for none.
     """
 
     job: str
@@ -204,7 +201,9 @@ class LaunchSpec:
 
 
 def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:
-    """Open a place where the ranks of a single generation meet: addresses of an older generation must not be found.
+    """Open a meeting place for the ranks of a single generation.
+
+    An earlier generation's addresses must not be found there.
 
     Returns:
         A store for torch; for Paddle, whose first trainer opens a store, ports that are kept free.
@@ -245,10 +244,10 @@ def worker_environment(spec: LaunchSpec, world: World, member: Member, local_ran
 
 
 def _threads(world: World, member: Member) -> dict[str, str]:
-    """Share a host's cores out among the workers of several nodes on it, where the user has not said how.
+    """Divide a host's cores among the workers of several nodes on it, unless the user set OMP_NUM_THREADS.
 
-    A worker would start as many threads as there are cores, and OpenMP's threads wait by spinning: on two cores, two
-    workers of two threads take ten times as long as two workers of a single thread.
+    Otherwise each worker would start as many threads as there are cores, and OpenMP's threads wait by spinning: on two
+    cores, two workers with two threads each take ten times as long as with a single thread each.
     """
     here = sum(node.local_world_size for node in world.nodes if node.addr == member.addr)
     if here == member.local_world_size or "OMP_NUM_THREADS" in os.environ:
@@ -259,11 +258,7 @@ def _threads(world: World, member: Member) -> dict[str, str]:
 def worker_forks(
     spec: LaunchSpec, world: World, member: Member, host: HostFolder, since: int = 0
 ) -> tuple[dict[int, ForkRequest], Any]:
-    """Return the workers of a generation on this node, and where their output goes.
-
-    Returns:
-        The workers by local rank, and torch's `LogsDest`.
-    """
+    """Return the workers of a generation on this node, and torch's `LogsDest` for their output."""
     environs = {rank: worker_environment(spec, world, member, rank) for rank in range(spec.workers)}
     logs = spec.logs.reify(environs)
     result = {}
@@ -287,5 +282,5 @@ def worker_forks(
 
 
 def error_files(logs: Any) -> dict[int, Path]:
-    """Return the files in which workers leave their exceptions, by local rank; `logs` is torch's `LogsDest`."""
+    """Return the files to which workers write their exceptions, by local rank; `logs` is torch's `LogsDest`."""
     return {rank: Path(path) for rank, path in logs.error_files.items()}

@@ -1,8 +1,8 @@
-"""A node's records in the Store: its own under a lease, the job's by compare-and-set, and hosts that are left out.
+"""A node's records in the Store: its own under a lease, the job's by compare-and-set, and the excluded hosts.
 
-A host is left out when a GPU of it failed, and refused when it comes again. It is known by its kernel's boot and by the
-GPUs that it shows this process: containers have other names at every start, and a reboot, which resets the GPUs, makes
-another host of it. Keys: `jobs/JOB/left-out/HOST`, without a lease.
+A host is excluded when one of its GPUs failed, and is refused when it comes back. It is identified by the boot id of
+its kernel and the GPUs visible to this process: containers get new names at every start, and a reboot, which resets the
+GPUs, makes it a new host. Exclusions have the keys `jobs/JOB/left-out/HOST` and no lease.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBL
 
 
 def host_key() -> str:
-    """Return the name of this boot of this host with the GPUs that are visible here: 16 hexadecimal digits."""
+    """Return 16 hexadecimal digits that identify this boot of this host with the GPUs visible here."""
     visible = [os.environ.get(name, "") for name in _VISIBLE]
     return hashlib.sha256("\0".join([_BOOT_ID.read_text().strip(), *visible]).encode()).hexdigest()[:16]
 
 
 class Exclusions:
-    """The hosts that a job leaves out, seen from one of its hosts."""
+    """The hosts that a job excludes, as seen by one host."""
 
     def __init__(self, store: Store, job: str, host: str) -> None:
         self._store = store
@@ -45,29 +45,29 @@ class Exclusions:
         self._key = self._folder + host
 
     def own_exclusion(self) -> Exclusion | None:
-        """Return why the job leaves this host out; None if it does not.
+        """Return why the job excludes this host, or None if it does not.
 
         Raises:
-            DiscoveryError: the store does not answer.
-            ProtocolError: the record makes no sense.
+            DiscoveryError: The store does not answer.
+            ProtocolError: The record is invalid.
         """
         entry = self._store.get(self._key)
         return None if entry is None else Exclusion.decode(entry.value)
 
     def find_same_elsewhere(self, exclusion: Exclusion) -> Exclusion | None:
-        """Find another host that was left out for an unclear fault which the job has not come further than since.
+        """Find another host that was excluded for an unclear fault, if the job has not got past that step since.
 
-        Then the fault has moved from host to host, as an error in a kernel of the script does.
+        In that case the fault has moved from host to host, as an error in a kernel of the script does.
 
         Args:
-            exclusion: of this host, not yet recorded.
+            exclusion: The exclusion of this host, not recorded yet.
 
         Returns:
-            The other host's record, None if there is none.
+            The other host's record, or None if there is none.
 
         Raises:
-            DiscoveryError: the store does not answer.
-            ProtocolError: a record makes no sense.
+            DiscoveryError: The store does not answer.
+            ProtocolError: A record is invalid.
         """
         for entry in self._store.list(self._folder):
             other = Exclusion.decode(entry.value)
@@ -76,20 +76,21 @@ class Exclusions:
         return None
 
     def remove_unclear(self) -> None:
-        """Readmit all hosts that were left out for an unclear fault: it turned out to be the script's.
+        """Readmit all hosts that were excluded for an unclear fault, because the script turned out to be at fault.
 
         Raises:
-            DiscoveryError: the store does not answer.
+            DiscoveryError: The store does not answer.
+            ProtocolError: A record is invalid.
         """
         for entry in self._store.list(self._folder):
             if not Exclusion.decode(entry.value).clear:
                 self._store.delete(entry.key)
 
     def add(self, exclusion: Exclusion) -> None:
-        """Leave this host out from now on.
+        """Exclude this host from now on.
 
         Raises:
-            DiscoveryError: the store does not answer.
+            DiscoveryError: The store does not answer.
         """
         self._store.put(self._key, exclusion.encode())
 
@@ -97,7 +98,7 @@ class Exclusions:
         """Readmit this host.
 
         Raises:
-            DiscoveryError: the store does not answer.
+            DiscoveryError: The store does not answer.
         """
         self._store.delete(self._key)
 
@@ -106,23 +107,30 @@ class Exclusions:
 
 
 _RENEWAL_RETRY_S: Final = 2.0
-"""How much later than its lease's end a member may be back once the store answers again: the longest pause between two
-tries of a client. With less, members that are on their way are left out; with more, all wait longer for the dead."""
+"""How long after its lease's end a member may come back once the store answers again.
+
+It is a client's longest pause between two attempts. With less, members on their way back are dropped; with more, all
+wait longer for the dead.
+"""
 _RECORD_LOST_S: Final = 8.0
-"""So long may a request take that was made while the store was away, and a store that has just started may seem empty:
-only after that is a missing record of a job believed. With less, a job would begin again beside its own record."""
+"""How long a job's record must be missing before that is believed.
+
+A request made during an outage may take this long, and a store that has just started may seem empty. With less, a job
+would begin again although its record still exists.
+"""
 
 
 @dataclass(frozen=True)
 class JobRecords:
-    """The records of a job, as an agent read them at a moment.
+    """The records of a job as an agent read them at one moment.
 
     Attributes:
-        world: the job's record.
-        version: of that record in the Store, None if there is none.
-        nodes: the records of all live nodes by id, read after `world`.
-        late: members of `world` in `nodes`, as they were known last, that the store has no record of: late, or gone.
-        asked_at: when the store was asked (`time.monotonic()`): what these records lack may have changed since.
+        world: The job's record.
+        version: Version of that record in the Store; None if there is none.
+        nodes: Records of all live nodes by id, read after `world`.
+        late: Members of `world` for which the store has no record, so `nodes` has their last known one: they are late,
+            or gone.
+        asked_at: When the store was asked (`time.monotonic()`); changes since then are not included.
     """
 
     world: World
@@ -133,17 +141,17 @@ class JobRecords:
 
 
 class Membership:
-    """This node in a job: its record under a lease, and the records of the job and of the other nodes.
+    """This node in a job: its record under a lease, and the records of the job and the other nodes.
 
-    Used by the agent's thread, but for `read_world`.
+    Only `read_world` may be called from any thread; the rest belongs to the agent's thread.
 
     Args:
-        store: shared by all nodes; stays the caller's to close.
-        job: its name.
-        node: this node's record.
-        ttl_s: of this node's lease, in seconds: after that long without a renewal the others go on without the node.
-        wake: called from threads of this object whenever a record may have changed.
-        clock: monotonic, in seconds: that of the leases.
+        store: The store that all nodes share; the caller closes it.
+        job: Name of the job.
+        node: This node's record.
+        ttl_s: Length of this node's lease in seconds. After that long without a renewal the others continue without it.
+        wake: Called from threads of this object whenever a record may have changed.
+        clock: The leases' monotonic clock, in seconds.
     """
 
     def __init__(
@@ -166,53 +174,53 @@ class Membership:
         self._joined = False
         self._written: Node | None = None
         self._known: dict[str, Node] = {}
-        self._absent_until = -math.inf  # until when a member that is missing is only taken to be late
+        self._absent_until = -math.inf  # until then, a missing member only counts as late
         self._last: World | None = None
         self._lost_since: float | None = None
         self.node = node
-        """This node's record as it is to be."""
+        """This node's record as it should be in the store."""
         self._leased_at = self._clock()
         watches = [store.watch(self._world_key), store.watch(self._nodes_prefix)]
         self._loops = [BackgroundLoop("edl-records", partial(self._follow, watch), watch.close) for watch in watches]
 
     @property
     def without_lease_s(self) -> float:
-        """For how many seconds the others may have taken this node for dead: 0 while it has a lease."""
+        """For how many seconds the others may have considered this node dead: 0 while it has a lease."""
         self._record_lease()
         return self._clock() - self._leased_at if self._joined else 0.0
 
     def join(self) -> None:
-        """Publish this node's record: the others see the node from now on.
+        """Publish this node's record, so that the others see the node from now on.
 
         Raises:
-            DiscoveryError: the store does not answer.
+            DiscoveryError: The store does not answer.
         """
         self._joined = True
         self._write()
 
     def update_node(self, **changes: Any) -> None:
-        """Change this node's record. If the store does not take it now, the next `read_records` writes it.
+        """Change this node's record. If the store does not accept it now, the next `read_records` writes it.
 
         Raises:
-            DiscoveryError: the store does not answer.
+            DiscoveryError: The store does not answer.
         """
         self.node = replace(self.node, **changes)
         if self._joined:
             self._write()
 
     def read_records(self) -> JobRecords:
-        """Read all records. A node that lost its lease gets another here, under its old name.
+        """Read all records. A node that lost its lease gets a new one here, under its old name.
 
-        While the store is away, the leases of all nodes end, and afterwards some node is the first to be back. For a
-        while it takes the members that it knew to be late, before it takes them to be gone. A store that answers but
-        takes no renewals, such as a locked file, is like that too: then this node's own renewal is late.
+        While the store is down, the leases of all nodes expire, and afterwards some node is the first to be back. For a
+        while it treats the members that it knew as late rather than gone. The same applies to a store that answers but
+        accepts no renewals, such as a locked file: then this node's own renewal is late.
 
         Returns:
-            The records, with members that may only be late as they were known last.
+            The records, with the last known record of each member that may only be late.
 
         Raises:
-            DiscoveryError: the store does not answer, or has lost the job's record a moment ago.
-            ProtocolError: a record makes no sense.
+            DiscoveryError: The store does not answer, or lost the job's record a moment ago.
+            ProtocolError: A record is invalid.
         """
         asked_at = self._clock()
         entry = self._store.get(self._world_key)
@@ -220,7 +228,7 @@ class Membership:
             self._write()
         found = [Node.decode(node_entry.value) for node_entry in self._store.list(self._nodes_prefix)]
         nodes = {node.id: node for node in found}
-        if self._joined and self.node.id not in nodes:  # another agent took this node for dead
+        if self._joined and self.node.id not in nodes:  # another agent considered this node dead
             self._write()
             nodes[self.node.id] = self.node
         world = self._checked_world(entry)
@@ -237,7 +245,10 @@ class Membership:
         return JobRecords(world, entry.version if entry is not None else None, nodes, late, asked_at)
 
     def _checked_world(self, entry: Entry | None) -> World:
-        """Return the job's record. That it is lost counts after a while: a store that starts again may seem empty."""
+        """Return the job's record.
+
+        A lost one is believed only after a while, since a store that restarts may seem empty.
+        """
         if entry is not None:
             self._last = World.decode(entry.value)
             self._lost_since = None
@@ -251,53 +262,52 @@ class Membership:
         return World(self._last.generation, message="the store lost the job's record", forgiven=self._last.forgiven)
 
     def read_world(self) -> World:
-        """Read the job's record alone. Unlike the other methods, for any thread.
+        """Read the job's record alone. Unlike the other methods, this may be called from any thread.
 
         Returns:
-            The record, `World()` if there is none.
+            The record; `World()` if there is none.
 
         Raises:
-            DiscoveryError: the store does not answer.
+            DiscoveryError: The store does not answer.
         """
         entry = self._store.get(self._world_key)
         return World() if entry is None else World.decode(entry.value)
 
     def propose_world(self, world: World, version: int | None) -> bool:
-        """Replace the job's record, unless another agent was first.
+        """Replace the job's record, unless another agent has changed it since `version`.
 
-        Returns:
-            Whether it was written.
+        Returns whether it was written.
 
         Raises:
-            DiscoveryError: the store does not answer, and may have written it or not.
+            DiscoveryError: The store does not answer, and may or may not have written it.
         """
         return self._store.compare_and_set(self._world_key, world.encode(), version) is not None
 
     def delete_node(self, node: str) -> None:
-        """Delete the record of another node, whose agent's process is gone for certain.
+        """Delete the record of another node whose agent's process is certainly gone.
 
         Raises:
-            DiscoveryError: the store does not answer. The record's lease ends all the same.
+            DiscoveryError: The store does not answer. The record's lease expires anyway.
         """
         self._store.delete(self._nodes_prefix + node)
         self._known.pop(node, None)
 
     def close(self) -> None:
-        """Delete this node's record, and follow the records no more."""
+        """Delete this node's record and stop following the records."""
         for loop in self._loops:
             loop.close()
         if self._lease is not None:
             self._lease.close()
 
     def _record_lease(self) -> None:
-        now = self._clock()  # before the lease is asked: this process may be stopped in between
+        now = self._clock()  # read before the lease: this process may be stopped in between
         if self._lease is not None and not self._lease.lost:
             self._leased_at = now
 
     def _write(self) -> None:
         if self._lease is None or self._lease.lost:
             if self._lease is not None:
-                self._absent_until = math.inf  # the store may have been away, and nobody else is back yet
+                self._absent_until = math.inf  # the store may have been down, and no other node is back yet
                 self._lease.close()
             self._lease = self._store.lease(self._ttl_s)
             if self._absent_until == math.inf:
@@ -306,7 +316,7 @@ class Membership:
         try:
             self._store.put(self._nodes_prefix + node.id, node.encode(), self._lease)
             self._written = node
-        except (LeaseLostError, ConflictError) as exc:  # the next try gets another lease
+        except (LeaseLostError, ConflictError) as exc:  # the next attempt gets another lease
             raise DiscoveryError(f"the lease of {self.node.id} ended while its record was written") from exc
 
     def _follow(self, watch: StoreWatch) -> None:

@@ -1,7 +1,7 @@
-"""What a node does as its job's records change: its workers begin, stop and pause, its own record follows.
+"""Acts on changes of the job's records: starts, stops and pauses this node's workers, and updates its own record.
 
-What should become of the job is decided by `rendezvous.next_world`, what follows from ended workers by
-`health.failures.decide_recovery`.
+`rendezvous.next_world` decides what the job's record should become, and `health.failures.decide_recovery` what follows
+from workers that ended.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Departure:
     """Why a node leaves, and what to do about it.
 
     Attributes:
-        exit_code: of its agent.
-        reason: in a few words, for the record of its end.
-        restart: why the others begin a new generation, in a line.
-        remedy: what the node's user should do.
+        exit_code: Exit code of its agent.
+        reason: Reason in a few words, for the event in the job's history.
+        restart: Why the others begin a new generation, in one line.
+        remedy: What the node's user should do.
     """
 
     exit_code: ExitCode
@@ -67,10 +67,15 @@ class Departure:
 
 
 _STORE_OUTAGE_SHARE = 0.8
-"""Of the time after which others take the job over, how long workers go on without the store. They must have stopped by
-then, so the rest is for agents that get no turn on a busy machine."""
+"""How long workers continue without the store, as a share of the time after which others take the job over.
+
+They must have stopped by then; the rest is for agents that get no turn on a busy machine.
+"""
 _REPEAT_S = 60.0
-"""Between two messages that say the same: oftener they would fill the log, and a person looks about once a minute."""
+"""Seconds between two log lines that say the same.
+
+More often would fill the log, and a person looks about once a minute.
+"""
 
 
 class NodeReconciler:
@@ -83,36 +88,36 @@ class NodeReconciler:
         self._membership = context.membership
         self._signals = context.signals
         self._next_master: MasterEndpoint = context.next_master
-        self._master: MasterEndpoint | None = None  # held open for the ranks of the present generation
+        self._master: MasterEndpoint | None = None  # held open for the ranks of the current generation
         now = time.monotonic()
         self._node_ids: ChangeTimer[frozenset[str]] = ChangeTimer(frozenset(), now)
         self._pause: ChangeTimer[tuple[int, int | None]] = ChangeTimer((-1, None), now)  # generation and step
         self._store_away = ChangeTimer(False, now)
         self._too_few = ChangeTimer(False, now)  # whether the job waits for enough nodes
-        self._told_nodes = ChangeTimer(-1, now)  # how many were here when that was last logged
+        self._told_nodes = ChangeTimer(-1, now)  # number of nodes here when that was last logged
         self._exclusions = Exclusions(context.store, context.spec.job, host_key())
         self._exclusion: Exclusion | None = None
         self._departure: Departure | None = None
         self._waits_for_place = False
         self._outage_s = _STORE_OUTAGE_SHARE * context.spec.rendezvous.takeover_s
-        # A job without a name of its user's is this node's alone: no other knows it, and could take it over.
+        # A job that its user did not name belongs to this node alone: no other node knows it or could take it over.
         self._alone_s = self._outage_s if context.spec.resumable else math.inf
 
     @property
     def pausing(self) -> bool:
-        """Whether this node's workers are to pause, so that every moment counts."""
+        """Whether this node's workers are asked to pause, so that every moment counts."""
         return self._worker_group.running and self._pause.value[1] is not None
 
     @property
     def pause_unpublished(self) -> bool:
-        """Whether they have paused, and the other nodes do not know it yet."""
+        """Whether they have paused and the other nodes do not know it yet."""
         return (
             self.pausing and self._membership.node.paused != self._worker_group.generation and self._worker_group.paused
         )
 
     @property
     def agent_state(self) -> AgentState:
-        """What this node's time is spent on, as far as the workers' status pages do not say more."""
+        """What this node spends its time on, where the workers' status pages do not say more."""
         if self._worker_group.finished:
             return AgentState.IDLE
         if self._worker_group.running:
@@ -120,13 +125,13 @@ class NodeReconciler:
         return AgentState.IDLE if self._waits_for_place else AgentState.RENDEZVOUS
 
     def reconcile(self, records: JobRecords) -> int | None:
-        """Do what follows from the records, again and again while this node itself changes the job's.
+        """Act on the records, and repeat that as long as this node itself changes the job's record.
 
         Returns:
             The exit code if this node's part is over, else None.
 
         Raises:
-            DiscoveryError: the store does not answer.
+            DiscoveryError: The store does not answer.
         """
         if self._store_away.record(False, time.monotonic()):
             logger.info("the store answers again")
@@ -134,21 +139,21 @@ class NodeReconciler:
             code = self._follow_records(records)
             if code is not None or not self._propose_next_world(records):
                 return code
-            records = self._membership.read_records()  # the others learn of it by their watches
+            records = self._membership.read_records()  # the others learn of it through their watches
 
     def _follow_records(self, records: JobRecords) -> int | None:
         """Bring this node in line with the job's record. Returns the exit code if its part is over."""
         world = records.world
         now = time.monotonic()
         self._node_ids.record(frozenset(records.nodes), now)
-        # A member that does something long between two steps is waited for, without end.
+        # Wait without limit for a member that does something long between two steps.
         self._pause.record((world.generation, world.pause_at), now, restart=is_join_deferred(world, records.nodes))
         others = (node for name, node in records.nodes.items() if name != self._context.id)
         self._context.shutdown.is_last_node = all(node.leaving for node in others)
         if world.ended:
             return self._end_job(world)
         position = self._position(world)
-        if world.generation != self._worker_group.generation:  # others lost contact, and were first to begin again
+        if world.generation != self._worker_group.generation:  # others lost contact and restarted first
             self._prepare_departure(self._worker_group.judge_failures(world.forgiven))
         if self._departure is not None:
             return self._depart(world, self._departure, member=position is not None)
@@ -167,29 +172,29 @@ class NodeReconciler:
         if self._worker_group.running:
             self._worker_group.pages.request_pause(world.pause_at)
         if self._signals.stopping and self._worker_group.running and not self._worker_group.reports_steps:
-            self._worker_group.terminate_workers(self._signals.number)  # there is no pause to wait for
+            self._worker_group.terminate_workers(self._signals.number)  # they cannot pause, so nothing is waited for
         self._update_own_record(world)
         return None
 
     def _position(self, world: World) -> int | None:
-        """Return this node's place among the members of a world that runs, None if it is not a member."""
+        """Return this node's place among the members of a running world, None if it is not a member."""
         return world.position(self._context.id) if world.state is JobState.RUNNING else None
 
     def _note_place(self, waits: bool, world: World) -> None:
-        """Log once when this node begins to wait for a place among as many nodes as the job may have."""
+        """Log once when this node begins to wait for a place, because the job has its maximum number of nodes."""
         if waits and not self._waits_for_place:
             nodes = _count(len(world.nodes), "node")
             logger.info("the job has its %s, and no place for more: waiting for one", nodes)
         self._waits_for_place = waits
 
     def handle_store_outage(self, exc: DiscoveryError) -> int | None:
-        """Let the workers go on without the store, but not so long that others may have taken the job over.
+        """Let the workers continue without the store, but stop them before others may have taken the job over.
 
         Args:
-            exc: why the store does not answer.
+            exc: Why the store does not answer.
 
         Returns:
-            The exit code where this node shall leave, or has waited for the store for too long; else None.
+            The exit code if this node must leave or has waited too long for the store; else None.
         """
         if self._store_away.record(True, time.monotonic()):
             logger.warning("the store does not answer (%s): going on without it for a while", exc)
@@ -200,7 +205,7 @@ class NodeReconciler:
                 "job %s has ended: the script ended, and nobody else waits for the store to know", self._spec.job
             )
             return ExitCode.DONE
-        # Failed workers cannot begin again without the store, and a signal is followed at the end of the same time.
+        # Failed workers cannot restart without the store; a signal to leave is followed after the same time.
         if (self._worker_group.failing or self._signals.stopping) and self._outage_s < cut_s <= self._alone_s:
             self._worker_group.stop_workers()
             logger.warning("no answer for %.0f s: the workers, which do not train on, are stopped", cut_s)
@@ -218,17 +223,17 @@ class NodeReconciler:
         if self._signals.stopping:
             return self._signals.exit_code
         away_s = self._store_away.held_s(time.monotonic())
-        if self._departure is not None and away_s > self._outage_s:  # the others go on without asking it
+        if self._departure is not None and away_s > self._outage_s:  # the others continue without asking it
             return self._departure.exit_code
         if away_s <= self._spec.join_timeout_s:
             return None
         self._context.shutdown.is_last_node = (
-            True  # as far as is known here: the state in memory is kept for a later start
+            True  # as far as this node knows: the state in memory is kept for a later start
         )
         return self._give_up(f"no store for {away_s:.0f} s")
 
     def _give_up(self, reason: str) -> int:
-        """Return the exit code of a node that has waited for too long."""
+        """Return the exit code of a node that has waited too long."""
         code = int(ExitCode.TRY_AGAIN)
         logger.error(
             "%s (--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code %d",
@@ -240,13 +245,13 @@ class NodeReconciler:
 
     @property
     def workers_may_run_until(self) -> float:
-        """Until when this node's workers may go on if the store does not answer any longer (`time.monotonic()`)."""
+        """How long this node's workers may go on if the store stops answering (`time.monotonic()`)."""
         return time.monotonic() - self._membership.without_lease_s + self._alone_s
 
-    # --- The record of the job. ---
+    # --- The record of the job ---
 
     def _start_generation(self, world: World, position: int) -> None:
-        """Have this node's workers be those of a new generation, in which the node is at `position`."""
+        """Replace this node's workers by those of a new generation, in which the node is at `position`."""
         member = world.nodes[position]
         last = member.first_rank + member.local_world_size - 1
         ranks = f"rank {last}" if last == member.first_rank else f"ranks {member.first_rank}-{last}"
@@ -260,19 +265,19 @@ class NodeReconciler:
             logger.warning("what the workers of this node did:\n%s", self._worker_group.dump_stacks())
             self._context.status.record_event("hang", world.message, world.generation - 1)
         if self._worker_group.running:
-            # What follows is not the old workers' training.
+            # The time from here on is not the old workers' training.
             self._context.status.charge_time(AgentState.RENDEZVOUS, self._context.replicas.replicated_us)
         self._context.replicas.change_world(world)
         self._context.peer_connections.set_peers(choose_peers(world, position))
         self._worker_group.start_generation(world, position)
         if position == 0:
-            # Not sooner: a worker on its way to the last generation's store would find nothing there and wait, and the
-            # next store may take seconds, where DNS does not answer torch.
+            # Not earlier: a worker still on its way to the last generation's store would wait for entries that never
+            # come, and opening the next store may take seconds if DNS does not answer torch.
             self._master = self._next_master
             self._next_master = open_master_endpoint(self._spec)
 
     def _handle_absence(self, records: JobRecords) -> int | None:
-        """Stop the workers of a node that is not a member now. Returns the exit code if it is not to come back."""
+        """Stop the workers of a node that is not a member now. Returns the exit code if it will not come back."""
         stopping = self._signals.stopping
         if self._worker_group.running and stopping and not self._worker_group.terminate_workers(self._signals.number):
             return None
@@ -283,7 +288,7 @@ class NodeReconciler:
             elif not stopping:
                 logger.warning("the others went on without this node, which was silent: it joins them again")
                 self._context.replicas.change_world(records.world)
-                self._context.host.forget_slots()  # theirs are newer, and must not be mixed up with these
+                self._context.host.forget_slots()  # theirs are newer and must not be mixed with these
         if stopping:
             saved = self._membership.node.paused >= 0
             self._context.status.record_event("leave", "asked to", records.world.generation)
@@ -295,7 +300,7 @@ class NodeReconciler:
         return self._wait_for_quorum(records) if records.world.state is JobState.FORMING else None
 
     def _wait_for_quorum(self, records: JobRecords) -> int | None:
-        """Log how many nodes the job waits for. Returns the exit code if it has waited for too long."""
+        """Log how many nodes the job waits for. Returns the exit code if it has waited too long."""
         now = time.monotonic()
         here = sum(not node.leaving for node in records.nodes.values())
         wanted = self._spec.rendezvous.min_nodes
@@ -322,13 +327,13 @@ class NodeReconciler:
         return None
 
     def _end_shortage(self, now: float) -> None:
-        """Wait for no more nodes: enough are here, or the job runs. The next shortage begins another wait."""
+        """Stop waiting for more nodes, since enough are here or the job runs. The next shortage starts a new wait."""
         self._too_few.record(False, now)
         self._told_nodes.record(-1, now)
 
     @property
     def _kept_state(self) -> str:
-        """Where the state is that this node saved before it left, in words."""
+        """Where the state is that this node saved before it left, as text."""
         if not self._context.shutdown.is_last_node:
             return "the others have every step until now"
         if self._spec.checkpoint:
@@ -346,7 +351,10 @@ class NodeReconciler:
         return ExitCode.FAILED
 
     def _describe_end(self, world: World) -> TerminationMessage:
-        """Return what ended a job: on every node the same, but for what the kernel killed."""
+        """Return why a job ended.
+
+        Every node reports the same, except for the number of processes that the kernel killed.
+        """
         own, here = self._context.shutdown.end, self._context.id
         node = next((member.id for member in world.nodes if world.failed_rank in member.ranks), here)
         oom_kills = own.oom_kills if (own.node, own.rank) == (node, world.failed_rank) == (here, own.rank) else 0
@@ -355,14 +363,14 @@ class NodeReconciler:
         )
 
     def _propose_next_world(self, records: JobRecords) -> bool:
-        """Propose what the job's record should become. Returns whether the records have to be followed once more."""
+        """Propose what the job's record should become. Returns whether the records must be processed once more."""
         world = records.world
         if self._departure is not None:
             return self._propose_world_without_this_node(records, self._departure)
         present = [member for member in world.nodes if member.id in records.nodes]
         finished = [member for member in present if records.nodes[member.id].finished == world.generation]
         ended = [rank for member in finished for rank in member.ranks]
-        # Of a member that is taken to be late, because this machine or the store stood still, it is not known either.
+        # A member counted as late, because this machine or the store was paused, may be gone too.
         missing = len(present) < len(world.nodes) or any(member.id in records.late for member in present)
         decision = self._worker_group.judge_failures(
             world.forgiven, others_ended=ended, missing=missing, known_at=records.asked_at
@@ -383,7 +391,7 @@ class NodeReconciler:
         return True
 
     def _propose_world_without_this_node(self, records: JobRecords, departure: Departure) -> bool:
-        """Have the others go on without this node, once they have what only its memory had."""
+        """Let the others continue without this node, once they have what only its memory had."""
         if self._position(records.world) is None or not self._context.replicas.hand_over_state():
             return False
         if not self._membership.node.leaving:
@@ -393,7 +401,10 @@ class NodeReconciler:
         return self._write_world(next_world(records.world, nodes, observation, self._spec.rendezvous), records)
 
     def _write_world(self, proposal: World | None, records: JobRecords) -> bool:
-        """Write the job's record. Returns whether it changed; where another node was first, it is looked at again."""
+        """Write the job's record.
+
+        Returns whether it changed; if another node was first, the agent is woken to read it again.
+        """
         if proposal is None or proposal == records.world:
             return False
         if not self._membership.propose_world(proposal, records.version):
@@ -413,7 +424,7 @@ class NodeReconciler:
         self._context.status.record_event(kind, text, world.generation)
 
     def _prepare_departure(self, decision: RecoveryDecision | None) -> RecoveryDecision | None:
-        """Stop the workers where failures mean that this node shall leave. Returns what else follows from them."""
+        """Stop the workers if failures mean that this node must leave. Returns what else follows from them."""
         if decision is None or not (decision.leave_out or decision.needs_memory):
             return decision
         if decision.leave_out:
@@ -431,7 +442,7 @@ class NodeReconciler:
         return decision
 
     def _note_failure(self, decision: RecoveryDecision, message: str) -> None:
-        """Note what failed on this node, for the record of its end."""
+        """Note what failed on this node, for its termination message."""
         self._context.shutdown.end = TerminationMessage(
             cause=decision.cause.value if decision.cause is not None else "",
             rank=decision.rank,
@@ -441,10 +452,10 @@ class NodeReconciler:
         )
 
     def _exclude_host(self, decision: RecoveryDecision) -> RecoveryDecision:
-        """Leave this host out because of its GPU. Returns another decision where another host had the fault before.
+        """Exclude this host because of its GPU. Returns another decision if another host had the same fault before.
 
         Raises:
-            DiscoveryError: the store does not answer, and nothing is changed.
+            DiscoveryError: The store does not answer, and nothing has changed.
         """
         clear = not decision.unclear
         exclusion = Exclusion(
@@ -463,7 +474,7 @@ class NodeReconciler:
         return decision
 
     def _depart(self, world: World, departure: Departure, *, member: bool) -> int | None:
-        """Leave a job that goes on without this node; first the others get what only this node's memory has."""
+        """Leave a job that continues without this node, after the others got what only this node's memory has."""
         if member or (world.state is JobState.FORMING and not self._context.replicas.hand_over_state()):
             return None
         self._context.status.record_event("leave", departure.reason, world.generation)
@@ -474,9 +485,9 @@ class NodeReconciler:
         return code
 
     def _missed_generation(self, world: World) -> str:
-        """Return why this node's workers of the present generation do not run any longer, "" if they do.
+        """Return why this node's workers of the current generation no longer run, or "" if they do.
 
-        They cannot begin again: their ranks have met, and others may have gone on.
+        They cannot be started again in it: their ranks have already met, and others may have gone on.
         """
         same = world.state is JobState.RUNNING and world.generation == self._worker_group.generation
         over = self._worker_group.running or self._membership.node.finished == world.generation
@@ -496,7 +507,7 @@ class NodeReconciler:
             dead=self._context.host.dead,
         )
 
-    # --- The record of this node. ---
+    # --- The record of this node ---
 
     def _update_own_record(self, world: World) -> None:
         """Bring this node's record up to date."""
@@ -507,7 +518,7 @@ class NodeReconciler:
             changes["leaving"] = True
         paused = worker_group.generation if worker_group.paused and world.pause_at is not None else -1
         if paused >= 0 and self._signals.stopping and not self._context.replicas.hand_over_state():
-            paused = -1  # the nodes that go on need what only this node has
+            paused = -1  # the remaining nodes need what only this node has
         if node.paused != paused and (paused >= 0 or not self._signals.stopping):
             changes["paused"] = paused
         if node.finished != worker_group.generation and worker_group.finished:

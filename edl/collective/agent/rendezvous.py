@@ -1,15 +1,15 @@
-"""Which nodes train together: a plain state machine over the records in the Store (`edl.collective.job_records`).
+"""Decides which nodes train together: a plain state machine over the Store's records (`edl.collective.job_records`).
 
-All agents look at the same records and may compute the next world from them (`next_world`); compare-and-set lets one
-of them be first, and the others follow. So there is no leader to lose, and never a second world beside the first: a
-world that was not written is not there.
+All agents see the same records and may compute the next world from them (`next_world`). Compare-and-set lets only one
+of them write it, and the others follow. So no leader can be lost, and there is never a second world at the same time: a
+world exists only once it is written.
 
     forming ──enough nodes──> running ──every member finished──> done
        ^                       │  │
        └──too few are left─────┘  └──the user's code failed──> failed
 
-A new generation begins with each change of members and each restart. So that no step is lost when members come or go,
-all of them first pause after the same step (`World.pause_at`). Nothing here waits, reads a clock or does I/O.
+Every change of members and every restart begins a new generation. To lose no step when members come or go, all of them
+first pause after the same step (`World.pause_at`). Nothing here waits, reads a clock or does I/O.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 T = TypeVar("T")
 
 _MESSAGE_CHARS: Final = 16_000
-"""Of a failed job's message in its record: room for a long traceback, and far below the 512 KiB that Consul takes."""
+"""Longest message of a failed job in its record: room for a long traceback, and far below Consul's limit of 512 KiB."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,12 @@ class RendezvousSettings:
     """How many nodes train together, and how long a rendezvous waits.
 
     Attributes:
-        min_nodes: fewer do not begin a world, and do not go on with it.
-        max_nodes: more wait until a place is free.
-        last_call_s: how long to wait for more nodes once there are enough and no new node came, in seconds.
-        pause_timeout_s: how long to wait for all workers to pause before they are stopped as they are, in seconds.
-        takeover_s: how long to wait before nodes that were not members go on with a job whose members are all gone, in
-            seconds. Within that time an agent that cannot reach the Store has stopped its workers, so that there are
-            never two worlds.
+        min_nodes: Least number of nodes to begin a world or continue it.
+        max_nodes: Largest number of nodes in a world; more wait until a place is free.
+        last_call_s: Seconds to wait for more nodes after the last one came, once there are enough.
+        pause_timeout_s: Seconds to wait for all workers to pause before they are stopped as they are.
+        takeover_s: Seconds before nodes that were not members continue a job whose members are all gone. Within that
+            time an agent that cannot reach the Store has stopped its workers, so there are never two worlds.
     """
 
     min_nodes: int
@@ -60,18 +59,18 @@ class RendezvousSettings:
 
 @dataclass(frozen=True)
 class LocalObservation:
-    """What an agent knows besides the records.
+    """An agent's own observations, in addition to the records.
 
     Attributes:
-        node: the agent's node, may be empty for a member. Whether workers can pause is known to members only, so a node
-            that waits to join leaves that to them.
-        quiet_s: for how many seconds it has seen no node come or go.
-        pausing_s: for how many seconds it has seen the present `pause_at`.
-        pause_needs_s: how many seconds the steps until a pause may take, if more than `pause_timeout_s`.
-        pause_step: a step that all workers can still pause after; None if they report no steps.
-        restart: why its workers need a new generation; empty if they do not.
-        forgives: whether that is an error of the script's own, of which a job forgives a limited number.
-        dead: nodes that are gone for certain, with their workers.
+        node: The agent's node; may be empty for a member. Only members know whether workers can pause, so a node that
+            waits to join leaves that decision to them.
+        quiet_s: For how many seconds it has seen no node come or go.
+        pausing_s: For how many seconds it has seen the current `pause_at`.
+        pause_needs_s: How many seconds the steps until a pause may take, if more than `pause_timeout_s`.
+        pause_step: A step that all workers can still pause after; None if they report no steps.
+        restart: Why its workers need a new generation; empty if they do not.
+        forgives: Whether the reason is an error of the script itself, of which a job survives a limited number.
+        dead: Nodes that are certainly gone, with their workers.
     """
 
     node: str = ""
@@ -85,14 +84,17 @@ class LocalObservation:
 
 
 class ChangeTimer(Generic[T]):
-    """Measures for how long a value has been the same. Times are seconds of any clock, the same in all calls."""
+    """Measures how long a value has been the same. All calls must pass seconds of the same clock."""
 
     def __init__(self, value: T, now_s: float) -> None:
         self.value = value
         self._since_s = now_s
 
     def record(self, value: T, now_s: float, *, restart: bool = False) -> bool:
-        """Take note of the value now; a change, or `restart`, begins a new measurement. Returns whether it changed."""
+        """Record the current value. A change, or `restart`, begins a new measurement.
+
+        Returns whether the value changed.
+        """
         changed = value != self.value
         if changed or restart:
             self.value = value
@@ -105,9 +107,9 @@ class ChangeTimer(Generic[T]):
 
 
 def is_join_deferred(world: World, nodes: Mapping[str, Node]) -> bool:
-    """Return whether nodes that want to join wait for a member that is busy, with an evaluation, say.
+    """Return whether nodes that want to join must wait for a member that is busy, for instance with an evaluation.
 
-    A node that leaves cannot wait: a host is preempted within seconds.
+    Nodes are not made to wait while a member is leaving: a host can be preempted within seconds.
     """
     members = [nodes[member.id] for member in world.nodes if member.id in nodes]
     return any(node.busy == world.generation for node in members) and not any(node.leaving for node in members)
@@ -116,13 +118,13 @@ def is_join_deferred(world: World, nodes: Mapping[str, Node]) -> bool:
 def next_world(
     world: World, nodes: Mapping[str, Node], observation: LocalObservation, settings: RendezvousSettings
 ) -> World | None:
-    """Return what the record of the job should become, None if it is right as it is.
+    """Return what the record of the job should become, or None if it is right as it is.
 
     Args:
-        world: the job's record; `World()` if there is none.
-        nodes: the records of all nodes whose lease lives, by id, read after `world`.
-        observation: what the caller knows besides.
-        settings: how many nodes, and how long to wait.
+        world: The job's record; `World()` if there is none.
+        nodes: Records of all nodes whose lease is alive, by id, read after `world`.
+        observation: What the caller knows in addition.
+        settings: How many nodes train together, and how long to wait.
     """
     if world.ended:
         return None
@@ -144,13 +146,13 @@ def next_world(
 
 
 def failed_world(world: World, message: str, cause: str = "", rank: int = -1) -> World:
-    """Return the record of a job that ends on all nodes, because of the user's code.
+    """Return the record of a job that ends on all nodes because of the user's code.
 
     Args:
-        world: the record before.
-        message: the error. Where it is long its middle is left out: the error itself is at the end.
-        cause: why the worker ended that failed first, in a word.
-        rank: of that worker, -1 for none.
+        world: The record before.
+        message: The error. The middle of a long one is left out, since the error itself is at the end.
+        cause: Why the worker that failed first ended, as one word.
+        rank: Rank of that worker; -1 for none.
     """
     kept = message
     if len(message) > _MESSAGE_CHARS:
@@ -179,7 +181,7 @@ def _changed(
         return None
     leaving = [name for name in members if nodes[name].leaving]
     ending = any(nodes[name].finished == world.generation for name in members)
-    if ending and leaving:  # there are no more steps to pause after
+    if ending and leaving:  # no steps are left to pause after
         return _next_generation(world, nodes, settings, f"{_names(leaving)} left")
     room = settings.max_nodes - len(members) + len(leaving)
     joining = [name for name, node in nodes.items() if name not in members and not node.leaving][:room]
@@ -191,7 +193,7 @@ def _changed(
         part for part in (leaving and f"{_names(leaving)} left", joining and f"{_names(joining)} joined") if part
     )
     if observation.pause_step is None and world.pause_at is None:
-        return _next_generation(world, nodes, settings, why)  # the script saves nothing that could be gone on from
+        return _next_generation(world, nodes, settings, why)  # the script saves nothing to continue from
     if world.pause_at is None:
         return replace(world, pause_at=observation.pause_step)
     paused = all(nodes[name].paused == world.generation for name in members)
@@ -201,15 +203,18 @@ def _changed(
 
 
 def _unpaused(world: World) -> World | None:
-    """Take a pause back, since no node wants to come or go any longer: workers that paused go on when they see it."""
+    """Withdraw a pause when no node wants to come or go any longer.
+
+    Workers that already paused continue when they see it.
+    """
     return replace(world, pause_at=None) if world.pause_at is not None else None
 
 
 def _next_generation(world: World, nodes: Mapping[str, Node], settings: RendezvousSettings, why: str) -> World | None:
-    """Return the next generation, of the members that stay and of nodes that wait.
+    """Return the next generation, made of the members that stay and of nodes that wait.
 
-    None while its first node still publishes the port of the present generation's store: that store holds the addresses
-    of workers that are gone, and a new worker that read them would wait for these.
+    None while its first node still publishes the port of the current generation's store. That store holds the addresses
+    of workers that are gone, and a new worker that read them would wait for those.
     """
     stay = [member.id for member in world.nodes if member.id in nodes and not nodes[member.id].leaving]
     wait = sorted(name for name, node in nodes.items() if name not in stay and not node.leaving)
@@ -226,12 +231,10 @@ def _next_generation(world: World, nodes: Mapping[str, Node], settings: Rendezvo
 
 
 def assign_ranks(before: list[str], present: Iterable[str]) -> list[str]:
-    """Order nodes, so that as many as can keep their rank.
+    """Order nodes so that as many as possible keep their rank.
 
-    Nodes that cannot, because fewer are left, and new nodes fill the gaps, in their order.
-
-    Returns:
-        The nodes of the next world, by rank.
+    Nodes that cannot, because fewer are left, fill the gaps together with new nodes, in their order. Returns the nodes
+    of the next world by rank.
     """
     present = list(present)
     places: list[str | None] = [None] * len(present)

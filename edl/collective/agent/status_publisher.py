@@ -1,4 +1,4 @@
-"""What an agent publishes in the Store for `edl status` and `edl report`: where its time went, and what happened."""
+"""Publishes in the Store, for `edl status` and `edl report`, where an agent's time went and what happened."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ logger = logging.getLogger(__name__)
 
 _WRITE_EVERY_S = 1.0  # `edl status --watch` shows each second; more often would load a store of hundreds of nodes
 _QUERY_S = 3.0
-"""So long at most nothing is charged while the store is asked which steps were finished before; an election of its
-leader may delay the answer. It is asked on after that, and until it answers such steps count as new."""
+"""How long charging may wait for the store to say which steps were finished before.
+
+An election of its leader may delay the answer. After that the query continues, and until it is answered such steps
+count as new.
+"""
 
 
 class StatusPublisher:
-    """Keeps an agent's ledger up to date. Its methods are for the agent's thread, and never wait for the store.
+    """Keeps an agent's ledger up to date. Its methods are for the agent's thread, and only `close` waits for the store.
 
-    What cannot be written now, because the store does not answer, is in what is written next.
+    A write that fails because the store does not answer is included in the next one.
     """
 
     def __init__(self, store: Store, job: str, node: str, workers: int) -> None:
@@ -53,16 +56,16 @@ class StatusPublisher:
         self._thread.start()
 
     def follow_workers(self, worker_group: WorkerGroup) -> None:
-        """Charge time by what these workers' status pages say from now on; without them `close` writes no record."""
+        """Charge time by these workers' status pages from now on. Without workers, `close` writes no record."""
         self._worker_group = worker_group
 
     def charge_time(self, agent_state: AgentState, replicated_us: int = 0) -> None:
         """Charge the time until now. Call it often; the store is written about once a second.
 
         Args:
-            agent_state: what the agent did until now, as far as the workers' status pages do not say more.
-            replicated_us: wall clock, in microseconds since 1970, of the newest state of which another node has a
-                replica; 0 for none.
+            agent_state: What the agent did until now, where the workers' status pages do not say more.
+            replicated_us: Wall clock, in microseconds since 1970, of the newest state that another node has a replica
+                of; 0 for none.
         """
         assert self._worker_group is not None, "follow_workers is called first"
         self._replicated_us = replicated_us
@@ -82,20 +85,16 @@ class StatusPublisher:
         """Publish an event.
 
         Args:
-            kind: as `edl.collective.goodput.ledger.Event.kind`.
-            text: what happened, in a line.
-            generation: of which it is, -1 for none.
+            kind: One of the kinds of `edl.collective.goodput.ledger.Event`.
+            text: What happened, in one line.
+            generation: Generation that it belongs to; -1 for none.
         """
         with self._changed:
             self._events.append((kind, text, generation))
             self._changed.notify()
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """Write what is left, with the workers' last status; what cannot be written in time is not.
-
-        Args:
-            timeout_s: how long that may take, in seconds.
-        """
+        """Write what is left, with the workers' last status, for at most `timeout_s` seconds."""
         if self._worker_group is not None:
             now = time.monotonic()
             self._observe_workers(self._worker_group, now)
@@ -111,9 +110,9 @@ class StatusPublisher:
         self._ledger.observe(now, self._agent_state, statuses, self._finished_before)
 
     def _query_new_generation(self, generation: int, now: float) -> None:
-        """In a generation new to this node, find out which steps were finished before it.
+        """When this node enters a generation without the one before, find out which steps were finished before it.
 
-        Workers that were in the generation before know that themselves: all ranks finish the same steps.
+        Workers that were in the previous generation know that themselves, since all ranks finish the same steps.
         """
         before = self._generation
         self._generation = generation
@@ -151,7 +150,7 @@ class StatusPublisher:
                     self._writer.write_record(record)
 
     def _query_finished_steps(self, generation: int) -> None:
-        """Ask the store which steps were finished before a generation; without an answer it is asked again."""
+        """Ask the store which steps were finished before a generation; without an answer, the next round asks again."""
         answered = False
         with contextlib.suppress(DiscoveryError, ClosedError):
             self._finished_before = last_step_before(self._store, self._job, generation)

@@ -1,8 +1,8 @@
 """This node's workers through the generations: started, kept or replaced, watched, and stopped.
 
-An agent tells its workers by their status pages when to pause, and gives them a heartbeat. An agent that was stopped
-for a while may have lost its place in the job without knowing it. Its threads go on in any order, so the heartbeat,
-which says that the job is still this node's to go on with, is not given again before the records have been looked at.
+An agent tells its workers when to pause through their status pages, and gives them a heartbeat. The heartbeat says that
+this node may continue the job. An agent that was stopped for a while may have lost its place without knowing it, and
+its threads resume in any order. So after that, the heartbeat resumes only once the records have been read.
 """
 
 from __future__ import annotations
@@ -38,20 +38,25 @@ logger = logging.getLogger(__name__)
 
 
 _NOTICE_S: Final = 1.0
-"""So far ahead is the step after which workers pause. Agents of other nodes learn of it by a watch, or within the
-second after which they read the records anyway: with less, a worker may have passed the step. Training goes on."""
+"""How far ahead the step is after which workers pause, in seconds.
+
+Agents of other nodes learn of it by a watch, or by reading the records, which they do every second anyway. With less, a
+worker may have passed the step. Training continues.
+"""
 _MIN_STEPS: Final = 2
-"""A worker may be in the step after its last reported one already."""
+"""Least number of steps ahead: a worker may already be in the step after the last one it reported."""
 _PATIENCE_STEPS: Final = 6
-"""So many usual steps may pass until all workers have paused, of which two are ahead of the pause as a rule: fewer
-would cut off a step that takes longer than most, more would make nodes that join wait for a rank that hangs."""
+"""How many usual steps may pass until all workers have paused; two of these normally come before the pause.
+
+With fewer, a step that takes longer than most would be cut off; with more, nodes that join would wait longer for a rank
+that hangs.
+"""
 
 
 def pause_step(statuses: Collection[WorkerStatus], generation: int) -> int | None:
-    """Return a step so far ahead that all workers see the request before they finish it.
+    """Return a step far enough ahead that all workers see the request before they finish it.
 
-    Returns:
-        The step; None if a worker reports no steps, or is not in this generation yet.
+    None if a worker reports no steps, or is not in this generation yet.
     """
     if any(status.step < 0 or status.generation != generation for status in statuses):
         return None
@@ -61,7 +66,7 @@ def pause_step(statuses: Collection[WorkerStatus], generation: int) -> int | Non
 
 
 def pause_needs_s(statuses: Collection[WorkerStatus]) -> float:
-    """Return how many seconds the steps until a pause may take, where steps are long; 0 if no step was measured."""
+    """Return how many seconds the steps until a pause may take if steps are long; 0 if no step was measured."""
     step_s = _usual_step_s(statuses)
     return _PATIENCE_STEPS * step_s if step_s is not None else 0.0
 
@@ -71,22 +76,22 @@ def _usual_step_s(statuses: Collection[WorkerStatus]) -> float | None:
     return statistics.median(durations) if durations else None
 
 
-# --- The sign of life that an agent gives its workers ---
+# --- The agent's heartbeat ---
 
 
 _INTERVAL_S: Final = 0.2
-"""Between two beats: several fit into a lease (1.5 s unless set otherwise), so a beat that is late stops no worker."""
+"""Seconds between two beats. Several fit into a lease (1.5 s by default), so a late beat stops no worker."""
 
 
 class Heartbeat:
-    """Beats from now until `close`, as long as it may; also while the agent waits for the store.
+    """Beats until `close`, while it is allowed to, even while the agent waits for the store.
 
     Args:
-        stopped_s: after that many seconds without a turn of its thread this process counts as having been stopped.
-        beat: gives the sign, which is of the moment it is called with (`time.monotonic()`): a process that is stopped
-            in the middle of a turn gives an old one when it goes on.
-        touch: called as often, also when the sign may not be given.
-        wake: called when this process was stopped, so that the records are looked at.
+        stopped_s: Seconds without a turn of its thread after which this process counts as having been stopped.
+        beat: Sends the beat, dated with the moment that it is called with (`time.monotonic()`). So a process that is
+            stopped in the middle of a turn sends an old one when it continues.
+        touch: Called equally often, even if beats are not allowed.
+        wake: Called after this process was stopped, so that the records are read.
         clock: `time.monotonic`.
     """
 
@@ -110,16 +115,16 @@ class Heartbeat:
         self._loop = BackgroundLoop("edl-heartbeat", self._turn)
 
     def allow_beats(self, asked_at: float, until: float) -> None:
-        """Allow beats, since the job's records have the workers go on.
+        """Allow beats, because the job's records let the workers continue.
 
         Args:
-            asked_at: when the records were asked for (`time.monotonic()`).
-            until: when beats end if nothing more is heard of the records (`time.monotonic()`).
+            asked_at: When the records were requested (`time.monotonic()`).
+            until: When beats end unless the records are read again (`time.monotonic()`).
         """
         self._allowed = asked_at, until
 
     def close(self) -> None:
-        """End the beats."""
+        """Stop beating."""
         self._loop.close()
 
     def _turn(self) -> float:
@@ -135,26 +140,26 @@ class Heartbeat:
         return _INTERVAL_S
 
 
-# --- The status pages of all workers of a node, read and written together ---
+# --- The status pages of all workers of a node ---
 
 
 class NodeStatusPages:
-    """The workers' pages of shared memory, from now until the host's folder is removed."""
+    """The workers' status pages, from now until the host's folder is removed."""
 
     def __init__(self, host: HostFolder, workers: int) -> None:
         self._pages = {rank: WorkerStatusPage.create(host.status_page(rank)) for rank in range(workers)}
 
     def read_statuses(self) -> dict[int, WorkerStatus]:
-        """Return what the pages say, by local rank."""
+        """Return the workers' statuses by local rank."""
         return {rank: page.read_status() for rank, page in self._pages.items()}
 
     def record_agent_heartbeat(self, at: float) -> None:
-        """Show the workers that their agent lived at this moment (`time.monotonic()`)."""
+        """Tell the workers that their agent was alive at this moment (`time.monotonic()`)."""
         for page in self._pages.values():
             page.record_agent_heartbeat(at)
 
     def request_pause(self, step: int | None) -> None:
-        """Ask all workers to pause after `step`; None takes it back."""
+        """Ask all workers to pause after `step`; None withdraws the request."""
         for page in self._pages.values():
             page.request_pause(step)
 
@@ -164,7 +169,7 @@ class NodeStatusPages:
         return all(status.paused >= 0 and status.generation == generation for status in statuses)
 
     def report_steps(self, generation: int) -> bool:
-        """Return whether any worker has said in a generation which step it has finished."""
+        """Return whether any worker has reported a finished step in a generation."""
         statuses = self.read_statuses().values()
         return any(status.step >= 0 and status.generation == generation for status in statuses)
 
@@ -173,20 +178,20 @@ class NodeStatusPages:
         return pause_step(self.read_statuses().values(), generation)
 
     def pause_needs_s(self) -> float:
-        """Return how many seconds the steps until a pause may take, where steps are long."""
+        """Return how many seconds the steps until a pause may take if steps are long."""
         return pause_needs_s(self.read_statuses().values())
 
     @property
     def last_step(self) -> int:
-        """The last step that any worker finished, -1 if they report none."""
+        """The last step that any worker finished; -1 if they report none."""
         return max(status.step for status in self.read_statuses().values())
 
 
-# --- This node's workers through the generations ---
+# --- The workers' output ---
 
 
 class LogTee:
-    """Copies what workers write into their files, a generation at a time."""
+    """Copies to the console what workers write into their files, one generation at a time."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -200,7 +205,7 @@ class LogTee:
                 self._tails.append(TailLog(name, files, stream, log_line_prefixes=prefixes).start())
 
     def stop(self) -> None:
-        """Copy what is left in the files, and no more."""
+        """Copy what is left in the files, then stop."""
         for tail in self._tails:
             tail.stop()
         self._tails.clear()
@@ -210,25 +215,25 @@ class LogTee:
 
 
 _STOPPED_S = 1.0
-"""How long a worker may be stopped: a debugger stops and continues a process within it, and all ranks wait for it."""
+"""How long a worker may be stopped. A debugger stops and continues a process within it, while all ranks wait."""
 
 
 class WorkerGroup:
     """The workers of a node. Used from the agent's thread only.
 
     Args:
-        spec: this node's part of the job.
-        host: the node's folder in memory.
-        report: called from another thread with every `WorkerExit` and `ZygoteLost`, for `handle_event`; with None
-            when the job's records have to be looked at before `allow_heartbeat` can be called again.
-        raise_if_stopping: called again and again while imports are waited for; may raise, to wait no longer.
+        spec: This node's part of the job.
+        host: The node's folder in memory.
+        report: Called from another thread with every `WorkerExit` and `ZygoteLost`, for `handle_event`; with None if
+            the job's records must be read before `allow_heartbeat` may be called again.
+        raise_if_stopping: Called repeatedly during imports; may raise to end the wait.
 
     Attributes:
-        generation: of the workers that run here or ran last, -1 before the first.
-        first_rank: the rank of the first of them.
-        running: whether workers were started and not stopped since.
-        pages: their status pages.
-        hangs: finds workers that hang.
+        generation: Generation of the workers that run here or ran last; -1 before the first.
+        first_rank: Rank of the first of them.
+        running: Whether workers were started and not stopped since.
+        pages: Their status pages.
+        hangs: Finds workers that hang.
     """
 
     def __init__(
@@ -258,25 +263,22 @@ class WorkerGroup:
         self.hangs = HangDetector(spec.hang)
         self._heartbeat = Heartbeat(spec.ttl_s / 2, self.pages.record_agent_heartbeat, host.touch, lambda: report(None))
 
-    # --- Starting and stopping. ---
+    # --- Starting and stopping ---
 
     def warm_up(self) -> str:
-        """Get ready to fork.
-
-        Returns:
-            What could not be imported ahead of time, in words.
+        """Get ready to fork, and return what could not be imported ahead of time, as text.
 
         Raises:
-            EDLError: the process that forks workers died, or took too long.
+            EDLError: The process that forks workers died, or took too long.
         """
         self._pool.warm_up(raise_if_stopping=self._raise_if_stopping)
         return self._pool.import_failures
 
     def start_generation(self, world: World, position: int) -> None:
-        """Run the workers of a new generation in the place of those that ran here.
+        """Replace the workers that ran here by those of a new generation.
 
         Raises:
-            EDLError: workers do not die, or cannot be forked.
+            EDLError: Workers do not die, or cannot be forked.
         """
         member = world.nodes[position]
         if not self._prewarm_usable and self._pool.prewarmed:
@@ -284,7 +286,7 @@ class WorkerGroup:
         self._clear_generation()
         if self.generation < 0:
             self._since_generation = world.generation
-            # Without a first sign of life the next ones would not be missed.
+            # Without a first heartbeat, a worker would not notice that later ones are missing.
             self.pages.record_agent_heartbeat(time.monotonic())
         self.generation = world.generation
         self.first_rank = member.first_rank
@@ -292,7 +294,7 @@ class WorkerGroup:
         self._error_files = error_files(logs)
         try:
             self._pool.replace_workers(world.generation, forks)
-        except EDLError as exc:  # the zygote has died, and with it all that it had forked
+        except EDLError as exc:  # the zygote has died, with all its workers
             logger.warning("%s: another one imports what the script does first, which takes some seconds", exc)
             self._renew_pool()
             self._pool.fork_workers(world.generation, forks)
@@ -307,7 +309,7 @@ class WorkerGroup:
         """Stop the workers; their status pages and slots stay.
 
         Raises:
-            EDLError: a worker does not die.
+            EDLError: A worker does not die.
         """
         if self.running:
             self.running = False
@@ -316,10 +318,10 @@ class WorkerGroup:
         self._clear_generation()
 
     def terminate_workers(self, number: int) -> bool:
-        """Pass a signal on to the workers, the first time; from then on only their end is waited for.
+        """Pass a signal on to the workers on the first call; later calls only check whether they have ended.
 
         Returns:
-            Whether they have ended, or have had `LaunchSpec.grace_s` for it; then `stop_workers` is due.
+            Whether they have ended, or `LaunchSpec.grace_s` has passed; then call `stop_workers`.
         """
         now = time.monotonic()
         if self._terminated_at is None:
@@ -329,15 +331,15 @@ class WorkerGroup:
 
     @property
     def terminating(self) -> bool:
-        """Whether the workers were asked to end, so that nothing follows from how they do."""
+        """Whether the workers were asked to end, so that their exits have no consequences."""
         return self._terminated_at is not None
 
     def allow_heartbeat(self, asked_at: float, until: float) -> None:
-        """Let the workers see that their agent lives.
+        """Let the workers see that their agent is alive.
 
         Args:
-            asked_at: when the job's records were asked for, which have the workers go on (`time.monotonic()`).
-            until: until when that holds if the records cannot be read again.
+            asked_at: When the job's records were requested that let the workers continue (`time.monotonic()`).
+            until: Until when that is valid if the records cannot be read again (`time.monotonic()`).
         """
         self._heartbeat.allow_beats(asked_at, until)
 
@@ -348,21 +350,21 @@ class WorkerGroup:
         self._heartbeat.close()
         self._outcome.close()
 
-    # --- What is known of them. ---
+    # --- What is known about them ---
 
     def handle_event(self, event: WorkerExit | ZygoteLost) -> None:
-        """Record that a worker ended, or all of them."""
+        """Record that one worker ended, or all of them."""
         if isinstance(event, ZygoteLost):
             self._outcome.record_lost_zygote(self.first_rank)
         elif event.generation == self.generation and self.running:
             self._outcome.record_exit(event, self.first_rank + event.local_rank, self._error_files)
 
     def read_statuses(self) -> dict[int, WorkerStatus]:
-        """Return what the workers' status pages say, by local rank."""
+        """Return the workers' statuses by local rank."""
         return self.pages.read_statuses()
 
     def dump_stacks(self) -> str:
-        """Return what the workers execute just now, for a person to read."""
+        """Return what the workers are executing now, as text for a person."""
         return self._dump_stacks(self._pool.running, timeout_s=2.0)
 
     @property
@@ -372,7 +374,7 @@ class WorkerGroup:
 
     @property
     def finished(self) -> bool:
-        """Whether all workers of this generation ended well."""
+        """Whether all workers of this generation ended with exit code 0."""
         return self.running and not self.terminating and self._outcome.ended_well == self._spec.workers
 
     @property
@@ -382,11 +384,11 @@ class WorkerGroup:
 
     @property
     def reports_steps(self) -> bool:
-        """Whether any worker has said which step it has finished."""
+        """Whether any worker has reported a finished step."""
         return self.pages.report_steps(self.generation)
 
     def choose_pause_step(self) -> int | None:
-        """Return a step so far ahead that all workers see the request before they finish it; None if there is none."""
+        """Return a step far enough ahead that all workers see the request before they finish it, if there is one."""
         return self.pages.choose_pause_step(self.generation) if self.running else None
 
     def judge_failures(
@@ -400,13 +402,13 @@ class WorkerGroup:
         """Decide what follows from the failures of this generation.
 
         Args:
-            forgiven: after how many errors of the script's own the job has gone on.
-            others_ended: ranks of other nodes that ended well, which may be why contact was lost.
-            missing: whether a node of this generation is gone, or may be, which may be why as well.
-            known_at: when that was known of the other nodes (`time.monotonic()`), infinity for now.
+            forgiven: How many errors of the script itself the job has survived.
+            others_ended: Ranks of other nodes that ended with exit code 0, which may explain lost contact.
+            missing: Whether a node of this generation is gone or may be, which may explain it too.
+            known_at: When that was read (`time.monotonic()`); infinity means now.
 
         Returns:
-            What follows; None while nothing has failed, or the cause is not clear.
+            The decision; None if nothing has failed, or while the cause is not clear.
         """
         if not self.running or self.terminating:
             return None
@@ -420,7 +422,7 @@ class WorkerGroup:
         """Count a restart that was carried out."""
         self._outcome.count_restart(self.pages.last_step)
 
-    # --- Workers that neither work nor end. ---
+    # --- Workers that neither work nor end ---
 
     def check_workers(self) -> None:
         """Find workers that neither work nor end, and record them as failed."""
@@ -438,7 +440,7 @@ class WorkerGroup:
             self._find_hung(running, statuses)
 
     def _find_stopped(self, running: dict[int, int]) -> list[int]:
-        """Return the local ranks of workers that have been stopped (SIGSTOP) for a while, and hold up all others."""
+        """Return the local ranks of workers that have been stopped (SIGSTOP) for a while and hold up all others."""
         now = time.monotonic()
         found = []
         for local_rank, pid in running.items():
@@ -449,9 +451,10 @@ class WorkerGroup:
         return found
 
     def _find_unbegun(self, running: dict[int, int], statuses: dict[int, WorkerStatus]) -> None:
-        """Have forks that never get to the script's first line replaced by processes that import everything themselves.
+        """Find forks that never reach the script's first line, to replace them by workers that import everything.
 
-        A fork has none of its parent's other threads. If one of them held a lock at that moment, the fork waits for it.
+        A fork has only one of its parent's threads. If another thread held a lock at that moment, the fork waits for it
+        for ever.
         """
         limit_s = self._spec.hang.begin_s
         if self._spec.program.kind == "program" or time.monotonic() - self._began_at < limit_s:
@@ -465,7 +468,7 @@ class WorkerGroup:
             self._outcome.record_stuck_worker(rank, what)
 
     def _find_hung(self, running: dict[int, int], statuses: dict[int, WorkerStatus]) -> None:
-        """Have workers replaced that are alive and make no step."""
+        """Record a worker as stuck if it is alive and makes no steps."""
         watched = {
             rank: (pid, statuses[rank]) for rank, pid in running.items() if statuses[rank].generation == self.generation
         }
@@ -474,14 +477,14 @@ class WorkerGroup:
             rank = self.first_rank + found[0]
             self._outcome.record_stuck_worker(rank, f"{HANGING}: rank {rank}, {found[1]}")
 
-    # --- Inside. ---
+    # --- Internals ---
 
     def _clear_generation(self) -> None:
         self._outcome.clear_generation()
         self._stopped_since.clear()
 
     def _renew_pool(self) -> None:
-        """Have another process to fork workers from; it imports nothing where forks did not begin."""
+        """Start another process to fork workers from. It imports nothing if earlier forks did not reach the script."""
         self._pool.close()
         program = self._spec.program if self._prewarm_usable else replace(self._spec.program, prewarm=False)
         self._pool = WorkerProcesses(program, self._report)

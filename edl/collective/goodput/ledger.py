@@ -1,16 +1,16 @@
 """Where a node's time goes: counters in whole microseconds, fed by its agent from the workers' status pages.
 
-A status page counts the seconds of a phase exactly, so that 20 ms are charged though the agent looks once a second. Of
-several workers of a node the one that trained least counts: the others wait for it. Time in TRAIN is charged to steps
-that finish:
+A status page counts the seconds of a phase exactly, so 20 ms are charged even though the agent looks once a second. If
+a node has several workers, the one that trained least counts, since the others wait for it. Time in TRAIN is charged to
+steps that finish:
 
-- A step that had been finished before the worker was replaced, and is now done again, was ROLLBACK.
-- When the agent goes back to the rendezvous in the middle of a step, that step is lost. As much as a step usually takes
-  was work (ROLLBACK); the rest waited for a rank that hung or was gone (IDLE).
+- A step that had been finished before its worker was replaced, and is now repeated, counts as ROLLBACK.
+- If the agent goes back to the rendezvous in the middle of a step, that step is lost. As much time as a step usually
+  takes was work (ROLLBACK); the rest was waiting for a rank that hung or was gone (IDLE).
 
-A `Span` is a stretch of time with a counter for every category, and it lasts as long as their sum: nothing can be
-counted twice or left out. Spans follow one another without gaps. Neighbours with the same main category are joined, and
-when there are too many, the older half is joined in pairs: that costs detail of when, and nothing of how much.
+A `Span` is a stretch of time with a counter for every category, and lasts as long as their sum, so nothing can be
+counted twice or left out. Spans follow one another without gaps. Neighbours with the same main category are merged. If
+there are too many, the older half is merged in pairs, which loses detail about when, but not about how much.
 """
 
 from __future__ import annotations
@@ -48,44 +48,44 @@ __all__ = [
 ]
 
 MAX_SPANS: Final = 600
-"""About as many as a picture of a timeline has columns to tell apart; as JSON below 40 KB."""
-_MICRO: Final = 1_000_000  # microseconds of a second
-_MAX_MARKS: Final = 300  # a picture's line has no more corners to see; as JSON below 15 KB
-_RATE_OVER_S: Final = 15.0  # several steps of most jobs; longer, a change shows late
-_VERSION: Final = 1  # of the JSON; another is refused
+"""About as many as a picture of a timeline has columns to distinguish; less than 40 KB as JSON."""
+_MICRO: Final = 1_000_000  # microseconds per second
+_MAX_MARKS: Final = 300  # enough for a line in a picture; less than 15 KB as JSON
+_RATE_OVER_S: Final = 15.0  # several steps of most jobs; with more, a change shows late
+_VERSION: Final = 1  # of the JSON; any other version is refused
 _MAX_TEXT: Final = 300  # characters of an event: a line or two; 300 events stay below 120 KB in ASCII
 
 
 class TimeCategory(enum.IntEnum):
-    """What a moment was used for: a single category."""
+    """The use of a moment; exactly one category applies."""
 
     TRAIN = 0
-    """Steps that count: forward, backward, the wait for other ranks' gradients, the data, evaluation between steps."""
+    """Steps that count: forward, backward, waiting for other ranks' gradients, data, evaluation between steps."""
     SAVE = 1
     """The training loop is blocked by a copy of its state."""
     LOAD = 2
-    """What comes before the first step of an agent or a worker: imports, process group, model, reading a checkpoint."""
+    """Everything before the first step of an agent or worker: imports, process group, model, reading a checkpoint."""
     ROLLBACK = 3
     """Work that was lost: steps done again, and the part of a step that a restart interrupted."""
     RENDEZVOUS = 4
-    """Agents agree on the next world; workers that paused for it."""
+    """Agents agree on the next world, or workers are paused for it."""
     IDLE = 5
-    """An agent is alive and nothing moves: a hang until it is noticed, a worker that ended before the others."""
+    """An agent is alive but nothing moves: a hang until it is noticed, a worker that ended before the others."""
     DOWN = 6
-    """No agent of the job is alive. A node by itself is never down: it is absent."""
+    """No agent of the job is alive. A single node is never down, only absent."""
 
 
 class AgentState(enum.Enum):
-    """The work that an agent is doing."""
+    """The current activity of an agent."""
 
     STARTING = "starting"
-    """It imports what workers will need, and has not joined yet."""
+    """It imports what workers will need and has not joined yet."""
     RENDEZVOUS = "rendezvous"
-    """It waits for others, or agrees with them on the next world; its workers, if any, are being replaced."""
+    """It waits for others or agrees with them on the next world; its workers, if any, are being replaced."""
     RUNNING = "running"
     """It has workers, whose status pages say more."""
     IDLE = "idle"
-    """It has none and needs none: they ended, or this node is in reserve."""
+    """It has no workers and needs none: they ended, or this node is in reserve."""
 
 
 _CATEGORY_OF_PHASE: Final = {
@@ -112,9 +112,9 @@ class Span:
     """A stretch of time.
 
     Attributes:
-        amounts: microseconds by `TimeCategory`, in their order.
-        workers: the most that the node (or the job) had in it.
-        running: whether workers ran; False while an agent waited without any.
+        amounts: Microseconds by `TimeCategory`, in its order.
+        workers: Largest number of workers that the node (or the job) had in it.
+        running: Whether workers ran; False while an agent waited without any.
     """
 
     amounts: tuple[int, ...]
@@ -123,12 +123,12 @@ class Span:
 
     @property
     def length_us(self) -> int:
-        """How long it lasted, in microseconds."""
+        """Its length in microseconds."""
         return sum(self.amounts)
 
     @property
     def main(self) -> TimeCategory:
-        """What most of it was used for."""
+        """The category that took most of it."""
         return TimeCategory(max(TimeCategory, key=lambda category: (self.amounts[category], -category)))
 
     def __add__(self, later: Span) -> Span:
@@ -143,7 +143,7 @@ def span_of(category: TimeCategory, length_us: int, workers: int = 0, running: b
 
 
 def append_span(spans: list[Span], span: Span) -> None:
-    """Append a span, joined with the last one where a person would see no difference; an empty span is left out."""
+    """Append a span, or merge it with the last one if a person would see no difference. Empty spans are dropped."""
     if not span.length_us:
         return
     last = spans[-1] if spans else None
@@ -167,18 +167,18 @@ def limit_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def sum_amounts(spans: Iterable[Span]) -> dict[TimeCategory, int]:
-    """Return the microseconds of spans by category."""
+    """Return the spans' microseconds by category."""
     rows = [span.amounts for span in spans]
     return {category: sum(row[category] for row in rows) for category in TimeCategory}
 
 
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Split `total` in proportion to `weights`, which are not all 0, into whole numbers whose sum is `total`."""
+    """Split `total` into whole numbers in proportion to `weights`, which must not all be 0. Their sum is `total`."""
     whole, left, parts = sum(weights), total, []
     for weight in weights:
         parts.append(min(left, round(total * (weight / whole))))
         left -= parts[-1]
-    parts[max(range(len(weights)), key=weights.__getitem__)] += left  # what rounding down left over
+    parts[max(range(len(weights)), key=weights.__getitem__)] += left  # the rest after rounding down
     return tuple(parts)
 
 
@@ -187,12 +187,12 @@ class Event:
     """Something that happened to a job.
 
     Attributes:
-        at_us: wall clock, microseconds since 1970.
-        node: that it happened to, or that saw it.
-        kind: "join", "leave", "kill", "exit", "hang", "faulty", "restart", "generation" or "error"; others are shown as
-            they are.
-        text: what happened, in a few words.
-        generation: of the world in which it happened, -1 before the first.
+        at_us: Wall clock in microseconds since 1970.
+        node: The node that it happened to, or that saw it.
+        kind: "join", "leave", "kill", "exit", "hang", "faulty", "restart", "generation" or "error"; any other kind is
+            shown as it is.
+        text: What happened, in a few words.
+        generation: Generation of the world in which it happened; -1 before the first.
     """
 
     at_us: int
@@ -204,12 +204,12 @@ class Event:
 
 @dataclass(frozen=True)
 class ProgressMark:
-    """How far a node was at a moment.
+    """The progress of a node at one moment.
 
     Attributes:
-        at_us: microseconds since its ledger began.
-        step: the last finished step, -1 for none.
-        samples: processed until then.
+        at_us: Microseconds since its ledger began.
+        step: The last finished step; -1 for none.
+        samples: Number of samples processed until then.
     """
 
     at_us: int
@@ -219,21 +219,21 @@ class ProgressMark:
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """A life of a node's agent, as others see it.
+    """The record of one life of a node's agent, for others to read.
 
     Attributes:
-        node: the agent's name.
-        began_us: wall clock (microseconds since 1970) at which the ledger began.
-        workers: that it has or wants to have.
-        spans: all the time from then until the last observation.
-        marks: progress over time, oldest first, thinned out as they become many.
-        generation: of the workers' world, -1 before the first.
-        step: the last finished step, -1 for none.
-        steps_per_s: over the last 15 seconds, 0 where nothing moved.
-        samples_per_s: over the last 15 seconds, 0 where nothing moved.
-        ended: the agent ended its ledger. If not, it lives or was killed.
-        reached: the last step that the job is known to have ever finished before `generation`, -1 for none.
-        replicated_us: wall clock of the newest state of this node of which another node has a replica, 0 for none.
+        node: Name of the agent.
+        began_us: Wall clock at which the ledger began, in microseconds since 1970.
+        workers: Number of workers that it has or wants.
+        spans: All the time from then until the last observation.
+        marks: Progress over time, oldest first, thinned out as marks accumulate.
+        generation: Generation of the workers' world; -1 before the first.
+        step: The last finished step; -1 for none.
+        steps_per_s: Steps per second over the last 15 seconds; 0 if nothing moved.
+        samples_per_s: Samples per second over the last 15 seconds; 0 if nothing moved.
+        ended: Whether the agent ended its ledger. If not, it is alive or was killed.
+        reached: The last step that the job is known to have finished before `generation`; -1 for none.
+        replicated_us: Wall clock of the newest state of this node that another node has a replica of; 0 for none.
     """
 
     node: str
@@ -251,7 +251,7 @@ class NodeRecord:
 
     @property
     def samples_known(self) -> bool:
-        """Whether its workers ever reported samples: a script may report steps alone."""
+        """Whether its workers ever reported samples. A script may report steps alone."""
         return self.samples_per_s > 0 or any(mark.samples > 0 for mark in self.marks)
 
     @property
@@ -261,21 +261,17 @@ class NodeRecord:
 
 
 class _RankProgress:
-    """What a local rank has finished, through all the processes that were it."""
+    """The progress of a local rank across all the processes that had this rank."""
 
     def __init__(self, status: WorkerStatus) -> None:
         self.last = status
         self._highest = status.step
 
     def repeated_part(self, status: WorkerStatus, highest: int) -> float | None:
-        """Return which part of the steps finished since the last call had been finished before, from 0 to 1.
+        """Return the share of the steps finished since the last call that had been finished before, from 0 to 1.
 
-        Args:
-            status: of the rank now.
-            highest: the last step that the job had ever finished before the present generation.
-
-        Returns:
-            The part; None where no step was finished.
+        `highest` is the last step that the job had finished before the current generation. None if no step was
+        finished.
         """
         before = self.last
         self.last = status
@@ -283,7 +279,7 @@ class _RankProgress:
         if status.step_at == before.step_at:
             return None
         went_on = (status.pid, status.first) == (before.pid, before.first) and status.step > before.step
-        # The page shows the step of the process before until the new one finishes its first.
+        # The page shows the previous process's step until the new process finishes its first.
         done = min(before.step if went_on else status.first - 1, status.step - 1)
         again = min(max(self._highest - done, 0), status.step - done)
         self._highest = max(self._highest, status.step)
@@ -294,10 +290,10 @@ class Ledger:
     """A node's time from `now_s` on.
 
     Args:
-        node: the agent's name, the same when it comes back.
-        workers: that it has or wants to have.
-        now_s: `time.monotonic()`, as on the status pages.
-        wall_s: `time.time()` at the same moment, to join this ledger with other nodes' ledgers.
+        node: Name of the agent, the same when it comes back.
+        workers: Number of workers that it has or wants.
+        now_s: `time.monotonic()`, the clock of the status pages.
+        wall_s: `time.time()` at the same moment, to combine this ledger with other nodes'.
     """
 
     def __init__(self, node: str, workers: int, now_s: float, wall_s: float) -> None:
@@ -309,7 +305,7 @@ class Ledger:
         self._agent_state = AgentState.STARTING
         self._rank_progress: list[_RankProgress] = []
         self._spans: list[Span] = []
-        self._open_us = 0  # of the time charged to TRAIN, what belongs to a step not finished yet
+        self._open_us = 0  # of the time charged to TRAIN, the part that belongs to an unfinished step
         self._highest = -1
         self._reached = -1
         self._usual_step_s = 0.0
@@ -321,16 +317,17 @@ class Ledger:
     def observe(
         self, now_s: float, agent_state: AgentState, statuses: Sequence[WorkerStatus], highest: int = -1
     ) -> None:
-        """Charge the time since the last observation, and take note of what the agent does from now on.
+        """Charge the time since the last observation, and record what the agent does from now on.
 
-        Call it about once a second and when `agent_state` changes. A clock that stands or goes back charges nothing.
+        Call it about once a second and whenever `agent_state` changes. A clock that stands still or goes back charges
+        nothing.
 
         Args:
-            now_s: `time.monotonic()`.
-            agent_state: what the agent does from now on.
-            statuses: of all local ranks, in their order; empty where there are none.
-            highest: the last step that any node of the job ever finished before the workers' generation, where the
-                agent knows it.
+            now_s: The time now (`time.monotonic()`).
+            agent_state: What the agent does from now on.
+            statuses: Statuses of all local ranks, in their order; empty if there are none.
+            highest: The last step that any node of the job finished before the workers' generation, if the agent knows
+                it.
         """
         length_us = max(0, round((now_s - self._base_s) * _MICRO) - self._at_us)
         self._at_us += length_us
@@ -362,12 +359,12 @@ class Ledger:
             self._spans = limit_spans(self._spans)
 
     def end(self, now_s: float) -> None:
-        """Charge the time until now, and end the ledger: the agent leaves on purpose."""
+        """Charge the time until now and end the ledger, because the agent leaves on purpose."""
         self.observe(now_s, AgentState.IDLE, [worker.last for worker in self._rank_progress])
         self._ended = True
 
     def record(self) -> NodeRecord:
-        """Return all until the last observation."""
+        """Return the record until the last observation."""
         newest = [worker.last for worker in self._rank_progress]
         steps_per_s, samples_per_s = self._rates()
         return NodeRecord(
@@ -388,7 +385,7 @@ class Ledger:
         append_span(self._spans, Span(span.amounts, self._workers, self._agent_state is AgentState.RUNNING))
 
     def _train(self, span: Span, status: WorkerStatus, repeated: float | None, now_s: float) -> None:
-        """Charge an interval with workers, and move what turned out to be repeated to ROLLBACK."""
+        """Charge an interval with workers, and move what turned out to be repeated work to ROLLBACK."""
         self._charge(span)
         whole_us = self._open_us + span.amounts[TimeCategory.TRAIN]
         open_us = 0
@@ -397,7 +394,7 @@ class Ledger:
         self._open_us = min(max(open_us, 0), whole_us)
         if repeated is None:
             return
-        # A worker that knows by itself that it repeats steps has charged them to ROLLBACK.
+        # A worker that itself knows that it repeats steps has charged them to ROLLBACK.
         known_us = span.amounts[TimeCategory.ROLLBACK]
         self._move(round((whole_us - self._open_us + known_us) * repeated) - known_us, TimeCategory.ROLLBACK)
         if status.durations_s:
@@ -411,7 +408,7 @@ class Ledger:
         self._open_us = 0
 
     def _move(self, amount_us: int, category: TimeCategory) -> None:
-        """Charge the newest `amount_us` of TRAIN to `category` instead. It keeps its place in time, about."""
+        """Move the newest `amount_us` of TRAIN to `category`, at about the same place in time."""
         later: list[Span] = []
         while amount_us > 0 and self._spans:
             span = self._spans.pop()
@@ -423,7 +420,7 @@ class Ledger:
             append_span(self._spans, span)
 
     def _mark_progress(self, statuses: Sequence[WorkerStatus]) -> None:
-        """Keep how far the node is: thinned out for the picture, closely for the rates."""
+        """Store the node's progress: thinned out for the picture, closely for the rates."""
         if not statuses:
             return
         step = min(status.step for status in statuses)
@@ -440,7 +437,7 @@ class Ledger:
             self._mark_every_us = max(2 * self._mark_every_us, self._at_us // _MAX_MARKS)
 
     def _rates(self) -> tuple[float, float]:
-        """Return steps and samples a second over the last seconds."""
+        """Return steps and samples per second over the last seconds."""
         if not self._recent:
             return 0.0, 0.0
         first, last = self._recent[0], self._recent[-1]
@@ -451,17 +448,17 @@ class Ledger:
 
 
 def _amounts(length_us: int, before: WorkerStatus, after: WorkerStatus) -> tuple[int, ...]:
-    """Return what `length_us` between two statuses of a worker went into, in microseconds by category."""
+    """Return how `length_us` between two statuses of a worker was spent, in microseconds by category."""
     spent = [0.0] * len(TimeCategory)
     for phase, category in _CATEGORY_OF_PHASE.items():
         spent[category] += max(0.0, after.totals_s[phase] - before.totals_s[phase])
-    # Where the sum is not the time that passed, a page was replaced, or read while its writer changed phases.
+    # If the sum is not the time that passed, a page was replaced, or read while its writer changed phases.
     if not 0.9 * length_us - 5_000 <= sum(spent) * _MICRO <= 1.1 * length_us + 5_000 or sum(spent) <= 0:
         return span_of(_CATEGORY_OF_PHASE[after.phase], length_us).amounts
     return apportion(length_us, spent)
 
 
-# --- As JSON, which the Store keeps. All that is read is checked. ---
+# --- Encoding as JSON, for the Store. Everything read from there is checked ---
 
 
 def encode_record(record: NodeRecord) -> bytes:
@@ -482,7 +479,7 @@ def decode_record(data: bytes, where: str) -> NodeRecord:
     """Read a record that `encode_record` wrote.
 
     Raises:
-        ProtocolError: it is something else, or of another version; the message begins with `where`.
+        ProtocolError: The data is something else or has another version. The message begins with `where`.
     """
     fields = _fields(data, where)
     try:
@@ -516,7 +513,7 @@ def decode_events(data: bytes, where: str) -> list[Event]:
     """Read events that `encode_events` wrote.
 
     Raises:
-        ProtocolError: they are something else, or of another version; the message begins with `where`.
+        ProtocolError: The data is something else or has another version. The message begins with `where`.
     """
     rows = _fields(data, where).get("events")
     try:

@@ -1,7 +1,7 @@
-"""The picture of a job: a row of time for every node, how far it got, and where the time went.
+"""Draws a picture of a job: a timeline for every node, its progress, and where the time went.
 
-matplotlib is imported when something is drawn. Within a span the categories are stacked, as high as their
-share: many short saves are a thin stripe along a long bar, and areas are amounts of time.
+matplotlib is imported only when something is drawn. Within a span the categories are stacked by their share: frequent
+short saves are a thin stripe along a long bar, and areas are amounts of time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLOURS: Final[Mapping[TimeCategory, str]] = {
     TimeCategory.DOWN: "#922b21",
 }
 _BAD, _GOOD, _NEUTRAL = "#c0392b", "#1e8449", "#555555"
-# What to draw at an event, and in which colour; other kinds are dots.
+# The marker and colour of an event; other kinds are dots.
 _MARKERS: Final[Mapping[str, tuple[str, str]]] = {
     "join": ("^", _GOOD),
     "leave": ("v", "#d35400"),
@@ -42,12 +42,12 @@ _MARKERS: Final[Mapping[str, tuple[str, str]]] = {
     "restart": ("o", _NEUTRAL),
     "generation": ("|", "#000000"),
 }
-_MAX_ROWS: Final = 40  # about 12 inches of picture: a page
+_MAX_ROWS: Final = 40  # about 12 inches of picture, which is a page
 _FORMATS: Final = (".png", ".svg", ".pdf")
 
 
 def choose_time_unit(elapsed_us: int) -> tuple[str, float]:
-    """Return the unit of a time axis of this length, and how many microseconds it has."""
+    """Return the unit for a time axis of this length, and its length in microseconds."""
     if elapsed_us < 10 * 60e6:
         return "seconds", 1e6
     return ("minutes", 60e6) if elapsed_us < 5 * 3600e6 else ("hours", 3600e6)
@@ -56,9 +56,9 @@ def choose_time_unit(elapsed_us: int) -> tuple[str, float]:
 def main_categories(
     spans: Sequence[Span], at_us: int, began_us: int, until_us: int, count: int
 ) -> list[TimeCategory | None]:
-    """Return the main category of `count` equal parts of the time from `began_us` to `until_us` (wall clocks).
+    """Return the main category of each of `count` equal parts of the time from `began_us` to `until_us` (wall clocks).
 
-    The first of the spans begins at `at_us`. A part of which they cover less than half has None.
+    The first span begins at `at_us`. A part that the spans cover by less than half is None.
     """
     sums = [[0.0] * len(TimeCategory) for _ in range(count)]
     width_us = (until_us - began_us) / count
@@ -77,7 +77,7 @@ def draw_report(summary: Summary, path: Path) -> None:
     """Write the picture of a job to a file, whose suffix chooses the format: .png, .svg or .pdf.
 
     Raises:
-        SettingsError: the name ends in something else, the file cannot be written, or the job has no time to show.
+        SettingsError: The name has another suffix, the file cannot be written, or the job has no time to show.
     """
     if path.suffix.lower() not in _FORMATS:
         raise SettingsError(f"{str(path)!r}: a picture's name ends in {', '.join(_FORMATS)}")
@@ -108,7 +108,7 @@ def _title(figure: Figure, summary: Summary) -> None:
 
 
 def _draw_amounts(axes: Axes, summary: Summary) -> None:
-    """Draw a bar of all of the elapsed time by category, with the shares in the legend."""
+    """Draw one bar of the whole elapsed time by category, with the shares in the legend."""
     elapsed_us = summary.ledger.elapsed_us
     left = 0.0
     for state in TimeCategory:
@@ -136,7 +136,7 @@ def _draw_timeline(axes: Axes, summary: Summary, rows: Sequence[NodeRow]) -> Non
     for place, row in enumerate(rows, start=1):
         _draw_row(axes, place, row.record.began_us - ledger.began_us, row.record.spans, unit_us, height=0.62)
         places[row.node] = place
-        if row.state == "lost":  # it could not record that itself
+        if row.state == "lost":  # its agent could not record that itself
             events.append(Event(row.record.until_us, row.node, "lost"))
     drawn: set[str] = set()
     for event in events:
@@ -174,7 +174,7 @@ def _draw_row(axes: Axes, place: float, at_us: int, spans: Iterable[Span], unit_
     shapes: dict[TimeCategory, list[list[tuple[float, float]]]] = {state: [] for state in TimeCategory}
     for span in spans:
         left, right = at_us / unit_us, (at_us + span.length_us) / unit_us
-        low = place + height / 2  # the axis points down
+        low = place + height / 2  # the y-axis points down
         for state in TimeCategory:
             if not span.amounts[state]:
                 continue
@@ -183,7 +183,7 @@ def _draw_row(axes: Axes, place: float, at_us: int, spans: Iterable[Span], unit_
             low = high
         at_us += span.length_us
     for state, polygons in shapes.items():
-        # Edges of the same colour: else the background shines through between neighbours.
+        # Edges of the same colour, since otherwise the background shows through between neighbours.
         axes.add_collection(PolyCollection(polygons, facecolor=COLOURS[state], edgecolor=COLOURS[state], linewidth=0.4))
 
 

@@ -1,20 +1,20 @@
-"""A job at a moment: what its agents wrote into the Store, joined to one summary that all who look at a job read.
+"""A job at one moment: combines what its agents wrote into the Store into one summary, which everyone reads.
 
 ::
 
     jobs/JOB/world                  which nodes train together (edl.collective.job_records), written by all agents
-    jobs/JOB/ledger/NODE/BEGAN      a life of a node's agent: all of its time, rewritten about once a second
-    jobs/JOB/left-out/HOST          a host that the job leaves out (edl.collective.job_records)
-    jobs/JOB/events/NODE/BEGAN      what happened to it or was seen by it lately
+    jobs/JOB/ledger/NODE/BEGAN      one life of a node's agent: all of its time, rewritten about once a second
+    jobs/JOB/left-out/HOST          a host that the job excludes (edl.collective.job_records)
+    jobs/JOB/events/NODE/BEGAN      what recently happened to that agent or was seen by it
 
-None of it has a lease: it stays when the agents are gone, until `delete_ledgers`. BEGAN is when that life began, so
-that an agent which comes back writes beside what it wrote before.
+None of these keys has a lease: they stay when the agents are gone, until `delete_ledgers`. BEGAN is when that life
+began, so an agent that comes back does not overwrite what it wrote before.
 
-Synchronous training is as fast as its slowest rank, so at each moment the job is charged what the node that trained
-least at that moment is charged, among the nodes that run workers. Where none does, the node with the most idle time
-decides; where no agent is alive, the job is DOWN. A node that waits to join costs the job nothing, but its workers'
-seconds count in `worker_goodput`. Nodes are joined by their wall clocks: an error of a second moves a node's row by a
-second, and no more than a second between the job's categories at each restart.
+Synchronous training is as fast as its slowest rank. So at each moment the job is charged like the node that trained
+least at that moment, among the nodes that run workers. If none does, the node with the most idle time decides; if no
+agent is alive, the job is DOWN. A node that waits to join costs the job nothing, but its workers' seconds count in
+`worker_goodput`. Nodes are aligned by their wall clocks: an error of a second moves a node's row by a second, and at
+each restart moves at most a second between the job's categories.
 """
 
 from __future__ import annotations
@@ -65,22 +65,25 @@ __all__ = [
     "summarize",
 ]
 
-MAX_EVENTS: Final = 300  # of a life of an agent: as JSON below 120 KB in ASCII, written again with every event
+MAX_EVENTS: Final = 300  # per life of an agent: less than 120 KB of ASCII JSON, rewritten with every event
 SILENT_S: Final = 5.0
-"""An agent that wrote nothing for so long is taken for gone. It writes about once a second, and may miss a few."""
+"""An agent that wrote nothing for this long counts as gone.
+
+It writes about once a second, and may miss a few writes.
+"""
 _EXPLAINED: Final = frozenset({"generation", "restart", "faulty"})
 """Kinds of events whose text is the reason."""
 _LEADING: Final = frozenset({"kill", "exit", "hang", "leave", "faulty", "restart", "error"})
 """Kinds of events that lead to another generation."""
 
 JobPart: TypeAlias = "World | NodeRecord | tuple[Event, ...] | Exclusion | None"
-"""What an entry of a job holds."""
+"""The content of one entry of a job."""
 
 
 class LedgerWriter:
-    """Writes an agent's ledger and events. All methods are single puts and raise what `Store.put` does.
+    """Writes an agent's ledger and events. Every method is a single put, and raises what `Store.put` does.
 
-    What could not be written is in the next put, so a caller may ignore a `DiscoveryError`.
+    The next put includes what could not be written before, so a caller may ignore a `DiscoveryError`.
     """
 
     def __init__(self, store: Store, job: str, ledger: Ledger) -> None:
@@ -92,25 +95,25 @@ class LedgerWriter:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
 
     def write_record(self, record: NodeRecord | None = None) -> None:
-        """Put the ledger as it was last observed, or `record` of it: the agent's sign of life."""
+        """Put the ledger as it was last observed, or `record`. This is the agent's sign of life."""
         self._store.put(self._ledger_key, encode_record(record or self._ledger.record()))
 
     def record_event(self, kind: str, text: str, generation: int = -1, node: str = "") -> None:
-        """Put an event that happens now, to this node if `node` is empty; see `Event`."""
+        """Put an event that happens now, to `node` or by default to this node; see `Event`."""
         self._events.append(Event(round(time.time() * 1e6), node or self._ledger.node, kind, text, generation))
         self._store.put(self._events_key, encode_events(self._events))
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """All that the Store has of a job.
+    """Everything that the Store has of a job.
 
     Attributes:
-        job: its name.
-        world: None where no agent has written it yet.
-        nodes: all lives of its agents, in the order in which they began.
-        events: oldest first.
-        exclusions: hosts that it leaves out, in the order in which their GPUs failed.
+        job: Name of the job.
+        world: Its world; None if no agent has written one yet.
+        nodes: All lives of its agents, in the order in which they began.
+        events: Its events, oldest first.
+        exclusions: Hosts that it excludes, in the order in which their GPUs failed.
     """
 
     job: str
@@ -124,8 +127,8 @@ def read_job(store: Store, job: str) -> JobRecord:
     """Read what the Store has of a job.
 
     Raises:
-        SettingsError: it has nothing; the message names the jobs that it has.
-        ProtocolError: what it has cannot be read by this version.
+        SettingsError: The Store has no such job; the message lists the jobs that it has.
+        ProtocolError: This version cannot read what the Store has.
     """
     found = store.list(_prefix(job))
     if not found:
@@ -135,10 +138,12 @@ def read_job(store: Store, job: str) -> JobRecord:
 
 
 def decode_part(key: str, value: bytes) -> JobPart:
-    """Read an entry of a job, by its key from `jobs/` on. Returns None for what says nothing about where time went.
+    """Read an entry of a job, whose `key` starts at `jobs/`.
+
+    Returns None for entries that are not part of a `JobRecord`.
 
     Raises:
-        ProtocolError: it cannot be read by this version.
+        ProtocolError: This version cannot read the entry.
     """
     _, _, part = key.split("/", 2) if key.count("/") > 1 else ("", "", "")
     if part == "world":
@@ -151,7 +156,7 @@ def decode_part(key: str, value: bytes) -> JobPart:
 
 
 def join_parts(job: str, parts: Iterable[JobPart]) -> JobRecord:
-    """Join what `decode_part` returned for a job's entries."""
+    """Combine what `decode_part` returned for a job's entries."""
     world: World | None = None
     nodes: list[NodeRecord] = []
     events: list[Event] = []
@@ -172,12 +177,12 @@ def join_parts(job: str, parts: Iterable[JobPart]) -> JobRecord:
 
 
 def last_step_before(store: Store, job: str, generation: int) -> int:
-    """Return the last step that any node of a job ever finished before a generation, -1 for none.
+    """Return the last step that any node of a job finished before a generation; -1 for none.
 
-    Other nodes may be at work in that generation already, and their steps in it do not count.
+    Other nodes may already work in that generation; their steps in it do not count.
 
     Raises:
-        DiscoveryError: the store does not answer.
+        DiscoveryError: The store does not answer.
     """
     highest = -1
     for entry in store.list(f"{_prefix(job)}ledger/"):
@@ -188,12 +193,12 @@ def last_step_before(store: Store, job: str, generation: int) -> int:
 
 
 def list_jobs(store: Store) -> list[str]:
-    """Return the names of all jobs that the Store has anything of."""
+    """Return the names of all jobs that have an entry in the Store."""
     return sorted({entry.key.split("/")[1] for entry in store.list("jobs/")})
 
 
 def delete_ledgers(store: Store, job: str) -> None:
-    """Delete a job's ledgers and events, for a job that begins again under the same name."""
+    """Delete a job's ledgers and events, so that a job can start over under the same name."""
     for part in ("ledger/", "events/"):
         for entry in store.list(_prefix(job) + part):
             store.delete(entry.key)
@@ -205,19 +210,19 @@ def _prefix(job: str) -> str:
     return prefix(job)
 
 
-# --- The nodes' ledgers, joined to the job's. ---
+# --- Combining the nodes' ledgers ---
 
 
 @dataclass(frozen=True)
 class JobLedger:
-    """A job's time from its first agent's first moment on.
+    """A job's time since its first agent started.
 
     Attributes:
-        began_us: wall clock, microseconds since 1970; 0 for a job without a ledger.
-        spans: the time since then; `workers` are all that ran, over all nodes.
-        amounts: microseconds in every category; their sum is the elapsed time.
-        trained_us: microseconds of workers in TRAIN.
-        present_us: microseconds of workers whose agent was alive.
+        began_us: Wall clock in microseconds since 1970; 0 for a job without a ledger.
+        spans: The time since then; `workers` is the number that ran, over all nodes.
+        amounts: Microseconds per category; their sum is the elapsed time.
+        trained_us: Microseconds that workers spent in TRAIN, added up.
+        present_us: Microseconds of workers whose agent was alive, added up.
     """
 
     began_us: int
@@ -228,24 +233,24 @@ class JobLedger:
 
     @property
     def elapsed_us(self) -> int:
-        """Microseconds that have passed."""
+        """Elapsed microseconds."""
         return sum(self.amounts.values())
 
     @property
     def goodput(self) -> float | None:
-        """Time in TRAIN by elapsed time of the whole job, from 0 to 1; None where no time has passed."""
+        """Time in TRAIN divided by the elapsed time of the whole job, from 0 to 1; None if no time has passed."""
         return _goodput(self.amounts)
 
     @property
     def worker_goodput(self) -> float | None:
-        """The part of its workers' seconds that trained: nodes that wait outside, or for slower nodes, lower it."""
+        """Share of its workers' seconds that trained. Nodes that wait to join, or for slower nodes, lower it."""
         return self.trained_us / self.present_us if self.present_us else None
 
 
 def join_ledgers(records: Iterable[NodeRecord], until_us: int = 0) -> JobLedger:
-    """Join the ledgers of all lives of all nodes, in any order.
+    """Combine the ledgers of all lives of all nodes, in any order.
 
-    The job's time ends at the wall clock `until_us`, or at the last sign of life if that is later.
+    The job's time ends at the wall clock `until_us` (microseconds), or at the last sign of life if that is later.
     """
     records = [record for record in records if record.spans]
     if not records:
@@ -262,7 +267,7 @@ def join_ledgers(records: Iterable[NodeRecord], until_us: int = 0) -> JobLedger:
 
 
 def _moments(records: Sequence[NodeRecord], until_us: int) -> Iterator[tuple[int, list[Span]]]:
-    """Yield stretches of time in which no node goes to its next span, with the nodes' spans."""
+    """Yield stretches of time in which no node moves to its next span: their length, and the nodes' spans."""
     changes: list[tuple[int, int, Span | None]] = [(until_us, -1, None)] if until_us else []
     for row, record in enumerate(records):
         start_us = record.began_us
@@ -304,21 +309,22 @@ def _goodput(amounts: dict[TimeCategory, int]) -> float | None:
     return amounts[TimeCategory.TRAIN] / elapsed if elapsed else None
 
 
-# --- The summary. ---
+# --- The summary ---
 
 
 @dataclass(frozen=True)
 class NodeRow:
-    """A life of a node.
+    """One life of a node.
 
     Attributes:
-        node: the agent's name.
-        ranks: of its workers in the present world, None where it is not a member.
-        state: "train", "load", ... of its last second; "left" if its agent ended the ledger, "lost" if it fell silent.
-        silent_s: seconds since its last sign of life.
-        goodput: of this node's own time; None where no time has passed.
-        record: its ledger.
-        replica_age_s: how old, in seconds, the newest state is of which another node has a replica; None for none.
+        node: Name of the agent.
+        ranks: Ranks of its workers in the current world; None if it is not a member.
+        state: Category of its last span: "train", "load", ...; "left" if its agent ended the ledger or the job has
+            ended, "lost" if it fell silent.
+        silent_s: Seconds since its last sign of life.
+        goodput: Goodput of this node's own time; None if no time has passed.
+        record: Its ledger.
+        replica_age_s: Age in seconds of the newest state that another node has a replica of; None if there is none.
     """
 
     node: str
@@ -332,15 +338,15 @@ class NodeRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """A job at a moment.
+    """A job at one moment.
 
     Attributes:
-        state: "forming", "running", "done" or "failed"; "down" where it runs but no agent gave a sign of life lately;
-            "unknown" without a world.
-        steps_known: whether any step was reported. If not, the script uses nothing of EDL that reports steps, and all
+        state: "forming", "running", "done" or "failed"; "down" if it has not ended but no agent gave a recent sign of
+            life; "unknown" without a world.
+        steps_known: Whether any step was reported. If not, the script uses nothing of EDL that reports steps, and all
             of its time looks like LOAD.
-        nodes: the present members by rank, then others that live, then nodes that are gone, the last first.
-        exclusions: hosts that the job leaves out, since a GPU of theirs failed.
+        nodes: The current members by rank, then other live nodes, then nodes that are gone, the latest first.
+        exclusions: Hosts that the job excludes because a GPU of theirs failed.
     """
 
     job: str
@@ -364,9 +370,9 @@ class Summary:
 
 
 def summarize(record: JobRecord, now_us: int) -> Summary:
-    """Sum up what the Store has of a job, at the wall clock `now_us` in microseconds.
+    """Summarize what the Store has of a job, at the wall clock `now_us` in microseconds.
 
-    A job that runs and is silent has been down until now; a job that ended has ended with its last sign of life.
+    A job that has not ended and is silent has been down until now. A job that ended did so at its last sign of life.
     """
     world = record.world
     ended = world is not None and world.ended
@@ -385,7 +391,7 @@ def summarize(record: JobRecord, now_us: int) -> Summary:
         samples_per_s=sum(node.samples_per_s for node in members),
         steps_known=any(node.step >= 0 for node in record.nodes),
         world_size=world.size if world is not None else 0,
-        # Within SILENT_S the last put is as good as now; beyond, nobody was there.
+        # Within SILENT_S of now, the last put is current; if it is older, no agent was alive since then.
         ledger=join_ledgers(record.nodes, 0 if alive or ended else now_us),
         nodes=tuple(rows),
         events=record.events,
@@ -394,7 +400,7 @@ def summarize(record: JobRecord, now_us: int) -> Summary:
 
 
 def _row(record: NodeRecord, world: World | None, now_us: int, last_us: int) -> NodeRow:
-    """Make the row of a life; `last_us` is when the job ended, or now."""
+    """Make the row of one life; `last_us` is when the job ended, or now."""
     state = record.spans[-1].main.name.lower() if record.spans else TimeCategory.RENDEZVOUS.name.lower()
     if (last_us - record.until_us) / 1e6 > SILENT_S and not record.ended:
         state = "lost"
@@ -416,12 +422,12 @@ def _order(row: NodeRow) -> tuple[int, float]:
 
 
 def find_causes(events: Sequence[Event]) -> list[str]:
-    """Return the cause of every event of a job, in words; empty where none is known.
+    """Return the cause of every event of a job as text, "" where none is known.
 
-    A new generation, and a restart, say why in their text; an event before may say more.
+    A new generation and a restart state their reason in their text; an earlier event may add to it.
     """
     causes = []
-    leading: dict[int, Event] = {}  # by generation: the last event in it that leads to another
+    leading: dict[int, Event] = {}  # by generation: the last event in it that leads to another generation
     for event in events:
         cause = event.text if event.kind in _EXPLAINED else ""
         before = leading.get(event.generation - 1)
@@ -436,7 +442,7 @@ def find_causes(events: Sequence[Event]) -> list[str]:
 def as_dict(summary: Summary, last_events: int) -> dict[str, Any]:
     """Return a summary for programs: times in seconds, wall clocks in seconds since 1970, goodput from 0 to 1.
 
-    Of the events it has the newest `last_events`.
+    Only the newest `last_events` events are included.
     """
     ledger = summary.ledger
     events = list(zip(summary.events, find_causes(summary.events), strict=True))

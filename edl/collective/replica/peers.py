@@ -91,7 +91,7 @@ _NODE: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 
 @dataclass(frozen=True)
 class ReplicaAnnouncement:
-    """What the sender sends next: the state of a worker.
+    """Announces the next transfer: the state of a worker.
 
     Attributes:
         node: Name of the sending node.

@@ -1,4 +1,4 @@
-"""What `edl run` is asked to do: its options, torchrun's and ours, the endpoint or the Slurm step, the specification.
+"""Turns the command line of `edl run` (torchrun's options and ours, endpoint, Slurm step) into a launch spec.
 
-Not here: what happens once the job is known (`edl.collective.agent.agent`).
+What happens once the job is known belongs in `edl.collective.agent.agent`.
 """

@@ -1,7 +1,7 @@
-"""`edl run`: torchrun's command line, for an agent of ours.
+"""`edl run`: torchrun's command line, for EDL's agent.
 
-The options are parsed by torchrun's own parser, so that a command that works with torchrun means the same here; options
-that choose or tune torchrun's rendezvous are accepted and not needed.
+torchrun's own parser parses the options, so a command that works with torchrun means the same here. Options that choose
+or tune torchrun's rendezvous are accepted, but not needed.
 """
 
 from __future__ import annotations
@@ -56,18 +56,21 @@ logger = logging.getLogger(__name__)
 _LOGS: Final = "edl-logs-"
 _KEPT: Final = "edl-output-"
 _ABANDONED_S: Final = 3600.0
-"""Age of an unlocked folder that is removed: another agent may have made it a moment ago and not locked it yet."""
+"""Age in seconds from which an unlocked folder is removed.
+
+Another agent may have just made a younger one and not locked it yet.
+"""
 
 
 @contextmanager
 def temporary_log_folder() -> Iterator[str]:
-    """Make a folder for the files of workers, which is locked while it is in use; remove what killed agents left.
+    """Make a folder for the workers' files that is locked while in use, and remove folders that killed agents left.
 
     Yields:
-        Its path.
+        Path of the folder.
 
     Raises:
-        SettingsError: no folder for temporary files can be written to, as in a container with a read-only root.
+        SettingsError: No folder for temporary files is writable, as in a container with a read-only root.
     """
     try:
         base = Path(tempfile.gettempdir())
@@ -77,7 +80,7 @@ def temporary_log_folder() -> Iterator[str]:
             "container with a read-only root mount a folder at /tmp (in Kubernetes an emptyDir)"
         ) from exc
     for path in base.glob(f"{_LOGS}*"):
-        # A young folder is not even locked for a look: its agent may be about to lock it, and would find it locked.
+        # Young folders are not even locked to look at them: their agent may be about to lock them, and would fail.
         with suppress(OSError):
             if _is_old(path):
                 with _locked(path):
@@ -89,10 +92,10 @@ def temporary_log_folder() -> Iterator[str]:
 
 @contextmanager
 def kept_log_folder() -> Iterator[str]:
-    """Make a folder for the files of workers, which stays, unless nothing came into it.
+    """Make a folder for the workers' files that stays, unless it remains empty.
 
     Yields:
-        Its path.
+        Path of the folder.
     """
     folder = tempfile.mkdtemp(prefix=_KEPT)
     try:
@@ -103,7 +106,7 @@ def kept_log_folder() -> Iterator[str]:
 
 
 def _is_old(folder: Path) -> bool:
-    """Return whether a folder is this user's, and nothing came into it for long."""
+    """Return whether a folder is this user's and has not changed for a long time."""
     status = folder.stat()
     return status.st_uid == os.getuid() and time.time() - status.st_mtime > _ABANDONED_S
 
@@ -113,7 +116,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder.
 
     Raises:
-        OSError: another process holds it.
+        OSError: Another process holds it.
     """
     file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -127,31 +130,35 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 _LOGGERS = ("edl.collective.agent", "edl.collective.replica")
-"""What a person should see of these begins at INFO; of the rest of EDL, and of other libraries, at WARNING."""
+"""Loggers whose messages a person should see from INFO on; for the rest of EDL and other libraries, from WARNING on."""
 
 _STORE_TIMEOUT_S = 2.0
-"""For a request to the store. Longer than the lease: other nodes go on without a node whose store is that slow, and its
-workers are stopped, whether it waits for the answer or not."""
-_EXIT_USAGE = 2  # of `edl.cli`, which turns the errors that are raised here into exit codes
+"""Seconds for a request to the store.
+
+This is longer than the lease, because a shorter timeout would not help: other nodes continue without a node whose store
+is that slow, and its workers are stopped, whether it waits or not.
+"""
+_EXIT_USAGE = 2  # the exit code of `edl.cli`, which turns errors raised here into exit codes
 _SERVED = "edl://"
 _NO_NAME = "none"
-"""torchrun's own `--rdzv-id` where none is given."""
+"""torchrun's own `--rdzv-id` if none is given."""
 _OWN_NAME = re.compile("run-[0-9a-f]{32}")
-"""Of a job of one node without a name. Its node goes on without the store, so no other may take such a job over."""
-_BEGIN_S = 30.0  # for a fork to come to the script's first line: milliseconds, or seconds on a machine that swaps
+"""Names of jobs that have one node and no name from the user.
+
+Such a node continues without the store, so no other node may take its job over.
+"""
+_BEGIN_S = 30.0  # for a fork to reach the script's first line: milliseconds, or seconds on a machine that swaps
 _UNUSED = ("rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port", "start_method")
 _UNUSED_ANYWHERE = ("node_rank", "start_method")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run an agent.
-
-    Returns:
-        The exit code.
+    """Run an agent, and return its exit code.
 
     Raises:
-        SettingsError: an option cannot be used.
-        DiscoveryError: the store cannot be reached.
+        SettingsError: An option cannot be used.
+        DiscoveryError: The store cannot be reached.
+        EDLError: The agent failed in another way.
     """
     try:
         return _run_agent(argv)
@@ -181,7 +188,7 @@ def _run_agent(argv: Sequence[str]) -> int:
         url = _store_url(options, stack) if endpoint is None else endpoint.url
         spec = replace(_launch(options, conf, url, stack), slurm=step is not None)
         store = stack.enter_context(_open_store(options, endpoint, url, spec))
-        spec = replace(spec, addr=spec.addr or own_address(url))  # of a URL that is known to name a store
+        spec = replace(spec, addr=spec.addr or own_address(url))  # the URL is known to name a store now
         start_call("edl-own-name", partial(warn_of_slow_name, spec.addr))
         here_only = url.startswith("sqlite") or (endpoint is not None and endpoint.local)
         if spec.rendezvous.max_nodes > 1 and spec.addr.startswith("127.") and not here_only:
@@ -209,7 +216,7 @@ def _run_agent(argv: Sequence[str]) -> int:
 def _open_store(
     options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str, spec: LaunchSpec
 ) -> AbstractContextManager[Store]:
-    """Open the store, which may be served by a node of the job."""
+    """Open the store, which a node of the job may serve."""
     credentials = Credentials.of(
         ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key, server_name=options.tls_server_name
     )
@@ -221,9 +228,9 @@ def _open_store(
 
 
 def _log_unused_options(options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str) -> None:
-    """Log which of torchrun's ways to say where nodes meet are not used; they are accepted so that its commands work.
+    """Log which of torchrun's options for the meeting place are ignored. They are accepted so that its commands work.
 
-    Where nodes meet at `--rdzv-endpoint` or `--master-addr`, only a node's wish for a rank is not used.
+    If nodes meet at `--rdzv-endpoint` or `--master-addr`, only the request for a particular node rank is ignored.
     """
     default = parser().get_default
     unused = [name for name in _UNUSED if getattr(options, name, None) != default(name)]
@@ -253,8 +260,8 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
     job = _job(options, maximum, served=url.startswith(_SERVED))
     last_call = _number(conf, "last_call_timeout", 1.0 if minimum < maximum else 0.0)
     if workers > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: before torch is imported by the workers
-    # A worker that starts touches all of its memory for the first time: with huge pages in a third of the time.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, before the workers import torch
+    # A starting worker touches all of its memory for the first time; huge pages cut that to a third of the time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return LaunchSpec(
         job=job,
@@ -287,11 +294,11 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
 
 
 def _tls(options: argparse.Namespace) -> PeerTLS | None:
-    """Return what the options say of TLS between agents, or else the environment, if it says all."""
+    """Return the TLS settings between agents from the options, or from the environment if they are complete there."""
     given = {"ca": options.tls_ca, "cert": options.tls_cert, "key": options.tls_key}
     credentials = Credentials.of(**given, server_name=options.tls_server_name)
     if any((*given.values(), options.tls_server_name)) or (credentials.ca and credentials.cert):
-        from edl.protocol.tls.peers import PeerTLS  # others need not wait for its imports
+        from edl.protocol.tls.peers import PeerTLS  # imported only here, since it is not needed otherwise
 
         return PeerTLS(credentials)
     return None  # a CA alone is for the script's own teachers
@@ -301,14 +308,14 @@ def _store_url(options: argparse.Namespace, stack: ExitStack) -> str:
     if options.standalone:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="edl-run-"))
         return f"sqlite:///{folder}/store.sqlite"
-    if not options.store and "://" in options.rdzv_endpoint:  # as for torchrun with --rdzv-backend edl
+    if not options.store and "://" in options.rdzv_endpoint:  # as in torchrun with --rdzv-backend edl
         return str(options.rdzv_endpoint)
     named = options.store or read("EDL_DISCOVERY", str)
     return named or default_discovery_url()
 
 
 def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
-    """Return the job's name; as with torchrun, a single node needs none, nor do nodes at an endpoint of their own."""
+    """Return the job's name. As with torchrun, a single node needs none, nor do nodes at an endpoint of their own."""
     name = str(options.rdzv_id)
     if name != _NO_NAME and not options.standalone:
         if not name or "/" in name or name in (".", ".."):
@@ -327,14 +334,14 @@ def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """Return a digest of what the workers run: the script, wherever it is named from, and its arguments.
+    """Return a digest of what the workers run: the script, however its path is given, and its arguments.
 
-    A module depends on the working folder. A program is found on the PATH as it is when it starts; its first
-    argument is taken for a script that it runs (`bash train.sh`), a file in the working folder.
+    A module depends on the working folder. A program is looked up on the PATH at the start; its first argument that is
+    not an option counts as a script in the working folder (`bash train.sh`).
     """
     target, arguments = options.training_script, list(options.training_script_args)
     if options.no_python:
-        found = str(Path.cwd() / (shutil.which(target) or target))  # no links resolved: a busybox is many programs
+        found = str(Path.cwd() / (shutil.which(target) or target))  # links stay: a busybox is many programs
         scripts = [at for at, argument in enumerate(arguments) if not argument.startswith("-")]
         for at in scripts[:1]:
             arguments[at] = os.path.realpath(arguments[at])
@@ -348,7 +355,7 @@ def _command(options: argparse.Namespace) -> str:
 
 def _program(options: argparse.Namespace) -> ProgramSpec:
     target, arguments = options.training_script, tuple(options.training_script_args)
-    # Paddle's build for GPUs asks for them when it is imported, which no fork survives.
+    # Paddle's GPU build initializes GPUs when it is imported, which no fork survives.
     preload = tuple(name.strip() for name in options.preload.split(",") if name.strip())
     if wrong := [name for name in preload if not all(part.isidentifier() for part in name.split("."))]:
         raise SettingsError(f"--preload {wrong[0]}: wanted are names of modules, such as transformers,torchvision")

@@ -1,4 +1,4 @@
-"""Where nodes meet by torchrun's options: `--rdzv-endpoint`, or `--master-addr` and `--master-port`."""
+"""Where nodes meet according to torchrun's options: `--rdzv-endpoint`, or `--master-addr` and `--master-port`."""
 
 from __future__ import annotations
 
@@ -25,29 +25,32 @@ logger = logging.getLogger(__name__)
 
 
 _ELSEWHERE: Final = ("203.0.113.1", "2001:db8::1")
-"""Addresses on no network (RFC 5737, RFC 3849): the way there is the way to other hosts. Nothing is sent to them."""
+"""Addresses that belong to no network (RFC 5737, RFC 3849).
+
+The route to them is the route to other hosts; nothing is sent.
+"""
 
 _SLOW_NAME_S: Final = 2.0
-"""A resolver that does not answer takes 5 s by default. Less than that a busy machine may take for any lookup."""
+"""Seconds from which a lookup counts as slow.
+
+A resolver that does not answer takes 5 s by default; a busy machine may take up to this for any lookup.
+"""
 
 
 def own_address(store_url: str) -> str:
-    """Find this node's own address on the way to the store, which all nodes can reach.
+    """Find this node's own address on the route to the store, which all nodes can reach.
 
-    Where hosts have agents of the store of their own, on their loopback (Consul's), it is the address on the way to
-    other hosts; the loopback's if there is no such way.
-
-    Returns:
-        The address.
+    If each host has its own agent of the store on its loopback (Consul's), this is the address on the route to other
+    hosts, or the loopback's if there is no such route.
 
     Raises:
-        SettingsError: there is no way to the store's host.
+        SettingsError: There is no route to the store's host.
     """
     servers = servers_of(store_url)
     if not servers:
         return "127.0.0.1"  # a store in a file: all nodes are on this machine
     if store_url.startswith("edl:") and is_loopback(servers[0][0]):
-        return "127.0.0.1"  # that of one agent: the others are on its machine
+        return "127.0.0.1"  # one agent serves it: the others are on its machine
     for number, (host, port) in enumerate(servers, 1):
         try:
             address = _towards(host, port or 1)
@@ -64,10 +67,10 @@ def own_address(store_url: str) -> str:
 
 
 def warn_of_slow_name(address: str) -> None:
-    """Look up the name of an address in the form that torch asks for at every connection, and warn if that takes long.
+    """Look up the name of an address as torch does at every connection, and warn if that takes long.
 
-    torch's stores connect by IPv6, also to IPv4 addresses, and have the address named (`getnameinfo`) for log lines. A
-    line of /etc/hosts with the IPv4 address is not an answer to that.
+    torch's stores connect by IPv6, even to IPv4 addresses, and resolve the address (`getnameinfo`) for log lines. A
+    line with the IPv4 address in /etc/hosts does not answer that.
     """
     mapped = address if ":" in address else f"::ffff:{address}"
     began = time.monotonic()
@@ -84,28 +87,28 @@ def warn_of_slow_name(address: str) -> None:
 
 
 def _towards(host: str, port: int) -> str:
-    """Return this node's own address on the way to a host: IPv4's if there is such a way, which peers rather reach."""
+    """Return this node's address on the route to a host: IPv4 if possible, which peers are more likely to reach."""
     ways = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     failure: OSError | None = None
     for family, kind, protocol, _, address in sorted(ways, key=lambda way: way[0] != socket.AF_INET):
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # of a datagram socket: sends nothing
+                probe.connect(address)  # a datagram socket sends nothing here
                 return str(probe.getsockname()[0])
         except OSError as exc:
             failure = exc
-    assert failure is not None  # a name that stands for no address is an error before
+    assert failure is not None  # a name without addresses fails earlier
     try:
         raise failure
     finally:
         failure = None  # its traceback holds this frame
 
 
-# --- Where nodes meet by torchrun's options ---
+# --- torchrun's options ---
 
 
 _MASTER_PORT = 29500
-"""torchrun's own where `--master-port` is not given."""
+"""torchrun's default if `--master-port` is not given."""
 _MASTER_ADDR = "127.0.0.1"
 _TRUE = ("1", "true", "t", "yes", "y")
 _FALSE = ("0", "false", "f", "no", "n")
@@ -113,10 +116,10 @@ _FALSE = ("0", "false", "f", "no", "n")
 
 @dataclass(frozen=True)
 class RendezvousEndpoint:
-    """A host and a port that all nodes name alike; the agent on that host serves the store.
+    """A host and port that all nodes name alike; the agent on that host serves the store.
 
     Attributes:
-        is_host: whether this is that host, where the user says so (`--rdzv-conf is_host=1`, as for torch's c10d).
+        is_host: Whether this is that host, if the user says so (`--rdzv-conf is_host=1`, as for torch's c10d).
     """
 
     host: str
@@ -128,15 +131,15 @@ class RendezvousEndpoint:
         """Read torchrun's options.
 
         Args:
-            options: of the command line.
-            conf: what `--rdzv-conf` says.
-            max_nodes: how many nodes the job may have.
+            options: Options of the command line.
+            conf: Pairs of `--rdzv-conf`.
+            max_nodes: Largest number of nodes in the job.
 
         Returns:
-            The endpoint; None where torchrun's options name no place, or EDL's name a store.
+            The endpoint; None if torchrun's options name none, or EDL's options name a store.
 
         Raises:
-            SettingsError: an option cannot be used.
+            SettingsError: An option cannot be used.
         """
         backend = options.rdzv_backend.strip().lower()
         if options.standalone or options.store or max_nodes < 2 or "://" in options.rdzv_endpoint:
@@ -164,7 +167,7 @@ class RendezvousEndpoint:
 
     @property
     def url(self) -> str:
-        """The store's, for `open_store`."""
+        """URL of the store, for `open_store`."""
         return f"edl://[{self.host}]:{self.port}" if ":" in self.host else f"edl://{self.host}:{self.port}"
 
     @property
@@ -174,15 +177,15 @@ class RendezvousEndpoint:
 
     @property
     def local(self) -> bool:
-        """Whether only processes of this host can mean it."""
+        """Whether only processes of this host can mean the endpoint."""
         return is_loopback(self.host)
 
     @property
     def listen(self) -> ListenAddress:
         """Where to listen, if this is the host.
 
-        At all addresses, as c10d: its own name may stand for an address of the loopback here (Debian's /etc/hosts),
-        and for another address elsewhere. But where the loopback is named, at that alone.
+        All addresses, as c10d does, because the host's own name may resolve to a loopback address here (Debian's
+        /etc/hosts) and to another address elsewhere. But if the endpoint names the loopback, only there.
         """
         if not self.local:
             return ListenAddress("::", self.port)

@@ -1,4 +1,4 @@
-"""The options of `edl run`: torchrun's, parsed by its own parser, and ours."""
+"""The options of `edl run`: torchrun's, parsed by its own parser, and EDL's."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in a line, and not behind a page of usage."""
+    """Reports an error in one line instead of after a page of usage."""
 
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
@@ -163,7 +163,7 @@ class _Parser(argparse.ArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].split()
         for word in unknown or self._given:
             if not word.startswith("-"):
-                break  # the script, or an option's value: what follows is not ours for certain
+                break  # the script, or an option's value: what follows may not be an option of ours
             name = word.partition("=")[0]
             if name in REMEDIES:
                 return f"; {describe_removal(name)}"
@@ -174,7 +174,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _JoinedConfig(argparse.Action):
-    """Adds the NAME=VALUE pairs of a further `--rdzv-conf` to those before, of which the later wins by name."""
+    """Merges NAME=VALUE pairs of repeated `--rdzv-conf` options; for the same name, the later one wins."""
 
     def __call__(
         self,
@@ -184,21 +184,21 @@ class _JoinedConfig(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         before = getattr(namespace, self.dest)
-        given = before is not self.default  # else it is that of the environment, which options replace
+        given = before is not self.default  # the default comes from the environment, and options replace it
         setattr(namespace, self.dest, ",".join(filter(None, (before, values))) if given else values)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return a parser of torchrun's options and ours."""
+    """Return a parser of torchrun's options and EDL's."""
     options = torchrun.get_args_parser()
-    options.__class__ = _Parser  # torchrun makes it itself
+    options.__class__ = _Parser  # torchrun makes the parser itself
     options.prog = "edl run"
     options.description = _DESCRIPTION
-    options.allow_abbrev = False  # they would be looked for among the script's arguments, too
+    options.allow_abbrev = False  # abbreviations would also be searched for among the script's arguments
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     for action in options._actions:
         if action.dest == "rdzv_conf":
-            action.__class__ = _JoinedConfig  # the operator gives pairs of its own, which a user's leave as they are
+            action.__class__ = _JoinedConfig  # the operator adds its own pairs, and a user's must not be lost
     options.usage = "edl run [OPTIONS] train.py [ARGUMENTS OF train.py]"
     options._optionals.title = "torchrun's options"
     ours = options.add_argument_group("EDL's options")
@@ -212,19 +212,16 @@ _FROM_SLURM = ("nnodes", "nproc_per_node", "rdzv_id")
 
 
 def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Namespace:
-    """Parse a command line; in a task of a Slurm step, options that are not given follow from the step.
+    """Parse a command line. In a task of a Slurm step, options that are not given are derived from the step.
 
-    torchrun's own variables (`PET_NNODES` and alike) count as given.
+    torchrun's own variables (such as `PET_NNODES`) count as given.
 
     Args:
-        argv: the command line.
-        step: the Slurm step; None outside of Slurm.
-
-    Returns:
-        The options by name.
+        argv: The command line.
+        step: The Slurm step; None outside of Slurm.
 
     Raises:
-        SettingsError: an option is unknown or wrong, or the step's GPUs do not say how many workers to run.
+        SettingsError: An option is unknown or wrong, or the step's GPUs do not determine how many workers to run.
     """
     options = parser()
     if step is None:
@@ -236,7 +233,7 @@ def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Names
     if "nproc_per_node" in unsaid:
         parsed.nproc_per_node = str(step.workers)
     elif parsed.nproc_per_node == "cpu":
-        parsed.nproc_per_node = str(step.cpus)  # torch counts those of the host, which other jobs use too
+        parsed.nproc_per_node = str(step.cpus)  # torch counts the host's CPUs, which other jobs use too
     for name, value in (("nnodes", str(step.tasks)), ("rdzv_id", step.name)):
         if name in unsaid:
             setattr(parsed, name, usual[name] if parsed.standalone else value)

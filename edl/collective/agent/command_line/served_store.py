@@ -1,4 +1,4 @@
-"""The store of a job whose nodes meet at HOST:PORT: served by the agent on HOST, waited for by the others."""
+"""The store of a job whose nodes meet at HOST:PORT: the agent on HOST serves it, and the others wait for it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ __all__ = ["keep_for_later", "served_store"]
 
 logger = logging.getLogger(__name__)
 
-_POLL_S: Final = 0.1  # until the store answers: a node that waits for it joins that much later
-_SILENT_S: Final = 2.0  # nodes that are started together are there within it, and nothing need be written about it
+_POLL_S: Final = 0.1  # until the store answers: a node that waits for it joins up to this much later
+_SILENT_S: Final = 2.0  # nodes that are started together answer within it, which needs no message
 _PATIENCE_S: Final = 60.0
-"""For another node that could not store the job's last state, and comes back to do so: within a minute a person has
-typed the same command. For longer than that the agent of a finished job would only seem to hang."""
+"""Seconds to wait for another node that could not store the job's last state to come back and do so.
+
+Within a minute a person has typed the same command; after longer, the agent of a finished job would seem to hang.
+"""
 
 
 @contextlib.contextmanager
@@ -37,22 +39,22 @@ def served_store(
     timeout_s: float,
     join_timeout_s: float,
 ) -> Iterator[ServedStore]:
-    """Open the store at an endpoint, which this process serves if it is on that host and no other agent there does.
+    """Open the store at an endpoint. This process serves it if it is on that host and no other agent there does.
 
-    After the block this process goes on serving until the other nodes have ended.
+    After the block this process continues to serve until the other nodes have ended.
 
     Args:
-        endpoint: that all nodes name alike.
-        credentials: this node's: mutual TLS if they are complete, and tokens.
-        timeout_s: how long a request may take, in seconds.
-        join_timeout_s: how long to wait for the agent that serves, in seconds.
+        endpoint: The endpoint that all nodes name alike.
+        credentials: This node's credentials: mutual TLS if they are complete, and tokens.
+        timeout_s: How long a request may take, in seconds.
+        join_timeout_s: How long to wait for the serving agent, in seconds.
 
     Yields:
         The store, which answers.
 
     Raises:
-        SettingsError: another program answers there, or TLS or tokens do not fit, or this host cannot serve.
-        DiscoveryError: nothing answered in time.
+        SettingsError: Another program answers there, TLS or tokens do not match, or this host cannot serve.
+        DiscoveryError: Nothing answered in time.
     """
     with contextlib.ExitStack() as stack:
         rendezvous = _Serving(endpoint, store_credentials(credentials))
@@ -67,9 +69,10 @@ def served_store(
 
 
 def keep_for_later(store: Store, job: str, wanted: bool) -> None:
-    """Record that this host has a state of the job which is in no storage yet, or has it no more.
+    """Record whether this host still has a state of the job that is not in storage.
 
-    As long as such a record exists, a served store's file is not removed: the job's record tells that it is done.
+    While such a record exists, a served store's file is not removed, because the job's record says that the job is
+    done.
     """
     key = f"{KEPT}{job}/{socket.gethostname()}"
     with contextlib.suppress(DiscoveryError):
@@ -80,7 +83,7 @@ def keep_for_later(store: Store, job: str, wanted: bool) -> None:
 
 
 class _Serving:
-    """This process's part in serving: none, unless the endpoint is on its host."""
+    """This process's part in serving the store: none unless the endpoint is on its host."""
 
     def __init__(self, endpoint: RendezvousEndpoint, credentials: Credentials) -> None:
         self._endpoint = endpoint
@@ -89,13 +92,13 @@ class _Serving:
         self.excluded = False
 
     def serve_if_own(self) -> None:
-        """Serve, or be ready to, if the endpoint is this host by now: its name may not have been known before."""
+        """Serve, or be ready to, if the endpoint now names this host. Its name may not have resolved before."""
         if self.host is None and not self.excluded and self._endpoint.own:
             files = CredentialFiles(self._credentials, serving=True) if self._credentials else None
             self.host = StoreHost(self._endpoint.listen, files, self._tell)
 
     def exclude(self) -> None:
-        """Do not serve: the endpoint leads to another host."""
+        """Stop serving for good, because the endpoint leads to another host."""
         self.excluded = True
         self.close()
 
@@ -122,11 +125,11 @@ class _Serving:
 
 
 def _wait_for(store: ServedStore, serving: _Serving, join_timeout_s: float) -> None:
-    """Wait until the store answers, and log what it is waited for.
+    """Wait until the store answers, and log why it does not yet.
 
     Raises:
-        DiscoveryError: it does not within `join_timeout_s`.
-        SettingsError: it never will.
+        DiscoveryError: It does not answer within `join_timeout_s`.
+        SettingsError: It never will.
     """
     began = time.monotonic()
     logged = ""
@@ -158,10 +161,10 @@ def _wait_for(store: ServedStore, serving: _Serving, join_timeout_s: float) -> N
 
 
 def _explain(store: ServedStore, exc: DiscoveryError) -> str:
-    """Return why the store does not answer, in words.
+    """Return why the store does not answer, as text.
 
     Raises:
-        SettingsError: for a reason that does not pass by itself.
+        SettingsError: The reason does not go away by itself.
     """
     target = store.client.target
     found = diagnose(target.host, target.port)

@@ -1,17 +1,17 @@
-"""What Slurm says of the step that `srun edl run` is a task of, and the defaults that follow from it.
+"""What Slurm says about the step that `srun edl run` is a task of, and the defaults derived from it.
 
-Srun's manual page describes the variables ("OUTPUT ENVIRONMENT VARIABLES"). A task is a node in EDL's words: an agent
-with its workers. Not here: what the agent does with signals that Slurm sends (`edl.collective.agent.ending`).
+Srun's manual page describes the variables ("OUTPUT ENVIRONMENT VARIABLES"). A task is what EDL calls a node: an agent
+with its workers. What the agent does with signals from Slurm is in `edl.collective.agent.ending`.
 
-A task may be a script that calls `edl run` several times, or a person's notebook. By default all of these would have
-the step's name, and the second would find a job of that name which has ended. Not here: names that
-users give, which mean the same job wherever they are given.
+A task may be a script that calls `edl run` several times, or a person's notebook. With the step's name alone, the
+second call would find a job of that name that has ended. So calls that end their job are counted, and the count becomes
+part of the default name. Names that users give are not changed: they mean the same job everywhere.
 
-A job whose last state was not stored is tried again by the next call with the same command; a call with another command
-is the next job.
+A job whose last state was not stored is retried by the next call with the same command; a call with another command is
+the next job.
 
-A file in the host's memory counts, named by the task. It is locked while an agent runs: two at once have no order by
-which other tasks, or a requeued job, could tell them apart.
+The count is in a file in the host's memory, named after the task. It is locked while an agent runs, because two agents
+at once have no order by which other tasks, or a requeued job, could tell them apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["SlurmStep", "TaskRuns"]
 
 
 _SPECIAL_STEPS = 0xFFFFFFF0
-"""Slurm's step ids from here on are no steps of srun's: the batch script, an interactive shell, a container."""
+"""Slurm's step ids from here on are not steps of srun: the batch script, an interactive shell, a container."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,22 @@ class SlurmStep:
     """A task of a step of a Slurm job.
 
     Attributes:
-        cluster: Slurm's name of the cluster, empty if it is not set.
-        job: id of the job; it stays when the job is requeued.
-        step: id of the step in the job, which counts again after a requeue.
-        restarts: how often the job was requeued or restarted.
-        tasks: how many tasks the step has on all hosts.
-        rank: which of them this task is, from 0 on.
-        task_pid: the process that Slurm started for this task, 0 if it is not set.
-        tasks_here: how many of them are on this host.
-        hosts: how many hosts the step has.
-        host: which of them this task is on, from 0 on.
+        cluster: Slurm's name of the cluster; empty if it is not set.
+        job: Id of the job, which stays the same when the job is requeued.
+        step: Id of the step in the job, which starts again after a requeue.
+        restarts: How often the job was requeued or restarted.
+        tasks: Number of tasks of the step, on all hosts.
+        rank: Number of this task among them, from 0.
+        task_pid: Process that Slurm started for this task; 0 if it is not set.
+        tasks_here: Number of the step's tasks on this host.
+        hosts: Number of hosts of the step.
+        host: Number of this task's host among them, from 0.
         host_name: Slurm's name of that host, as in `host_list`; empty if it is not set.
-        host_list: their names in Slurm's notation, such as `gpu[003-004,7],login1`.
-        cpus: how many CPUs belong to this task.
-        gpus: how many GPUs of this host the step may use, 0 if Slurm gave it none.
-        visible_gpus: how many of them this task may use; None if no variable limits that.
-        run: how many jobs of `edl run` have ended in this task before (`TaskRuns`).
+        host_list: Names of the hosts in Slurm's notation, such as `gpu[003-004,7],login1`.
+        cpus: Number of CPUs of this task.
+        gpus: Number of this host's GPUs that the step may use; 0 if Slurm gave it none.
+        visible_gpus: Number of those that this task may use; None if no variable limits that.
+        run: Number of jobs of `edl run` that have ended in this task before (`TaskRuns`).
     """
 
     cluster: str
@@ -80,17 +80,14 @@ class SlurmStep:
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None = None) -> SlurmStep | None:
-        """Read the environment of a task.
-
-        Args:
-            environ: None for this process's.
+        """Read the environment of a task; by default this process's.
 
         Returns:
-            None outside of a step, and in a shell that `srun --pty` opened: a person's commands there are no tasks of
-            one job.
+            The task; None outside of a step and in a shell that `srun --pty` opened, where a person's commands are not
+                tasks of one job.
 
         Raises:
-            SettingsError: a variable of Slurm's has a value that Slurm does not give it.
+            SettingsError: One of Slurm's variables has a value that Slurm never sets.
         """
         environ = os.environ if environ is None else environ
         if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
@@ -123,7 +120,7 @@ class SlurmStep:
     def name(self) -> str:
         """The name of EDL's job (`--rdzv-id`): the same for all tasks of the step, and after a requeue.
 
-        In a script that calls `edl run` several times the first job is `slurm-CLUSTER-JOB.STEP`, the second
+        In a script that calls `edl run` several times, the first job is `slurm-CLUSTER-JOB.STEP`, the second
         `slurm-CLUSTER-JOB.STEP-2`, and so on.
         """
         run = f"-{self.run + 1}" if self.run else ""
@@ -131,7 +128,7 @@ class SlurmStep:
 
     @property
     def first_host(self) -> str:
-        """The name of the host that Slurm counts as the first; empty if there is no list of hosts."""
+        """Name of the first host in Slurm's list; empty if there is no list of hosts."""
         depth, name = 0, ""
         for letter in self.host_list:
             depth += (letter == "[") - (letter == "]")
@@ -144,27 +141,27 @@ class SlurmStep:
     def is_first_host(self) -> bool:
         """Whether this task is on `first_host`.
 
-        The list of hosts is sorted by name, and numbers need not be: in a heterogeneous step (`srun A : B`), host 0 is
-        the first of A.
+        The list of hosts is sorted by name, but their numbers need not be: in a heterogeneous step (`srun A : B`), host
+        0 is the first of A.
         """
         return self.host_name == self.first_host if self.host_name else self.host == 0
 
     @property
     def rendezvous_port(self) -> int:
-        """The port at the first host where the step's tasks meet: other jobs and steps there have others, mostly.
+        """The port at the first host where the step's tasks meet. Other jobs and steps there usually have another one.
 
-        From torchrun's 29400 on, and below those that the system gives to outgoing connections (32768). A task's next
-        run has another port, since a slower task may still serve the store of the run before: 1000 further, where jobs
-        that Slurm runs at the same time do not meet it by their own numbers.
+        The ports start at torchrun's 29400, and stay below those that the system gives to outgoing connections (32768).
+        A task's next run has another port, because a slower task may still serve the previous run's store: 1000
+        further, so that jobs that Slurm runs at the same time do not get it through their own numbers.
         """
         return 29400 + (self.job + self.step + 1000 * self.run) % 3000
 
     @property
     def workers(self) -> int:
-        """How many workers this task runs by default: as many as it has GPUs, and 1 if it has none.
+        """The default number of workers of this task: its number of GPUs, or 1 if it has none.
 
         Raises:
-            SettingsError: tasks on this host share GPUs; workers of different tasks would use the same ones.
+            SettingsError: Tasks on this host share GPUs, so workers of different tasks would use the same ones.
         """
         visible = self.gpus if self.visible_gpus is None else self.visible_gpus
         if self.tasks_here > 1 and self.gpus and visible * self.tasks_here > self.gpus:
@@ -176,7 +173,7 @@ class SlurmStep:
         return max(1, visible)
 
     def describe(self) -> str:
-        """Return in words which step this is."""
+        """Return a description of this step."""
         tasks = f"{self.tasks} task" + "s" * (self.tasks != 1)
         hosts = f"{self.hosts} host" + "s" * (self.hosts != 1)
         again = f", requeued {self.restarts} time" + "s" * (self.restarts != 1) if self.restarts else ""
@@ -193,7 +190,7 @@ def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
 
 
 def _tasks_on(environ: Mapping[str, str], host: int) -> int:
-    """Return how many tasks are on a host: `2(x3),1` stands for three hosts with two tasks, and a fourth with 1."""
+    """Return how many tasks are on a host. `2(x3),1` means two tasks on each of three hosts, and one on a fourth."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -213,30 +210,29 @@ def _visible_gpus(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-# --- How often `edl run` has come to its job's end in a task, so that the next run is another job ---
+# --- Counting a task's runs, so that the next run is another job ---
 
 
 _FORGOTTEN_S: Final = 14 * 86_400.0
-"""A task's file is removed by others when it was not used for this long: few sites let a job run longer."""
+"""Seconds without use after which other tasks remove a task's file. Few sites let a job run longer."""
 
 _RECORD_NBYTES: Final = 64
-"""Of a task's file, the same each time, so that one write replaces all of it: a number, and a digest of 16 digits."""
+"""Fixed size of a task's file, so that one write replaces all of it: a number, and a digest of 16 digits."""
 
 
 class TaskRuns:
-    """The runs of this task until now, and the next from `__enter__` on.
+    """The earlier runs of this task, and from `__enter__` on the current one.
 
     Args:
-        step: the task's.
-        command: a digest of what this run runs.
-        folder: where all tasks of this user on this host count; made if it is not there.
+        step: The task's step.
+        command: Digest of what this run runs.
+        folder: Folder in which all tasks of this user on this host count; created if it is missing.
 
     Attributes:
-        ended: how many have come to their job's end.
+        ended: Number of runs whose job has ended.
 
     Raises:
-        SettingsError: another process of the task runs `edl run` at this moment, or the folder is not this
-            user's alone.
+        SettingsError: Another process of the task is running `edl run`, or the folder cannot be made this user's alone.
     """
 
     def __init__(self, step: SlurmStep, command: str, folder: Path | None = None) -> None:
@@ -252,7 +248,7 @@ class TaskRuns:
         self._remove_forgotten()
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         locked = _lock(self._file)
-        self.ended, unstored = self._read()  # locked before: another run may just have ended
+        self.ended, unstored = self._read()  # locked before this, since another run may just have ended
         if not locked:
             os.close(self._file)
             raise SettingsError(
@@ -266,11 +262,11 @@ class TaskRuns:
         return self
 
     def count(self, *, stored: bool = True) -> None:
-        """Count the job of this run, which has ended: the task's next run is another job.
+        """Count this run's job, which has ended: the task's next run is another job.
 
         Args:
-            stored: whether its last state is in storage. If not, a next run with the same command is of the same job,
-                and stores that state.
+            stored: Whether its last state is in storage. If not, a next run with the same command belongs to the same
+                job, and stores that state.
         """
         if stored:
             self._write(self.ended + 1)
@@ -283,7 +279,7 @@ class TaskRuns:
         os.close(self._file)
 
     def _read(self) -> tuple[int, str]:
-        """Return how many jobs have ended, and the command of a further job that is not stored yet, "" for none."""
+        """Return how many jobs have ended, and the command of another whose state is not stored yet ("" for none)."""
         ended, _, unstored = os.pread(self._file, _RECORD_NBYTES, 0).decode().strip().partition(" ")
         return int(ended or 0), unstored
 
@@ -300,7 +296,10 @@ class TaskRuns:
 
 
 def _lock(file: int) -> bool:
-    """Lock a file until it is closed; False if another process has. Not by flock, which forked processes would keep."""
+    """Lock a file until it is closed; False if another process holds the lock.
+
+    This does not use flock, because forked processes would keep such a lock.
+    """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -309,7 +308,10 @@ def _lock(file: int) -> bool:
 
 
 def _make_private(folder: Path) -> None:
-    """Make `folder` where it is missing; where all may write, another user could have made something else there."""
+    """Create `folder` if it is missing.
+
+    In a folder where all may write, another user could have put something else there.
+    """
     remedy = "give each job a name (--rdzv-id NAME), for which nothing is counted there"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

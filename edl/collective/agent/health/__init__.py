@@ -1,5 +1,5 @@
-"""Who has failed: workers that end or hang, GPUs, other agents; and what follows from a failure.
+"""Finds what has failed (workers that end or hang, GPUs, other agents) and decides what follows from it.
 
-Not here: how workers are started and stopped (`edl.collective.agent.processes`), and how a node leaves
-(`edl.collective.agent.reconciler`).
+How workers are started and stopped is in `edl.collective.agent.processes`, and how a node leaves in
+`edl.collective.agent.reconciler`.
 """

@@ -1,9 +1,9 @@
-"""Why workers ended, and what follows: the script's own error, a machine's fault, or contact lost with another rank.
+"""Why workers ended, and what follows: an error of the script, a machine's fault, or lost contact with another rank.
 
-CUDA's words are those of `cudaGetErrorString`; its reference says of each error what causes it
-(https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html). The driver writes an Xid into the kernel's
-log (https://docs.nvidia.com/deploy/xid-errors/). "device-side assert triggered" and "out of memory" are in no list
-here: they are errors of the script.
+The CUDA messages are those of `cudaGetErrorString`; CUDA's reference says what causes each error
+(https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html). The driver writes Xids into the kernel's log
+(https://docs.nvidia.com/deploy/xid-errors/). "device-side assert triggered" and "out of memory" are missing here on
+purpose: they are errors of the script.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-# Lines that begin in the first column are exceptions; a traceback's lines of source are indented, and say nothing.
+# Exceptions begin in the first column. A traceback's source lines are indented, and prove nothing.
 _SAID_BY: Final = r"(?:CUDA|HIP)(?: driver)? (?:error|failure)(?: ?\(?\d+\)?)?[:,]?[ ']+"
 _HARDWARE: Final = re.compile(
     rf"^(?=\S).*?(?:{_SAID_BY}(?:uncorrectable ECC error|uncorrectable NVLink error"
@@ -66,27 +66,29 @@ _HARDWARE_XIDS: Final = {
     120: "error of the GPU's system processor",
     140: "unrecovered ECC error",
 }
-"""Xids for which NVIDIA's catalogue asks to reset the GPU, reboot or replace it. 13, 31 and 43 are applications' errors
-as a rule, 63 and 94 end with the process."""
-_RECORD_NBYTES: Final = 8192  # the kernel refuses to read a record into less (CONSOLE_EXT_LOG_MAX)
+"""Xids for which NVIDIA's catalogue says to reset the GPU, reboot or replace it.
+
+13, 31 and 43 are usually errors of applications; 63 and 94 end with the process.
+"""
+_RECORD_NBYTES: Final = 8192  # the kernel refuses to read a record into a smaller buffer (CONSOLE_EXT_LOG_MAX)
 
 
 class GpuFault(Enum):
-    """The cause that an error of a GPU names."""
+    """The cause that a GPU's error points to."""
 
     HARDWARE = "hardware"
-    """The node is at fault: its GPU has to be reset or replaced."""
+    """The node is at fault: its GPU must be reset or replaced."""
     UNCLEAR = "unclear"
-    """The kernel that ran has an error in it, or the GPU is broken: CUDA cannot tell."""
+    """Either the kernel that ran has an error, or the GPU is broken; CUDA cannot tell which."""
     MISSING = "missing"
-    """There is no such GPU: the script asked for too many, or the GPU was there and is no more."""
+    """There is no such GPU: the script asked for too many, or the GPU has disappeared."""
 
 
 def find_gpu_fault(text: str) -> tuple[GpuFault, str] | None:
-    """Find an error of a GPU in a traceback.
+    """Find a GPU's error in a traceback.
 
     Returns:
-        Its cause as far as known, and the line that says it; None if there is none.
+        Its cause, as far as known, and the line that says so; None if there is no such error.
     """
     for fault, pattern in (
         (GpuFault.HARDWARE, _HARDWARE),
@@ -100,14 +102,14 @@ def find_gpu_fault(text: str) -> tuple[GpuFault, str] | None:
 
 
 def is_nccl_misuse(text: str) -> bool:
-    """Return whether NCCL refused what the script asked it for, such as a GPU for two ranks."""
+    """Return whether NCCL refused what the script requested, such as one GPU for two ranks."""
     return _MISUSE.search(text) is not None
 
 
 class KernelLog:
-    """Reads the Xids of failed hardware that the kernel logs from now on.
+    """Reads Xids of failed hardware that the kernel logs from now on.
 
-    A process that NCCL's watchdog ends leaves no traceback, and only this tells why. Without the right to read the log,
+    A process that NCCL's watchdog ends leaves no traceback, so only this log tells why. Without permission to read it,
     as in most containers, nothing is found.
     """
 
@@ -119,12 +121,12 @@ class KernelLog:
             os.lseek(self._file, 0, os.SEEK_END)
 
     def read_xids(self) -> list[str]:
-        """Return all Xids of failed hardware since the last `clear_xids`, in words."""
+        """Return all Xids of failed hardware since the last `clear_xids`, as text."""
         while self._file is not None:
             try:
                 record = os.read(self._file, _RECORD_NBYTES)
             except BrokenPipeError:
-                continue  # records were overwritten before they were read; the next read has the oldest one left
+                continue  # records were overwritten before they were read; the next read returns the oldest one left
             except OSError:
                 break
             if not record:
@@ -137,7 +139,7 @@ class KernelLog:
         return list(self._found)
 
     def clear_xids(self) -> None:
-        """Leave out what was logged until now."""
+        """Ignore what was logged until now."""
         self.read_xids()
         self._found.clear()
 
@@ -151,8 +153,8 @@ class KernelLog:
 # --- Why workers ended, and what follows ---
 
 
-# What torch raises in a rank whose peer is gone: its own types, and else words that only gloo, NCCL and torch say. Such
-# an error counts also where the script raised another one because of it. A script's own ConnectionError does not.
+# What torch raises in a rank whose peer is gone: its own exception types, or words that only gloo, NCCL and torch use.
+# Such an error counts even if the script raised another one because of it. A script's own ConnectionError does not.
 _CONTACT = re.compile(
     r"^(torch\.distributed\.)?Dist(Backend|Network|Store)Error\b|/gloo/transport/|NCCL (error|communicator|watchdog)|"
     r"\bnccl(Remote|System)Error\b|ProcessGroup(Gloo|NCCL).*(aborted|terminat|tim(ed|e) ?out)|"
@@ -161,9 +163,9 @@ _CONTACT = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 
-# The last line where a process that reads data for a script ended, as torch's DataLoader raises it: when SIGCHLD comes,
-# and when it misses that process. Only the former says how it ended. Where nothing does, as in a thread other than the
-# main one, it may have been with an exit code of its own, which is the script's error.
+# The last line that torch's DataLoader raises when a process that loads data for a script ended: at SIGCHLD, or when it
+# notices that the process is missing. Only the former says how the process ended. If nothing does, as in a thread other
+# than the main one, it may have had an exit code of its own, which is the script's error.
 _READER = re.compile(
     r"RuntimeError: DataLoader worker \(pid(\(s\) [\d, ]+\) exited unexpectedly| \d+\) is killed by signal)"
 )
@@ -171,36 +173,38 @@ _READER_KILLED = re.compile(r"^RuntimeError: DataLoader worker \(pid \d+\) is ki
 _READER_ERROR = re.compile(
     r"^RuntimeError: DataLoader worker \(pid \d+\) exited unexpectedly with exit code", re.MULTILINE
 )
-_MAX_NAMED: Final = 4  # ranks in a message: of thousands some are enough to look at
+_MAX_NAMED: Final = 4  # ranks in a message: of thousands, a few are enough
 
 
 class ExitCause(Enum):
-    """Why a worker ended that did not end well."""
+    """Why a worker failed."""
 
     KILLED = "killed"
-    """By a signal, it or a process that reads data for it: out of memory, preempted, a crash in native code."""
+    """A signal killed it, or a process that loads data for it: out of memory, preemption, a crash in native code."""
     PEER_LOST = "contact"
-    """It lost contact with another rank; the cause is elsewhere. Where native code finds that out, as Paddle's gloo and
-    NCCL's watchdog do, the process ends by SIGABRT."""
+    """It lost contact with another rank; the cause is elsewhere.
+
+    If native code notices that, as in Paddle's gloo and NCCL's watchdog, the process ends by SIGABRT.
+    """
     ERROR = "error"
-    """The script raised, or ended with an exit code that is not 0. A failed assertion in a kernel is one as well."""
+    """The script raised, or ended with a nonzero exit code. A failed assertion in a kernel counts too."""
     HARDWARE = "hardware"
     """A GPU of the node is broken."""
     UNCLEAR = "unclear"
-    """A kernel did what it must not: its own error, or the GPU's."""
+    """A kernel made an illegal access or the like: either its own error, or the GPU's."""
     MISSING = "missing"
-    """There is no such GPU: an error of the script's, unless the GPU was there before."""
+    """There is no such GPU: an error of the script, unless the GPU was there before."""
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """A worker that did not end well.
+    """A worker that failed.
 
     Attributes:
-        rank: the worker's, in the job.
-        status: its exit code; of a worker that a signal killed, the signal's number with a minus.
-        text: its traceback, empty if it left none.
-        description: how it ended, in a line.
+        rank: Its rank in the job.
+        status: Its exit code; if a signal killed it, the negative signal number.
+        text: Its traceback; empty if it left none.
+        description: How it ended, in one line.
     """
 
     rank: int
@@ -210,12 +214,12 @@ class WorkerFailure:
 
     @property
     def cause(self) -> ExitCause:
-        """Why the worker ended, as far as its own end tells."""
+        """Why the worker ended, as far as its own exit tells."""
         return find_exit_cause(self.status, self.text)
 
     @property
     def reason(self) -> str:
-        """Why the worker ended, in a line, if a signal or a GPU ended it."""
+        """Why the worker ended, in one line."""
         if found := find_gpu_fault(self.text):
             return f"rank {self.rank}: {found[1]}"
         return f"rank {self.rank}: {_last_line(self.text)}" if self.status > 0 and self.text else self.description
@@ -223,19 +227,19 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class RecoveryDecision:
-    """The decision that follows from failures: a new generation or the end of the job.
+    """What follows from failures: a new generation, or the end of the job.
 
     Attributes:
-        restart: why there is to be a new generation; empty for none.
-        fatal: why the job is to end; empty if it is not.
-        after_error: an error of the script's own is forgiven with the restart.
-        unclear: a GPU failed, or a kernel of the script, and nothing tells which.
-        leave_out: the node's GPU is to blame, and the job goes on without the node.
-        traceback: the whole error, where a GPU may have failed.
-        rank: of the worker from which the decision follows, -1 for none.
-        cause: why that worker ended, None for none.
-        oom_kills: how many processes the kernel has killed for want of memory in this generation; None if unknown.
-        needs_memory: the kernel killed a worker so, and the node shall leave instead of trying the same again.
+        restart: Why a new generation is needed; empty if none is.
+        fatal: Why the job must end; empty if it need not.
+        after_error: Whether the restart forgives an error of the script itself.
+        unclear: Whether a GPU or a kernel of the script failed, and it is unknown which.
+        leave_out: Whether the node's GPU is to blame, so that the job continues without the node.
+        traceback: The whole error, if a GPU may have failed.
+        rank: Rank of the worker that led to the decision; -1 for none.
+        cause: Why that worker ended; None for none.
+        oom_kills: How many processes the kernel killed for lack of memory in this generation; None if unknown.
+        needs_memory: Whether the kernel killed a worker that way and the node must leave rather than try again.
     """
 
     restart: str = ""
@@ -254,8 +258,8 @@ def find_exit_cause(status: int, text: str) -> ExitCause:
     """Return why a worker ended.
 
     Args:
-        status: the worker's exit code, negative for a signal.
-        text: the exception's type and message, best with its traceback; empty if unknown.
+        status: The worker's exit code, negative for a signal.
+        text: The exception's type and message, preferably with its traceback; empty if unknown.
     """
     if status == -signal.SIGABRT:
         return ExitCause.PEER_LOST
@@ -288,18 +292,18 @@ def decide_recovery(
     """Decide what follows from the failures of a generation on a node.
 
     Args:
-        failures: in the order in which they were seen.
-        waited_s: how many seconds ago the first was seen, with the world unchanged since.
-        error_grace_s: how long to wait before an exception is taken for the script's own fault, in seconds.
-        contact_timeout_s: how long to wait, when ranks only lost contact, for a lost node's lease to end, in seconds.
-        ended: ranks whose script ended well meanwhile, with which others lose contact.
-        missing: a node of the generation is gone, with whose ranks they do so too.
-        trained: the job has trained before, here or elsewhere, so that a script that asks for too many GPUs would
-            have failed then.
-        xids: what the kernel said of failed hardware of this node in this generation.
+        failures: Failures, in the order in which they were seen.
+        waited_s: Seconds since the first was seen, with the world unchanged.
+        error_grace_s: Seconds to wait before an exception counts as the script's own error.
+        contact_timeout_s: If ranks only lost contact, seconds to wait for a lost node's lease to expire.
+        ended: Ranks whose script has ended with exit code 0; others lose contact with them.
+        missing: Whether a node of the generation is gone; others lose contact with its ranks too.
+        trained: Whether the job has trained before, here or elsewhere. A script that asks for too many GPUs would have
+            failed then.
+        xids: What the kernel logged about failed hardware of this node in this generation.
 
     Returns:
-        What follows; None while the cause may yet show elsewhere.
+        The decision; None while the cause may still show elsewhere.
     """
     missing_gpu_means = ExitCause.UNCLEAR if trained else ExitCause.ERROR
     causes = [missing_gpu_means if failure.cause is ExitCause.MISSING else failure.cause for failure in failures]
@@ -315,7 +319,7 @@ def decide_recovery(
             rank=broken[0].rank,
             cause=ExitCause.HARDWARE,
         )
-    # An error of the script's own has its cause in its traceback; all other ends are what an Xid leads to.
+    # An error of the script itself has its cause in its traceback; an Xid can lead to every other kind of end.
     if xids and len(errors) < len(failures):
         first = failures[0]
         what = f"{xids[0]}; {first.reason}"
@@ -324,8 +328,8 @@ def decide_recovery(
         return RecoveryDecision(restart=killed[0].reason, rank=killed[0].rank, cause=ExitCause.KILLED)
     if errors:
         error = next((failure for failure in errors if failure.text), errors[0])
-        # Without a traceback it may have been the loss of a node that the script ended itself for. That may be seen
-        # later, and where it is seen, the next world goes on without the node.
+        # Without a traceback, the script may have ended itself because a node was lost. If that loss shows later, the
+        # next world continues without the node.
         if not error.text and missing:
             return None
         limit_s = error_grace_s if error.text else contact_timeout_s
@@ -343,26 +347,26 @@ def decide_recovery(
         what = first.description if first.status < 0 else f"rank {first.rank} lost contact with another one"
         if (
             ended and not missing and all(failure.status > 0 for failure in failures)
-        ):  # by a signal: perhaps of its own code
+        ):  # after a signal, it may have been its own code
             what += f", perhaps because the script had already ended on {_ranks(ended)}: all must make the same steps"
         return RecoveryDecision(restart=what, rank=first.rank, cause=ExitCause.PEER_LOST)
     return None
 
 
 def _last_line(text: str) -> str:
-    """Return the last line of a traceback: the exception that ended the process, where its message is a line."""
+    """Return the last line of a traceback: the exception that ended the process, if its message has one line."""
     return text.rstrip().rpartition("\n")[2].strip()
 
 
 def _ranks(ranks: Collection[int]) -> str:
-    """Return some ranks in words."""
+    """Return a few ranks as text."""
     named = ", ".join(str(rank) for rank in sorted(ranks)[:_MAX_NAMED])
     more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
 
 
 def read_error_file(path: Path) -> str:
-    """Return the traceback that a worker left in torchrun's error file, empty if there is none."""
+    """Return the traceback that a worker left in torchrun's error file; empty if there is none."""
     try:
         message = json.loads(path.read_text("utf-8", "replace"))["message"]
     except (OSError, ValueError, KeyError, TypeError):

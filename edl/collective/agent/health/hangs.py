@@ -1,17 +1,17 @@
-"""How long a worker may go without a sign of progress, and which worker of a node hangs.
+"""Decides how long a worker may go without progress, and finds the worker of a node that hangs.
 
-A hang is the absence of steps, so only workers that report steps can be watched: a worker that never reported any is
-left alone. Evaluation between two steps is also an absence of steps. Three things tell it from a hang: the script
-declares it, with a limit (phase BUSY); the kernel sees the worker's process work, which gives it a longer limit; and
-another rank of the job works, for which this rank waits.
+A hang is an absence of steps, so only workers that report steps can be watched; a worker that never reported any is
+left alone. An evaluation between two steps is an absence of steps too. Three things distinguish it from a hang: the
+script declares it, with a limit (phase BUSY); the kernel sees the worker's process work, which gives it a longer limit;
+or another rank of the job works, and this rank waits for it.
 
-A worker that waits in a collective looks in either of two ways: its threads sleep (gloo, NCCL with blocking waits), or
-a thread spins in user space on memory that a GPU or another process writes (`cudaStreamSynchronize`, and with it any
-wait for an NCCL kernel; MPI). A spinning thread uses a whole core, so where a process has a GPU or MPI, CPU time alone
-proves nothing. What a spinning thread does not do is ask the kernel for anything. A thread that computes does: memory
-for its results (page faults), batches from a loader (reads, waits that end). So there only the CPU time of threads that
-also talk to the kernel counts as work; elsewhere all of it does. Beside it, bytes count that were read or written, and
-what the processes use that a worker started, such as those of its `DataLoader`.
+A worker that waits in a collective looks one of two ways. Its threads may sleep (gloo, NCCL with blocking waits). Or a
+thread spins in user space on memory that a GPU or another process writes (`cudaStreamSynchronize`, and so any wait for
+an NCCL kernel; MPI). A spinning thread uses a whole core, so if a process has a GPU or MPI, CPU time alone proves
+nothing. But a spinning thread asks the kernel for nothing. A thread that computes does: memory for its results (page
+faults), batches from a loader (reads, waits that end). So in such a process, only the CPU time of threads that also
+talk to the kernel counts as work; in others, all of it does. Bytes read or written count as well, and so does what a
+worker's child processes use, such as those of its `DataLoader`.
 """
 
 from __future__ import annotations
@@ -42,35 +42,54 @@ __all__ = [
 
 
 _CPU_SHARE: Final = 0.1
-"""Of one core, over all threads that talk to the kernel. Watchdogs, heartbeats and loops that sleep use some 1% to 5%;
-evaluations that use less wait for a disk or network most of the time, which bytes tell of."""
+"""Share of one core, over all threads that talk to the kernel, that counts as work.
+
+Watchdogs, heartbeats and loops that sleep use about 1% to 5%. Evaluations that use less mostly wait for a disk or
+network, which shows in bytes.
+"""
 _LEAST_SHARE: Final = 0.01
-"""Of one core, for a thread to count at all, also where the machine is so busy that it hardly gets one: a thread that
-wakes up now and then spends most of its time in the queue for a core there."""
+"""Share of one core below which a thread does not count at all.
+
+This matters on a machine so busy that threads hardly get a core: a thread that wakes up now and then spends most of its
+time there waiting for one.
+"""
 _CALLS_PER_S: Final = 5.0
-"""Requests to the kernel by a thread whose CPU time counts. A spinning thread makes none by itself; the kernel's
-balancing of memory between NUMA nodes adds about one page fault a second to it."""
+"""Requests to the kernel per second that a thread must make for its CPU time to count.
+
+A spinning thread makes none by itself; the kernel's balancing of memory between NUMA nodes adds about one page fault a
+second.
+"""
 _BYTES_PER_S: Final = 256 * 1024
-"""Read and written. A log, a metrics exporter and a monitor that reads `/proc` stay well below it."""
+"""Bytes per second, read and written, that count as work.
+
+A log, a metrics exporter and a monitor that reads `/proc` stay well below.
+"""
 _SPINNING: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "libmpi", "libuct", "libhccl")
-"""What is in the memory map of a process that may wait by spinning: devices, MPI, UCX."""
+"""Names in the memory map of a process that may wait by spinning: devices, MPI, UCX."""
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _SAMPLES: Final = 10
-"""Measurements in the second half of a limit: fewer would miss a short pause, more would cost without telling more."""
+"""Measurements in the second half of a limit.
+
+Fewer would miss short bursts of work; more would cost time without telling more.
+"""
 _SHORTEST_S: Final = 0.5
-"""Between two measurements: the kernel counts CPU time in hundredths of a second."""
+"""Least seconds between two measurements: the kernel counts CPU time in hundredths of a second."""
 _LONGEST_S: Final = 15.0
-"""Between two measurements: a worker that works again is to be seen soon, and a measurement costs milliseconds."""
+"""Most seconds between two measurements.
+
+More would notice late that a worker works again; a measurement costs milliseconds.
+"""
 
 
 @dataclass(frozen=True)
 class ThreadUsage:
-    """What a thread has used since it began.
+    """The resources that a thread has used since it began.
 
     Attributes:
         cpu_s: CPU time in seconds, user and system.
-        calls: voluntary context switches, page faults, and calls of read and write.
-        queued_s: how long it could have run and another thread had the core: of a busy machine this says nothing.
+        calls: Number of voluntary context switches, page faults, and calls of read and write.
+        queued_s: Seconds in which it could have run but another thread had the core. On a busy machine, such time says
+            nothing about the thread.
     """
 
     cpu_s: float
@@ -80,13 +99,13 @@ class ThreadUsage:
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """What a process and its descendants have used.
+    """The resources that a process and its descendants have used.
 
     Attributes:
-        at_s: when, `time.monotonic()`.
-        threads: by (thread id, start time in ticks), which no later thread repeats.
-        nbytes: read and written by each process, by (process id, start time in ticks).
-        may_spin: the process has a GPU or a library that waits by spinning in user space.
+        at_s: When this was measured (`time.monotonic()`).
+        threads: Usage by (thread id, start time in ticks); no later thread has the same key.
+        nbytes: Bytes that each process read and wrote, by (process id, start time in ticks).
+        may_spin: Whether the process has a GPU or a library that waits by spinning in user space.
     """
 
     at_s: float
@@ -96,7 +115,7 @@ class ProcessUsage:
 
 
 def read_usage(pid: int) -> ProcessUsage:
-    """Measure a process and its descendants. What has ended, or may not be looked at, is left out."""
+    """Measure a process and its descendants. Processes that have ended, or that may not be inspected, are left out."""
     mapped = _read_text(Path(f"/proc/{pid}/maps"))
     usage = ProcessUsage(time.monotonic(), may_spin=any(name in mapped for name in _SPINNING))
     for process in _with_descendants(pid):
@@ -112,7 +131,7 @@ def read_usage(pid: int) -> ProcessUsage:
 
 
 def is_active(before: ProcessUsage, after: ProcessUsage) -> bool:
-    """Return whether a process worked between two measurements: it computed, or it read or wrote."""
+    """Return whether a process computed, read or wrote between two measurements."""
     passed_s = after.at_s - before.at_s
     if passed_s <= 0:
         return False
@@ -131,7 +150,7 @@ def is_active(before: ProcessUsage, after: ProcessUsage) -> bool:
 
 
 class ActivityMonitor:
-    """Remembers when processes were last seen to work. Measures only processes that it is asked about."""
+    """Remembers when processes were last seen to work. Measures only the processes that it is asked about."""
 
     def __init__(self, read: Callable[[int], ProcessUsage] = read_usage) -> None:
         self._read = read
@@ -139,12 +158,12 @@ class ActivityMonitor:
         self._active_at: dict[int, float] = {}
 
     def last_active(self, pid: int, limit_s: float, now_s: float) -> float | None:
-        """Return when a process was last seen to work (`time.monotonic()`), None if it never was.
+        """Return when a process was last seen to work (`time.monotonic()`), or None if it never was.
 
         Args:
-            pid: the process.
-            limit_s: the limit that the process is about to reach; it is measured some ten times in half of that.
-            now_s: `time.monotonic()`.
+            pid: The process.
+            limit_s: The limit in seconds that it is about to reach; it is measured about ten times in half of that.
+            now_s: The time now (`time.monotonic()`).
         """
         every_s = min(max(limit_s / 2 / _SAMPLES, _SHORTEST_S), _LONGEST_S)
         before = self._usages.get(pid)
@@ -155,7 +174,7 @@ class ActivityMonitor:
         return self._active_at.get(pid)
 
     def forget(self, pid: int) -> None:
-        """Forget a process that made a step, or ended."""
+        """Forget a process that made a step or ended."""
         self._usages.pop(pid, None)
         self._active_at.pop(pid, None)
 
@@ -166,7 +185,7 @@ class ActivityMonitor:
 
 
 def _with_descendants(pid: int) -> Iterator[int]:
-    """Yield `pid` and the processes that it started, and they, and so on."""
+    """Yield `pid` and all of its descendants."""
     waiting = [pid]
     seen = {pid}
     while waiting:
@@ -186,7 +205,7 @@ def _tasks(pid: int) -> list[Path]:
 
 
 def _thread_usage(task: Path) -> tuple[tuple[int, int], ThreadUsage, ThreadUsage] | None:
-    """Read a thread's key, its usage, and that of the processes that its own process has waited for."""
+    """Read a thread's key, its usage, and the usage of child processes that its process has waited for."""
     stat = _read_text(task / "stat").rpartition(")")[2].split()
     if len(stat) < 20:
         return None
@@ -194,7 +213,7 @@ def _thread_usage(task: Path) -> tuple[tuple[int, int], ThreadUsage, ThreadUsage
     minor, minor_children, major, major_children, user, system, user_children, system_children = map(int, stat[7:15])
     waits = sum(_counters(task / "status", ("voluntary_ctxt_switches",)))
     calls = sum(_counters(task / "io", ("syscr", "syscw")))
-    # Nanoseconds on a core and in the queue for one; the kernel may have been built without.
+    # Nanoseconds on a core and waiting for one; some kernels are built without this file.
     times = _read_text(task / "schedstat").split() or ["0", "0"]
     cpu_s = max((user + system) / _TICKS_PER_S, int(times[0]) / 1e9)
     own = ThreadUsage(cpu_s, minor + major + waits + calls, int(times[1]) / 1e9)
@@ -215,32 +234,34 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-# --- How long a worker may go without a sign of progress ---
+# --- How long a worker may go without progress ---
 
 
 _ENOUGH_STEPS: Final = 3
-"""So many steps have to be measured before their median counts: the first two still compile and open files."""
+"""Number of measured steps from which on their median counts: the first two still compile and open files."""
 _LATER_S: Final = 60.0
-"""So much longer than any limit of the rank that hangs may others wait for it, so that the cause is named, not they:
-more than the time between two looks of an agent whose machine is busy."""
+"""Extra seconds that ranks may wait beyond the limit of a rank that hangs, so that it is named as the cause.
+
+It is more than the time between two checks by an agent on a busy machine.
+"""
 
 
 @dataclass(frozen=True)
 class HangLimits:
-    """How long a worker may go without a sign of progress. Times are in seconds.
+    """How long a worker may go without progress. Times are in seconds.
 
     Attributes:
-        floor_s: between two steps at least; also what evaluation between two steps may take.
-        factor: times the median of recent steps, if that is longer.
-        first_step_s: for the first steps of a world, which compile, open files and connect.
-        start_s: from the fork to the first step or load, for a script that has reported steps before.
-        load_s: for reading a checkpoint.
-        begin_s: from the fork to the first line of the script; a fork that takes longer waits for something that its
-            parent's other threads had, and another process takes its place.
-        save_s: for copying the state. Ranks that wait to agree on that with a rank that perhaps evaluates or makes a
-            long step may do so for longer than that rank may take.
-        working_factor: by how much all of these limits are longer for a worker whose process was seen to work within
-            the last half of the limit. Not for ever: a loop without an end works, too.
+        floor_s: Least limit between two steps; it also bounds evaluation between two steps.
+        factor: The limit in medians of recent steps, if that is longer.
+        first_step_s: Limit for the first steps of a world, which compile, open files and connect.
+        start_s: Limit from the fork to the first step or load, for a script that has reported steps before.
+        load_s: Limit for reading a checkpoint.
+        begin_s: Limit from the fork to the script's first line. A fork that takes longer waits for something that
+            another thread of its parent held, and another process replaces it.
+        save_s: Limit for copying the state. A rank that waits to agree on a save has a longer limit than the rank
+            it waits for, which may be evaluating or making a long step.
+        working_factor: Factor by which all of these limits are longer for a worker whose process was seen to work
+            within the last half of the limit. It is finite because an endless loop works too.
     """
 
     floor_s: float = 300.0
@@ -255,14 +276,14 @@ class HangLimits:
 
 @dataclass(frozen=True)
 class ProgressLimit:
-    """How long a worker has gone without a sign of progress, and how long it may.
+    """How long a worker has gone without progress, and how long it may.
 
     Attributes:
-        since_s: when the last sign was given (`time.monotonic()`).
-        limit_s: after so many seconds a worker that does not work counts as hanging.
-        what: the worker does without a sign, in words.
-        of: what the limit follows from, in words.
-        declared: the script itself has set the limit.
+        since_s: When it last made progress (`time.monotonic()`).
+        limit_s: Seconds after which a worker that does not work counts as hung.
+        what: What the worker has been doing, as text.
+        of: What the limit is derived from, as text.
+        declared: Whether the script itself set the limit.
     """
 
     since_s: float
@@ -272,29 +293,29 @@ class ProgressLimit:
     declared: bool = False
 
     def is_suspect(self, now_s: float) -> bool:
-        """Return whether half of the limit has passed at `now_s`: from then on the worker's process is measured."""
+        """Return whether half of the limit has passed at `now_s`; from then on the worker's process is measured."""
         return not self.declared and now_s - self.since_s > self.limit_s / 2
 
 
 def find_progress_limit(status: WorkerStatus, limits: HangLimits, *, forked_s: float = 0.0) -> ProgressLimit | None:
-    """Find how long a worker may go on as it does.
+    """Find how long a worker may continue as it is.
 
     Args:
-        status: the worker's.
-        limits: how long workers may go without a sign of progress.
-        forked_s: when this worker was forked (`time.monotonic()`); a step from before was another worker's, with the
+        status: The worker's status.
+        limits: How long workers may go without progress.
+        forked_s: When this worker was forked (`time.monotonic()`). An earlier step was made by another worker with the
             same page.
 
     Returns:
         The limit; None if the worker is not watched.
     """
     if status.phase in (Phase.PAUSE, Phase.EXIT):
-        return None  # these wait for others, and have limits of their own
+        return None  # these wait for others, and have their own limits
     if status.phase is Phase.BUSY:
         what = f"busy with {status.busy_with}"
         return ProgressLimit(status.phase_since, status.busy_limit_s, what, "that the script has set", declared=True)
     if status.phase in (Phase.TRAIN, Phase.ROLLBACK):
-        # A copy between two steps ends a phase: what counts is the time since the last sign of either.
+        # A copy between two steps ends a phase, so the time counts since the last step or change of phase.
         since_s = max(status.step_at, status.phase_since)
         what = f"no step after step {status.step}"
         if status.step < 0 or status.step_at < forked_s or len(status.durations_s) < _ENOUGH_STEPS:
@@ -302,7 +323,7 @@ def find_progress_limit(status: WorkerStatus, limits: HangLimits, *, forked_s: f
         usual_s = statistics.median(status.durations_s)
         return ProgressLimit(since_s, _step_limit_s(status, limits), what, f"where a step takes {usual_s:.3g} s")
     if status.phase is Phase.START and status.step < 0:
-        return None  # perhaps a script that reports nothing at all
+        return None  # perhaps the script reports nothing at all
     limit_s = {
         Phase.START: limits.start_s,
         Phase.LOAD: limits.load_s,
@@ -316,9 +337,9 @@ def is_working(found: ProgressLimit, now_s: float, active_s: float | None) -> bo
     """Return whether a worker was seen to work within the last half of its limit.
 
     Args:
-        found: the worker's `find_progress_limit`.
-        now_s: the time now (`time.monotonic()`).
-        active_s: when its process was last seen to work (`time.monotonic()`), None for never.
+        found: The worker's `find_progress_limit`.
+        now_s: The time now (`time.monotonic()`).
+        active_s: When its process was last seen to work (`time.monotonic()`); None for never.
     """
     return not found.declared and active_s is not None and now_s - active_s <= found.limit_s / 2
 
@@ -326,14 +347,14 @@ def is_working(found: ProgressLimit, now_s: float, active_s: float | None) -> bo
 def describe_hang(
     found: ProgressLimit, now_s: float, limits: HangLimits, active_s: float | None = None, awaited_s: float = 0.0
 ) -> str | None:
-    """Return why a worker is taken to hang, None if it is not.
+    """Return why a worker counts as hung, or None if it does not.
 
     Args:
-        found: the worker's `find_progress_limit`.
-        now_s: the time now (`time.monotonic()`).
-        limits: how long workers may go without a sign of progress.
-        active_s: when its process was last seen to work, None for never.
-        awaited_s: until when another rank was known to work, for which this rank may have waited.
+        found: The worker's `find_progress_limit`.
+        now_s: The time now (`time.monotonic()`).
+        limits: How long workers may go without progress.
+        active_s: When its process was last seen to work (`time.monotonic()`); None for never.
+        awaited_s: Until when another rank was known to work, which this rank may have waited for (`time.monotonic()`).
     """
     limit_s = found.limit_s
     since_s = found.since_s
@@ -354,20 +375,22 @@ def _step_limit_s(status: WorkerStatus, limits: HangLimits) -> float:
     return max(limits.floor_s, limits.factor * statistics.median(status.durations_s or (0.0,)))
 
 
-# --- The worker of a node that hangs ---
+# --- Finding the hung worker of a node ---
 
 
 _BUSY_S: Final = 1.0
-"""So long does a worker have to be busy before other nodes are told: a change costs a write to the store. With less,
-every short evaluation would; with more, ranks that wait with a short limit could be taken to hang."""
+"""Seconds for which a worker must be busy before other nodes are told, since each change costs a write to the store.
+
+With less, every short evaluation would cause one; with more, ranks that wait with a short limit could count as hung.
+"""
 
 
 class HangDetector:
     """Watches the workers of one generation on one node.
 
     Args:
-        limits: how long workers may go without a sign of progress.
-        activity: measures their processes.
+        limits: How long workers may go without progress.
+        activity: Measures their processes.
     """
 
     def __init__(self, limits: HangLimits, activity: ActivityMonitor | None = None) -> None:
@@ -376,12 +399,12 @@ class HangDetector:
         self._forked_s = 0.0
         self._awaited_s = 0.0
         self.busy = False
-        """Whether a worker here does something long, so that ranks that wait for it do not hang."""
+        """Whether a worker here does something long, so that ranks that wait for it do not count as hung."""
         self.others_busy = False
-        """Whether a worker of another node does."""
+        """Whether a worker of another node does something long."""
 
     def begin_generation(self, forked_s: float) -> None:
-        """Watch the workers of a new generation."""
+        """Start to watch the workers of a new generation, forked at `forked_s`."""
         self._forked_s = forked_s
         self._awaited_s = forked_s
         self.busy = False
@@ -391,7 +414,7 @@ class HangDetector:
         """Find a worker that hangs.
 
         Returns:
-            The local rank, and why it is taken to hang; None if no worker does.
+            Its local rank, and why it counts as hung; None if no worker does.
         """
         waiting: list[tuple[int, str]] = []
         hung: list[tuple[int, str]] = []

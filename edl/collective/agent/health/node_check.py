@@ -1,19 +1,19 @@
-"""Runs a node check: nodes meet in the Store, every node runs a probe a round, and all read the same result.
+"""Runs a node check: nodes meet in the Store, each runs a probe per round, and all read the same result.
 
 Keys, under a prefix that is new for each check::
 
-    ROUND/groups          who is tested with whom, by the node that was first
+    ROUND/groups          which nodes are tested together, written by the first node
     ROUND/meet/NODE       where the first node of a group waits for its partners
     ROUND/result/NODE     what a node found
-    verdict               the result, by the node that was first
+    verdict               the result, written by the first node
 
-Keys under `jobs/JOB/check/`: `waiting/NODE`, under a lease, and `lists/NUMBER`, the nodes of a check, by the node that
-was first. A node that comes later is in a later list; in a running job it may be alone in it, and then only its own
-computing is tested.
+Keys under `jobs/JOB/check/`: `waiting/NODE`, under a lease, and `lists/NUMBER`, the nodes of a check, written by the
+first node. A node that comes later is in a later list. In a running job it may be alone in its list, and then only its
+own computing is tested.
 
-Nodes compute alone and reduce in pairs, twice, with different partners, as DLRover's node check does: a pair that fails
-has a faulty node in it or a good node that met it; the second round pairs every suspect with a node that passed, so
-that the faulty node fails again. `runner` carries it out.
+Nodes compute alone and reduce in pairs, twice and with different partners, as in DLRover's node check. If a pair fails,
+at least one of its nodes is faulty. The second round pairs every suspect with a node that passed, so that the faulty
+node fails again.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ Groups = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class CheckRoundResult:
-    """The findings of a node in a round.
+    """The findings of a node in one round.
 
     Attributes:
-        device: "cpu" or "cuda"; times are compared among nodes with the same.
-        compute_s: seconds for the fixed work, None if it failed.
-        reduce_s: seconds for the all-reduce with the partners, 0 without partners, None if it failed.
-        error: why something failed, in words.
+        device: "cpu" or "cuda"; times are compared only among nodes with the same device.
+        compute_s: Seconds for the fixed work; None if it failed.
+        reduce_s: Seconds for the all-reduce with the partners; 0 without partners, None if it failed.
+        error: Why something failed, as text.
     """
 
     device: str = "cpu"
@@ -79,8 +79,8 @@ class NodeCheckResult:
     """The nodes that are not fit to train; all others are.
 
     Attributes:
-        faulty: why, by node.
-        slow: why, by node.
+        faulty: Why nodes are faulty, by node.
+        slow: Why nodes are slow, by node.
     """
 
     faulty: dict[str, str] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class NodeCheckResult:
 
 
 def first_groups(nodes: Sequence[str]) -> Groups:
-    """Return pairs of neighbours; of an odd number the last three are a group."""
+    """Return pairs of neighbours. If the number is odd, the last three form a group."""
     groups = [tuple(nodes[at : at + 2]) for at in range(0, len(nodes), 2)]
     if len(groups) > 1 and len(groups[-1]) == 1:
         last = groups.pop()
@@ -99,11 +99,11 @@ def first_groups(nodes: Sequence[str]) -> Groups:
 def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], factor: float) -> Groups:
     """Pair every suspect with a node that passed, as long as there are such nodes.
 
-    Suspects are all members of a group in which a node failed or was slow. Suspects for whom no partner is left meet
-    among themselves; nodes that were silent, and nodes that no suspect needs, work alone.
+    Suspects are all members of a group in which a node failed or was slow. If partners run out, the suspects that
+    answered are paired with each other. The silent ones then work alone, as do nodes that no suspect needs.
 
     Returns:
-        The groups of the second round, in which every node is once.
+        The groups of the second round; every node is in exactly one.
     """
     slow = _slow([first], factor)
     bad = [node for node in nodes if node not in slow and node in first and not first[node].passed] + list(slow)
@@ -111,7 +111,7 @@ def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], f
     touched = {node for group in first_groups(nodes) if {*group} & {*bad, *silent} for node in group}
     answered = bad + [node for node in nodes if node in touched and node not in bad and node not in silent]
     suspects = answered + silent
-    # From the other end: the neighbour was the partner of the first round.
+    # From the other end, since the neighbour was the partner of the first round.
     good = [node for node in nodes if node not in suspects][::-1]
     groups = list(zip(good, suspects, strict=False))
     rest = [node for node in suspects[len(good) :] if node in answered]
@@ -124,16 +124,16 @@ def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], f
 def summarize_rounds(
     nodes: Sequence[str], rounds: Sequence[tuple[Groups, Mapping[str, CheckRoundResult]]], factor: float = 2.0
 ) -> NodeCheckResult:
-    """Find the nodes that are not fit from all rounds.
+    """Find the unfit nodes from the results of all rounds.
 
-    A node is faulty if it passed in no round, unless in a round that failed a partner was silent or could not compute,
-    which explains the failure. It is slow if even its best time is more than `factor` times the median of all nodes'
-    best.
+    A node is faulty if it passed no round, unless in a failed round a partner was silent or could not compute, which
+    explains the failure. A node is slow if even its best time is more than `factor` times the median of all nodes' best
+    times.
 
     Args:
-        nodes: all nodes of the check.
-        rounds: for every round its groups, and the results by node; silent nodes are missing.
-        factor: how many times the median is slow.
+        nodes: All nodes of the check.
+        rounds: Groups and results by node, for every round; silent nodes are missing.
+        factor: How many times the median counts as slow.
     """
     faulty = {}
     for node in nodes:
@@ -150,7 +150,7 @@ def summarize_rounds(
 
 
 def _explained(node: str, partners: Sequence[str], results: Mapping[str, CheckRoundResult]) -> bool:
-    """Return whether a node that could compute failed to reduce because of a partner: silent, or unable to compute."""
+    """Return whether a node that could compute failed to reduce because a partner was silent or unable to compute."""
     return results[node].compute_s is not None and any(
         partner not in results or results[partner].compute_s is None for partner in partners
     )
@@ -167,7 +167,7 @@ def _slow(rounds: Sequence[Mapping[str, CheckRoundResult]], factor: float) -> di
                     times = best.setdefault(result.device, {})
                     times[node] = min(seconds, times.get(node, seconds))
         for device, times in best.items():
-            usual_s = statistics.median_low(times.values())  # of two the faster, else the slower could not be slow
+            usual_s = statistics.median_low(times.values())  # of two the faster, or else the slower could not be slow
             for node, seconds in times.items():
                 if seconds > factor * usual_s:
                     why = f"{part} on {device} took {seconds:.3g} s, the median of all nodes is {usual_s:.3g} s"
@@ -175,14 +175,16 @@ def _slow(rounds: Sequence[Mapping[str, CheckRoundResult]], factor: float) -> di
     return slow
 
 
-# --- Runs a node check ---
+# --- Running a node check ---
 
 
 _POLL_S: Final = 0.05
-"""Between two looks into the Store. A check takes seconds; oftener, many nodes would load the Store."""
+"""Pause between two looks into the Store. A check takes seconds; with less, many nodes would load the Store."""
 _LATE_SHARE: Final = 0.1
-"""Of a round's time, at least a second, for results of nodes that began a little later: they wait for silent partners
-until a deadline of their own."""
+"""Extra time for results of nodes that began a little later, as a share of a round's and at least a second.
+
+Those wait for silent partners until their own deadline.
+"""
 
 
 @dataclass(frozen=True)
@@ -190,9 +192,9 @@ class NodeCheckSettings:
     """How nodes are checked.
 
     Attributes:
-        timeout_s: of a node's round, in seconds; the check takes at most about twice that.
-        factor: how many times the median of all nodes is slow.
-        raise_if_stopping: called again and again while something is waited for; may raise, to leave the check.
+        timeout_s: Seconds that a node's round may take; the check takes at most about twice that.
+        factor: How many times the median of all nodes counts as slow.
+        raise_if_stopping: Called repeatedly while waiting; may raise to leave the check.
     """
 
     timeout_s: float = 60.0
@@ -205,11 +207,11 @@ class _OwnNode:
     """This node in a check.
 
     Attributes:
-        store: shared by all nodes.
-        prefix: of the check's keys, without a slash at its end.
-        node: this node's id.
-        host: where the others reach it.
-        settings: how to check.
+        store: The store that all nodes share.
+        prefix: Prefix of the check's keys, without a trailing slash.
+        node: This node's id.
+        host: Address at which the others reach it.
+        settings: How to check.
     """
 
     store: Store
@@ -225,11 +227,11 @@ def check_nodes(
     """Take part in a check. All of its nodes call this at about the same time, with the same list.
 
     Returns:
-        The same result on every node that is there until the end.
+        The result, which is the same on every node that stays until the end.
 
     Raises:
-        DiscoveryError: the store cannot be reached.
-        ProtocolError: what others wrote makes no sense.
+        DiscoveryError: The store cannot be reached.
+        ProtocolError: What other nodes wrote is invalid.
     """
     own = _OwnNode(store, prefix.rstrip("/"), node, host, settings)
     groups = _agree_on_groups(own, "1/groups", first_groups(sorted(nodes)))
@@ -253,7 +255,7 @@ def _agree_on_groups(own: _OwnNode, key: str, proposed: Groups) -> Groups:
 
 
 def _agree(own: _OwnNode, key: str, proposed: Any) -> Any:
-    """Return what the first node that got here wrote."""
+    """Return what the first node to get here wrote."""
     key = f"{own.prefix}/{key}"
     own.store.compare_and_set(key, json.dumps(proposed).encode(), None)
     entry = own.store.get(key)
@@ -261,7 +263,7 @@ def _agree(own: _OwnNode, key: str, proposed: Any) -> Any:
 
 
 def _run_round(own: _OwnNode, number: int, groups: Groups, nodes: Sequence[str]) -> dict[str, CheckRoundResult]:
-    """Do this node's part of a round, then wait for all nodes' results, until the time is up."""
+    """Do this node's part of a round, then wait for all nodes' results until the time is up."""
     timeout_s = own.settings.timeout_s
     deadline = time.monotonic() + timeout_s
     group = next((group for group in groups if own.node in group), (own.node,))
@@ -280,7 +282,7 @@ def _run_round(own: _OwnNode, number: int, groups: Groups, nodes: Sequence[str])
 
 
 def _run_probe(own: _OwnNode, meet_key: str, group: Sequence[str], deadline: float) -> CheckRoundResult:
-    """Run a probe to its end or the deadline, and tell the partners where to meet."""
+    """Run a probe until it ends or the deadline passes, and tell the partners where to meet."""
     task: dict[str, Any] = {
         "rank": group.index(own.node),
         "world_size": len(group),
@@ -291,7 +293,7 @@ def _run_probe(own: _OwnNode, meet_key: str, group: Sequence[str], deadline: flo
     if task["rank"]:
         address = _wait_for_address(own, meet_key, deadline)
         if address is None:
-            # Its first node is silent. What this node can do alone is still worth knowing.
+            # The group's first node is silent. It is still worth knowing what this node can do alone.
             task |= {"rank": 0, "world_size": 1}
         else:
             task |= {"host": str(address["host"]), "port": int(address["port"])}
@@ -303,7 +305,7 @@ def _run_probe(own: _OwnNode, meet_key: str, group: Sequence[str], deadline: flo
 
 
 def _wait_for_address(own: _OwnNode, key: str, deadline: float) -> Mapping[str, Any] | None:
-    """Wait for the value at a key; None if it was not written in half of the time that is left."""
+    """Wait for the value at a key; None if it was not written within half of the time that is left."""
     until = time.monotonic() + (deadline - time.monotonic()) / 2
     while (entry := own.store.get(key)) is None:
         if time.monotonic() > until:
@@ -317,11 +319,7 @@ def _wait_for_address(own: _OwnNode, key: str, deadline: float) -> Mapping[str, 
 
 
 def _run_process(own: _OwnNode, task: Mapping[str, Any], deadline: float, meet_key: str) -> dict[str, Any]:
-    """Run the probe's process, which is killed at the deadline.
-
-    Returns:
-        All that the probe reported.
-    """
+    """Run the probe's process, and kill it at the deadline. Returns everything that the probe reported."""
     command = [sys.executable, "-m", "edl.collective.agent.health.node_probe", json.dumps(dict(task))]
     reported: dict[str, Any] = {}
     errors: list[str] = []
@@ -358,13 +356,13 @@ def _follow_process(
     deadline: float,
     meet_key: str,
 ) -> None:
-    """Add what the probe prints to `reported`, until it is done, has ended and no more comes, or is late."""
+    """Add the probe's output to `reported` until it is done, has ended and all is read, or the deadline passes."""
     while "reduce_s" not in reported and (left_s := deadline - time.monotonic()) > 0:
         own.settings.raise_if_stopping()
         try:
             words = json.loads(lines.get(timeout=min(left_s, _POLL_S)))
         except queue.Empty:
-            if ended() and lines.empty():  # in this order: the last lines come a moment after the end
+            if ended() and lines.empty():  # in this order, since the last lines arrive a moment after the end
                 return
             continue
         if "port" in words:
@@ -395,11 +393,14 @@ def _parsed(value: bytes, where: str) -> Any:
         raise ProtocolError(f"{where} is not JSON: {value!r:.100}") from exc
 
 
-# --- The node check before a node joins ---
+# --- The check before a node joins ---
 
 
 _LEASE_S: Final = 10.0
-"""Of a node that waits. With more, a check counts longer on a node that died; with less, a busy node misses its own."""
+"""Lease of a node that waits.
+
+With more, a check waits longer for a node that died; with less, a busy node misses its check.
+"""
 
 
 def check_before_joining(
@@ -408,11 +409,11 @@ def check_before_joining(
     """Wait for other nodes that want to be checked, then check all of them.
 
     Returns:
-        The nodes that are not fit, the same on every node of the check.
+        The unfit nodes, the same on every node of the check.
 
     Raises:
-        DiscoveryError: the store cannot be reached.
-        ProtocolError: what others wrote makes no sense.
+        DiscoveryError: The store cannot be reached.
+        ProtocolError: What other nodes wrote is invalid.
     """
     folder = prefix(job) + "check/"
     with store.lease(_LEASE_S) as lease:
@@ -429,7 +430,7 @@ def check_before_joining(
 def _find_list(
     store: Store, folder: str, node: str, lease: Lease, quiet_s: float, raise_if_stopping: Callable[[], object]
 ) -> tuple[int, Sequence[str]]:
-    """Wait for the list that this node is in. Returns its number and its nodes."""
+    """Wait for the list that contains this node. Returns its number and its nodes."""
     before: set[str] = set()
     since_s = time.monotonic()
     while True:

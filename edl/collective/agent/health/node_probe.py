@@ -1,10 +1,10 @@
-"""A node's work in a round of the node check, as a process of its own: a node that fails may hang in it.
+"""A node's work in one round of the node check, in its own process because a faulty node may hang in it.
 
-Run as `python -m edl.collective.agent.health.node_probe`, with its task as JSON in the first argument; prints
-JSON lines.
+Run as `python -m edl.collective.agent.health.node_probe`, with its task as JSON in the first argument; it prints JSON
+lines.
 
-A broken device need not raise: it may compute something else. The numbers are small whole ones, which float32 (TF32 and
-bfloat16 as well) holds exactly in any order of summation.
+A broken device need not raise: it may compute wrong results. The test numbers are small integers: float32 holds
+their sums exactly in any order, and TF32 and bfloat16 hold the factors of the matrix products.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["agree_on_gpus", "check_copies", "check_products", "check_sum", "find
 
 
 _SIZE: Final = {"cpu": 768, "cuda": 8192}
-"""Rows and columns of a matrix: milliseconds of work for a product, so that starting it does not count."""
+"""Rows and columns of a matrix. A product takes milliseconds, so the cost of starting it does not matter."""
 _PRODUCTS: Final = 8
-"""Matrix products in a measurement: enough to be measured, and a check is done in seconds on slow devices too."""
+"""Matrix products per measurement: enough to measure, and a check still takes only seconds on slow devices."""
 _COPIED: Final = 4 * 1024 * 1024
-"""Numbers of 4 bytes in one copy between two GPUs."""
+"""Elements of 4 bytes in one copy between two GPUs."""
 _REDUCED: Final = 4 * 1024 * 1024
-"""Numbers of 4 bytes in one all-reduce."""
+"""Elements of 4 bytes in one all-reduce."""
 _REPEATS: Final = 3
-"""Measurements, of which the fastest counts: another process may disturb some, and a slow device is slow in all."""
+"""Measurements, of which the fastest counts. Another process may disturb some; a slow device is slow in all."""
 
 
 def find_devices() -> list[torch.device]:
-    """Return all GPUs that are visible here, or else the CPU."""
+    """Return all visible GPUs, or else the CPU."""
     if not torch.cuda.is_available():
         return [torch.device("cpu")]
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -49,10 +49,10 @@ def check_products(device: torch.device) -> float:
     """Multiply matrices on a device.
 
     Returns:
-        The seconds of the fastest of several times.
+        Seconds of the fastest measurement.
 
     Raises:
-        EDLError: a product is wrong.
+        EDLError: A product is wrong.
     """
     size = _SIZE[device.type]
     numbers = torch.arange(size, device=device)
@@ -73,10 +73,10 @@ def check_products(device: torch.device) -> float:
 
 
 def check_copies(devices: Sequence[torch.device]) -> None:
-    """Copy from every device to every other, directly where the devices can.
+    """Copy from every device to every other, directly if the devices can.
 
     Raises:
-        EDLError: what arrived is something else.
+        EDLError: A copy differs from what was sent.
     """
     for source in range(len(devices)):
         sent = torch.arange(_COPIED, dtype=torch.int32, device=devices[source])
@@ -90,7 +90,7 @@ def check_copies(devices: Sequence[torch.device]) -> None:
 
 
 def agree_on_gpus(store: Store, rank: int, world_size: int, mine: int) -> int:
-    """Agree with the other ranks on how many GPUs all of them have: so many all-reduces of NCCL are made.
+    """Agree with the other ranks on how many GPUs all of them have, which is how many NCCL all-reduces are made.
 
     Returns:
         The number; 0 without NCCL.
@@ -100,18 +100,18 @@ def agree_on_gpus(store: Store, rank: int, world_size: int, mine: int) -> int:
 
 
 def check_sum(make: Callable[[str, Store, torch.device], None], store: Store, devices: Sequence[torch.device]) -> float:
-    """Add up with all ranks of a group, once for every device.
+    """Compute a sum with all ranks of a group, once per device.
 
     Args:
-        make: makes torch's default group with a backend and a store, for a device.
-        store: of the group.
-        devices: GPUs, as many as every rank has; none for a sum on the CPU.
+        make: Makes torch's default group from a backend and a store, for a device.
+        store: Store of the group.
+        devices: As many GPUs as every rank has; none for a sum on the CPU.
 
     Returns:
-        The seconds of the slowest device's fastest time.
+        Seconds of the slowest device's fastest measurement.
 
     Raises:
-        EDLError: a sum is wrong.
+        EDLError: A sum is wrong.
     """
     times = []
     for number, device in enumerate(devices or [torch.device("cpu")]):
@@ -122,7 +122,7 @@ def check_sum(make: Callable[[str, Store, torch.device], None], store: Store, de
 
 
 def _sum(device: torch.device) -> float:
-    """Add up over the default group. Returns the seconds of the fastest of several times."""
+    """Compute a sum over the default group. Returns the seconds of the fastest measurement."""
     rank, size = dist.get_rank(), dist.get_world_size()
     pattern = (torch.arange(_REDUCED, device=device) % 1000).float()
     numbers, expected = torch.empty_like(pattern), pattern * (size * (size + 1) / 2)
@@ -144,7 +144,7 @@ def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def _best(work: Callable[[], object], check: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of several times, after a first time that does not count; check all results."""
+    """Return the seconds of the fastest measurement after a warm-up that does not count, and check all results."""
     times = []
     for _ in range(1 + _REPEATS):
         begin = time.perf_counter()
@@ -156,18 +156,18 @@ def _best(work: Callable[[], object], check: Callable[[], object], device: torch
     return min(times[1:])
 
 
-# --- A node's work in a round of the node check, as a process of its own ---
+# --- The probe's process ---
 
 
 def main(task: dict[str, Any]) -> None:
-    """Compute on all devices, report it, meet the partners, reduce, report it.
+    """Compute on all devices and report it; then meet the partners, reduce, and report that.
 
     Args:
         task: `rank` and `world_size` in the group, `host` and `port` of the group's first node (port 0 for that node
             itself, which chooses a port), and `timeout_s` in seconds.
 
     Raises:
-        EDLError: a device computes or copies something wrong.
+        EDLError: A device computes or copies something wrong.
     """
     devices = find_devices()
     rank, world_size = task["rank"], task["world_size"]

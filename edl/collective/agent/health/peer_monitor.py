@@ -1,11 +1,11 @@
-"""Connections between agents, by which an agent knows at once that another agent's process is gone.
+"""Connections between agents, through which an agent learns at once that another agent's process is gone.
 
-A connection carries nothing but a name. A lease tells of a death when it has run out, since silence may also be a slow
-network. A kernel that refuses a connection where that agent listened tells it for certain: the process died (by
-SIGKILL, preemption, lack of memory) on a host that lives. Hosts that vanish, agents that are stopped and networks that
-fail are found by the lease.
+A connection carries nothing but a name. A lease reports a death only after it has expired, because silence may also be
+a slow network. If a kernel refuses a connection to the port on which that agent listened, the death is certain: the
+process died (SIGKILL, preemption, lack of memory) on a host that is alive. Hosts that vanish, agents that are stopped
+and networks that fail are found by the lease.
 
-Not here: what follows from a death (`edl.collective.agent.rendezvous`).
+What follows from a death is decided in `edl.collective.agent.rendezvous`.
 """
 
 from __future__ import annotations
@@ -34,33 +34,43 @@ logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 
-_BACKLOG: Final = 128  # connections that wait to be accepted: eight come from the ring, the rest is for others
+_BACKLOG: Final = 128  # connections waiting to be accepted: eight come from the ring, the rest is for others
 _MAX_PEERS: Final = 8
-"""Agents that an agent connects to. A death is seen while any of the eight nodes before it lives; with more, all agents
-would have more connections, for deaths that leases tell of as well."""
+"""Agents that an agent connects to. A death is noticed while any of the eight nodes before it is alive.
+
+More would give all agents more connections, for deaths that leases report too.
+"""
 _MAX_ACCEPTED: Final = 1024
-"""Connections from others that are kept at most, for they cost file descriptors. Eight come from the ring; the rest are
-strangers' or left over."""
+"""Most connections from others that are kept, since they cost file descriptors.
+
+Eight come from the ring; the rest are strangers' or left over.
+"""
 _REFUSALS: Final = 3
-"""In a row, which count as a death: a proxy in between that begins again refuses for a moment, too."""
+"""Refusals in a row that count as a death.
+
+A single one proves nothing: a proxy in between refuses for a moment while it restarts.
+"""
 _REFUSED_RETRY_S: Final = 0.03
-"""After a refusal. With the above a death is known within 0.1 s, and a port that is opened again has that long."""
+"""Pause after a refusal.
+
+With the number of refusals above, a death is known within 0.1 s, and a port has that long to be opened again.
+"""
 _CONNECT_TIMEOUT_S: Final = 2.0
-"""For a connection with its handshake: a network that needs longer is left to the lease."""
+"""How long a connection may take including its handshake. A slower network is left to the lease."""
 _UNREACHED_RETRY_S: Final = 10.0
-"""After an attempt that proved nothing. Most such peers never can be reached, so attempts are to cost little."""
+"""Pause after an attempt that proved nothing. Most such peers can never be reached, so attempts should cost little."""
 _CLOSE_TIMEOUT_S: Final = 2.0
-"""For the thread to end, which may be looking up a name."""
-_RECEIVE_NBYTES: Final = 4096  # a peer's name is far shorter, and what else comes is not looked at
+"""How long the thread may take to end; it may be looking up a name."""
+_RECEIVE_NBYTES: Final = 4096  # a peer's name is far shorter, and the rest is ignored
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""Firewalls forget connections that are idle for minutes; hosts that vanished would be held for ever."""
+"""Firewalls forget connections that are idle for minutes, and connections to vanished hosts would be held for ever."""
 
 
 def choose_peers(world: World, position: int) -> dict[str, Address]:
-    """Choose the agents that a node's agent connects to: the members behind it, around the ring, eight at most.
+    """Choose the agents that a node's agent connects to: the next members around the ring, eight at most.
 
     Returns:
-        The agents' addresses, by node.
+        Their addresses, by node.
     """
     around = [*world.nodes[position + 1 :], *world.nodes[:position]][:_MAX_PEERS]
     return {member.id: (member.addr, member.tether_port) for member in around if member.tether_port}
@@ -68,16 +78,16 @@ def choose_peers(world: World, position: int) -> dict[str, Address]:
 
 @dataclass(eq=False)
 class _PeerConnection:
-    """A connection to an agent, or the attempt to make it.
+    """A connection to an agent, or the attempt to make one.
 
     Attributes:
-        node: the agent's.
-        address: where the agent listens.
-        socket: of the connection or attempt, None between two attempts.
-        proven: the agent has said its name there. A refusal from any other address means nothing.
-        refusals: in a row.
-        retry_at: when to connect; None while connected, or when there is no more to be learnt.
-        deadline: when to give up connecting; None if not connecting.
+        node: The agent's node.
+        address: Where the agent listens.
+        socket: Socket of the connection or attempt; None between two attempts.
+        proven: Whether the agent has said its name at this address. A refusal from any other address means nothing.
+        refusals: Number of refusals in a row.
+        retry_at: When to connect; None while connected, or when nothing more can be learnt.
+        deadline: When to give up connecting; None if not connecting.
     """
 
     node: str
@@ -90,12 +100,12 @@ class _PeerConnection:
 
 
 class PeerConnections:
-    """This agent's connections to others, and theirs to it. A thread of its own does the work.
+    """This agent's connections to others, and theirs to it, handled by a thread.
 
     Args:
-        name: of this node.
-        on_gone: called from the thread with the id of a node whose agent's process is gone for certain.
-        tls: for the connections; None for none, and then any peer is told the name, and believed what it says.
+        name: Name of this node.
+        on_gone: Called from the thread with the id of a node whose agent's process is certainly gone.
+        tls: TLS for the connections. With None, the name is sent to every peer, and any peer's is believed.
     """
 
     def __init__(self, name: str, on_gone: Callable[[str], object], tls: PeerTLS | None = None) -> None:
@@ -105,7 +115,7 @@ class PeerConnections:
         self._listener = open_listener(backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        """Where others connect to this agent."""
+        """The port to which others connect."""
         self._wanted: Mapping[str, Address] = {}
         self._connections: dict[str, _PeerConnection] = {}
         self._accepted = 0
@@ -117,12 +127,12 @@ class PeerConnections:
         self._loop = BackgroundLoop("edl-peer-monitor", self._turn, interrupt=self._interrupt)
 
     def set_peers(self, nodes: Mapping[str, Address]) -> None:
-        """Be connected to these agents from now on, and to no others."""
+        """Connect to these agents from now on, and to no others."""
         self._wanted = dict(nodes)
         self._interrupt()
 
     def close(self) -> None:
-        """Close all connections. The other agents see that this agent has gone."""
+        """Close all connections. The other agents notice that this agent is gone."""
         if self._loop.closing:
             return
         if self._loop.close(_CLOSE_TIMEOUT_S):
@@ -131,19 +141,19 @@ class PeerConnections:
             self._waker.close()
             self._selector.close()
         else:
-            self._listener.close()  # the rest is in use by the thread, and ends with this process
+            self._listener.close()  # the thread still uses the rest, which ends with this process
 
     def _interrupt(self) -> None:
-        with contextlib.suppress(OSError):  # it is full, or closed
+        with contextlib.suppress(OSError):  # the buffer is full, or the socket closed
             self._waker.send(b"\0")
 
-    # --- In the thread. ---
+    # --- In the thread ---
 
     def _turn(self) -> float:
-        """Handle what has come, and connect to the peers that are wanted.
+        """Handle what has arrived, and connect to the wanted peers.
 
-        Without this, as after an error that was not foreseen, leases decide, as between hosts: the listener stays open,
-        since others would take a closed listener for a death.
+        If this fails with an unexpected error, leases decide, as between hosts that cannot connect. The listener stays
+        open, because others would take a closed one for a death.
         """
         for key, _ in self._selector.select(self._idle_s()):
             key.data(key.fileobj)
@@ -151,7 +161,7 @@ class PeerConnections:
         return 0.0
 
     def _idle_s(self) -> float | None:
-        """Return for how many seconds there is nothing to do unless something comes; None for any time."""
+        """Return the seconds until something must be done even if nothing arrives; None for no limit."""
         times = [at for peer in self._connections.values() for at in (peer.retry_at, peer.deadline) if at is not None]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
@@ -162,7 +172,7 @@ class PeerConnections:
         try:
             connection, _ = listener.accept()
         except OSError:
-            time.sleep(_REFUSED_RETRY_S)  # no file descriptor is left, say
+            time.sleep(_REFUSED_RETRY_S)  # for instance because no file descriptor is left
             return
         if self._accepted >= _MAX_ACCEPTED:
             connection.close()
@@ -180,7 +190,7 @@ class PeerConnections:
         self._greet(connection)
 
     def _greet(self, connection: socket.socket) -> None:
-        """Say this node's name, once the TLS handshake is over, where there is one."""
+        """Say this node's name, after the TLS handshake if there is one."""
         try:
             waits_for = _continue_handshake(connection)
             if waits_for:
@@ -193,13 +203,13 @@ class PeerConnections:
         self._selector.modify(connection, selectors.EVENT_READ, self._drop)
 
     def _drop(self, connection: socket.socket) -> None:
-        """Close a connection from another agent: it has gone, or says something, which no agent does."""
+        """Close a connection from another agent. It is gone, or sent data, which no agent does."""
         self._accepted -= 1
         self._selector.unregister(connection)
         connection.close()
 
     def _connect_wanted(self) -> None:
-        """Have the connections that are wanted, and no others."""
+        """Open the wanted connections and close all others."""
         wanted = self._wanted
         for node, peer in list(self._connections.items()):
             if wanted.get(node) != peer.address:
@@ -209,7 +219,7 @@ class PeerConnections:
         for node, address in wanted.items():
             peer = self._connections.setdefault(node, _PeerConnection(node, address))
             if peer.deadline is not None and now >= peer.deadline:
-                self._disconnect(peer)  # no answer at all: the host is gone, or the way to it
+                self._disconnect(peer)  # no answer at all: the host or the route to it is gone
                 peer.retry_at = now + _UNREACHED_RETRY_S
             elif peer.retry_at is not None and now >= peer.retry_at:
                 self._connect(peer)
@@ -223,7 +233,7 @@ class PeerConnections:
             peer.socket.setblocking(False)
             _keep_alive(peer.socket)
             code = peer.socket.connect_ex(place)
-        except (OSError, UnicodeError) as exc:  # UnicodeError: a host's name that is none
+        except (OSError, UnicodeError) as exc:  # UnicodeError: an invalid host name
             code = getattr(exc, "errno", None) or errno.EIO
         if code == errno.EINPROGRESS and peer.socket is not None:
             self._selector.register(peer.socket, selectors.EVENT_WRITE, lambda _: self._check_connected(peer))
@@ -236,7 +246,7 @@ class PeerConnections:
         self._end_attempt(peer, peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
     def _end_attempt(self, peer: _PeerConnection, code: int) -> None:
-        """Act on the end of an attempt to connect."""
+        """Handle the end of an attempt to connect."""
         if code == 0 and peer.socket is not None:
             self._selector.register(peer.socket, selectors.EVENT_READ, lambda _: self._receive(peer))
             if self._tls is None:
@@ -253,12 +263,12 @@ class PeerConnections:
             peer.retry_at = time.monotonic() + (_REFUSED_RETRY_S if peer.refusals else _UNREACHED_RETRY_S)
 
     def _begin_tls(self, peer: _PeerConnection, tls: PeerTLS) -> None:
-        """Begin the handshake. `peer.deadline` still holds: a host that is silent here counts as unreachable."""
+        """Begin the handshake. `peer.deadline` stays in force: a host that is silent here counts as unreachable."""
         assert peer.socket is not None
         self._selector.unregister(peer.socket)
         try:
             peer.socket = tls.connected(peer.socket, peer.address[0])
-        except (OSError, ValueError):  # it has gone already, or its name is none
+        except (OSError, ValueError):  # it is already gone, or its name is invalid
             self._disconnect(peer)
             peer.retry_at = time.monotonic() + _UNREACHED_RETRY_S
             return
@@ -270,7 +280,7 @@ class PeerConnections:
         try:
             waits_for = _continue_handshake(peer.socket)
         except OSError as exc:
-            # Not the agent, or not to be believed. A lease tells of its death, as between hosts that cannot connect.
+            # Not the agent, or not trustworthy. A lease reports its death, as between hosts that cannot connect.
             logger.debug("no connection to the agent of %s at %s:%d: %s", peer.node, *peer.address, exc)
             self._disconnect(peer)
             peer.retry_at = time.monotonic() + _UNREACHED_RETRY_S
@@ -282,12 +292,15 @@ class PeerConnections:
             self._selector.modify(peer.socket, selectors.EVENT_READ, lambda _: self._receive(peer))
 
     def _receive(self, peer: _PeerConnection) -> None:
-        """Read the agent's name, or the end of the connection. An end proves nothing, an attempt to connect does."""
+        """Read the agent's name, or the end of the connection.
+
+        The end alone proves nothing; the next attempt to connect does.
+        """
         assert peer.socket is not None
         try:
             received = peer.socket.recv(_RECEIVE_NBYTES)
         except ssl.SSLWantReadError:
-            return  # TLS's own, such as the tickets of 1.3
+            return  # TLS's own messages, such as the tickets of TLS 1.3
         except OSError:
             received = b""
         if received:
@@ -307,13 +320,13 @@ class PeerConnections:
 
 
 def _continue_handshake(connection: socket.socket) -> int:
-    """Go on with the handshake of TLS, if there is one.
+    """Continue the TLS handshake, if there is one.
 
     Returns:
-        The event of `selectors` that it waits for, 0 if it is over.
+        The event of `selectors` that it waits for; 0 if it is over.
 
     Raises:
-        OSError: it has failed.
+        OSError: The handshake failed.
     """
     if isinstance(connection, ssl.SSLSocket):
         try:

@@ -1,1 +1,1 @@
-"""The processes of a node's workers: forked from one that has imported torch, their output, their stacks, their end."""
+"""The processes of a node's workers: how they are forked after torch is imported, their output, stacks and exit."""

@@ -1,4 +1,4 @@
-"""Runs a script or module in a forked process as a new interpreter runs it: its `__main__`, its exceptions, its end."""
+"""Runs a script or module in a forked process as a new interpreter would: its `__main__`, exceptions and exit."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ __all__ = [
 
 
 def redirect_output(environ: Mapping[str, str]) -> None:
-    """Send this process's output, and its children's, to files.
+    """Redirect the output of this process and its children to the files that `environ` names.
 
-    Args:
-        environ: `EDL_STDOUT` and `EDL_STDERR` name the files, where they are set.
+    `EDL_STDOUT` and `EDL_STDERR` name the files; without them the output stays where it is.
     """
     for name, stream, descriptor in (("EDL_STDOUT", sys.stdout, 1), ("EDL_STDERR", sys.stderr, 2)):
         path = environ.get(name)
@@ -52,10 +51,10 @@ def redirect_output(environ: Mapping[str, str]) -> None:
             os.dup2(file, descriptor)
             os.close(file)
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(line_buffering=False)  # as where the process had found a file
+                stream.reconfigure(line_buffering=False)  # as if the process had started with a file
 
 
-# --- What a forked process has inherited and a new process would not have ---
+# --- Inherited state that a new process would not have ---
 
 
 _ARG_START: Final = 47
@@ -63,21 +62,20 @@ _ARG_START: Final = 47
 
 
 def renew_state() -> None:
-    """Give this process, just forked, what a new process has and all forks of a parent would share."""
+    """Renew the state that this process, just forked, would otherwise share with all forks of its parent."""
     _seed_generators()
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
-    importlib.invalidate_caches()  # a folder may have come since
+    importlib.invalidate_caches()  # a folder may have appeared since
     main_thread = threading.main_thread()
-    if hasattr(main_thread, "_set_native_id"):  # Python renews it by itself since 3.13 only
+    if hasattr(main_thread, "_set_native_id"):  # Python renews it only since 3.13
         main_thread._set_native_id()
 
 
 def limit_threads(environ: Mapping[str, str]) -> None:
-    """Have torch, where it is imported already, use as many threads as if it were imported now.
+    """Make torch, if it is imported already, use as many threads as if it were imported now with these variables.
 
-    Args:
-        environ: may say how many, by OMP_NUM_THREADS.
+    Only OMP_NUM_THREADS matters.
     """
     torch = sys.modules.get("torch")
     number = environ.get("OMP_NUM_THREADS", "")
@@ -86,7 +84,7 @@ def limit_threads(environ: Mapping[str, str]) -> None:
 
 
 def _seed_generators() -> None:
-    """Seed global generators, which in all forks of a parent would go on with the same numbers."""
+    """Seed global random generators, which would otherwise produce the same numbers in all forks of a parent."""
     random.seed()
     modules = sys.modules
     if "numpy" in modules:
@@ -98,10 +96,10 @@ def _seed_generators() -> None:
 
 
 def show_command_line(arguments: Sequence[str]) -> None:
-    """Have `ps` show other arguments of this process than it was started with.
+    """Make `ps` show other arguments for this process than it was started with.
 
-    The bytes are replaced where the kernel reads them, which is how setproctitle(3) works. Nothing happens where they
-    are not as expected, or the new arguments are longer.
+    This replaces the bytes where the kernel reads them, as setproctitle(3) does. It does nothing if they are not as
+    expected or the new arguments are longer.
     """
     before = Path("/proc/self/cmdline").read_bytes()
     begin = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[_ARG_START - 2])
@@ -114,9 +112,9 @@ def show_command_line(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def undo_side_effects() -> Iterator[None]:
-    """Leave the environment, the filters of warnings and the folder for temporary files as they were before the block.
+    """Restore the environment, warning filters and folder for temporary files after the block.
 
-    For imports that a script would make later: meanwhile it may have set what they depend on.
+    Use it for imports that a script would make later, after it may have set what they depend on.
     """
     environ = dict(os.environ)
     folder = tempfile.tempdir
@@ -130,7 +128,7 @@ def undo_side_effects() -> Iterator[None]:
         tempfile.tempdir = folder
 
 
-# --- Runs a script or module in a forked process as a new interpreter runs it ---
+# --- Running the program as `__main__` ---
 
 
 _CANNOT_OPEN = 2
@@ -139,57 +137,57 @@ _interrupted = False
 
 
 def arm_interruption() -> None:
-    """Have a process whose script an interrupt (Ctrl-C) ended end by SIGINT, as an interpreter does.
+    """Make this process end by SIGINT if an interrupt (Ctrl-C) ended its script, as an interpreter does.
 
-    Call it before anything else registers a function with `atexit`: those are called before.
+    Call this before anything else registers a function with `atexit`: functions registered later run earlier.
     """
     atexit.register(_end_by_sigint)
 
 
 def run_main(kind: str, target: str, arguments: Sequence[str]) -> None:
-    """Run a program as `__main__`. Returns when it has ended well.
+    """Run a program as `__main__`. Returns when it has ended without an error.
 
     Args:
-        kind: `script` (a file, or a folder or archive with a `__main__.py`) or `module` (as `python -m`).
-        target: the script's path or the module's name.
-        arguments: what follows the target in `sys.argv`.
+        kind: `script` (a file, or a folder or archive with a `__main__.py`) or `module` (as for `python -m`).
+        target: The script's path or the module's name.
+        arguments: What follows the target in `sys.argv`.
 
     Raises:
-        SystemExit: the program raised it, or another exception, which has been reported as an interpreter does.
+        SystemExit: The program raised it, or another exception, which was reported as an interpreter would.
     """
     sys.argv = [target, *arguments]
     sys.orig_argv = [*sys.orig_argv[:1], *command_line(kind, target, arguments)]
     program = sys.modules["__main__"].__dict__
     for name in [name for name in program if not name.startswith("__")]:
-        del program[name]  # the command's own, by which this process was started
+        del program[name]  # names of the command that started this process
     failure: BaseException | None = None
     try:
         if kind == "module":
             _run_module(target, alter_argv=True)
         elif pkgutil.get_importer(target) is not None:
-            _run_module("__main__", alter_argv=False)  # a folder or an archive, which is in `sys.path` already
+            _run_module("__main__", alter_argv=False)  # the folder or archive is in `sys.path` already
         else:
             _run_file(absolute_path(target), program)
     except SystemExit:
         raise
     except BaseException as exc:  # noqa: BLE001 - as the interpreter does: reported, and the exit code is 1
         failure = exc
-    if failure is not None:  # not in the block above: nothing is being handled while the interpreter reports
+    if failure is not None:  # outside the block above, so that no exception is being handled during the report
         _end_by_exception(failure)
 
 
 def command_line(kind: str, target: str, arguments: Sequence[str]) -> list[str]:
-    """Return what follows the interpreter in the command line of a worker that torchrun starts."""
+    """Return what follows the interpreter on the command line of a worker that torchrun starts."""
     return [*(["-u", "-m"] if kind == "module" else ["-u"]), target, *arguments]
 
 
 def absolute_path(target: str) -> str:
-    """Make a script's path absolute and leave it otherwise as it was given, as the interpreter does."""
+    """Make a script's path absolute and change nothing else in it, as the interpreter does."""
     return os.path.join(Path.cwd(), target)  # noqa: PTH118 - a `Path` would leave out a `.` inside
 
 
 def _run_module(name: str, *, alter_argv: bool) -> None:
-    # What the interpreter itself calls for `-m`, and for folders and archives (`pymain_run_module` of CPython).
+    # The interpreter itself calls this for `-m`, folders and archives (`pymain_run_module` of CPython).
     run: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
     run(name, alter_argv)
 
@@ -205,13 +203,13 @@ def _run_file(path: str, program: dict[str, Any]) -> None:
     except OSError as exc:
         sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {exc.errno}] {exc.strerror}\n")
         raise SystemExit(_CANNOT_OPEN) from None
-    except Exception as exc:  # noqa: BLE001 - raised again. Of a syntax error, for one, no interpreter shows frames
+    except Exception as exc:  # noqa: BLE001 - raised again, without frames, as an interpreter shows a SyntaxError
         raise exc.with_traceback(None) from None
     exec(code, program)  # noqa: S102 - the user's own script, as `python` runs it
 
 
 def _end_by_exception(exc: BaseException) -> NoReturn:
-    """Leave the exception where torchrun's users look for it, report it as the interpreter does, and end with 1."""
+    """Save the exception where torchrun's users look for it, report it as the interpreter does, and exit with 1."""
     frames = exc.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__package__") == __package__:
         frames = frames.tb_next
@@ -220,7 +218,7 @@ def _end_by_exception(exc: BaseException) -> NoReturn:
         global _interrupted
         _interrupted = True
         if not _is_usual_hook(sys.excepthook):
-            _call_excepthook(exc)  # after Ctrl-C the tracebacks of all ranks would be no news
+            _call_excepthook(exc)  # after Ctrl-C, the tracebacks of all ranks would tell nothing
         raise SystemExit(128 + signal.SIGINT)
     text = "".join(traceback.format_exception(type(exc), exc, frames))
     _write_error_file(exc, text)
@@ -238,9 +236,9 @@ def _end_by_exception(exc: BaseException) -> NoReturn:
 
 
 def _is_usual_hook(hook: Any) -> bool:
-    """Return whether an exception hook is the interpreter's, and not of the script or a library that reports errors.
+    """Return whether an exception hook is the interpreter's, rather than the script's or an error reporter's.
 
-    `torch.distributed.init_process_group` puts a hook before it that has lines begin with the rank.
+    `torch.distributed.init_process_group` wraps the hook in one that starts each line with the rank.
     """
     if hook is sys.__excepthook__:
         return True
@@ -250,7 +248,7 @@ def _is_usual_hook(hook: Any) -> bool:
 
 
 def _write_error_file(exc: BaseException, text: str) -> None:
-    """Write what torch's `record` writes, for the agent, where the script does not use `record`."""
+    """Write the agent's error file as torch's `record` does, if the script does not use `record`."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not Path(path).exists():
         details: dict[str, Any] = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -260,7 +258,7 @@ def _write_error_file(exc: BaseException, text: str) -> None:
 
 
 def _call_excepthook(exc: BaseException) -> None:
-    """Report an exception by `sys.excepthook`, which scripts and libraries replace."""
+    """Report an exception through `sys.excepthook`, which scripts and libraries replace."""
     sys.last_type = type(exc)
     sys.last_value = exc
     sys.last_traceback = exc.__traceback__
@@ -269,7 +267,7 @@ def _call_excepthook(exc: BaseException) -> None:
         sys.excepthook(type(exc), exc, exc.__traceback__)
     except SystemExit:
         raise
-    except BaseException as another:  # noqa: BLE001 - reported beside the first, as the interpreter does
+    except BaseException as another:  # noqa: BLE001 - reported together with the first, as the interpreter does
         sys.stderr.write("Error in sys.excepthook:\n")
         frames = another.__traceback__.tb_next if another.__traceback__ is not None else None  # without this function
         sys.__excepthook__(type(another), another.with_traceback(frames), frames)

@@ -1,7 +1,7 @@
-"""A node's workers, seen from its agent: forked by a zygote, watched, and killed.
+"""A node's workers as its agent sees them: forked by a zygote, watched, and killed.
 
-CUDA gives a context's memory back when the last process that has the device's file open has ended, its children that
-inherited the file among them. NVML (the package `nvidia-ml-py`, where it is installed) lists who holds memory.
+CUDA frees a context's memory when the last process that has the device's file open has ended, including children that
+inherited the file. NVML (the package `nvidia-ml-py`, where it is installed) lists the processes that hold memory.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ logger = logging.getLogger(__name__)
 GPU_DEVICES: Final = ("/dev/nvidia[0-9]*", "/dev/kfd")
 """Patterns of the files that a process opens to use a GPU of NVIDIA or AMD."""
 _RELEASE_POLL_S: Final = 0.005
-"""Between two looks at processes that are to end: recovery waits for it, and a look takes a tenth of that."""
-_INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux; NVML names processes as they are known there
+"""Pause between two checks of processes that are about to end.
+
+Recovery waits for them, and a check takes a tenth of this.
+"""
+_INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux; NVML uses the process ids of this namespace
 
 
 def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) -> dict[int, str]:
-    """Find the processes of some process groups that have a GPU open. On a host without a GPU this returns at once.
+    """Find the processes in some process groups that have a GPU open. Returns at once on a host without a GPU.
 
     Returns:
-        When they started, in the kernel's ticks, by process id: together no later process has the same.
+        Their start times in the kernel's ticks, by process id. No later process has the same pair.
     """
     if not groups or not any(_exists(pattern) for pattern in devices):
         return {}
@@ -60,10 +63,9 @@ def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) 
 
 
 def wait_for_release(holders: dict[int, str], deadline: float) -> bool:
-    """Wait until these processes have ended, and NVML does not list them any longer.
+    """Wait until these processes have ended and NVML no longer lists them.
 
-    Returns:
-        Whether they have, before the deadline.
+    Returns whether that happened by the deadline.
     """
     while left := [pid for pid, began in holders.items() if _lives(pid, began)] or sorted(_listed() & set(holders)):
         if time.monotonic() > deadline:
@@ -96,7 +98,7 @@ def _lives(pid: int, began: str) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
@@ -104,7 +106,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _listed() -> set[int]:
-    """Return the processes that hold memory of a GPU, where NVML is installed and names them as this process does."""
+    """Return the processes that hold GPU memory; empty without NVML, or if it uses process ids of another namespace."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -129,21 +131,33 @@ def _ask_nvml(nvml: Any) -> set[int]:
             nvml.nvmlShutdown()
 
 
-# --- A node's workers, seen from its agent ---
+# --- The pool of workers ---
 
 
 _FORK_TIMEOUT_S: Final = 10.0
-"""For a zygote to answer: a fork takes milliseconds, on a machine without a free core a second or two. A zygote that
-takes longer hangs; with less, a busy machine would cost a zygote, whose successor imports everything again."""
+"""How long a zygote may take to answer.
+
+A fork takes milliseconds, or a second or two on a machine without a free core. A zygote that takes longer hangs; with
+less, a busy machine would lose a zygote, whose successor imports everything again.
+"""
 _POLL_S: Final = 0.05
-"""Between two looks at what is not notified: a signal while imports are waited for, processes that are to die."""
+"""Pause between checks that no event triggers: of signals during imports, and of processes about to die."""
 _DEATH_TIMEOUT_S: Final = 30.0
-"""For processes to be gone after SIGKILL. Each needs a turn of a processor for that, and on a machine that others keep
-busy ten seconds were too few. With more, a node whose worker hangs in the kernel ends that much later."""
+"""How long processes may take to disappear after SIGKILL.
+
+Each needs a turn on a processor for that, and ten seconds were too few on a machine kept busy by others. With more, a
+node whose worker hangs in the kernel ends that much later.
+"""
 _ZYGOTE_END_TIMEOUT_S: Final = 1.0
-"""For a zygote to end that has closed its socket, which it does by ending. Only a message depends on it."""
+"""How long a zygote may take to end after its socket closed, which happens when it ends.
+
+Only a message depends on it.
+"""
 _ATTEMPTS: Final = 4
-"""To import ahead of time; the last imports nothing. Each attempt leaves out what was unfit in those before."""
+"""Attempts to import ahead of time; the last imports nothing.
+
+Each leaves out the modules that earlier ones found unfit.
+"""
 
 
 @dataclass(frozen=True)
@@ -151,10 +165,10 @@ class WorkerExit:
     """The end of a worker.
 
     Attributes:
-        generation: that it belonged to.
-        local_rank: its rank on this node.
-        pid: its process id.
-        status: the exit code; of a worker that a signal killed, the signal's number with a minus.
+        generation: Generation that it belonged to.
+        local_rank: Its rank on this node.
+        pid: Its process id.
+        status: Exit code; for a worker that a signal killed, the negative signal number.
     """
 
     generation: int
@@ -172,17 +186,17 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class ZygoteLost:
-    """The end of the process that forks workers, and of all workers with it."""
+    """The end of the process that forks workers, and with it of all workers."""
 
 
 class WorkerProcesses:
     """The zygote of a node and the workers that it forked.
 
     Args:
-        program: what the workers run.
-        report: called from a thread of this object with every `WorkerExit` and `ZygoteLost`.
-        environ: of the zygote; without it, this process's.
-        gpu_devices: patterns of the files that a process opens to use a GPU.
+        program: What the workers run.
+        report: Called from a thread of this object with every `WorkerExit` and `ZygoteLost`.
+        environ: Environment of the zygote; by default this process's.
+        gpu_devices: Patterns of the files that a process opens to use a GPU.
     """
 
     def __init__(
@@ -198,37 +212,39 @@ class WorkerProcesses:
         self._lock = threading.Condition()
         self._requested: collections.deque[tuple[int, int]] = (
             collections.deque()
-        )  # generation and local rank, not forked
+        )  # generation and local rank of workers not yet forked
         self._running: dict[int, tuple[int, int]] = {}  # generation and local rank, by process id
-        self._ended: set[int] = set()  # workers since the last `replace_workers`, whose children may hold a GPU
+        self._ended: set[int] = set()  # ended since the last `replace_workers`; their children may hold a GPU
         self._gpu_devices = gpu_devices
         self._process: subprocess.Popen[bytes] | None = None
         self._ready: PreloadResult | None = None
         self._lost = True
         self._closing = False
         self.import_failures = ""
-        """What could not be imported ahead of time, in words; known after `warm_up`."""
+        """What could not be imported ahead of time, as text; set by `warm_up`."""
 
     @property
     def prewarmed(self) -> bool:
-        """Whether workers are forked from a process that has imported something."""
+        """Whether workers are forked from a process that imports modules ahead of time."""
         return self._program.prewarm
 
     @property
     def running(self) -> dict[int, int]:
-        """The process ids of the workers that have not ended, by local rank."""
+        """Process ids of the workers that have not ended, by local rank."""
         with self._lock:
             return {rank: pid for pid, (_, rank) in self._running.items()}
 
     def warm_up(self, timeout_s: float = 120.0, raise_if_stopping: Callable[[], object] = lambda: None) -> None:
-        """Start the zygote and wait until it is ready to fork. Call it from a thread that lives as long as the workers.
+        """Start the zygote and wait until it is ready to fork.
+
+        Call this from a thread that lives as long as the workers.
 
         Args:
-            timeout_s: how long the imports may take, in seconds.
-            raise_if_stopping: called again and again meanwhile; if it raises, only `close` is left to call.
+            timeout_s: How long the imports may take, in seconds.
+            raise_if_stopping: Called repeatedly during the wait; if it raises, only `close` may be called afterwards.
 
         Raises:
-            EDLError: the zygote died, or was not ready in time.
+            EDLError: The zygote died, or was not ready in time.
         """
         deadline = time.monotonic() + timeout_s
         unfit: dict[str, str] = {}
@@ -238,7 +254,7 @@ class WorkerProcesses:
             unfit |= ready.unfit
             if not ready.unfit:
                 break
-            # What was imported cannot be taken back, so another process does without.
+            # An import cannot be undone, so another process starts without these modules.
             self.close()
             self._closing = False
             self._program = replace(self._program, without=tuple(unfit), prewarm=attempt < _ATTEMPTS - 1)
@@ -246,7 +262,7 @@ class WorkerProcesses:
         self.import_failures = "; ".join([*failures, *ready.failed])
 
     def _describe_zygote_end(self) -> str:
-        """Return by which signal the zygote ended, or with which exit code."""
+        """Return which signal or exit code ended the zygote."""
         try:
             code = self._process.wait(_ZYGOTE_END_TIMEOUT_S) if self._process is not None else None
         except subprocess.TimeoutExpired:
@@ -274,13 +290,13 @@ class WorkerProcesses:
         """Fork workers.
 
         Raises:
-            EDLError: the zygote has died.
+            EDLError: The zygote has died, or does not answer.
         """
         deadline = time.monotonic() + _FORK_TIMEOUT_S
         with self._lock:
             for local_rank, fork in forks.items():
                 self._requested.append((generation, local_rank))
-                with contextlib.suppress(OSError):  # the reader of its answers finds out the same
+                with contextlib.suppress(OSError):  # the thread that reads its answers notices this too
                     self._socket.send(fork.encode())
             while self._requested and not self._lost:
                 self._lock.wait(_POLL_S)
@@ -291,20 +307,20 @@ class WorkerProcesses:
                 raise EDLError("the process that forks workers has died, or does not answer")
 
     def replace_workers(self, generation: int, forks: Mapping[int, ForkRequest], timeout_s: float = 10.0) -> None:
-        """Begin a generation: kill the workers and fork others in their place.
+        """Begin a generation: kill the workers and fork new ones.
 
-        The new workers are forked while the kernel still takes the old ones apart, which for a process of some
-        gigabytes takes longer. A process to which SIGKILL was sent runs no more code of its own. But where it has a GPU
-        open, the new worker would find that GPU's memory taken, and is forked when the old one has let go of it, or
-        when the time is up.
+        The new workers are forked while the kernel still tears the old ones down, which takes longer than a fork for a
+        process of several gigabytes. That is safe because a process that got SIGKILL no longer runs its own code. The
+        exception is a process with a GPU open: the new workers would find its memory taken, so they are forked when
+        the old workers have released it, or when the time is up.
 
         Args:
-            generation: that all workers belong to from now on.
-            forks: what is to be forked, by local rank.
-            timeout_s: how long the old workers may take to die, in seconds.
+            generation: The generation of all workers from now on.
+            forks: The workers to fork, by local rank.
+            timeout_s: How long the old workers may take to die, in seconds.
 
         Raises:
-            EDLError: the zygote has died, or a worker does not die.
+            EDLError: The zygote has died, or a worker does not die.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -319,10 +335,10 @@ class WorkerProcesses:
         self._reap(timeout_s, spared_generation=generation)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to all workers, and not to their children.
+        """Send a signal to all workers, but not to their children.
 
-        torchrun sends it to the children as well. A script that saves its state when it is asked to end may need them
-        until then, as those of a `DataLoader`, whose death it would be told of by an exception.
+        torchrun signals the children too. But a script that saves its state when asked to end may need them until then,
+        such as the workers of a `DataLoader`, whose death would raise an exception in the script.
         """
         with self._lock:
             for pid in self._running:
@@ -330,18 +346,17 @@ class WorkerProcesses:
                     os.kill(pid, number)
 
     def kill_workers(self, timeout_s: float = _DEATH_TIMEOUT_S) -> None:
-        """Kill all workers, with their children, and wait until they are gone. Stopped processes die as well.
+        """Kill all workers and their children, and wait up to `timeout_s` until they are gone.
 
-        Args:
-            timeout_s: how long they may take, in seconds.
+        Stopped processes die as well.
 
         Raises:
-            EDLError: a worker does not die, as a process that hangs in the kernel does not.
+            EDLError: A worker does not die, for instance because it hangs in the kernel.
         """
         self._reap(timeout_s)
 
     def _reap(self, timeout_s: float, spared_generation: int = -1) -> None:
-        """Kill all workers but those of one generation, and wait until they are gone."""
+        """Kill all workers except those of one generation, and wait until they are gone."""
         deadline = time.monotonic() + timeout_s
         zygote_deadline = time.monotonic() + timeout_s / 2
         with self._lock:
@@ -351,14 +366,14 @@ class WorkerProcesses:
                 if time.monotonic() > deadline:
                     raise EDLError(f"workers {sorted(left)} do not die within {timeout_s:g} s of SIGKILL")
                 if time.monotonic() > zygote_deadline:
-                    self._kill_zygote()  # perhaps they are dead, and it does not say so
+                    self._kill_zygote()  # perhaps they are dead and it does not report it
                 self._lock.wait(_POLL_S)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Kill the workers and the zygote, and wait for them.
 
         Args:
-            timeout_s: how long the workers may take to die, in seconds; after that they are left to the kernel.
+            timeout_s: How long the workers may take to die, in seconds; after that they are left to the kernel.
         """
         with self._lock:
             self._closing = True
@@ -368,12 +383,12 @@ class WorkerProcesses:
             self.kill_workers(timeout_s)
         _kill(self._process.pid)  # with what an import started; not reaped yet, so the number is still its own
         self._process.wait()
-        self._reader.close()  # at the socket's end
+        self._reader.close()  # it ends with the socket
         self._socket.close()
         self._process = None
 
     def _kill_zygote(self) -> None:
-        """Kill a zygote that does not answer. A pool that is to fork again needs another."""
+        """Kill a zygote that does not answer. A pool that must fork again needs another one."""
         self._closing = True
         if self._process is not None:
             _kill(self._process.pid)
@@ -382,8 +397,8 @@ class WorkerProcesses:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = zygote_command(theirs.fileno(), self._program)
-            # A pipe or file is the workers' to read, as under torchrun. A terminal would stop them: they are no part
-            # of its foreground.
+            # The workers may read a pipe or file, as under torchrun. A terminal would stop them, because they are not
+            # in its foreground process group.
             stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() else None
             self._process = subprocess.Popen(command, env=self._environ, pass_fds=[theirs.fileno()], stdin=stdin)
         self._socket = ours
@@ -393,7 +408,7 @@ class WorkerProcesses:
         ours.send(self._program.encode())
 
     def _read_messages(self) -> None:
-        """Handle what the zygote says, until it has ended."""
+        """Handle the zygote's messages until it has ended."""
         while True:
             try:
                 message = self._socket.recv(MESSAGE_NBYTES)
@@ -417,21 +432,21 @@ class WorkerProcesses:
             generation, local_rank = self._running.pop(pid)
             self._ended.add(pid)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # the children that it left behind
+                os.killpg(pid, signal.SIGKILL)  # the children it left behind
             return WorkerExit(generation, local_rank, pid, os.waitstatus_to_exitcode(message["status"]))
         return None
 
     def _handle_loss(self) -> ZygoteLost | None:
         self._lost = True
         for pid in self._running:
-            _kill(pid)  # they die by themselves, but not their children
+            _kill(pid)  # workers die by themselves, but their children do not
         self._running.clear()
         self._requested.clear()
         return None if self._closing else ZygoteLost()
 
 
 def _kill(pid: int) -> None:
-    """Kill a worker or the zygote and its children; it alone where it has no process group of its own yet."""
+    """Kill a worker or the zygote with its process group, or alone while it has no group of its own yet."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

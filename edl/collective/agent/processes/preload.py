@@ -1,23 +1,23 @@
-"""Modules imported before workers are forked, where a fork does not break them.
+"""Imports modules before workers are forked, unless a fork breaks them.
 
-Some modules every worker must import by itself: a module that starts a thread or a pool of OpenMP threads (a fork has
-none of them, and waits for them for ever), opens a connection (all forks would write to the same), uses CUDA, or reads
-its rank from the environment. What a module does is only known once it has been imported; so it is imported, and found
-out, also by a fork made for that purpose. The process is then thrown away, and another does without.
+Some modules must be imported by every worker itself: a module that starts a thread or a pool of OpenMP threads (a fork
+has none of them, and would wait for them for ever), opens a connection (all forks would write to the same one), uses
+CUDA, or reads its rank from the environment. That shows only once the module has been imported. So this module imports
+it and checks, partly with a test fork. If a module turns out unfit, the process is thrown away and another one starts
+without it.
 
-`multiprocessing.set_forkserver_preload` is not enough: it imports what it is given, passes over an ImportError in
-silence, and finds out nothing of the above, so a module that reads RANK would give all workers the server's. Its server
-forks functions of `multiprocessing`, too, and not a script as `__main__` with a process group and a wait status.
+`multiprocessing.set_forkserver_preload` is not enough. It imports what it is given, ignores an ImportError silently and
+checks none of the above, so a module that reads RANK would give all workers the server's value. Its server also forks
+functions of `multiprocessing`, not a script as `__main__` with its own process group and a wait status.
 
-What is guaranteed: no module is kept that, while it was imported, left a thread or a socket open, looked up a variable
-of a worker in `os.environ` (lookups by torch and EDL themselves do not count), or made parallel sums or CUDA unusable
-in a fork. What is not: that a module is found out which reads the environment by native code (`getenv`), keeps a file
-open to write to, remembers its process id, or does anything of this later than at its import. What `--preload` names is
-examined alike.
+Guaranteed: no module is kept that left a thread or socket open during its import, looked up one of a worker's variables
+in `os.environ` (lookups by torch and EDL themselves do not count), or broke parallel sums or CUDA in a fork. Not
+detected: a module that reads the environment from native code (`getenv`), keeps a file open for writing, remembers its
+process id, or does any of this after its import. Modules named by `--preload` are checked in the same way.
 
-A module may be imported ahead of time only if that changes nothing. A program that sets a variable of the environment,
-`sys.path` or anything else first, and imports torch then, means torch to be imported then. So what stands behind the
-first statement that may have an effect is left to the worker, as under torchrun.
+A module may be imported ahead of time only if that changes nothing. A program that first sets an environment variable,
+`sys.path` or anything else, and then imports torch, relies on that order. So everything after the first statement that
+may have an effect is left to the worker, as under torchrun.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ _VARIABLE: Final = re.compile("[A-Z][A-Z0-9_]+")
 
 @dataclass(frozen=True)
 class ProgramImports:
-    """What may be imported ahead of time.
+    """The imports of a program that may happen ahead of time.
 
     Attributes:
-        modules: (module, name in it or "") of the given roots, in the program's order.
-        framework: whether the first of the roots may be imported.
-        obstacle: the statement behind which the program imports the first root, such as "train.py, line 3"; empty if
+        modules: Pairs of a module and a name in it (or ""), from the given roots, in the program's order.
+        framework: Whether the first of the roots may be imported.
+        obstacle: The statement after which the program imports the first root, such as "train.py, line 3"; empty if
             there is none, or if it never imports it.
-        variables: what is written in the program, as a string, and may be the name of a variable of the environment.
+        variables: String constants of the program that may be names of environment variables.
     """
 
     modules: tuple[tuple[str, str], ...] = ()
@@ -81,12 +81,12 @@ class ProgramImports:
 
 
 def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequence[str]) -> ProgramImports:
-    """Find by reading a program which modules it imports before it does anything else.
+    """Find which modules a program imports before it does anything else, by reading its source.
 
     Args:
-        program: the files that run, in order: a script, or a package's `__init__.py` and the module in it.
-        folders: where the program's own modules are; they are read as well where it imports them.
-        roots: top-level packages that may be imported ahead of time, the framework first.
+        program: The files that run, in order: a script, or a package's `__init__.py` and the module in it.
+        folders: Where the program's own modules are; those that it imports are read as well.
+        roots: Top-level packages that may be imported ahead of time, the framework first.
     """
     scan = _Scan(folders, roots)
     for path in program:
@@ -96,15 +96,15 @@ def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequen
         return ProgramImports(tuple(scan.found), True, "", variables)
     if scan.imports_later(framework):
         return ProgramImports(tuple(scan.found), not scan.obstacle, scan.obstacle, variables)
-    # Nothing of its own imports the framework; what others wrote does, if anything, and wherever it likes.
+    # None of the program's own files imports the framework. If other packages do, they may do it at any point.
     return ProgramImports(tuple(scan.found), scan.foreign or not scan.obstacle, "", variables)
 
 
 def sources_of(name: str, folders: Iterable[Path]) -> list[Path]:
-    """Find the files that `import NAME` runs; nothing is imported.
+    """Find the files that `import NAME` runs, without importing anything.
 
     Returns:
-        The files in the order in which they run; none if the module is elsewhere.
+        The files in the order in which they run; empty if the module is not in these folders.
     """
     parts = name.split(".")
     for folder in folders:
@@ -137,12 +137,12 @@ class _Scan:
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            return  # the worker will raise it, where its user sees it
+            return  # the worker raises it, where the user sees it
         self._trees.append(tree)
         self._run(tree.body, path)
 
     def imports_later(self, root: str) -> bool:
-        """Return whether any file that was read imports `root`, anywhere in it."""
+        """Return whether any file that was read imports `root` anywhere."""
         nodes = (node for tree in self._trees for node in ast.walk(tree))
         return any(
             name.split(".")[0] == root or name.startswith(_IMPORT_TORCH)
@@ -152,7 +152,7 @@ class _Scan:
         )
 
     def variables(self) -> frozenset[str]:
-        """Collect all strings in the files that were read that may name a variable of the environment."""
+        """Collect all strings in the files that were read that may name an environment variable."""
         nodes = (node for tree in self._trees for node in ast.walk(tree))
         strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         return frozenset(filter(_VARIABLE.fullmatch, strings))
@@ -206,13 +206,13 @@ class _Scan:
 
 
 def _is_loaded(root: str, path: Path) -> bool:
-    """Return whether this process has imported `root` from `path`: EDL itself, where PYTHONPATH names its folder."""
+    """Return whether this process has imported `root` from `path`: EDL itself, if PYTHONPATH names its folder."""
     loaded = getattr(sys.modules.get(root), "__file__", None)
     return loaded is not None and Path(loaded).resolve() == path.resolve()
 
 
 def _names(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
-    """Return pairs of a module and a name in it that a statement imports; none for relative imports."""
+    """Return the pairs of module and name that a statement imports; none for relative imports."""
     if isinstance(node, ast.Import):
         return [(alias.name, "") for alias in node.names]
     if node.level or not node.module:
@@ -221,7 +221,7 @@ def _names(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
 
 
 def _is_harmless(node: ast.stmt) -> bool:
-    """Return whether a statement has no effect beyond the names that it binds."""
+    """Return whether a statement has no effect beyond binding names."""
     if isinstance(node, ast.Pass | ast.Global | ast.Nonlocal):
         return True
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -256,7 +256,7 @@ def _is_pure(expression: ast.expr) -> bool:
     return True
 
 
-# --- Modules imported before workers are forked, where a fork does not break them ---
+# --- Importing modules and checking whether a fork may have them ---
 
 
 _OF_A_WORKER: Final = {
@@ -266,23 +266,25 @@ _OF_A_WORKER: Final = {
     "EDL_GENERATION", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_CURRENT_ENDPOINT",
 }  # fmt: skip
 _TEST_FORK_S: Final = 10.0
-"""For a fork to compute a sum: milliseconds, unless it waits for threads that only its parent has. With less, a fork on
-a busy machine would count as unfit, and every worker would import torch by itself."""
+"""How long a test fork may take to compute a sum. It takes milliseconds, unless it waits for its parent's threads.
+
+With less, a fork on a busy machine would count as unfit, and every worker would import torch by itself.
+"""
 _TEST_FORK_POLL_S: Final = 0.001
-"""Between two looks whether that fork has ended: every prewarmed module waits for it."""
+"""Pause between two checks of whether that fork has ended. Every prewarmed module waits for it."""
 _PARALLEL_ELEMENTS: Final = 1 << 18
-"""Of a sum: torch splits it among threads from 32,768 (`at::internal::GRAIN_SIZE`) on."""
-_CUDA: Final = 2  # exit code of the fork that is a test, if it cannot use CUDA; any but 0
-_UNKNOWN: Final = 3  # exit code of that fork, if the test itself failed; any but 0 and `_CUDA`
+"""Elements of the test sum: torch splits a sum among threads from 32,768 on (`at::internal::GRAIN_SIZE`)."""
+_CUDA: Final = 2  # exit code of the test fork if it cannot use CUDA; any but 0
+_UNKNOWN: Final = 3  # exit code of the test fork if the test itself failed; any but 0 and `_CUDA`
 
 
 @dataclass
 class PreloadResult:
-    """Which modules workers cannot have from a fork, and which could not be imported.
+    """Which modules workers cannot get from a fork, and which could not be imported.
 
     Attributes:
-        unfit: why every worker must import a module by itself, by module.
-        failed: what could not be imported, in words.
+        unfit: Why every worker must import a module itself, by module.
+        failed: What could not be imported, as text.
     """
 
     unfit: dict[str, str] = field(default_factory=dict)
@@ -293,8 +295,8 @@ def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]
     """Import modules, and find out whether a fork may have them.
 
     Args:
-        modules: pairs of a module and a name in it, or "". A missing name is for the worker to find.
-        without: modules that workers must import by themselves.
+        modules: Pairs of a module and a name in it, or "". A missing name is left for the worker to report.
+        without: Modules that workers must import themselves.
     """
     done = PreloadResult()
     for module, name in dict.fromkeys(modules):
@@ -304,7 +306,7 @@ def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]
 
 
 def find_fork_hazard() -> str:
-    """Find out why a fork of this process, as it is now, is of no use: by a fork, whose end is waited for.
+    """Find out why a fork of this process, as it is now, would be unusable, by making one and waiting for it.
 
     Returns:
         The reason; empty if the fork can compute in parallel and use CUDA.
@@ -329,7 +331,7 @@ def find_fork_hazard() -> str:
 
 
 def _is_cuda_poisoned() -> bool:
-    """Return whether CUDA cannot be used in this process, since its parent has touched CUDA's driver.
+    """Return whether this process cannot use CUDA because its parent has touched CUDA's driver.
 
     `torch.cuda.is_initialized` does not tell: `is_available` and `device_count` touch the driver as well.
     """
@@ -355,7 +357,7 @@ def _import(module: str, name: str, done: PreloadResult) -> None:
             imported = importlib.import_module(module)
             if name and not hasattr(imported, name):
                 importlib.import_module(f"{module}.{name}")
-        except BaseException as exc:  # noqa: BLE001 - the worker will raise it again, where its user sees it
+        except BaseException as exc:  # noqa: BLE001 - the worker raises it again, where the user sees it
             failure = exc
     ours = module.split(".")[0] in ("torch", "edl")
     if looked_up and not ours:
@@ -371,7 +373,7 @@ def _import(module: str, name: str, done: PreloadResult) -> None:
 
 
 class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]
-    """`os.environ` with a record of what is looked up: `get`, `in`, `os.getenv`, copies."""
+    """`os.environ` that records lookups: `get`, `in`, `os.getenv` and copies."""
 
     watched: Collection[str]
     looked_up: set[str]
@@ -384,14 +386,14 @@ class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]
 
 @contextmanager
 def watched_environ(names: Collection[str]) -> Iterator[set[str]]:
-    """Collect which variables are looked up in `os.environ` in the block, whether they are there or not.
+    """Collect which variables are looked up in `os.environ` in the block, whether they are set or not.
 
-    The class of the object is swapped, since modules hold the object itself (`from os import environ`), so that another
-    in its place would not be asked. Lookups by native code (`getenv`), in `os.environb` and in other processes are not
-    seen, nor is a lookup that is made after the block.
+    This swaps the object's class, because modules hold the object itself (`from os import environ`) and would not see a
+    replacement. It does not see lookups by native code (`getenv`), in `os.environb` or in other processes, nor lookups
+    after the block.
 
     Yields:
-        The names that were looked up, growing as they are.
+        The names that were looked up so far; the set grows.
     """
     looked_up: set[str] = set()
     plain = os.environ.__class__
@@ -410,10 +412,10 @@ def _tasks() -> set[str]:
 
 
 def _has_new_threads(before: set[str]) -> bool:
-    """Return whether this process has threads that it had not before.
+    """Return whether this process has threads that are not in `before`.
 
-    OpenBLAS starts some when it is loaded, ends them before a fork and starts them again behind it (`pthread_atfork`):
-    a fork ends them, so threads that are there after a fork are not OpenBLAS's.
+    OpenBLAS starts threads when it is loaded, ends them before a fork, and starts them again when they are needed
+    (`pthread_atfork`). So threads that still exist after a fork are not OpenBLAS's.
     """
     if not _tasks() - before:
         return False
@@ -431,7 +433,7 @@ def _sockets() -> set[str]:
         try:
             target = str(file.readlink())
         except OSError:
-            continue  # it was the folder's own
+            continue  # it was the descriptor of this folder
         if target.startswith("socket:"):
             found.add(target)
     return found

@@ -1,8 +1,8 @@
-"""The stacks of a worker, asked for from outside: the worker arms a signal, its agent sends it and reads a file.
+"""Dumps the stacks of a worker on request: the worker arms a signal, its agent sends it and reads a file.
 
-`faulthandler` writes from within the signal handler, without the interpreter's lock, so a worker that hangs in native
-code, or holds that lock, answers as well. A stopped process (SIGSTOP) runs no handler, and one in an uninterruptible
-system call runs it when the call is over: neither has a stack to show.
+`faulthandler` writes from within the signal handler, without the interpreter's lock, so a worker answers even if it
+hangs in native code or holds that lock. A stopped process (SIGSTOP) runs no handler, and one in an uninterruptible
+system call runs it after the call: neither can show a stack.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ __all__ = ["arm_stack_dump", "dump_stacks"]
 
 _SIGNAL: Final = signal.SIGUSR2
 _POLL_S: Final = 0.01
-"""Between two looks at the file: a dump of some threads takes a few milliseconds."""
+"""Pause between two looks at the file: a dump of some threads takes a few milliseconds."""
 _QUIET_S: Final = 0.05
-"""A dump that has grown no more for so long is complete; `faulthandler` says nothing at its end."""
+"""A dump that has not grown for this long is complete; `faulthandler` writes nothing at its end."""
 _MAX_NBYTES: Final = 200_000
-"""Of a dump: some hundred threads. What follows is left out of the agent's log."""
+"""Most bytes of a dump that are read: some hundred threads. The rest is left out of the agent's log."""
 _DESCRIPTOR: Final = 200
-"""Above what scripts count on, below the lowest limit of open files that is usual (256)."""
+"""Lowest descriptor to use: above what scripts count on, below the lowest usual limit of open files (256)."""
 
 _armed: IO[bytes] | None = None
 
 
 def arm_stack_dump(path: Path) -> None:
-    """Have this process write the stacks of all its threads to a file when it gets SIGUSR2.
+    """Make this process write the stacks of all its threads to a file when it gets SIGUSR2.
 
-    Call it in the worker, after the fork, before the script can hang. Calling it again replaces the file.
+    Call this in the worker, after the fork, before the script can hang. Another call switches to another file.
     """
     global _armed
     with path.open("ab", buffering=0) as file:
-        # Not the lowest free number: so the script's own files have the same numbers as under torchrun, and a script
-        # that closes all it knows of, as daemons do, has no other file written to.
+        # Not the lowest free descriptor. So the script's own files get the same numbers as under torchrun, and if a
+        # script closes all descriptors that it knows of, as daemons do, the dump goes to no other file.
         number = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, _DESCRIPTOR)
     before, _armed = _armed, os.fdopen(number, "ab", buffering=0)
     faulthandler.register(_SIGNAL, file=_armed, all_threads=True, chain=False)
@@ -52,12 +52,12 @@ def dump_stacks(workers: Sequence[tuple[int, Path]], timeout_s: float = 2.0) -> 
     """Ask workers for their stacks.
 
     Args:
-        workers: pairs of a process id and the path that the process gave to `arm_stack_dump`. Only children of this
-            process, or others whose id cannot have gone to another process meanwhile.
-        timeout_s: how long all of them may take together, in seconds.
+        workers: Pairs of a process id and the path that the process gave to `arm_stack_dump`. They must be children of
+            this process, or processes whose id cannot have been reused.
+        timeout_s: How long all of them may take together, in seconds.
 
     Returns:
-        For every worker its stacks, or in words why they cannot be had.
+        For every worker, its stacks or the reason why there are none.
     """
     deadline = time.monotonic() + timeout_s
     asked = [_ask(pid, path) for pid, path in workers]

@@ -1,7 +1,8 @@
 """The thread that takes states from slots to storage: in a node's agent, or in the worker if there is no agent.
 
-It polls the slots for marked states, stores them with a `CheckpointWriter`, and retries failures with growing pauses.
-At the end of a job, `close` waits for the last state.
+An agent's thread polls the slots for marked states; a worker's thread is woken when one is saved. Either stores them
+with a `CheckpointWriter`, and retries failures with growing pauses. At the end of a job, `close` waits for the last
+state.
 """
 
 from __future__ import annotations

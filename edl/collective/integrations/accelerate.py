@@ -142,7 +142,7 @@ class ElasticLoop:
                 place.steps += 1
                 self._boundary.count_step()
         if hasattr(prepared, "iteration"):
-            prepared.iteration = place.iteration + 1  # the loader does not count an epoch without batches itself
+            prepared.iteration = place.iteration + 1  # not counted by the loader if no batches were left
 
     def _begin(self, loader: Any) -> Iterator[Any]:
         self._place.begin(loader)

@@ -256,7 +256,7 @@ class LoopProgress:
         """Return the position, what the order and size of batches depend on, and what the trainer remembers."""
         trainer = self.trainer
         loops = trainer.fit_loop.state_dict()
-        loops["state_dict"] = {}  # the loaders' own positions, which are other fields
+        loops["state_dict"] = {}  # left out: the loaders' own positions, which are other fields
         connector = trainer._logger_connector
         return {
             "steps": self.steps,
@@ -315,7 +315,7 @@ class LoopProgress:
         connector._logged_metrics = _on(device, saved["logged_metrics"])
         connector._progress_bar_metrics = dict(saved["progress_bar_metrics"])
         if not self.finished:
-            fit_loop._restart_stage = "restarted_mid_epoch"  # the hooks for the epoch's begin were already called
+            fit_loop._restart_stage = "restarted_mid_epoch"  # the hooks for the epoch's start were already called
 
     def keep_validation_workers(self) -> None:
         """Keep validation loaders with persistent workers from before the restart from drawing another seed."""
@@ -517,7 +517,7 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
             self._progress.note_draws()
 
     def _begin_run(self) -> None:
-        """Restore the newest state, if there is one, before the hooks for the begin of training are called."""
+        """Restore the newest state, if there is one, before the hooks for the start of training are called."""
         progress = self._progress
         assert progress is not None
         state = State(local=["draws", "logged"], **self._fields())

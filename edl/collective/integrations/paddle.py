@@ -297,7 +297,7 @@ def _check_joined() -> None:
 def _join(timeout_s: float) -> None:
     """Form the torch process group in which trainers agree on checkpoints and exchange them.
 
-    It uses the host's memory and exists next to Paddle's own group, through which the first trainer sends its port.
+    It runs on the CPU, next to Paddle's own group, through which the first trainer announces its port.
     """
     if _trainers() == 1 or torch.distributed.is_initialized():
         return

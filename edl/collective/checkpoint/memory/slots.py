@@ -16,7 +16,7 @@ than the copy. The header and the metadata have checksums. Tensors get theirs wh
 (`edl.collective.checkpoint.storage.writer`).
 
 Without an agent, a process creates its own private slots. They are removed when it exits or, if it is killed, when the
-next process creates its own. That process recognizes them by a lock file on which the owner holds a lock. Process ids
+next process creates its own. That process recognizes them by a lock file that is no longer locked. Process ids
 would not do, because they mean nothing across containers that share `/dev/shm`.
 
 This module writes slots, and is the one that others import. `slot_reader` finds and copies slots, and defines their

@@ -7,8 +7,7 @@ A torchdata `StatefulDataLoader` has its position in its own `state_dict`, which
 here closes them:
 
 - Iterating over a loader draws a seed, from its generator or from torch's. A resumed epoch draws a different one than
-an
-  uninterrupted epoch, so random numbers are restored after that.
+  an uninterrupted epoch, so random numbers are restored after that.
 - A loader that was never iterated over starts its worker processes when it is asked for its state.
 - A worker process that reached the end of its stream before others is asked for data again after a restart. A stream
   that starts over at its end would return its samples twice.

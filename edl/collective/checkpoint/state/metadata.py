@@ -30,7 +30,7 @@ __all__ = [
 ALIGN: Final = 64
 """Tensors begin at multiples of this many bytes: a cache line, and enough alignment for every type."""
 
-_FORMAT: Final = 1  # change it when this version could not read the new format: other numbers are refused
+_FORMAT: Final = 1  # a state with another number is refused, because this version could not read it
 
 Scope = Literal["replicated", "shard", "local"]
 

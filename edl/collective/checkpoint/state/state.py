@@ -104,10 +104,9 @@ class State:
     - A `DTensor` (FSDP2's `fully_shard`) is saved as the part that the rank holds.
     - `local` fields belong to one rank alone. They and the states of the random number generators are restored if the
       world has the same size and the rank's host is still there.
-    - `per_rank` fields belong to one rank alone too, but are never lost, such as the position in a stream of which
-    every
-      rank reads another part. They are restored exactly or not at all. The fields of a lost host are restored from
-      another host's replica, like the part of a sharded model, and a world of another size is refused. A
+    - `per_rank` fields belong to one rank alone too, but are never lost: for example, the position in a stream of
+      which every rank reads another part. They are restored exactly or not at all. The fields of a lost host are
+      restored from another host's replica, like the part of a sharded model, and a world of another size is refused. A
       `StatefulDataLoader` of torchdata is always such a field, unless it is named in `local`.
 
     Args:
@@ -274,7 +273,7 @@ class State:
             The restore. Fill its tensors, then call its `finish`.
 
         Raises:
-            SettingsError: The state has `per_rank` fields, and the metadata is not this rank's own.
+            SettingsError: `local` is False, but the state has `per_rank` fields, which only their own rank can restore.
         """
         return StateRestore(self, meta, local)
 

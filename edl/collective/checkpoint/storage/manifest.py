@@ -60,7 +60,7 @@ def run_name(run: int) -> str:
 
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
-_FORMAT: Final = 1  # change it when this version could not read the new format: other numbers are refused
+_FORMAT: Final = 1  # a checkpoint with another number is refused, because this version could not read it
 _NAME: Final = re.compile(r"step-(\d+)\.g-(-?\d+)(?:\.r-([0-9a-f]{16}))?(\.tmp)?")
 
 

@@ -72,7 +72,7 @@ class _Span:
 
     def tensor(self, item: _Item, *, check: bool = False) -> torch.Tensor:
         """Return an item's tensor, sharing the memory of the data that was read."""
-        from edl.collective.checkpoint.storage.dcp import read_tensor  # here, because it imports torch's checkpoints
+        from edl.collective.checkpoint.storage.dcp import read_tensor  # here, as it loads torch's checkpoint code
 
         view = memoryview(self.data)[item.begin - self.begin : item.end - self.begin]
         return read_tensor(view, item.entry, check=check)

@@ -170,7 +170,7 @@ class CheckpointWriter:
         return (max(wanted), [headers[max(wanted)] for headers in held]) if wanted else None
 
     def _remove_dead_marks(self, slots: Sequence[Path]) -> None:
-        """Unmark states that will never be stored, because workers mark no other state by themselves until then.
+        """Unmark states that will never be stored: while a mark exists, workers mark no other state by themselves.
 
         A worker marks a state as soon as it is complete. So if a worker has a newer state but no mark on this one, it
         has skipped it, and this state will never be marked by all workers.

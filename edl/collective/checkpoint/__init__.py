@@ -1,9 +1,9 @@
-"""The state of a job, and where it is kept: in memory that outlives the worker, and on storage.
+"""Checkpoints of a job's state, in memory that outlives the worker and on storage.
 
-`checkpointer` saves and restores, and says how often. `state` is what is saved and `encoding` its bytes;
-`memory` keeps it in slots, moves it between ranks and chooses which of several states training goes on from; `storage`
+`checkpointer` saves, restores and decides how often. `state` defines what is saved, and `encoding` turns it into bytes.
+`memory` keeps states in slots, moves them between ranks, and chooses the state from which training resumes. `storage`
 writes slots to any file system, in the format of `torch.distributed.checkpoint`.
 
-Not here: how copies come to other hosts (`edl.collective.replica`, of which nothing here knows), and
-who asks for a save.
+Two things don't belong here: sending copies to other hosts (`edl.collective.replica`, which nothing here imports), and
+deciding who requests a save.
 """

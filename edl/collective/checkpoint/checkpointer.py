@@ -1,4 +1,9 @@
-"""Saving a job's state every few steps, into memory that outlives the worker, and restoring it from there."""
+"""Saving a job's state every few steps, into memory that outlives the worker, and restoring it from there.
+
+`Checkpointer` is what a training loop calls after every step. A save copies the state into one of two slots of shared
+memory, so training waits only for the copy. Storage is written from the slots in the background, by the node's agent or
+by a thread of this process. `SaveSchedule` decides after which steps to save; all ranks must agree on these.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +40,16 @@ logger = logging.getLogger(__name__)
 class SaveSchedule:
     """Counts steps to the next save. All ranks of a world must agree on the next step, or they save different steps.
 
-    Exactly one of `overhead`, `interval_s` and `interval_steps` is given.
+    Set exactly one of `overhead`, `interval_s` and `interval_steps`.
 
     Attributes:
-        overhead: the share of the time that saving may cost at most.
-        interval_s: seconds between two saves.
-        interval_steps: steps between two saves.
-        next_step: the step after which to save next; None for the step that is finished next.
+        overhead: Largest fraction of the time that saving may cost.
+        interval_s: Seconds between two saves.
+        interval_steps: Steps between two saves.
+        next_step: Step after which to save next; None to save after the next step that finishes.
 
     Raises:
-        SettingsError: none or several of the three are given, or not above 0.
+        SettingsError: None or several of the three are set, or the one that is set is not above 0.
     """
 
     overhead: float | None = None
@@ -66,11 +71,10 @@ class SaveSchedule:
         return self.next_step is None or step >= self.next_step
 
     def propose_steps(self, step_s: float, save_s: float) -> int:
-        """Return how many steps this rank would let pass until the next save.
+        """Return how many steps this rank proposes until the next save.
 
-        Args:
-            step_s: seconds that a step takes, without saving.
-            save_s: seconds that the last save took. The first does not count: it pays for the memory's pages.
+        A step takes `step_s` seconds without saving, and the last save took `save_s` seconds. The first save does not
+        count, because it also allocates the memory.
         """
         if self.interval_steps is not None:
             return self.interval_steps
@@ -82,17 +86,17 @@ class SaveSchedule:
         return _steps(save_s * (1 - self.overhead) / (self.overhead * step_s) if step_s > 0 else 1)
 
     def set_next_save(self, step: int, steps: int) -> None:
-        """Plan the next save `steps` after `step`, as all ranks agreed after the save of `step`."""
+        """Plan the next save `steps` after `step`, as all ranks agreed on after saving `step`."""
         self._warm = True
         self.next_step = step + steps
 
     def restart(self) -> None:
-        """Begin again, in another world or with a restored state: save after the next step."""
+        """Start over in another world or with a restored state: save after the next step."""
         self.next_step = None
         self._warm = False
 
 
-_MOST_STEPS = 1 << 30  # ranks agree on an int64, and infinity is none; no job has so many steps
+_MOST_STEPS = 1 << 30  # ranks agree on an int64, which has no infinity; no job has this many steps
 
 
 def _steps(wanted: float) -> int:
@@ -103,54 +107,55 @@ def _steps(wanted: float) -> int:
 
 
 NO_STEP: Final = -1
-"""What `Checkpointer.restore` returns where there is nothing to restore."""
+"""The step that `Checkpointer.restore` returns if there is nothing to restore."""
 OVERHEAD: Final = 0.01
-"""The share of the time that saves may take where nothing else is said: less than runs differ by from day to day."""
+"""Default fraction of the time that saves may take: smaller than the differences between runs on different days."""
 STORE_EVERY_S: Final = 300.0
-"""Seconds between stored states where nothing else is said: what the loss of all hosts at once costs at most."""
+"""Default seconds between stored states: the most training time that is lost if all hosts fail at once."""
 PAUSE_S: Final = 60.0
-"""How long a pause waits for the agent: longer than a new worker takes to import everything on a busy machine."""
+"""Seconds that a pause waits for the agent: longer than a new worker's imports take on a busy machine."""
 AGENT_S: Final = 600.0
-"""How long to wait for a silent agent: one that was stopped by hand, or swapped out, comes back within minutes."""
+"""Seconds to wait for a silent agent: one that was stopped by hand or swapped out comes back within minutes."""
 CLOSE_S: Final = 600.0
-"""How long the last state may take to be stored: tens of gigabytes at the speed of a slow storage."""
+"""Seconds in which the last state must be stored: enough for tens of gigabytes on a slow storage."""
 _POLL_S: Final = 0.005
-"""How often a pause looks at the status page: little beside a recovery of some hundred milliseconds."""
+"""Seconds between two checks of the status page during a pause: short next to a recovery, which takes some 100 ms."""
 _UNATTENDED_S: Final = 1.0
-"""Silence of the agent from which a worker waits: others may take this node for dead after a lease of about as long."""
+"""Seconds of the agent's silence after which a worker waits: other nodes consider this one dead after a lease of about
+the same length."""
 
 
 class Checkpointer:
-    """Saves a `State` while it changes and restores it where it was left.
+    """Save a `State` while it changes, and restore it after a restart.
 
-    `save` is called by every rank after every step. It copies the state into shared memory when it is time to, which
-    takes as long as the copy; storage is written from there, by the node's agent or by a thread of this process, and
-    never makes training wait. Under `edl run` it also tells the agent of each step, and pauses
-    when asked to.
+    Every rank calls `save` after every step. When a save is due, it copies the state into shared memory, which takes
+    only as long as the copy. Storage is written from there, by the node's agent or by a thread of this process, and
+    never makes training wait. Under `edl run`, `save` also tells the agent of each step, and pauses when the agent
+    asks for it.
 
-    As a context manager it also saves the last step, if the block ends well, since that is the finished model.
-    Not so if it ends by `sys.exit`, which a signal's handler may call in the middle of a step.
+    As a context manager, it also saves the last step if the block ends without an error, because that is the finished
+    model. It does not if the block ends by `sys.exit`, which a signal handler may call in the middle of a step.
 
-    Of `overhead`, `interval_s` and `interval_steps` give one at most.
+    Pass at most one of `overhead`, `interval_s` and `interval_steps`.
 
     Args:
-        state: what is saved and restored.
-        overhead: save as often as costs this share of the time (default 0.01).
-        interval_s: save about so often.
-        interval_steps: save after so many steps.
-        storage: a folder or URL of fsspec. `EDL_CHECKPOINT`. Where no agent stores, a `with` block that ends well
-            raises `TemporaryError` if its last state cannot be stored.
-        storage_interval_s: how often a saved state is stored there (default 300). `EDL_CHECKPOINT_INTERVAL_S`.
-        keep: how many to keep there, if this process writes them itself.
-        overlap: removed; True raises `SettingsError`.
-        pause_s: how long to wait, paused, for the agent.
-        agent_s: how long to wait for an agent that gives no sign of life, before the worker ends.
-        slots: shared memory to save to; by default what `EDL_SLOTS` says, or else private.
-        board: what to tell the agent by; by default what `EDL_BOARD` says, or else nobody.
-        group: the process group whose ranks hold the state together; by default the default group, if there is one.
+        state: The state to save and restore.
+        overhead: Largest fraction of the time that saving may cost (default 0.01).
+        interval_s: Approximate seconds between two saves.
+        interval_steps: Steps between two saves.
+        storage: Folder or fsspec URL for stored checkpoints. Default: `EDL_CHECKPOINT`. If there is no agent to store
+            them, a `with` block that ends without an error raises `TemporaryError` if its last state cannot be stored.
+        storage_interval_s: Seconds between two stored states. Default: `EDL_CHECKPOINT_INTERVAL_S`, or else 300.
+        keep: Number of checkpoints to keep on storage, if this process writes them itself.
+        overlap: Removed; True raises `SettingsError`.
+        pause_s: Seconds to wait for the agent during a pause, before training continues.
+        agent_s: Seconds to wait for an agent that gives no sign of life, before `save` raises `TemporaryError`.
+        slots: Shared memory to save to. Default: the slots that `EDL_SLOTS` names, or else private ones.
+        board: Page on which to report to the agent. Default: the page that `EDL_BOARD` names, or else none.
+        group: Process group whose ranks hold the state together. Default: torch's default group, if there is one.
 
     Raises:
-        SettingsError: the settings contradict each other.
+        SettingsError: The settings contradict each other.
     """
 
     def __init__(
@@ -205,24 +210,25 @@ class Checkpointer:
         self._run = new_run_id()
         self._slots.remove_mark()
         self._persister: CheckpointPersister | None = None
-        if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
+        if self._storage is not None and read("EDL_BOARD", str) is None:  # otherwise the agent stores
             self._persister = CheckpointPersister(self._storage, [self._slots.prefix], logger.warning, keep=keep)
             self._persister.start()
 
     def restore(self, *, evaluate: bool = True) -> int:
-        """Restore the newest state: from the memory of any rank, or else from storage. Collective.
+        """Restore the newest state, from the memory of any rank or else from storage. Collective.
 
-        Afterwards the functions registered with `State.register_adjust_function` are called if another number of ranks
-        saved it.
+        If the state was saved by another number of ranks, this then calls the functions that were registered with
+        `State.register_adjust_function`.
 
         Args:
-            evaluate: then make the evaluation that was under way when the state was saved, see `evaluate`.
+            evaluate: Whether to then repeat the evaluation that was in progress when the state was saved, see
+                `evaluate`.
 
         Returns:
-            The last step that was finished when it was saved; -1 if there is nothing to restore.
+            The last step that was finished when the state was saved; -1 if there is nothing to restore.
 
         Raises:
-            SettingsError: what was saved does not fit the state.
+            SettingsError: The saved state does not fit this state.
         """
         self._check_open()
         self.state.begin_restore()
@@ -255,17 +261,17 @@ class Checkpointer:
         return step
 
     def save(self, step: int, *, force: bool = False, samples: int = 0) -> bool:
-        """Save the state if it is time to, after step `step`. Every rank calls this after every step.
+        """Save the state after step `step` if a save is due. Every rank calls this after every step.
 
         Args:
-            step: that is finished, counted from 0.
-            force: save now, and have it stored, however short ago the last was. Of forced
-                saves that come while a state is being stored, only the newest is stored. A step that is stored is not
-                stored again in the same generation, so a state that changed since then needs a later `step`.
-            samples: processed by this rank in this step, for the record only.
+            step: The step that is finished, counted from 0.
+            force: Save now, and store the state too, however recent the last save was. While a state is being stored,
+                only the newest of several forced saves is stored next. A step is not stored twice in the same
+                generation, so a state that has changed since then needs a later `step`.
+            samples: Samples that this rank processed in this step, for the record only.
 
         Returns:
-            Whether the state is being saved.
+            Whether the state was saved.
         """
         self._check_open()
         self._drop_failed_evaluations(step)
@@ -283,7 +289,7 @@ class Checkpointer:
                 wanted = self._storage is not None and (force or pausing or self._store_next)
                 replica_slots = self._replica_slots if due and self._keep_next else None
                 save_s = self._save(step, wanted, place, replica_slots)
-            if due:  # on all ranks alike, whether or not a pause was asked of all of them yet
+            if due:  # on all ranks alike, even if not all of them have seen the request to pause yet
                 self._plan_next(step, save_s)
         if pausing:
             self._pause(step)
@@ -292,14 +298,14 @@ class Checkpointer:
         return due or force or pausing
 
     def busy(self, what: str, limit_s: float) -> AbstractContextManager[None]:
-        """Return a context in which no step is expected, for what takes longer than a step.
+        """Return a context for work that takes longer than a step, in which no step is expected.
 
-        Without it a worker that reports no step for `edl run --hang-after` seconds and does not visibly work counts as
-        hanging. Ranks that wait for this rank do not, whether or not they say that they are busy themselves.
+        Without it, a worker that reports no step for `edl run --hang-after` seconds and shows no activity is considered
+        hanging. Ranks that wait for this rank are not, whether or not they use this context themselves.
 
         Args:
-            what: the worker does, in a word or two.
-            limit_s: the longest time in seconds that it may take, before it counts as a hang after all.
+            what: The work, in a word or two.
+            limit_s: Longest time in seconds that the work may take before it counts as a hang after all.
 
         Returns:
             The context manager.
@@ -312,20 +318,21 @@ class Checkpointer:
         return self._status_page.in_busy_phase(what, limit_s)
 
     def evaluate(self, evaluator: Evaluator) -> Any:
-        """Evaluate the state after the last finished step, unless its result is known already. Every rank calls this.
+        """Evaluate the state after the last finished step, unless the result is already known. Every rank calls this.
 
-        It is saved first that this evaluation is under way, and then its result, both in memory, so that a restart in
-        between repeats it: `restore` does, for the same state. A result that is recorded is never computed again, and
-        what it is to change belongs into the evaluator's `on_result`.
+        First, the state is saved in memory together with the fact that this evaluation is in progress; afterwards, its
+        result is saved too. So after a restart in between, `restore` repeats the evaluation for the same state. A
+        recorded result is never computed again. Put anything that the result should change into the evaluator's
+        `on_result`.
 
         Args:
-            evaluator: a field of the `State`.
+            evaluator: An evaluator that is a field of the `State`.
 
         Returns:
             The result, the same on every rank.
 
         Raises:
-            SettingsError: it is not a field of the `State`, or its result cannot be saved.
+            SettingsError: The evaluator is not a field of the `State`, or its result cannot be saved.
         """
         self._check_open()
         if not any(evaluator is field for field in self._evaluators()):
@@ -336,7 +343,7 @@ class Checkpointer:
         return self._evaluate(evaluator, self._step)
 
     def finish_evaluations(self) -> None:
-        """Make the evaluations that were under way when the present state was saved. Collective."""
+        """Repeat the evaluations that were in progress when the current state was saved. Collective."""
         for evaluator in self._evaluators():
             agree_on_pending(evaluator, self._group)
             if evaluator.pending is not None:
@@ -344,13 +351,13 @@ class Checkpointer:
                 self._evaluate(evaluator, evaluator.pending)
 
     def wait_until_finished(self) -> bool:
-        """Return whether there was a save. It is complete, since `save` returns when the copy is done."""
+        """Return whether there was a save. It is complete, because `save` returns after the copy is done."""
         return self._saved != NO_STEP
 
     def close(self) -> None:
-        """Release everything, without another save. Slots of an agent stay; private slots are removed.
+        """Release everything without another save. An agent's slots stay; private slots are removed.
 
-        Where no agent stores what was to be stored, this does, and warns if it cannot.
+        If there is no agent to store a state that is marked for storage, this stores it, and warns if it cannot.
         """
         try:
             self._close_or_raise()
@@ -361,12 +368,12 @@ class Checkpointer:
         """Release everything.
 
         Raises:
-            TemporaryError: what was to be stored is not.
+            TemporaryError: A state that is marked for storage was not stored.
         """
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as stack:  # each is closed, whatever becomes of the others
+        with ExitStack() as stack:  # closes each of them, even if another fails
             if self._replica_slots is not None:
                 stack.callback(self._replica_slots.close)
             stack.callback(self._slots.close)
@@ -385,21 +392,21 @@ class Checkpointer:
             self.close()
             return
         try:
-            # A script that leaves by sys.exit may do so in the middle of a step, as a signal's handler does.
+            # sys.exit may come in the middle of a step, for example from a signal handler: do not save then.
             if error is None and not self._closed and self._place is not None and self._lacks_last_step():
                 with self._status_page.in_phase(Phase.SAVE):
                     self._save(self._step, self._storage is not None, self._place)
         except BaseException:
             self.close()
             raise
-        self._close_or_raise()  # a script that ends well has its result in storage, as it has with an agent
+        self._close_or_raise()  # a script that ends well has its result on storage, with or without an agent
 
     def _lacks_last_step(self) -> bool:
-        """Return whether the last step is not yet where it should be in the end: in this rank's slots, and marked."""
+        """Return whether the last step is missing from this rank's slots, or is not marked for storage yet."""
         return self._step != self._saved or not self._marked_for_storage
 
     def _evaluators(self) -> list[Evaluator]:
-        """Return the evaluators among the fields of the state, in an order that all ranks share."""
+        """Return the evaluators among the fields of the state, in the same order on all ranks."""
         fields = (getattr(self.state, name) for name in self.state)
         return [field for field in fields if isinstance(field, Evaluator)]
 
@@ -410,24 +417,24 @@ class Checkpointer:
         evaluator.pending = step
         self._save_again(step)
         with self._status_page.in_busy_phase(evaluator.name, evaluator.limit_s):
-            # A rank that is lost before it has saved the result takes another's, and has drawn nothing for it.
+            # A rank that is lost before saving the result takes another rank's and draws nothing, so no rank may draw.
             with self.state.keep_random_numbers():
                 result = share_result(evaluator, evaluator.function(), self._group)
             evaluator.record(step, result)
         self._save_again(step)
-        if self._last is not None:  # no part of a step, by whose length saves are planned
+        if self._last is not None:  # evaluations are not part of a step, whose length decides when to save
             self._last = self._last[0], self._last[1] + time.monotonic() - began_at
         return result
 
     def _save_again(self, step: int) -> None:
-        """Save a state that has changed since its step was finished; before the first step there is none to save."""
+        """Save a state again that changed after its step was finished; before the first step there is none."""
         if step < 0:
             return
         with self._status_page.in_phase(Phase.SAVE):
             self._save(step, False, (world_of(self._group), rank_of(self._group)))
 
     def _drop_failed_evaluations(self, step: int) -> None:
-        """Forget evaluations that began and never ended, since the script caught their errors and went on."""
+        """Drop evaluations that began but never ended, because the script caught their errors and continued."""
         for evaluator in self._evaluators():
             if evaluator.pending is not None and evaluator.pending < step:
                 logger.warning("%s after step %d failed, and is left out", evaluator.name, evaluator.pending)
@@ -438,7 +445,7 @@ class Checkpointer:
             raise ClosedError("this Checkpointer is closed")
 
     def _newest_stored(self) -> tuple[int, int]:
-        """Return generation and step of the newest state of this run on storage. Collective."""
+        """Return the generation and step of this run's newest stored state, (-1, -1) if there is none. Collective."""
         if self._storage is None:
             return NO_STEP, NO_STEP
         return newest_stored(self._storage, self._group, run=read("EDL_RUN", str) or "")
@@ -446,13 +453,11 @@ class Checkpointer:
     def _save(
         self, step: int, persist: bool, place: tuple[int, int], replica_slots: ReplicaSlots | None = None
     ) -> float:
-        """Copy the state into the older of two slots. Returns the seconds that it held training up.
+        """Copy the state after `step` into the older of two slots. Returns the seconds that training waited.
 
-        Args:
-            step: the last that is finished.
-            persist: whether the state is to be stored.
-            place: ranks and rank. At the end of a job, when there is no process group any longer, as in the last save.
-            replica_slots: where the state is to be kept for a replica, if it is.
+        `persist` marks it for storage. `place` is the number of ranks and this rank; at the end of a job, when there
+        may be no process group, that of the last save. `replica_slots` is given if the state should be kept for a
+        replica.
         """
         begin = time.perf_counter()
         header = SlotHeader(self.generation, step, *place, persist=persist)
@@ -477,7 +482,7 @@ class Checkpointer:
         return time.perf_counter() - begin
 
     def _plan_next(self, step: int, save_s: float) -> None:
-        """Agree with the other ranks on the next save, and whether it is to be stored, or kept for a replica."""
+        """Agree with the other ranks on the next save, and on whether to store it or keep it for a replica."""
         now = time.monotonic()
         step_s = 0.0
         first = self._last is None
@@ -488,14 +493,14 @@ class Checkpointer:
         store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
         keep = not first and self._replica_slots is not None and self._replica_slots.is_state_requested()
         alone = self._holds_shards_alone()
-        # A storage that is slower than the interval is waited for by all nodes: else each would store other steps.
+        # If one node's storage is slower than the interval, all nodes wait for it, or each would store other steps.
         busy = self._slots.has_marked_slot
         if world_of(self._group) > 1:
             values = [steps, int(store), int(not keep), self._run, int(save_s * 1e6), int(busy), int(alone)]
             with self._status_page.in_phase(Phase.AGREE):
                 agreed = transfer.all_reduce_max(values, self._group)
                 steps, stored, kept_not, self._run, longest_us, waiting, any_alone = agreed
-                # Of this wait, saving cost what another rank's copy took longer; the rest is a rank that was late.
+                # Only the extra time of another rank's copy counts as saving; the rest is waiting for a late rank.
                 self._status_page.reassign_time(Phase.SAVE, longest_us / 1e6 - save_s)
             store, keep, busy, alone = bool(stored), not kept_not, bool(waiting), bool(any_alone)
         store = store and not busy
@@ -508,7 +513,7 @@ class Checkpointer:
             self._stored_at = now
 
     def _holds_shards_alone(self) -> bool:
-        """Return whether no other node has the shards of this rank, as far as is known: its loss would lose them."""
+        """Return whether, as far as is known, no other node has this rank's shards, so its loss would lose them."""
         rank, local_rank = read("RANK", int), read("LOCAL_RANK", int)
         count = read("LOCAL_WORLD_SIZE", positive_int)
         if rank is None or local_rank is None or count is None or self._group is not None:
@@ -517,7 +522,7 @@ class Checkpointer:
         return bool(self._holders) and self._holders <= set(range(first, first + count))
 
     def _pause(self, step: int) -> None:
-        """Wait to be stopped, or for the agent to change its mind."""
+        """Wait until the agent stops this worker or withdraws its request, at most `pause_s` seconds."""
         self._status_page.record_pause(step)
         deadline = time.monotonic() + self._pause_s
         while self._status_page.is_pause_requested(step):
@@ -528,12 +533,12 @@ class Checkpointer:
         self._status_page.record_resume()
 
     def _await_agent(self) -> None:
-        """Wait for a silent agent, or to be killed: others may take this node for dead and train in its place.
+        """Wait for a silent agent, or to be killed: other nodes may consider this one dead and train in its place.
 
-        An agent that is gone for good takes its workers with it, so this does not wait for a dead agent.
+        An agent that dies takes its workers with it, so this never waits for a dead agent.
 
         Raises:
-            TemporaryError: it was stopped for so long that the worker should end.
+            TemporaryError: The agent was silent for so long that the worker should end.
         """
         logger.warning(
             "the agent of this node has been silent for %.1f s: waiting for it", self._status_page.agent_silence_s
@@ -542,7 +547,7 @@ class Checkpointer:
             deadline = time.monotonic() + self._agent_s
             while self._status_page.agent_silence_s > _UNATTENDED_S:
                 if time.monotonic() > deadline:
-                    # In words by which an agent that comes back knows that this was no error of the script's.
+                    # An agent that comes back recognizes these words, and does not count it as an error of the script.
                     what = f"the agent of this node was silent for {self._status_page.agent_silence_s:.0f} s"
                     raise TemporaryError(f"EDL: left the process group: {what}")
                 time.sleep(_POLL_S)

@@ -1,10 +1,11 @@
-"""Plain Python values as bytes and back, exactly, and without anything that could execute.
+"""Encoding of plain Python values as bytes: exact, and without anything that could execute when it is decoded.
 
-The bytes are JSON. What JSON has no form for is a JSON object with one key, its tag: `{"tuple": [1, 2]}`. Dicts are
-tagged as well, so their keys may be of any type that can be encoded, and a dict can never be mistaken for a tag. What
-is large, tensors and numpy arrays, does not go into the bytes: the caller takes it aside, and hands it back by number.
+The bytes are JSON. A value that JSON cannot express becomes a JSON object with one key, its tag: `{"tuple": [1, 2]}`.
+Dicts are tagged as well, so their keys may have any type that can be encoded, and a dict can never be mistaken for a
+tag. Large parts, which are tensors and numpy arrays, are not in the bytes. The caller stores them separately, and
+returns them by number when the value is decoded.
 
-Only exact types are taken: a subclass of `int` or `dict` would come back as something else, so it is refused.
+Only exact types are accepted: a subclass of `int` or `dict` would come back as another type, so it is refused.
 """
 
 from __future__ import annotations
@@ -23,19 +24,18 @@ from edl.errors import ProtocolError, SettingsError
 __all__ = ["MAX_DEPTH", "StoreTensor", "LoadTensor", "Path", "decode", "dotted", "encode", "from_json", "to_json"]
 
 Path = tuple[Any, ...]
-"""Where in the whole a value is: names, keys and indices from the outside in."""
+"""Where in the whole value a part is: names, keys and indices from the outside in."""
 
 StoreTensor = Callable[[Any, Path], int]
-"""Takes a tensor or numpy array aside. Returns the number by which decoding asks for it."""
+"""Stores a tensor or numpy array separately. Returns the number by which it is loaded when decoding."""
 
 LoadTensor = Callable[[int], Any]
-"""Returns what was taken aside under a number: a tensor, or the bytes of a numpy array as uint8."""
+"""Returns the part that was stored under a number: a tensor, or the bytes of a numpy array as uint8."""
 
 MAX_DEPTH: Final = 64
-"""Containers within containers that a value may have: fewer than Python's recursion allows, and a value that contains
-itself is found by it."""
+"""Largest number of nested containers: below Python's recursion limit. It also catches a value that contains itself."""
 _JSON_INT: Final = 1 << 62
-"""From here on integers are written as text: JSON's readers other than Python's may take them for 64-bit or floats."""
+"""Integers from here on are written as text, because JSON readers other than Python's may expect 64 bits or floats."""
 _ARRAY = "array"
 _TENSOR = "tensor"
 _LEAF = "leaf"
@@ -43,38 +43,30 @@ _PARAMETER = "parameter"
 
 
 def encode(value: Any, store_tensor: StoreTensor, path: Path = ()) -> bytes:
-    """Encode a value as bytes.
+    """Encode a value as JSON.
 
-    Args:
-        value: None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, deque, set,
-            frozenset, numpy scalars, numpy arrays (not of objects), `torch.Size`, `torch.dtype`, `torch.device` and
-            torch tensors (not in sets, nor as keys), nested at most 64 deep.
-        store_tensor: is called with every tensor and numpy array.
-        path: where `value` is, for messages and for `store_tensor`.
-
-    Returns:
-        JSON.
+    It may consist of None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, deque, set,
+    frozenset, numpy scalars, numpy arrays (not of objects), `torch.Size`, `torch.dtype`, `torch.device` and torch
+    tensors (not in sets or as keys), nested at most `MAX_DEPTH` deep. `store_tensor` is called with every tensor and
+    numpy array. `path` is where `value` is, for messages and for `store_tensor`.
 
     Raises:
-        SettingsError: something of another type is in there. The message says where.
+        SettingsError: The value contains another type. The message says where.
     """
     return to_json(_encode(value, store_tensor, path))
 
 
 def decode(form: Any, load_tensor: LoadTensor) -> Any:
-    """Decode what `encode` made of a value.
-
-    Returns:
-        The value that `encode` was given.
+    """Decode the parsed JSON of an encoded value.
 
     Raises:
-        ProtocolError: the form is not of `encode`.
+        ProtocolError: The form was not made by `encode`.
     """
     return _decode(form, load_tensor)
 
 
 def to_json(value: Any) -> bytes:
-    """Return compact JSON of values that JSON has a form for."""
+    """Return compact JSON of values that JSON can express."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -82,7 +74,7 @@ def from_json(data: bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ProtocolError: it is no JSON.
+        ProtocolError: The bytes are not JSON.
     """
     try:
         return json.loads(data)
@@ -91,7 +83,7 @@ def from_json(data: bytes) -> Any:
 
 
 def dotted(path: Path) -> str:
-    """Join a path with dots, as `torch.distributed.checkpoint` names what is in a nested dict."""
+    """Join a path with dots, the way `torch.distributed.checkpoint` names entries of a nested dict."""
     return ".".join(map(str, path))
 
 
@@ -138,7 +130,7 @@ def _encode_items(value: dict[Any, Any], store_tensor: StoreTensor, path: Path) 
 
 
 def _no_tensor(value: Any, path: Path) -> int:
-    """Refuse a tensor in a set or as a key: it is found there by its identity, which a restored one does not have."""
+    """Refuse a tensor in a set or as a key, where look-ups use its identity, which a restored tensor does not have."""
     raise SettingsError(f"{dotted(path[:-1])} has a tensor in a set or as a key, where no restored one is found again")
 
 
@@ -154,7 +146,7 @@ def _encode_numpy(value: Any, store_tensor: StoreTensor, path: Path) -> dict[str
 
 
 def _dtype_of(value: Any, path: Path) -> str:
-    """Return the text from which numpy makes the dtype again."""
+    """Return the text from which numpy can recreate the dtype."""
     import numpy as np
 
     text: str = value.dtype.str

@@ -1,4 +1,8 @@
-"""An evaluation that belongs to a state of training: made once for a planned step, whatever restarts come."""
+"""Evaluations that belong to a state of training: made once for each planned step, whatever restarts occur.
+
+An `Evaluator` is a field of the `State`, so its results and the evaluation in progress survive with the state. After a
+restart, `Checkpointer.restore` repeats an evaluation that was in progress; the ranks first agree on which.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,20 @@ from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["Evaluator", "agree_on_pending", "share_result"]
 
-_VERSION = 1  # of the saved form; another is refused
+_VERSION = 1  # of the saved form; any other version is refused
 _NONE_PENDING = -2
-"""Below every step, and below -1, which stands for the time before the first."""
+"""Says that no evaluation is pending. Smaller than any step, and than -1, which means before the first step."""
 
 
 class Evaluator:
-    """Evaluates a model at planned steps, and remembers the results and which evaluation is under way.
+    """Evaluate a model at planned steps, and remember the results and which evaluation is in progress.
 
-    A field of the `State`, called through the `Checkpointer`::
+    Make it a field of the `State`, and call it through the `Checkpointer`::
 
         evaluator = Evaluator(accuracy, limit_s=3600)
         state = State(model=model, optimizer=optimizer, evaluator=evaluator)
         with Checkpointer(state) as checkpointer:
-            step = checkpointer.restore()          # makes an evaluation that a restart broke off
+            step = checkpointer.restore()          # repeats an evaluation that a restart interrupted
             for step in range(step + 1, 1000):
                 ...
                 checkpointer.save(step)
@@ -33,19 +37,20 @@ class Evaluator:
                     checkpointer.evaluate(evaluator)
 
     Args:
-        function: called on every rank without arguments; returns a plain value, such as a float or a dict of
-            floats. Ranks that return None take the result of the first rank that does not. It
-            should log its result itself, since the loop does not come by again after a restart. Random numbers that it
-            draws leave those of training as they were.
-        limit_s: the longest time in seconds that it may take, before it counts as a hang.
-        name: in messages and in `edl status`.
-        on_result: called on every rank with the result before that is saved, so that what it changes in the `State` is
-            saved with it: a step of a `ReduceLROnPlateau`, the best result so far, whether to stop. What the loop does
-            after `evaluate` is left out where a restart comes in between, since the loop goes on with the next step.
+        function: Function without arguments that every rank calls. It returns a plain value, such as a float or a dict
+            of floats; ranks that return None take the result of the first rank that does not. It should log its result
+            itself, because after a restart the loop does not reach this step again. Random numbers that it draws do not
+            affect those of training.
+        limit_s: Longest time in seconds that an evaluation may take before it counts as a hang.
+        name: Name of the evaluation in messages and in `edl status`.
+        on_result: Function that every rank calls with the result, before the result is saved, so that its changes to
+            the `State` are saved too: a step of a `ReduceLROnPlateau`, the best result so far, whether to stop. Don't
+            do this in the loop after `evaluate`: if a restart comes in between, the loop continues with the next step
+            and skips it.
 
     Attributes:
-        results: by step.
-        pending: the step whose evaluation has begun and has no result yet, None for none.
+        results: Results by step.
+        pending: Step whose evaluation has begun but has no result yet, or None.
 
     Raises:
         SettingsError: `limit_s` is not above 0.
@@ -69,11 +74,11 @@ class Evaluator:
         self.pending: int | None = None
 
     def record(self, step: int, result: Any) -> None:
-        """Keep the result of the evaluation after `step`, and have `on_result` act on it.
+        """Record the result of the evaluation after `step`, then call `on_result`.
 
         Args:
-            step: whose evaluation it is.
-            result: a plain value.
+            step: The step after which the model was evaluated.
+            result: The result, a plain value.
         """
         self.results[step] = result
         self.pending = None
@@ -81,17 +86,17 @@ class Evaluator:
             self.on_result(result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values: the results, and which evaluation is under way."""
+        """Return plain values: the results, and which evaluation is in progress."""
         return {"version": _VERSION, "results": dict(self.results), "pending": self.pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` returned.
+        """Resume from a saved state.
 
         Args:
-            state: of an evaluator in this or another process.
+            state: A state that `state_dict` returned, in this or another process.
 
         Raises:
-            ProtocolError: it is of another version of EDL.
+            ProtocolError: The state was saved by another version of EDL.
         """
         if state.get("version") != _VERSION:
             raise ProtocolError(f"an evaluator's state of version {state.get('version')!r}: this EDL reads {_VERSION}")
@@ -100,10 +105,10 @@ class Evaluator:
 
 
 def share_result(evaluator: Evaluator, result: Any, group: transfer.Group) -> Any:
-    """Return the result of the first rank that has any, on every rank. Collective.
+    """Return, on every rank, the result of the first rank that has one. Collective.
 
     Raises:
-        SettingsError: the result is of a type that cannot be saved.
+        SettingsError: The result has a type that cannot be saved.
     """
     form = encode(result, _refuse_tensor, (evaluator.name,))
     if world_of(group) > 1:
@@ -113,9 +118,9 @@ def share_result(evaluator: Evaluator, result: Any, group: transfer.Group) -> An
 
 
 def agree_on_pending(evaluator: Evaluator, group: transfer.Group) -> None:
-    """Agree with the other ranks on the evaluation that is to be made again, if there is one. Collective.
+    """Agree with the other ranks on the evaluation to repeat, if there is one. Collective.
 
-    A rank that was lost between two saves may have saved that it is under way where another rank has its result.
+    A rank that was lost between two saves may have saved the evaluation as pending when another rank has its result.
     """
     if world_of(group) == 1:
         return

@@ -1,7 +1,7 @@
-"""A training loop with Hugging Face's Accelerate under `edl run`: its state in memory, and its place in the data.
+"""Training loops with Hugging Face's Accelerate under `edl run`: their state in memory, and their position in the data.
 
-Accelerate knows what it prepared, and leaves the loop to the script. So `ElasticLoop` takes the first from it, and is
-asked for epochs and batches by the second.
+Accelerate knows which objects it prepared, but leaves the loop to the script. So `ElasticLoop` takes the objects from
+Accelerate, and the script asks it for epochs and batches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["ElasticLoop"]
 
 
 class ElasticLoop:
-    """Saves what an `Accelerator` prepared between steps, and goes on at the batch where it was saved.
+    """Save between steps what an `Accelerator` prepared, and resume at the batch after the last save.
 
     ::
 
@@ -41,19 +41,19 @@ class ElasticLoop:
             for batch in loop.batches(loader):
                 ...
 
-    Prepared models, optimizers and schedules, the scaler, objects that were registered for checkpointing, random
-    numbers and the place in the data come back. A step is what ends with gradients that are synchronized.
+    It restores prepared models, optimizers and schedules, the scaler, objects that were registered for checkpointing,
+    random numbers and the position in the data. A step ends with the batch after which gradients are synchronized.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator, **options: Any) -> None:
         """Attach to an accelerator.
 
         Args:
-            accelerator: that has prepared everything when `epochs` begins.
-            **options: of the `Checkpointer`.
+            accelerator: The accelerator. It must have prepared everything by the time `epochs` begins.
+            **options: Options of the `Checkpointer`.
 
         Raises:
-            SettingsError: it keeps parameters where a `State` cannot name them.
+            SettingsError: The accelerator keeps parameters where a `State` cannot name them.
         """
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         if kind in ("DEEPSPEED", "MEGATRON_LM"):
@@ -66,20 +66,19 @@ class ElasticLoop:
         self._used = self._read = self._resuming = False
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Restore the newest state there is, and go through the epochs that are left.
+        """Restore the newest state, if there is one, and iterate over the epochs that are left.
 
-        When the last one has ended the state is saved once more, and stored. A loop left earlier keeps the
-        state that was saved last.
+        After the last epoch, the state is saved and stored. If you leave the loop earlier, the last save remains.
 
         Args:
-            count: of epochs in all.
+            count: Total number of epochs, including those already trained.
 
         Yields:
-            The number of the epoch, from 0 on.
+            The number of the epoch, from 0.
 
         Raises:
-            SettingsError: this was called before, what was saved does not fit, the job has ended with fewer epochs, or
-                the script leaves out the epoch that is gone on with.
+            SettingsError: This was called before, the saved state does not fit, the job has already ended after fewer
+                epochs, or the script did not call `batches` in a resumed epoch.
         """
         if self._used:
             raise SettingsError("an ElasticLoop serves one loop over epochs: make another Accelerator and script")
@@ -109,22 +108,24 @@ class ElasticLoop:
             self._boundary.close()
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Go through the batches of an epoch that are left, and save the state between steps.
+        """Iterate over the batches of an epoch that are left, and save the state between steps.
 
         Args:
-            loader: that the accelerator prepared, or `edl.distill.torch.distill` around it. Once in every epoch.
+            loader: A loader that the accelerator prepared, or `edl.distill.torch.distill` around one. Call this once in
+                every epoch.
 
         Yields:
-            A batch, as the loader gives it.
+            A batch, unchanged.
 
         Raises:
-            SettingsError: outside `epochs`, or the order or size of batches is another than before.
+            SettingsError: This was called outside of `epochs` or twice in an epoch, or the order or size of batches has
+                changed.
         """
         if not self._boundary.is_open or self._read:
             raise SettingsError("ElasticLoop.batches() is for one loader in each epoch of ElasticLoop.epochs()")
         self._read = True
         place = self._place
-        label = getattr(loader, "label", None)  # of `distill`, which labels what is left of the epoch
+        label = getattr(loader, "label", None)  # set by `distill`, which labels what is left of the epoch
         prepared = loader if label is None else loader.loader
         iterator = self._go_on(prepared) if self._resuming else self._begin(prepared)
         iterator = iterator if label is None else label(iterator)
@@ -141,14 +142,14 @@ class ElasticLoop:
                 place.steps += 1
                 self._boundary.count_step()
         if hasattr(prepared, "iteration"):
-            prepared.iteration = place.iteration + 1  # of an epoch of no more batches it does not count itself
+            prepared.iteration = place.iteration + 1  # not counted by the loader if no batches were left
 
     def _begin(self, loader: Any) -> Iterator[Any]:
         self._place.begin(loader)
         return iter(loader)
 
     def _go_on(self, loader: Any) -> Iterator[Any]:
-        """Iterate behind the batches that were trained."""
+        """Return an iterator that begins after the batches that were trained."""
         place = self._place
         place.go_on(loader)
         iterator: Iterator[Any] = iter(loader)
@@ -156,9 +157,9 @@ class ElasticLoop:
             return iterator
         base = getattr(loader, "base_dataloader", loader)
         skips = isinstance(base, DataLoader) and not isinstance(base.dataset, IterableDataset)
-        # Rank 0 alone reads for all then, several batches at a time: what was trained is read again.
+        # With a dispatcher, rank 0 reads for all, several batches at a time, so trained batches are read again.
         skips = skips and not isinstance(loader, accelerate.data_loader.DataLoaderDispatcher)
-        # A prepared loader iterates over another one when it is asked for its first batch.
+        # A prepared loader starts iterating over its base loader only when it is asked for its first batch.
         with skipping(base, place.batches) if skips else nullcontext():
             first = [batch for _, batch in zip(range(1 if skips else place.batches + 1), iterator, strict=False)]
         return _chain(first if skips else first[place.batches :], iterator)
@@ -180,10 +181,10 @@ class ElasticLoop:
 
 
 def _check_models(fields: dict[str, Any]) -> None:
-    """See that what optimizers change is a field as well.
+    """Check that the parameters that optimizers change are in a field as well.
 
     Raises:
-        SettingsError: a parameter is in no model that was prepared or registered.
+        SettingsError: A parameter is in no model that was prepared or registered.
     """
     known = parameter_names(fields.items())
     for value in fields.values():
@@ -204,7 +205,7 @@ def _chain(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
 
 
 class _Place:
-    """How far a loop has come, the same on all ranks: a field of the `State`."""
+    """Position of a loop, the same on all ranks: a field of the `State`."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -235,7 +236,7 @@ class _Place:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go to a saved place; what concerns the loader is compared when there is a loader."""
+        """Restore a position; the loader's settings are compared later, when the script passes the loader."""
         self.epoch = saved["epoch"]
         self.batches = saved["batches"]
         self.steps = saved["steps"]
@@ -251,7 +252,7 @@ class _Place:
                 make_workers_without_a_draw(loader)
 
     def begin(self, loader: Any) -> None:
-        """Keep what the order of a beginning epoch is drawn from."""
+        """Remember what the order of the epoch that begins is drawn from."""
         order, samples, accumulated = self._describe(loader)
         self._order = order
         self._samples = samples
@@ -263,10 +264,10 @@ class _Place:
         self._draws = {"numbers": capture_random_states(), "generator": own, "workers": has_workers(loader)}
 
     def go_on(self, loader: Any) -> None:
-        """Have the loader begin the epoch as it did.
+        """Make the loader begin the epoch as it did before the restart.
 
         Raises:
-            SettingsError: a step trains another number of samples now, or the order of the data is another.
+            SettingsError: A step now trains another number of samples, or the order of the data has changed.
         """
         order, samples, accumulated = self._describe(loader)
         check_samples(
@@ -283,9 +284,9 @@ class _Place:
                     "sync_with_dataloader=False: a step goes on across epochs, and cannot with another "
                     f"gradient_accumulation_steps than {self._accumulated}: leave one of the two as it was"
                 )
-            # An epoch's last step may be a short one, after which there are no batches in either way of counting.
+            # An epoch's last step may be a short one. It is followed by no batches, however they are counted.
             self.batches = -(-self.batches // self._accumulated) * accumulated
-            self._accelerator.step = 0  # it counts batches, and the next one begins a step
+            self._accelerator.step = 0  # this counts batches, and the next one begins a step
         self._accumulated = accumulated
         self._loader = loader
         if self._draws["workers"]:
@@ -302,7 +303,7 @@ class _Place:
         alone = self._accelerator.num_processes == 1
         drawn = alone or getattr(loader, "synchronized_generator", None) is not None
         order = order_of(loader, redrawn=drawn)
-        if order["sampler"] == "RandomSampler":  # drawn by other means in a world of another size
+        if order["sampler"] == "RandomSampler":  # Accelerate draws the order differently for another world size
             order["workers"] = self._accelerator.num_processes
         batches = int(self._accelerator.gradient_accumulation_steps)
         size = getattr(loader, "total_batch_size", None) if isinstance(loader, DataLoader) else None
@@ -310,7 +311,7 @@ class _Place:
 
 
 def _generator_of(loader: Any) -> Any:
-    """Return the generator of a loader, or of its sampler, which ranks have in common."""
+    """Return the generator of a loader or of its sampler, which the ranks share."""
     sampler = getattr(loader, "sampler", None)
     found = [getattr(loader, "synchronized_generator", None), getattr(loader, "generator", None)]
     return next((value for value in [*found, getattr(sampler, "generator", None)] if value is not None), None)

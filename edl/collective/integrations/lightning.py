@@ -1,9 +1,10 @@
 """Lightning's `Trainer` under `edl run`: `ElasticLightningCallback`.
 
-Lightning's own checkpoints go on with an epoch's first batch, lack what was logged in it, and call hooks of its begin
-and end by rules of their own. So its loops are not restarted: they are given the position, and those of their methods
-that matter are wrapped. A state is saved before a batch is read, so that random numbers which the dataset draws in this
-process come back as well. What other libraries' loops need as well is in `loop_position`.
+Lightning's own checkpoints resume at the first batch of an epoch, lack the values logged in it, and follow rules of
+their own about calling hooks at its begin and end. So Lightning is not told that it restarts. Instead, its loops are
+set to the saved position, and the methods of theirs that matter are wrapped. A state is saved before a batch is read,
+so that random numbers that the dataset draws in this process are restored too. The parts that other libraries' loops
+share are in `loop_position`.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ __all__ = ["CheckpointHooks", "Draws", "ElasticLightningCallback", "LoggedValues
 
 
 class CheckpointHooks:
-    """State that other callbacks, the module and the data module add to a checkpoint: a field of the `State`."""
+    """States that other callbacks, the module and the data module add to checkpoints: a field of the `State`."""
 
     def __init__(self, trainer: Any, version: str) -> None:
         self._trainer = trainer
         self._version = version
-        # Folders of loggers' versions: a restarted process has another, and what was the best is in the first one.
+        # Their folder has a logger's version, which changes with a restart, and the best checkpoint is in the first.
         self._derived = [callback for callback in trainer.callbacks if getattr(callback, "dirpath", "") is None]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of callbacks and data module, and what hooks add to a checkpoint or put in its place."""
+        """Return the states of callbacks and data module, and entries that hooks add to a checkpoint or replace."""
         trainer = self._trainer
         checkpoint = self._checkpoint()
         given = dict(checkpoint)
@@ -56,7 +57,7 @@ class CheckpointHooks:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Hand each its own again, in the order in which Lightning does."""
+        """Give each object its state back, in the same order as Lightning."""
         trainer = self._trainer
         checkpoint = {**self._checkpoint(), **saved["added"]}
         trainer.lightning_module.on_load_checkpoint(checkpoint)
@@ -82,7 +83,7 @@ class CheckpointHooks:
         }
 
 
-# --- Values that `self.log` and torchmetrics have gathered in an epoch ---
+# --- Values from `self.log` and torchmetrics that accumulate in an epoch ---
 
 
 class LoggedValues:
@@ -93,7 +94,7 @@ class LoggedValues:
         self._saved: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return values of `self.log` that the epoch's are computed from, and the states of torchmetrics' metrics."""
+        """Return the values of `self.log` that the epoch's are computed from, and the states of torchmetrics."""
         trainer = self._trainer
         connector = trainer._logger_connector
         return {
@@ -104,11 +105,11 @@ class LoggedValues:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Keep them until a batch begins: what hooks log or reset before that has been logged before, too."""
+        """Hold the values until a batch begins: whatever hooks log or reset before that was done before, too."""
         self._saved = saved
 
     def apply(self) -> None:
-        """Put them back, once."""
+        """Restore the values that `load_state_dict` holds, once."""
         if self._saved is None:
             return
         saved, self._saved = self._saved, None
@@ -179,7 +180,7 @@ def _unpack_result(module: Any, trainer: Any, packed: dict[str, Any], metrics: d
 
 
 def _pack_metric(metric: Any) -> dict[str, Any]:
-    """Return the state of a torchmetrics metric, most of which are not in `state_dict`."""
+    """Return the state of a torchmetrics metric; most of it is not in the metric's `state_dict`."""
     return {"state": {name: getattr(metric, name) for name in metric._defaults}, "updates": metric._update_count}
 
 
@@ -196,36 +197,36 @@ def _moved(tensor: torch.Tensor, metric: Any) -> torch.Tensor:
     return tensor.to(metric.device)
 
 
-# --- Where Lightning's loops are, and how they are brought there again ---
+# --- The position of Lightning's loops, and how it is restored ---
 
 
 def keeps_place(loader: Any) -> bool:
-    """Whether the loader says itself where it is. Without a length it is read a batch ahead, and does not."""
+    """Return whether the loader knows its position. One without a length is read a batch ahead, so it does not."""
     return is_stateful_loader(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
 class Draws:
-    """Random numbers as they were before the epoch's iterator was made: a local field of the `State`."""
+    """Random numbers from before the epoch's iterator was made: a local field of the `State`."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, Any] = {}
         self.own: list[torch.Tensor | None] = []
         self.workers: list[bool] = []
-        """Of each loader, whether workers that persist had been made before: their seed was drawn before `numbers`."""
+        """For each loader, whether its persistent workers existed before, so their seed was drawn before `numbers`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the global generators and of the loaders' own, and which loaders had workers."""
         return {"numbers": self.numbers, "own": self.own, "workers": self.workers}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take them."""
+        """Hold the saved states for `LoopProgress.read_on`."""
         self.numbers = saved["numbers"]
         self.own = saved["own"]
         self.workers = saved["workers"]
 
 
 class LoopProgress:
-    """How far a Lightning `Trainer` has come, the same on all ranks: a field of the `State`."""
+    """Position of a Lightning `Trainer`, the same on all ranks: a field of the `State`."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -241,7 +242,7 @@ class LoopProgress:
         return list(self.trainer.fit_loop._combined_loader.flattened)
 
     def count_step(self) -> bool:
-        """Count a step, if the batch that ends now ended it; by hand, if an optimizer made a step in it."""
+        """Count a step if this batch ends one; with manual optimization, if an optimizer stepped. Returns whether."""
         loop = self.trainer.fit_loop.epoch_loop
         if self.trainer.lightning_module.automatic_optimization:
             stepped = not loop._should_accumulate()
@@ -255,7 +256,7 @@ class LoopProgress:
         """Return the position, what the order and size of batches depend on, and what the trainer remembers."""
         trainer = self.trainer
         loops = trainer.fit_loop.state_dict()
-        loops["state_dict"] = {}  # of it a loader's own place, which is another field
+        loops["state_dict"] = {}  # left out: the loaders' own positions, which are other fields
         connector = trainer._logger_connector
         return {
             "steps": self.steps,
@@ -275,10 +276,10 @@ class LoopProgress:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take the position; `apply` goes there.
+        """Hold a saved position for `apply`.
 
         Raises:
-            SettingsError: a step trains another number of samples now, or the order of the data is another.
+            SettingsError: A step now trains another number of samples, or the order of the data has changed.
         """
         trainer = self.trainer
         here = self._samples()
@@ -294,12 +295,12 @@ class LoopProgress:
         self._saved = saved
 
     def apply(self) -> None:
-        """Have the loops go on where the state was saved."""
+        """Set the loops to the saved position."""
         trainer, saved = self.trainer, self._saved
         fit_loop = trainer.fit_loop
         fit_loop.load_state_dict(saved["loops"])
         for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
-            loop.on_iteration_done()  # it is not a restart by Lightning's own rules
+            loop.on_iteration_done()  # so that Lightning does not apply its own rules for restarts
         for loop in (fit_loop.epoch_loop.automatic_optimization, fit_loop.epoch_loop.manual_optimization):
             loop.on_iteration_done()
         self.steps = saved["steps"]
@@ -314,14 +315,14 @@ class LoopProgress:
         connector._logged_metrics = _on(device, saved["logged_metrics"])
         connector._progress_bar_metrics = dict(saved["progress_bar_metrics"])
         if not self.finished:
-            fit_loop._restart_stage = "restarted_mid_epoch"  # hooks of the epoch's begin have been called
+            fit_loop._restart_stage = "restarted_mid_epoch"  # the hooks for the epoch's start were already called
 
     def keep_validation_workers(self) -> None:
-        """Have validation's loaders whose workers persist, and were made before the restart, draw no other seed."""
+        """Keep validation loaders with persistent workers from before the restart from drawing another seed."""
         workers, trainer = self._saved["validation_workers"], self.trainer
         if not any(workers):
             return
-        trainer.validating = True  # whose loaders are meant, as in Lightning's own loop
+        trainer.validating = True  # selects the loaders that are set up, as in Lightning's own loop
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
         trainer.training = True
         for loader, made in zip(self._validation_loaders(), workers, strict=False):
@@ -333,14 +334,14 @@ class LoopProgress:
         return [] if combined is None else list(combined.flattened)
 
     def _validation_workers(self) -> list[bool]:
-        """Return whether the loaders of validation have workers that serve the next validation, too."""
+        """Return, for each validation loader, whether it has workers that will also serve the next validation."""
         trainer = self.trainer
         loaded_in = trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
         serve = not trainer.reload_dataloaders_every_n_epochs or loaded_in == trainer.current_epoch
         return [serve and has_workers(loader) for loader in self._validation_loaders()]
 
     def _scale(self, before: int, now: int) -> None:
-        """Count batches as this world does, which makes a step of another number of them."""
+        """Convert counts of batches to this world, in which a step has another number of batches."""
         if before == now:
             return
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
@@ -350,20 +351,20 @@ class LoopProgress:
         self.batches = self.batches // before * now
 
     def makes_iterator(self) -> bool:
-        """Whether Lightning makes another iterator at the beginning of this epoch."""
+        """Return whether Lightning makes another iterator at the beginning of this epoch."""
         fit_loop = self.trainer.fit_loop
         return self.trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting
 
     def note_draws(self) -> None:
-        """Keep the random numbers that the order of the epoch that begins may be drawn from."""
+        """Remember the random numbers from which the order of the beginning epoch may be drawn."""
         self.draws.numbers = capture_random_states()
         self.draws.own = [None if found is None else found.get_state() for found in self._generators()]
         self.draws.workers = [has_workers(loader) for loader in self.loaders]
 
     def read_on(self, fetcher: Any, begin: Any) -> None:
-        """Make the iterator of an epoch that was broken off, behind the batches that were trained."""
+        """Make the iterator of an interrupted epoch, beginning after the batches that were trained."""
         fit_loop, loaders = self.trainer.fit_loop, self.loaders
-        fit_loop._combined_loader.reset()  # the iterator of epoch 0, and its worker processes
+        fit_loop._combined_loader.reset()  # drops the iterator of epoch 0, and its worker processes
         if self.draws.numbers:
             restore_random_states(self.draws.numbers)
             for generator, numbers in zip(self._generators(), self.draws.own, strict=False):
@@ -384,7 +385,7 @@ class LoopProgress:
             iter(fetcher)
             for _ in range(self.batches):
                 next(fetcher)
-        # Lightning's method adds the batches that were counted, and makes no iterator where it resumes.
+        # Lightning's method adds the batches that were counted, and makes no iterator when it resumes.
         fetcher.fetched -= fit_loop.epoch_loop.batch_progress.current.ready
         fit_loop._resuming_from_checkpoint = True
         begin(fetcher)
@@ -394,7 +395,7 @@ class LoopProgress:
         fetcher.combined_loader._iterator._idx = self.batches
 
     def _generators(self) -> list[Any]:
-        """Return the generators that belong to the loaders or their samplers."""
+        """Return the generators of the loaders and of their samplers, None where there is none."""
         found: list[Any] = []
         for loader in self.loaders:
             sampler = getattr(loader, "sampler", None)
@@ -402,11 +403,11 @@ class LoopProgress:
         return [value if isinstance(value, torch.Generator) else None for value in found]
 
     def _order(self) -> list[dict[str, Any]]:
-        redrawn = self.trainer.world_size == 1  # where each rank draws by itself, what a lost one drew is lost
+        redrawn = self.trainer.world_size == 1  # with several ranks, the draws of a lost rank are lost
         return [order_of(loader, redrawn=redrawn) for loader in self.loaders]
 
     def _samples(self) -> list[int]:
-        """Return the samples that a step trains, by loader; for a batch of unknown size the number of ranks."""
+        """Return the samples that a step trains, by loader; if the batch size is unknown, the number of ranks."""
         factor = self.trainer.accumulate_grad_batches * self.trainer.world_size
         sizes = [getattr(loader, "batch_size", None) for loader in self.loaders]
         return [size * factor if size is not None else self.trainer.world_size for size in sizes]
@@ -416,10 +417,10 @@ def _on(device: torch.device, metrics: dict[str, torch.Tensor]) -> dict[str, tor
     return {name: value.to(device) for name, value in metrics.items()}
 
 
-# --- The callback that saves a Lightning `Trainer` between steps, and what it refuses ---
+# --- The callback, and the settings that it refuses ---
 
 
-# Both packages have the same code, and a Trainer of one takes callbacks of the other: import what the script did.
+# Both packages have the same code, and a Trainer of one accepts callbacks of the other: use what the script imported.
 _PACKAGE: Final = "pytorch_lightning" if "pytorch_lightning" in sys.modules else "lightning.pytorch"
 _lightning: Any = importlib.import_module(_PACKAGE)
 
@@ -442,23 +443,24 @@ _STRATEGIES: Final = {
 
 
 class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
-    """Saves a Lightning `Trainer`'s state between steps, and restores it when training begins.
+    """Save a Lightning `Trainer`'s state between steps, and restore it when training begins.
 
     ::
 
         trainer = L.Trainer(..., callbacks=[ElasticLightningCallback()])
         trainer.fit(model, loader)
 
-    It serves a single call of `fit`. Parameters, optimizers, schedules, the scaler, random numbers, the place in data,
-    what was logged in the epoch so far, torchmetrics' metrics, and what other callbacks, the module and the data module
-    put into checkpoints come back. A world of another size goes on if its steps train as many samples.
+    A callback serves a single call of `fit`. It restores parameters, optimizers, schedules, the scaler, random numbers,
+    the position in the data, values logged in the epoch so far, torchmetrics' metrics, and whatever other callbacks,
+    the module and the data module put into checkpoints. A world of another size can resume if its steps train as many
+    samples.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Give it to the `Trainer` among its `callbacks`.
+        """Create a callback, to pass to the `Trainer` among its `callbacks`.
 
         Args:
-            **options: of the `Checkpointer`.
+            **options: Options of the `Checkpointer`.
         """
         self._boundary = BoundaryCheckpointer(options)
         self._used = False
@@ -472,8 +474,8 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         """Wrap the loops of a `Trainer` that is about to train.
 
         Raises:
-            SettingsError: this version of Lightning, or something that was given to the trainer, does not allow going
-                on exactly.
+            SettingsError: This version of Lightning, or something that was passed to the trainer, does not allow an
+                exact resume.
         """
         if stage != "fit":
             return
@@ -498,24 +500,24 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
             setattr(loops[loop], name, wrapper)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Count the step, if the batch ended it."""
+        """Count the step, if the batch ended one."""
         assert self._progress is not None
         if self._progress.count_step():
             self._boundary.count_step()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let go of the memory, and leave the last saved state there."""
+        """Release the memory; the last saved state stays."""
         self._boundary.close()
 
     def _note_draws(self) -> None:
-        """Keep the random numbers that the first epoch's order may be drawn from, before its iterator is made."""
+        """Remember the random numbers from which the first epoch's order may be drawn, before its iterator is made."""
         self._inner["fit_loop", "_load_combined_loader_states"]()
         assert self._progress is not None
-        if not self._resuming:  # a loader that is loaded again in the epoch that is gone on with: they were restored
+        if not self._resuming:  # when an epoch resumes, a loader may be loaded again, but its numbers were restored
             self._progress.note_draws()
 
     def _begin_run(self) -> None:
-        """Restore the newest state there is, before the hooks that tell that training begins."""
+        """Restore the newest state, if there is one, before the hooks for the start of training are called."""
         progress = self._progress
         assert progress is not None
         state = State(local=["draws", "logged"], **self._fields())
@@ -548,12 +550,12 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         return fields
 
     def _reset_epoch(self) -> None:
-        """Leave the counters of an epoch that is gone on with as they were restored."""
+        """Keep the restored counters of an epoch that resumes."""
         if not self._resuming:
             self._inner["epoch_loop", "reset"]()
 
     def _begin_epoch(self, fetcher: Any) -> None:
-        """Make the iterator of an epoch, behind the batches that were trained."""
+        """Make the iterator of an epoch, beginning after the batches that were trained."""
         progress = self._progress
         assert progress is not None
         if self._resuming:
@@ -576,7 +578,7 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         self._inner["epoch_loop", "advance"](fetcher)
 
     def _end_run(self) -> None:
-        """Save the last state when all hooks that tell of the end have been called, and have it stored."""
+        """Save and store the last state, after all hooks for the end of training were called."""
         self._inner["fit_loop", "on_run_end"]()
         assert self._progress is not None
         if not self._progress.finished:
@@ -586,10 +588,10 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
 
 
 def _check(trainer: Any) -> None:
-    """See that this trainer can go on exactly.
+    """Check that this trainer can resume exactly.
 
     Raises:
-        SettingsError: it cannot.
+        SettingsError: It cannot.
     """
     loop = trainer.fit_loop
     loops = {"fit_loop": loop, "epoch_loop": getattr(loop, "epoch_loop", None)}
@@ -612,6 +614,6 @@ def _check(trainer: Any) -> None:
 
 
 def _named(value: Any, names: dict[str, str]) -> str | None:
-    """Which of the classes `names` this is an instance of; of either package, without importing it."""
+    """Return which of the class names `names` the value is an instance of, of either package, without importing it."""
     found = {base.__name__ for base in type(value).__mro__ if "lightning" in base.__module__}
     return next((name for name in names if name in found), None)

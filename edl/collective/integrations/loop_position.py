@@ -1,8 +1,8 @@
-"""Where a training loop of another library stands, and how it goes on there: what its integrations share.
+"""Position of another library's training loop, and how it resumes there: the common part of the integrations.
 
-A state is saved where a step begins: what follows the step before it (logging, evaluation, the library's own
-checkpoints) has been done then, and is done again if it was not. Random numbers are put back at the same place, and not
-where the state is restored, since reading the data again draws some.
+A state is saved where a step begins. By then, everything that follows the previous step (logging, evaluation, the
+library's own checkpoints) has been done; if it was not, it is done again after a restart. Random numbers are restored
+at the same point, not when the state is restored, because reading the data again draws some.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class BoundaryCheckpointer:
     """Saves a `State` where a step begins, and once more at the end."""
 
     _opened: ClassVar[bool] = False
-    """Whether a loop of this process has begun with what the job keeps."""
+    """Whether a loop of this process has already begun with the job's saved state."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """Make a checkpointer that is not open yet."""
+        """Create a checkpointer, without opening it; `options` are those of the `Checkpointer`."""
         self._options = options
         self._stack = ExitStack()
         self._checkpointer: Checkpointer | None = None
@@ -57,17 +57,14 @@ class BoundaryCheckpointer:
 
     @property
     def is_open(self) -> bool:
-        """Whether `open` was called, and `close` was not."""
+        """Whether `open` was called and `close` was not."""
         return self._checkpointer is not None
 
     def open(self, state: State) -> bool:
-        """Restore the newest state there is.
-
-        Returns:
-            Whether there was a saved state.
+        """Restore the newest state, if there is one. Returns whether there was.
 
         Raises:
-            SettingsError: another loop of this process has begun with what the job keeps.
+            SettingsError: Another loop of this process has already begun with the job's saved state.
         """
         kept = [self._options.get("storage"), read("EDL_CHECKPOINT", str), read("EDL_SLOTS", str)]
         shared = "slots" not in self._options and any(kept)
@@ -83,7 +80,7 @@ class BoundaryCheckpointer:
         return restored
 
     def begin_step(self, last: int) -> None:
-        """Save the state after the last step, if it was counted; and pause there if the agent asks for it."""
+        """Save the state after step `last` if it was counted, and pause if the agent asks for it."""
         if self._rng is not None:
             restore_random_states(self._rng)
             self._rng = None
@@ -92,7 +89,7 @@ class BoundaryCheckpointer:
             self._checkpointer.save(last)
 
     def count_step(self) -> None:
-        """Have the next `begin_step` save."""
+        """Make the next `begin_step` save."""
         self._stepped = True
 
     def save_end(self, last: int) -> None:
@@ -103,9 +100,9 @@ class BoundaryCheckpointer:
             self._ended = True
 
     def close(self) -> None:
-        """Let go of the memory, without another save."""
+        """Release the memory, without another save."""
         if self._checkpointer is not None and not self._ended:
-            self._checkpointer.close()  # or its end would save objects that a broken step has half changed
+            self._checkpointer.close()  # or its `__exit__` would save objects that a broken step has half changed
         self._checkpointer = None
         self._stack.close()
 
@@ -114,7 +111,7 @@ def check_samples(saved: int, here: int, workers: int, remedy: str) -> None:
     """Check that a step trains as many samples as before.
 
     Raises:
-        SettingsError: it does not.
+        SettingsError: It does not; `remedy` tells the user what to do.
     """
     if saved != here:
         raise SettingsError(
@@ -127,7 +124,7 @@ def check_order(saved: Any, here: Any) -> None:
     """Check that the data comes in the same order as before.
 
     Raises:
-        SettingsError: it does not.
+        SettingsError: It does not.
     """
     if saved != here:
         raise SettingsError(
@@ -137,22 +134,20 @@ def check_order(saved: Any, here: Any) -> None:
 
 
 def make_workers_without_a_draw(loader: Any) -> None:
-    """Have a loader whose workers persist leave random numbers as they are when it makes them again after a restart.
+    """Keep a loader from drawing a seed when it creates its persistent workers again after a restart.
 
-    A loader draws a seed for its workers when it makes them: before every iteration, or where they persist only
-    before the first, which was before the restart. What its sampler draws is drawn.
-
-    Args:
-        loader: a `DataLoader`, or Accelerate's wrapper of it; others are left alone.
+    A loader draws a seed when it creates its workers: before every iteration or, with persistent workers, only before
+    the first, which was before the restart. Numbers that its sampler draws are still drawn. `loader` is a `DataLoader`
+    or Accelerate's wrapper of one; others are left alone.
     """
-    base = getattr(loader, "base_dataloader", loader)  # of the wrapper that Accelerate puts around it
+    base = getattr(loader, "base_dataloader", loader)  # inside Accelerate's wrapper, if there is one
     if not _keeps_workers(base):
         return
 
     def make_iterator() -> Any:
-        del base._get_iterator  # the class's own again
+        del base._get_iterator  # from here on, the class's own method again
         own = base.generator
-        base.generator = torch.Generator()  # the seed comes from here, and the sampler has its generator already
+        base.generator = torch.Generator()  # only the seed comes from here; the sampler already has its generator
         base.generator.set_state((torch.default_generator if own is None else own).get_state())
         try:
             return base._get_iterator()
@@ -163,7 +158,7 @@ def make_workers_without_a_draw(loader: Any) -> None:
 
 
 def has_workers(loader: Any) -> bool:
-    """Return whether a loader has made workers that persist, here or before a restart."""
+    """Return whether a loader has created persistent workers, here or before a restart."""
     base = getattr(loader, "base_dataloader", loader)
     return _keeps_workers(base) and (base._iterator is not None or "_get_iterator" in vars(base))
 
@@ -175,13 +170,12 @@ def _keeps_workers(loader: Any) -> bool:
 def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:
     """Return what the order of the data depends on.
 
-    Args:
-        loader: a `DataLoader`, or what a library made of it; or any iterable, which must begin with the same batches
-            whenever it is iterated over.
-        redrawn: random numbers are put back to where the epoch began, so an order may be drawn from them.
+    `loader` is a `DataLoader`, a library's wrapper of one, or any iterable, which must begin with the same batches
+    whenever it is iterated over. With `redrawn`, random numbers are restored to where the epoch began, so the order may
+    be drawn from them.
 
     Raises:
-        SettingsError: the order is drawn again in every process, so that it cannot be gone on with.
+        SettingsError: The order is drawn again in every process, so the epoch cannot be resumed.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return {"sampler": type(getattr(loader, "dataset", loader)).__name__}
@@ -205,7 +199,7 @@ def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:
 
 
 def _is_function_of_epoch(sampler: Any) -> bool:
-    """Return whether the order follows from the epoch alone, and not from what is drawn elsewhere."""
+    """Return whether the order depends on the epoch alone, and not on random numbers drawn elsewhere."""
     inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # Lightning's DistributedSamplerWrapper
     if inner is not None:
         return _is_function_of_epoch(inner)
@@ -214,12 +208,12 @@ def _is_function_of_epoch(sampler: Any) -> bool:
 
 
 def _is_drawn(sampler: Any) -> bool:
-    """Return whether the order is drawn, once an epoch, from torch's generator or the sampler's own."""
+    """Return whether the order is drawn once per epoch, from torch's generator or the sampler's own."""
     return isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
 
 
 class _Skipping:
-    """Passes an epoch's indices on without the first, which are drawn and left out; later epochs entirely."""
+    """Passes on an epoch's indices except the first `count`, which are drawn but skipped; later epochs completely."""
 
     def __init__(self, inner: Any, count: int) -> None:
         self._inner = inner
@@ -230,7 +224,7 @@ class _Skipping:
         return len(self._inner)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)  # such as `set_epoch`, and samplers within
+        return getattr(self._inner, name)  # such as `set_epoch` and nested samplers
 
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers asks for two iterators, and reads the second.
@@ -242,7 +236,7 @@ class _Skipping:
         yield from iterator
 
     def skip(self) -> None:
-        """Leave out what is to be left out, if that was not done yet."""
+        """Skip the indices, unless that was done already."""
         assert self._iterator is not None
         while self._count:
             self._count -= 1
@@ -251,14 +245,14 @@ class _Skipping:
 
 @contextmanager
 def skipping(loader: DataLoader[Any], count: int) -> Iterator[None]:
-    """Let the iterator that is made in the block begin behind the first batches, which are not loaded.
+    """Make the iterator that is created in the block begin after the first `count` batches, which are not loaded.
 
-    At the end of the block the loader has drawn what it would have drawn by then, in the same order.
+    At the end of the block, the loader has drawn the same random numbers as if it had loaded them, in the same order.
     """
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     inner = getattr(loader, name)
     wrapper = _Skipping(inner, count)
-    vars(loader)[name] = wrapper  # a DataLoader refuses to be changed, for good reasons that end with this block
+    vars(loader)[name] = wrapper  # bypasses DataLoader's check against changes; they end with this block
     try:
         yield
         if count:

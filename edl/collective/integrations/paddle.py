@@ -1,4 +1,4 @@
-"""Elastic training of PaddlePaddle scripts: the same slots, checkpoints and agents as for PyTorch.
+"""Elastic training of PaddlePaddle scripts, with the same slots, checkpoints and agents as for PyTorch.
 
 ::
 
@@ -9,10 +9,10 @@
     checkpointer = Checkpointer(state)
     step = checkpointer.restore()
 
-Trainers are restarted when a trainer comes or goes. State is the same on all trainers, as in data parallel training.
+Trainers are restarted when one joins or leaves. The state is the same on all trainers, as in data parallel training.
 
-A Paddle tensor in host memory and a torch tensor can be the same memory (DLPack), in all types, bfloat16 included. So
-nothing is copied on the way out; on the way back Paddle copies into the tensors that it has.
+A Paddle tensor in host memory and a torch tensor can share their memory (DLPack), for all dtypes including bfloat16. So
+saving copies nothing on the way to torch. When restoring, Paddle copies into its existing tensors.
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ __all__ = ["Checkpointer", "PaddleRng", "PaddleState", "init_parallel_env", "unw
 
 
 def wrapped(value: Any) -> Any:
-    """Wrap an object of Paddle's so that its `state_dict` has torch's tensors.
-
-    Args:
-        value: of any kind; others than Paddle's are returned as they are.
-    """
+    """Wrap an object of Paddle's so that its `state_dict` has torch tensors; return other objects unchanged."""
     if isinstance(value, paddle.nn.Layer):
         return _Layer(value)
     if isinstance(value, paddle.optimizer.Optimizer):
@@ -55,11 +51,7 @@ def wrapped(value: Any) -> Any:
 
 
 def unwrapped(value: Any) -> Any:
-    """Return the object that `wrapped` wrapped.
-
-    Args:
-        value: wrapped or not.
-    """
+    """Return the object inside a wrapper of `wrapped`; return other objects unchanged."""
     return value.inner if isinstance(value, _Wrapped) else value
 
 
@@ -69,7 +61,7 @@ class _Wrapped:
 
 
 class _Layer(_Wrapped):
-    """Parameters and buffers by their names in the layer; `DataParallel` around it makes no difference."""
+    """Parameters and buffers by their names in the layer, with or without `DataParallel` around it."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: _as_torch(tensor, name) for name, tensor in self.inner.state_dict().items()}
@@ -100,10 +92,10 @@ class _Scheduler(_Wrapped):
 
 
 class _Optimizer(_Wrapped):
-    """Accumulators and master weights by Paddle's names for them, and the schedule.
+    """Accumulators and master weights by Paddle's names for them, and the learning rate schedule.
 
-    Paddle derives the names from the parameters' names, which it numbers in the order in which layers are made: the
-    script must make them in the same order every time, as it must for `paddle.load`.
+    Paddle derives these names from the parameters' names, which it numbers in the order in which layers are created. So
+    the script must create them in the same order every time, as it must for `paddle.load`.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +104,7 @@ class _Optimizer(_Wrapped):
         masters = form.pop("master_weights", {})
         return {
             "accumulators": {name: _as_torch(tensor, name) for name, tensor in form.items()},
-            # Accumulators are named after master weights where there are any, so these must keep their names.
+            # Accumulators are named after the master weights, if there are any, so these must keep their names.
             "masters": {name: [tensor.name, _as_torch(tensor, tensor.name)] for name, tensor in masters.items()},
             "schedule": schedule,
         }
@@ -137,18 +129,14 @@ class _Optimizer(_Wrapped):
 
 
 class PaddleRng:
-    """The state of Paddle's random numbers on the host, and on the present device."""
+    """State of Paddle's random number generators on the host and on the current device."""
 
     def state_dict(self) -> dict[str, list[Any]]:
         """Return the states of all generators, by device."""
         return {device: [_taken(state) for state in paddle.get_rng_state(device)] for device in self._devices()}
 
     def load_state_dict(self, form: Mapping[str, list[Any]]) -> None:
-        """Restore the states of generators.
-
-        Args:
-            form: as `state_dict` returned it.
-        """
+        """Restore the states of the generators from what `state_dict` returned."""
         for device in self._devices():
             saved = form.get(device, [])
             made = [_made(now, state) for now, state in zip(paddle.get_rng_state(device), saved, strict=False)]
@@ -160,9 +148,9 @@ class PaddleRng:
 
 
 def _taken(state: Any) -> tuple[int, int, int, bytes]:
-    """Return a generator's state in plain values: what Paddle pickles of it."""
+    """Return a generator's state as plain values, the same that Paddle pickles."""
     device, seed, offset, engine = state.__getstate__()
-    return device, seed, offset, bytes(engine)  # the engine is a text, given as a list of its characters
+    return device, seed, offset, bytes(engine)  # the engine is text, given as a list of its characters
 
 
 def _made(like: Any, taken: tuple[int, int, int, bytes]) -> Any:
@@ -173,7 +161,7 @@ def _made(like: Any, taken: tuple[int, int, int, bytes]) -> Any:
 
 
 def _as_torch(tensor: Any, name: str) -> torch.Tensor:
-    """Return the same memory as torch's tensor; of another device, a copy in host memory."""
+    """Return a torch tensor that shares the tensor's memory or, for another device, a copy in host memory."""
     if tensor.is_dist():
         raise SettingsError(f"{name} is distributed over several trainers: only whole tensors can be saved")
     if not tensor.place.is_cpu_place():
@@ -182,17 +170,17 @@ def _as_torch(tensor: Any, name: str) -> torch.Tensor:
 
 
 def _as_paddle(tensor: Any, name: str) -> Any:
-    """Return a Paddle tensor of this name, in the memory of torch's."""
+    """Return a Paddle tensor of this name that shares the torch tensor's memory."""
     made = paddle.utils.dlpack.from_dlpack(tensor)
     made.name = name
     return made
 
 
 def _put(live: Any, saved: torch.Tensor, name: str) -> None:
-    """Copy the saved bits into a tensor of Paddle's.
+    """Copy saved values into one of Paddle's tensors, bit for bit.
 
     Raises:
-        SettingsError: it has another shape or type.
+        SettingsError: The tensor has another shape or dtype.
     """
     kinds = [str(tensor.dtype).rpartition(".")[2] for tensor in (saved, live)]
     shapes = [tuple(saved.shape), tuple(live.shape)]
@@ -205,20 +193,21 @@ def _put(live: Any, saved: torch.Tensor, name: str) -> None:
 
 
 _RNG: Final = "paddle_rng"
-_TIMEOUT_S: Final = 300.0  # for trainers that import and start at different times
-_POLL_S: Final = 0.02  # between two attempts to connect: a longer pause would add to every restart
+_TIMEOUT_S: Final = 300.0  # enough for trainers whose imports and starts take different times
+_POLL_S: Final = 0.02  # between two attempts to connect: a longer pause would delay every restart
 
 
 def init_parallel_env(timeout_s: float = _TIMEOUT_S) -> None:
-    """Call `paddle.distributed.init_parallel_env`, sooner, and get ready for `Checkpointer`. Collective.
+    """Call `paddle.distributed.init_parallel_env` without its delay, and prepare for `Checkpointer`. Collective.
 
-    Paddle's own tries every 3 s to reach the first trainer, and so often makes a restart take that long.
+    Paddle's own function tries to reach the first trainer only every 3 s, so a restart often takes that long. This one
+    calls it as soon as the first trainer listens.
 
     Args:
-        timeout_s: how long to wait for the first trainer, in seconds.
+        timeout_s: Seconds to wait for the first trainer.
 
     Raises:
-        TemporaryError: the first trainer did not come in time.
+        TemporaryError: The first trainer did not come up in time.
     """
     master, rank = read("PADDLE_MASTER", str), read("PADDLE_TRAINER_ID", int)
     if master is not None and rank is not None and rank > 0 and not paddle.distributed.is_initialized():
@@ -229,18 +218,18 @@ def init_parallel_env(timeout_s: float = _TIMEOUT_S) -> None:
 
 
 class PaddleState(State):
-    """A `State` whose fields may also be Paddle's: layers, optimizers, learning rate schedulers and tensors."""
+    """A `State` whose fields may also be Paddle's layers, optimizers, learning rate schedulers and tensors."""
 
     def __init__(self, *, rng: bool = True, local: Iterable[str] = (), **fields: Any) -> None:
-        """Make a state.
+        """Create a state.
 
         Args:
-            rng: also save the states of random number generators, Paddle's among them, of every trainer.
-            local: names of fields that differ between trainers.
-            **fields: what survives, by name.
+            rng: Whether to also save the states of random number generators, including Paddle's, of every trainer.
+            local: Names of fields that differ between trainers.
+            **fields: The fields to save and restore, by name.
 
         Raises:
-            SettingsError: a field has a name that means something else here.
+            SettingsError: A field has a reserved name.
         """
         super().__init__(rng=rng, local=(*local, _RNG), **fields)
         if rng:
@@ -253,43 +242,40 @@ class PaddleState(State):
         return unwrapped(super().__getattr__(name))
 
     def capture(self) -> CapturedState:
-        """See `State.capture`.
-
-        Returns:
-            The state as it is now.
+        """Return the current state, see `State.capture`.
 
         Raises:
-            SettingsError: trainers have not called `init_parallel_env`.
+            SettingsError: The trainers have not called `init_parallel_env`, or a field cannot be saved.
         """
         _check_joined()
         return super().capture()
 
     def begin_load(self, meta: StateMetadata, *, local: bool = True) -> StateRestore:
-        """See `State.begin_load`.
+        """Begin to restore a saved state, see `State.begin_load`.
 
         Args:
-            meta: of the saved state.
-            local: also restore `local` fields and random numbers.
+            meta: Metadata of the saved state.
+            local: Whether to also restore `local` fields and random numbers.
 
         Returns:
-            The restore under way.
+            The restore. Fill its tensors, then call its `finish`.
 
         Raises:
-            SettingsError: trainers have not called `init_parallel_env`.
+            SettingsError: The trainers have not called `init_parallel_env`.
         """
         _check_joined()
         return super().begin_load(meta, local=local)
 
 
 class Checkpointer(checkpoint.Checkpointer):
-    """A `edl.collective.Checkpointer` for Paddle's trainers, with the same arguments. Making it is collective.
+    """Save and restore the state of Paddle's trainers. All trainers must create it together.
 
     Args:
-        state: what survives.
-        **options: as of `edl.collective.Checkpointer`.
+        state: The state to save and restore.
+        **options: Options of `edl.collective.Checkpointer`.
 
     Raises:
-        SettingsError: trainers have not called `init_parallel_env`.
+        SettingsError: The trainers have not called `init_parallel_env`.
     """
 
     def __init__(self, state: State, **options: Any) -> None:
@@ -309,9 +295,9 @@ def _check_joined() -> None:
 
 
 def _join(timeout_s: float) -> None:
-    """Form the group of torch's in which trainers agree on checkpoints, and exchange them.
+    """Form the torch process group in which trainers agree on checkpoints and exchange them.
 
-    It is on the host, beside Paddle's own, through which the first trainer tells where to meet.
+    It runs on the CPU, next to Paddle's own group, through which the first trainer announces its port.
     """
     if _trainers() == 1 or torch.distributed.is_initialized():
         return

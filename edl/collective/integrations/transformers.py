@@ -1,7 +1,7 @@
-"""Hugging Face's `Trainer` under `edl run`: a callback that keeps all of its state in memory and goes on exactly there.
+"""Hugging Face's `Trainer` under `edl run`: a callback that keeps its whole state in memory and resumes exactly there.
 
-The Trainer reads its position only before model and optimizer are prepared, from files. So its two methods that know of
-positions are wrapped: the first says where the run begins, the other trains an epoch from there.
+The Trainer reads its position only from files, and before model and optimizer are prepared. So the callback wraps the
+two methods that deal with positions: the first determines where the run begins, the other trains an epoch from there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from edl.errors import SettingsError
 __all__ = ["ElasticCallback"]
 
 _NO_FOLDER: Final = "/dev/null/no-folder"
-"""Has the Trainer skip the batches that were trained, and finds no files there to load."""
+"""Passed as a checkpoint, it makes the Trainer skip the batches that were trained, but has no files to load."""
 _POSITION: Final = frozenset({"epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint", "epoch"})
 _RESTORED: Final = (
     "epoch",
@@ -44,7 +44,7 @@ _RESTORED: Final = (
 
 
 class ElasticCallback(transformers.TrainerCallback):
-    """Saves a `Trainer`'s state between steps, and restores it when training begins.
+    """Save a `Trainer`'s state between steps, and restore it when training begins.
 
     ::
 
@@ -52,20 +52,20 @@ class ElasticCallback(transformers.TrainerCallback):
         trainer.add_callback(ElasticCallback(trainer))
         trainer.train()
 
-    It serves a single call of `train`. Parameters, the optimizer, the schedule, random numbers, the place in the data,
-    losses not logged yet, what the `Trainer` remembers of logs and metrics, and callbacks that are an `ExportableState`
-    (early stopping) come back. A world of another size goes on if its steps train as many samples.
+    A callback serves a single call of `train`. It restores parameters, the optimizer, the schedule, random numbers, the
+    position in the data, losses that are not logged yet, the `Trainer`'s record of logs and metrics, and callbacks that
+    are an `ExportableState` (early stopping). A world of another size can resume if its steps train as many samples.
     """
 
     def __init__(self, trainer: Any, **options: Any) -> None:
-        """Attach to a `Trainer`. Add the callback to it as well.
+        """Attach to a `Trainer`. You still have to add the callback to it.
 
         Args:
-            trainer: the `transformers.Trainer` whose `train` is called after this, once.
-            **options: of the `Checkpointer`.
+            trainer: The `transformers.Trainer`, whose `train` is called once after this.
+            **options: Options of the `Checkpointer`.
 
         Raises:
-            SettingsError: this version of transformers, or an argument of the trainer, does not allow going on exactly.
+            SettingsError: This version of transformers, or an argument of the trainer, does not allow an exact resume.
         """
         known = inspect.signature(getattr(trainer, "_run_epoch", lambda: None)).parameters
         if _POSITION - known.keys():
@@ -76,8 +76,8 @@ class ElasticCallback(transformers.TrainerCallback):
             raise SettingsError("ignore_data_skip=True would train samples again after a restart: leave it out")
         if trainer.is_deepspeed_enabled:
             raise SettingsError("DeepSpeed keeps parameters where a State does not see them: use DDP or FSDP2")
-        # Weakly: a trainer in a cycle lives until the garbage collector finds it, which ends its loaders' workers in an
-        # order in which they are waited for in vain, 5 s each.
+        # A weak reference: a trainer in a cycle lives until the garbage collector finds it, which ends its loaders'
+        # workers in an order that makes each of them time out after 5 s.
         self._trainer = weakref.proxy(trainer)
         self._boundary = BoundaryCheckpointer(options)
         self._used = self._restored = False
@@ -92,7 +92,7 @@ class ElasticCallback(transformers.TrainerCallback):
         trainer.get_eval_dataloader = self._find_eval_dataloader
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the newest state there is."""
+        """Restore the newest state, if there is one."""
         if self._used:
             raise SettingsError(
                 "an ElasticCallback serves one call of train(): make another Trainer and another script"
@@ -114,14 +114,14 @@ class ElasticCallback(transformers.TrainerCallback):
             self._begin = self._progress.epoch, self._progress.updates
             make_workers_without_a_draw(kwargs["train_dataloader"])
             control.should_training_stop = self._progress.finished
-            args.eval_on_start = False  # that of the beginning was made before the first step that was saved
+            args.eval_on_start = False  # it was done before the first step that was saved
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the arguments as they were given, once training has begun."""
+        """Restore the user's arguments, once training has begun."""
         args.eval_on_start = self._evaluates_on_start
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the state after the last step, before the next; and pause there if the agent asks for it."""
+        """Save the state after the last step, and pause if the agent asks for it."""
         self._restored = False
         self._boundary.begin_step(state.global_step - 1)
 
@@ -138,13 +138,13 @@ class ElasticCallback(transformers.TrainerCallback):
         self._boundary.close()
 
     def _find_beginning(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Keep where a checkpoint of the Trainer's own says that it begins; have it offer all epochs."""
+        """Remember the position of the Trainer's own checkpoint, and make the Trainer offer all epochs."""
         epochs, batches = self._init_training_state(*args, **kwargs)
         self._begin = epochs, batches // self._trainer.args.gradient_accumulation_steps
         return 0, 0
 
     def _find_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the Trainer's loader for an evaluation; its workers, if they persist, may be made again here."""
+        """Return the Trainer's loader for an evaluation, whose persistent workers may have to be created again."""
         loader = self._get_eval_dataloader(eval_dataset)
         name = eval_dataset if isinstance(eval_dataset, str) else "eval"
         if name in self._progress.used_loaders:
@@ -170,19 +170,19 @@ def _method_of(trainer: Any, name: str) -> Callable[..., Any]:
     """Return a method as it is now, without keeping the trainer alive."""
     method: Callable[..., Any] = getattr(trainer, name)
     if getattr(method, "__self__", None) is not trainer:
-        return method  # another callback's
+        return method  # wrapped by another callback
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         found = reference()
-        assert found is not None  # the trainer calls this
+        assert found is not None  # the trainer is alive, since it makes this call
         return found(*args, **kwargs)
 
     return call
 
 
 class _Progress:
-    """How far a `Trainer` has come, the same on all ranks: a field of the `State`."""
+    """Position of a `Trainer`, the same on all ranks: a field of the `State`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -190,7 +190,7 @@ class _Progress:
         self.finished = False
         self.order: dict[str, Any] = {}
         self.used_loaders: set[str] = set()
-        """Loaders for evaluations whose persistent workers were made before a restart, and not since."""
+        """Evaluation loaders whose persistent workers were created before a restart, and not since."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, what the order and size of batches depend on, and what the Trainer remembers."""
@@ -203,7 +203,7 @@ class _Progress:
         trainer_state = dataclasses.asdict(trainer.state)
         history = trainer_state["log_history"]
         if self.finished and history and "train_runtime" in history[-1]:
-            del history[-1]  # the summary, which a restart after the end of training logs again
+            del history[-1]  # the summary, which is logged again if the job restarts after the end of training
         return {
             "epoch": self.epoch,
             "updates": self.updates,
@@ -217,10 +217,11 @@ class _Progress:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from there.
+        """Resume from a saved position.
 
         Raises:
-            SettingsError: a step trains another number of samples now, or the order of the data is another.
+            SettingsError: A step now trains another number of samples, the order of the data has changed, or the job
+                has ended and the script now asks for more epochs or steps.
         """
         trainer = self._trainer
         check_samples(
@@ -244,7 +245,7 @@ class _Progress:
         self.used_loaders = set(saved.get("loaders", ()))
         for name, value in saved["trainer_state"].items():
             setattr(trainer.state, name, value)
-        # What is logged counts from here, unless this rank's losses come back as well.
+        # Logging starts from this step, unless this rank's losses are restored as well.
         trainer._initial_global_step = trainer._globalstep_last_logged = trainer.state.global_step
         for callback in trainer.callback_handler.callbacks:
             attributes = saved["callbacks"].get(type(callback).__name__)
@@ -253,7 +254,7 @@ class _Progress:
 
     @property
     def _asked(self) -> tuple[float, int]:
-        """Epochs and steps that the script wants; steps count where they are not -1."""
+        """Epochs and steps that the script asks for; the steps decide unless they are -1."""
         return self._trainer.args.num_train_epochs, self._trainer.args.max_steps
 
     @property
@@ -263,17 +264,17 @@ class _Progress:
 
 
 class _Losses:
-    """What a rank has not logged yet: a local field of the `State`."""
+    """Losses that a rank has not logged yet: a local field of the `State`."""
 
     def __init__(self, trainer: Any, progress: _Progress) -> None:
         self._trainer = trainer
         self._progress = progress
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sum of losses, from which step on, and operations that were not counted yet."""
+        """Return the sum of losses, the step from which it counts, and operations that were not counted yet."""
         trainer = self._trainer
         return {
-            # At the end the Trainer has added it to its total, and does so again after a restart.
+            # At the end, the Trainer has added the loss to its total, and after a restart adds it again.
             "loss": torch.zeros_like(trainer._tr_loss) if self._progress.finished else trainer._tr_loss,
             "logged": (
                 float(trainer._total_loss_scalar),
@@ -284,7 +285,7 @@ class _Losses:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore losses and counts."""
         trainer = self._trainer
         trainer._tr_loss.copy_(saved["loss"])
         total_loss, last_logged, initial_step = saved["logged"]

@@ -195,8 +195,8 @@ def weight_micro_batches(
 ) -> None:
     """Weight a step's micro-batches by the weights of their rows instead of the number of rows. Collective.
 
-    `weights` has shape (given,), one for each of the `given` rows of this rank's batch. Rows given in place of
-    an empty share are ignored.
+    `weights` has shape (given,), one for each of the `given` rows of this rank's batch. Rows given in place of an empty
+    share are ignored.
 
     Raises:
         SettingsError: A rank's weights are not one finite, non-negative number per row, or all ranks' are 0; raised on

@@ -138,7 +138,7 @@ class OptionScaling:
 
     @contextmanager
     def apply(self, factor: float, scale: float) -> Iterator[None]:
-        """Scale the options within the block: the rate by `factor`, decays and epsilon for `scale` times the batch."""
+        """Scale options within the block: the rate by `factor`, decays and epsilon for `scale` times the base batch."""
         groups = self._optimizer.param_groups
         changed = [self._scaled(group, factor, scale) for group in groups]
         before = [{name: group[name] for name in new} for group, new in zip(groups, changed, strict=True)]
@@ -431,7 +431,7 @@ class ElasticTrainer:
         """Drop the current step after an error. Every rank must do this, in the same step.
 
         With DDP, either all ranks or none may have begun their last micro-batch. With FSDP, all must have got equally
-        far. Both send in these passes, and a rank that did so alone stays out of step.
+        far. These passes communicate, and a rank that ran one alone stays out of step.
 
         The loader has already moved on, so all ranks leave the step's samples out of this epoch, and a warning says so.
         The next batch follows; `samples` and schedules do not count what was not trained. With `retry` the samples are

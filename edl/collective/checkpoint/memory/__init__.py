@@ -1,1 +1,1 @@
-"""Where states are kept in shared memory that outlives the worker: slots, their writer and reader, and restoring."""
+"""States in shared memory that outlives the worker: slots, their writer and reader, and restoring from them."""

@@ -1,12 +1,14 @@
-"""Copying many tensors at once, as fast as memory allows, also on a machine whose cores are busy.
+"""Copying many tensors at once, as fast as memory allows, even on a machine whose cores are busy.
 
-torch splits a copy evenly among its threads and waits for the slowest: where another process has a core, that took
-four times as long as a single thread. Here threads take pieces as they get to them, and the caller's thread helps.
+Torch splits a copy evenly among its threads and waits for the slowest. If another process occupied a core, that took
+four times as long as a single thread. Here, threads take small pieces one after another, and the calling thread helps.
 
-Tensors on a GPU come through two pinned buffers, on a stream of their own: a GPU writes into pinned memory at the speed
-of its bus, and while it fills a buffer the CPU empties the other. The copies wait for what the caller's stream has
-queued, an optimizer's step for instance, and the caller for the copies: whatever changes the tensors afterwards comes
-too late to be seen. https://docs.pytorch.org/docs/stable/notes/cuda.html
+Tensors on a GPU are copied through two pinned buffers, on a separate stream. A GPU writes into pinned memory at the
+speed of its bus, and while it fills one buffer, the CPU empties the other. The copies wait for work that is queued on
+the caller's stream, such as an optimizer's step, and the caller waits for the copies. So later changes to the tensors
+cannot affect them. https://docs.pytorch.org/docs/stable/notes/cuda.html
+
+`SlotWriter`, at the end, uses this to put a state into slots of shared memory.
 """
 
 from __future__ import annotations
@@ -37,31 +39,30 @@ logger = logging.getLogger(__name__)
 
 
 _BUFFER_NBYTES: Final = 32 << 20
-"""Of each buffer: some milliseconds of a GPU's bus, beside which a copy's start of some microseconds is nothing."""
+"""Bytes of each buffer: some milliseconds of the GPU's bus, compared to which starting a copy costs nothing."""
 
 CopyPiece = tuple[Any, Any]
 """Bytes to copy to, and bytes to copy from, as numpy arrays of uint8."""
 
 
 def finish_queued_work() -> None:
-    """Wait until the GPU has done what is queued, so that its time counts as training, and not as that of a save."""
+    """Wait until the GPU has finished its queued work, so that its time counts as training and not as saving."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
 
 
 @dataclass(frozen=True)
 class _Filled:
-    """A buffer that is full when `event` has happened, and where its parts belong."""
+    """A buffer that is full once `event` has occurred, and the targets of its parts."""
 
     event: torch.cuda.Event
     pieces: Sequence[CopyPiece]
 
 
 class PinnedStaging:
-    """Copies tensors from GPUs. A single caller at a time.
+    """Copies tensors from GPUs. Only one caller may use it at a time.
 
-    Args:
-        nbytes: of either of two buffers, which are there from the first copy on.
+    It has two buffers of `nbytes` bytes each, which are allocated for the first copy.
     """
 
     def __init__(self, nbytes: int = _BUFFER_NBYTES) -> None:
@@ -75,12 +76,10 @@ class PinnedStaging:
         sources: Sequence[torch.Tensor],
         write: Callable[[Sequence[CopyPiece]], object],
     ) -> None:
-        """Copy sources to targets, and return when that is done.
+        """Copy `sources`, which are on GPUs, to `targets` on the CPU, and return when all is copied.
 
-        Args:
-            targets: contiguous, on the CPU.
-            sources: on GPUs, with the targets' shapes and types.
-            write: copies pieces from a buffer to the targets, and returns when it is done.
+        Targets are contiguous, and have the sources' shapes and dtypes. `write` copies pieces from a buffer to the
+        targets, and returns when it is done.
         """
         pairs = list(zip(targets, sources, strict=True))
         for device in dict.fromkeys(source.device for source in sources):
@@ -111,13 +110,13 @@ class PinnedStaging:
 def _batches(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], nbytes: int, stream: torch.cuda.Stream
 ) -> Iterator[list[tuple[Any, torch.Tensor]]]:
-    """Yield parts of the targets and of the sources, as many together as a buffer holds."""
+    """Yield lists of target and source parts, each list as large as a buffer."""
     batch: list[tuple[Any, torch.Tensor]] = []
     room = nbytes
     for target, source in pairs:
         if not source.numel():
             continue
-        # An interrupt may end the wait for the copies: until they are done, their memory must not be used for others.
+        # An interrupt may end the wait for the copies. Until they are done, the source's memory must not be reused.
         source.record_stream(stream)
         whole = source.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         place = target.reshape(-1).view(torch.uint8).numpy()
@@ -135,7 +134,7 @@ def _batches(
 
 
 def _fill_buffer(buffer: torch.Tensor, batch: Sequence[tuple[Any, torch.Tensor]], stream: torch.cuda.Stream) -> _Filled:
-    """Have the GPU fill a buffer, from which nothing is to be read any longer."""
+    """Let the GPU fill a buffer whose contents are no longer needed."""
     memory = buffer.numpy()
     pieces = []
     begin = 0
@@ -155,7 +154,7 @@ def _empty_buffer(filled: _Filled, write: Callable[[Sequence[CopyPiece]], object
 
 
 def _pinned_buffer(nbytes: int) -> torch.Tensor:
-    """Return a buffer that the GPU writes to directly, or an ordinary buffer where the system refuses that."""
+    """Return a buffer that the GPU can write to directly, or an ordinary one if the system refuses that."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as exc:
@@ -164,16 +163,16 @@ def _pinned_buffer(nbytes: int) -> torch.Tensor:
 
 
 _PIECE_NBYTES: Final = 4 << 20
-"""Bytes of a piece: a millisecond, beside which its start is nothing, and which is the longest wait for the slowest."""
+"""Bytes of a piece: about a millisecond, compared to which starting it costs next to nothing. It also bounds how long
+the other threads wait for the slowest."""
 _MOST_THREADS: Final = 4
-"""More than four threads do not copy faster: memory's bandwidth is used up."""
+"""More than four threads do not copy faster, because memory bandwidth is used up."""
 
 
 class TensorCopier:
-    """Copies tensors to tensors of the same shapes and types. A single caller at a time.
+    """Copies tensors to tensors of the same shapes and dtypes. Only one caller may use it at a time.
 
-    Args:
-        threads: that copy, the caller's among them; by default this rank's share of the cores, at most 4.
+    `threads` includes the caller's; the default is this rank's share of the cores, at most 4.
     """
 
     def __init__(self, threads: int | None = None) -> None:
@@ -186,11 +185,9 @@ class TensorCopier:
 
     @torch.no_grad()
     def copy_tensors(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy sources to targets.
+        """Copy `sources` to `targets`, which have the same shapes and dtypes.
 
-        Args:
-            targets: contiguous, on the CPU, without memory of any source.
-            sources: of the targets' shapes and types.
+        Targets are contiguous, on the CPU, and share no memory with a source.
         """
         self._copy_pieces(self._plan(targets, sources))
 
@@ -201,7 +198,7 @@ class TensorCopier:
             self._pool = None
 
     def _plan(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[CopyPiece]:
-        """Return what is to be copied, in pieces; what numpy cannot copy is copied here and now."""
+        """Return the pieces to copy; tensors that numpy cannot copy are copied right away."""
         pieces: list[CopyPiece] = []
         on_gpu: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
@@ -230,9 +227,9 @@ class TensorCopier:
 
 
 class _Job:
-    """Pieces that any number of threads copy. The thread that finishes the last piece ends `done`.
+    """Pieces that any number of threads copy. The thread that finishes the last piece sets the result of `done`.
 
-    If a piece cannot be copied, the rest is not begun, and `done` has the error.
+    If a piece cannot be copied, no further piece is started, and `done` gets the error.
     """
 
     def __init__(self, pieces: Sequence[CopyPiece]) -> None:
@@ -245,7 +242,7 @@ class _Job:
             self.done.set_result(None)
 
     def work(self) -> None:
-        """Copy pieces until none is left to begin with."""
+        """Copy pieces until none is left to start."""
         while True:
             with self._lock:
                 piece = next(self._waiting, None) if self._error is None else None
@@ -254,7 +251,7 @@ class _Job:
             error: BaseException | None = None
             try:
                 np.copyto(*piece)
-            except BaseException as exc:  # noqa: BLE001 - raised again in the thread that waits
+            except BaseException as exc:  # noqa: BLE001 - raised again in the thread that waits for `done`
                 error = exc
             with self._lock:
                 self._unfinished -= 1
@@ -274,16 +271,16 @@ def _tensor_pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[CopyP
 
 
 def _cut_pieces(to: Any, of: Any) -> Iterator[CopyPiece]:
-    """Yield pieces at which several threads can take turns."""
+    """Yield pieces that are small enough for several threads to share the work."""
     for begin in range(0, of.nbytes, _PIECE_NBYTES):
         yield to[begin : begin + _PIECE_NBYTES], of[begin : begin + _PIECE_NBYTES]
 
 
-# --- Putting a state into slots of shared memory ---
+# --- Writing a state into slots of shared memory ---
 
 
 class SlotWriter:
-    """Copies states into slots. A single thread at a time."""
+    """Copies states into slots. Only one thread may use it at a time."""
 
     def __init__(self) -> None:
         self._copier = TensorCopier()
@@ -293,10 +290,10 @@ class SlotWriter:
         """Copy `state` into the older of two slots.
 
         Returns:
-            The ranks that hold the same shards as this one, empty if the state is not sharded.
+            The ranks that hold the same shards as this one; empty if the state is not sharded.
 
         Raises:
-            SettingsError: the state cannot be saved, or there is not enough shared memory.
+            SettingsError: The state cannot be saved, or there is not enough shared memory.
         """
         captured = state.capture()
         nbytes = captured.data_nbytes
@@ -307,14 +304,14 @@ class SlotWriter:
         return captured.holders
 
     def close(self) -> None:
-        """Release everything."""
+        """Release the views of slots, and stop the threads."""
         self._views.clear()
         self._copier.close()
 
     def _slot_views(
         self, number: tuple[Path, int], memory: mmap.mmap, entries: tuple[TensorEntry, ...], nbytes: int
     ) -> list[torch.Tensor]:
-        """Return the tensors of a slot, made once for a layout."""
+        """Return the tensors of a slot, which are created once for each layout."""
         known = self._views.get(number)
         if known is not None and known[0] is memory and known[1] == entries:
             return known[2]

@@ -1,23 +1,24 @@
-"""Which states a node's peer keeps a replica of, and where they lie: what workers and agents share.
+"""Which states are kept so that a node's peer can get a replica, and where the files are: shared by workers and agents.
 
-The shards of a lost host are only somewhere else if its agent sent them there, and only good for anything if all ranks'
-shards of the same step can still be found. So every 10 s or so all ranks agree on a save that is *kept* until the next,
-by a second name of its slot's file: the agent has that long to send it to its peer, and if the peer is lost, what it
-would have to be put together with is still here. The states that agents have to be asked about are therefore the same
-on all nodes, and no agent has to ask.
+After the loss of a host, its shards exist elsewhere only if its agent sent them to a peer. They are useful only if all
+ranks' shards of the same step can still be found. So about every 10 s all ranks agree on a save that is *kept* until
+the next one, by a second name of its slot's file. The agent has that long to send it to its peer, and if the peer is
+lost, the other parts of that state are still here. The kept states are therefore the same on all nodes, and agents
+need not ask one another.
 
 ::
 
     slots-0.0, .1         the last two saves of local rank 0
-    slots-0-kept.0, .1    the last two that were kept for a replica: the same files, or what those were before
-    slots-0.spare         memory of a state that is kept no longer
+    slots-0-kept.0, .1    the last two kept for a replica: the same files, or files that used to be
+    slots-0.spare         memory of a state that is no longer kept
     replicas/NODE-0.0, .1 the last two of another node's local rank 0, as its agent sent them
-    replicas/wanted       the agent's request that the next state be kept
+    replicas/wanted       the agent's request to keep the next state
 
-The request names the state until which all is sent. A worker that has kept a newer state does not agree to another: so
-of the two that are kept the older has a replica, on every node, until the newer has. When all agree to keep a third,
-the first is removed before that is written. Where saves are rarer than transfers, as saves of large states are, the
-third so takes the memory of the first, and none is needed but that of two slots; elsewhere of two more.
+The request names the newest state that was sent completely. A worker that has kept a newer state does not agree to keep
+another. So of the two kept states, the older has a replica on every node, until the newer one does. When all ranks
+agree to keep a third, the first is removed before the third is written. If saves are rarer than transfers, as with
+large states, the third then takes the memory of the first, and only the memory of two slots is needed; otherwise that
+of four.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ NO_VERSION: StateVersion = (-1, -1, -1)
 
 
 def newest_common_state(held: Sequence[Iterable[CompleteSlot]]) -> list[CompleteSlot]:
-    """Return the slots of the newest state of which every worker holds its part, in the order of workers; or none."""
+    """Return the slots of the newest state of which every worker holds its part, in the order of workers; else []."""
     parts = [{slot.header.version: slot for slot in found} for found in held]
     common = set.intersection(*map(set, parts)) if parts else set()
     return [by_version[max(common)] for by_version in parts] if common else []
@@ -54,10 +55,10 @@ def newest_common_state(held: Sequence[Iterable[CompleteSlot]]) -> list[Complete
 
 @dataclass(frozen=True)
 class ReplicaFolder:
-    """The folder of a node for what concerns replicas.
+    """A node's folder of replicas.
 
     Attributes:
-        path: of the folder, in memory.
+        path: Path of the folder, in memory.
     """
 
     path: Path
@@ -75,7 +76,7 @@ class ReplicaFolder:
         return [slot for prefix in self.slot_prefixes() for slot in find_slots(prefix)]
 
     def request_newer_than(self, newer_than: StateVersion | None) -> None:
-        """Have the workers keep a state that is newer than this version; None for no state at all."""
+        """Ask the workers to keep a state that is newer than this version, or none if None."""
         if newer_than is None:
             self._word.unlink(missing_ok=True)
             return
@@ -91,7 +92,7 @@ class ReplicaFolder:
         return None
 
     def drop_older_than(self, version: StateVersion) -> None:
-        """Remove the states of workers of which there is none as new as `version`."""
+        """Remove the states of workers that have none as new as `version`."""
         for prefix in self.slot_prefixes():
             if all(slot.header.version < version for slot in find_slots(prefix)):
                 for path in (prefix.with_name(prefix.name + end) for end in (".0", ".1")):
@@ -103,14 +104,13 @@ class ReplicaFolder:
 
 
 class ReplicaSlots:
-    """What a worker keeps for replicas, and what it finds of other nodes.
+    """States that a worker keeps for replicas, and replicas of other nodes' states.
 
-    Args:
-        slots: the prefix of the worker's usual slots, beside which states are kept.
-        folder: in which the agent requests states.
+    `slots` is the prefix of the worker's usual slots, next to which states are kept. In `folder`, the agent requests
+    states.
 
     Attributes:
-        slots: the second names of this worker's own states that are kept; only to be read, and invalidated.
+        slots: Second names of this worker's own kept states. Only read or invalidate them.
     """
 
     def __init__(self, slots: Path, folder: ReplicaFolder) -> None:
@@ -122,17 +122,17 @@ class ReplicaSlots:
 
     @classmethod
     def from_env(cls, slots: Path) -> ReplicaSlots | None:
-        """Return the slots with the folder that `EDL_REPLICAS` names; None where there is no agent that replicates."""
+        """Return an object for the folder that `EDL_REPLICAS` names; None without an agent that replicates."""
         folder = read("EDL_REPLICAS", Path)
         return None if folder is None else cls(slots, ReplicaFolder(folder))
 
     def is_state_requested(self) -> bool:
-        """Return whether the agent requests another state, having sent all that are here."""
+        """Return whether the agent requests another state, because it has sent all that are kept here."""
         word = self._folder.requested_version() if not self._given_up else None
         return word is not None and all(slot.header.version <= word for slot in self.slots.find_complete())
 
     def free_oldest_slot(self) -> None:
-        """Free the memory of the older of two kept states, since all ranks will keep the next save."""
+        """Free the memory of the older of two kept states, because all ranks will keep the next save."""
         there = [path for path in self._names if path.exists()]
         if len(there) == len(self._names):
             versions = {found.path: found.header.version for found in self.slots.find_complete()}
@@ -143,7 +143,7 @@ class ReplicaSlots:
                 oldest.unlink()
 
     def keep_slot(self, saved: CompleteSlot) -> None:
-        """Keep the state in this slot, whatever is saved there next; none that is kept is newer.
+        """Keep the state in this slot, even when others are saved later. It must be newer than all kept states.
 
         Nothing is kept after `stop_keeping`.
         """
@@ -153,7 +153,7 @@ class ReplicaSlots:
         os.link(saved.path, next(path for path in self._names if not path.exists()))
 
     def stop_keeping(self) -> bool:
-        """Keep nothing any longer, since there is no room for it. Returns whether anything was kept."""
+        """Stop keeping states, because there is no room for them. Returns whether any was kept."""
         self._given_up = True
         held = [path for path in (*self._names, self._spare) if path.exists()]
         for path in held:
@@ -165,7 +165,7 @@ class ReplicaSlots:
         return self._folder.find_replicas()
 
     def drop_newer_than(self, version: StateVersion) -> None:
-        """Invalidate kept states newer than that which the world went on from: what is kept next overwrites them."""
+        """Invalidate kept states newer than the one that the world resumed from, so that the next one replaces them."""
         found = self.slots.find_complete()
         older = [slot for slot in found if slot.header.version <= version]
         if older and len(older) < len(found):

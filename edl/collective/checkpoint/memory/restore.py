@@ -1,15 +1,15 @@
-"""Restoring from what survived in memory: all ranks say what their slots hold, and what a rank lacks it is given.
+"""Restoring from memory: all ranks announce what their slots hold, and ranks that lack the chosen state are sent it.
 
-A rank that lacks a state gets a copy of another rank's whole slot into its own, so that restoring is local for all, and
-the state is in another place. Only a sharded state in a world of another size is put together on the way. A part of a
-sharded state that no rank's own slots have comes from a rank that held the same shards (HSDP), or else from a
-replica (`edl.collective.checkpoint.memory.replica_slots`).
+A rank that lacks a state gets a copy of another rank's whole slot into its own. Restoring is then local for all ranks,
+and the state exists in one more place. Only a sharded state in a world of another size is assembled from parts on the
+way. A part of a sharded state that is in no rank's own slots comes from a rank that held the same shards (HSDP), or
+else from a replica (`edl.collective.checkpoint.memory.replica_slots`).
 
-A generation that was formed later counts before a generation that got further: what a world did that others had given
-up on does not come back.
+A later generation wins over one that got further: the work of a world that the others had given up on does not come
+back.
 
-Where tensors are sharded within groups of ranks and the same from group to group (HSDP), several ranks hold the same
-shards. They say so in what they save, so that any of them is enough.
+If tensors are sharded within groups of ranks and replicated between the groups (HSDP), several ranks hold the same
+shards. Their saved metadata says so, and any of these ranks is enough.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ logger = logging.getLogger(__name__)
 
 
 ShardHolders = Mapping[SlotHeader, Collection[int]]
-"""For a part of a sharded state, the ranks that held the same shards."""
+"""The ranks that held the same shards, by the header of a part of a sharded state."""
 
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What a world of `len(sources)` ranks goes on from.
+    """Plan by which a world of `len(sources)` ranks resumes.
 
     Attributes:
-        generation, step, world: which state; `world` is how many ranks saved it.
-        holders: by rank of that world, the present rank whose slot has its part; -1 where the part is not needed, as
-            another rank of that world held the same.
-        sources: by present rank, the rank from whose slot it takes its state: its own if it has it. Empty if the
-            parts must be put together again, because the state is sharded and the world had another size.
-        parts: by present rank, of which rank of that world the slot is that it takes.
-        from_replicas: whether some part is in no rank's own slots, but in a replica, which may be an old one.
+        generation, step, world: The state; `world` is the number of ranks that saved it.
+        holders: For each rank of that world, the present rank whose slot has its part; -1 if the part is not needed,
+            because another rank of that world held the same.
+        sources: For each present rank, the rank from whose slot it takes its state: itself if it has it. Empty if the
+            parts must be reassembled, because the state is sharded and that world had another size.
+        parts: For each present rank, the rank of that world whose part it takes.
+        from_replicas: Whether some part is in no rank's own slots, but only in a replica, which may be old.
     """
 
     generation: int
@@ -69,7 +69,7 @@ class RestorePlan:
     from_replicas: bool = False
 
     def matches_slot(self, header: SlotHeader, part: int) -> bool:
-        """Return whether a slot holds rank `part`'s share of this state."""
+        """Return whether a slot holds the part of rank `part` of this state."""
         return (header.generation, header.step, header.world, header.rank) == (
             self.generation,
             self.step,
@@ -83,17 +83,17 @@ def choose_state(
     replicas: Sequence[Sequence[SlotHeader]] = (),
     same: ShardHolders | None = None,
 ) -> RestorePlan | None:
-    """Choose the newest state of which every part that is needed is in some rank's memory.
+    """Choose the newest state of which every required part is in some rank's memory.
 
     Args:
-        offers: by present rank, what is in its slots.
-        replicas: by present rank, of which lost ranks' slots it finds a replica on its host. They count for sharded
-            states, where no rank has the part in slots of its own.
-        same: which ranks held the same shards as the rank that saved a part. Any of them that is offered will do, and
-            better than a replica, which costs the same and has to be compared with storage.
+        offers: Headers of the slots of each present rank.
+        replicas: Headers of the lost ranks' replicas that each present rank finds on its host. They count for sharded
+            states, for parts that are in no rank's own slots.
+        same: Ranks that held the same shards as the rank that saved a part. Any of them that is offered will do. It is
+            better than a replica, which costs the same and must be compared with storage.
 
     Returns:
-        The plan; None if there is no such state.
+        The plan, or None if there is no such state.
     """
     held = _group_by_state(offers)
     copied = _group_by_state([[header for header in headers if header.sharded] for headers in replicas])
@@ -116,11 +116,11 @@ def choose_state(
 def _newest_entire(
     newest: StateVersion, held: dict[StateVersion, dict[int, list[int]]], size: int
 ) -> tuple[StateVersion, dict[int, list[int]]]:
-    """Return the newest state of which every rank has its own part, if the same world can go on from such a state.
+    """Return the newest state of which every rank has its own part, if the same world can resume from such a state.
 
-    A rank that died before it had saved what others have would get another's: its random numbers would begin again. So
-    the save before, which all have, counts more: no rank can have saved more than once since, or it were gone.
-    Where no state has all parts, as a host was lost, it is the newest.
+    A rank that died before it saved what the others have would get another rank's part, and its random numbers would
+    start over. So the save before, which all ranks have, is preferred. It is still there, because no rank can have
+    saved more than once since. If no state has all parts, because a host was lost, the newest state is returned.
     """
     for state in sorted(held, reverse=True):
         if state[2] == size == newest[2] == len(held[state]):
@@ -129,7 +129,7 @@ def _newest_entire(
 
 
 def _equal_parts(state: StateVersion, parts: Mapping[int, object], same: ShardHolders) -> dict[int, int]:
-    """Return, for parts that no rank offers, a part that is offered and has the same shards; these take turns."""
+    """Return, for parts that no rank offers, an offered part with the same shards; if there are several, in turn."""
     alike: dict[int, list[int]] = {}
     for header, ranks in sorted(same.items()):
         if header.version == state and header.rank in parts:
@@ -140,7 +140,7 @@ def _equal_parts(state: StateVersion, parts: Mapping[int, object], same: ShardHo
 
 
 def _group_by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion, dict[int, list[int]]]:
-    """Return, by state and by the rank that saved a part of it, the present ranks that offer that part."""
+    """Return the present ranks that offer a part, by state and by the rank that saved the part."""
     held: dict[StateVersion, dict[int, list[int]]] = {}
     for rank, headers in enumerate(offers):
         for header in headers:
@@ -151,8 +151,8 @@ def _group_by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion
 def _plan_replicated(state: StateVersion, parts: dict[int, list[int]], size: int) -> RestorePlan:
     """Choose for each rank where its part comes from.
 
-    In this order: its own slot with its own part; a rank that holds its part, if the world has the same size; its own
-    slot with any part; the ranks that hold a part, in turn.
+    In order of preference: its own slot with its own part; a rank that holds its part, if the world has the same size;
+    its own slot with any part; the ranks that hold any part, in turn.
     """
     part_by_rank = {rank: part for part, ranks in parts.items() for rank in ranks}
     givers = sorted(part_by_rank)
@@ -176,7 +176,7 @@ def _plan_replicated(state: StateVersion, parts: dict[int, list[int]], size: int
 def _plan_sharded(
     state: StateVersion, parts: dict[int, list[int]], equal_parts: Mapping[int, int], size: int
 ) -> RestorePlan:
-    """Plan that a rank takes its own part or a part with the same shards; another world puts the parts together."""
+    """Plan that each rank takes its own part or one with the same shards; another world size needs reassembly."""
     world = state[2]
     holders = tuple(parts[part][0] if part in parts else -1 for part in range(world))
     if world != size:
@@ -186,7 +186,7 @@ def _plan_sharded(
     return RestorePlan(*state, holders, sources, taken)
 
 
-# --- Restoring from what survived in memory ---
+# --- Restoring ---
 
 
 T = TypeVar("T")
@@ -194,11 +194,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RestoredState:
-    """The state that was restored.
+    """A state that was restored.
 
     Attributes:
-        step: the last finished step.
-        world: how many ranks saved it.
+        step: Last finished step.
+        world: Number of ranks that saved it.
     """
 
     step: int
@@ -207,7 +207,7 @@ class RestoredState:
 
 @dataclass(frozen=True)
 class _LocalSlots:
-    """What this rank finds in its host's memory: in its own slots, kept states included, and replicas."""
+    """Slots in this host's memory: this rank's own, including kept states, and replicas."""
 
     own: list[CompleteSlot]
     replicas: list[CompleteSlot]
@@ -228,18 +228,12 @@ def restore_from_memory(
 ) -> RestoredState | None:
     """Restore the newest state that is complete in the memory of the group's ranks together. Collective.
 
-    Args:
-        state: what is restored.
-        slots: this rank's own.
-        group: the process group.
-        replica_slots: what is kept for replicas, and the replicas of lost nodes' states.
-        stored: returns the generation and step on storage. Called on all ranks, if a part of the state in memory comes
-            from a replica alone, or if the state is older than every agent here: nodes that are gone may have stored a
-            newer one.
-        since: the generation in which this rank's agent began to take part.
+    `stored` returns the generation and step of the newest state on storage. All ranks call it if a part of the state in
+    memory comes only from a replica, or if the state is older than every agent here, because nodes that are gone may
+    have stored a newer one. `since` is the generation in which this rank's agent joined.
 
     Returns:
-        What was restored, or None if there is nothing in memory, or something newer on storage.
+        The restored state, or None if there is none in memory, or a newer one on storage.
     """
     held = _read_local_slots(slots, replica_slots)
     own, replicas, same, first = _gather_offers(held, since, group)
@@ -285,8 +279,8 @@ def _gather_offers(
     """Gather what the ranks hold.
 
     Returns:
-        By rank, the headers in its own slots, and the headers of the replicas that it finds; the ranks that held the
-        same shards as a slot; and the first generation in which an agent that is here took part.
+        The headers in each rank's own slots; the headers of the replicas that each rank finds; the ranks that held the
+        same shards as a slot; and the earliest generation in which an agent of this world joined.
     """
     mine: list[Any] = [
         *([_header_row(found.header) for found in kind] for kind in (held.own, held.replicas)),
@@ -306,7 +300,7 @@ def _gather_offers(
 
 
 def _shard_holders(found: CompleteSlot, group: transfer.Group) -> list[int]:
-    """Return the ranks that held the same shards as a slot; not known in other groups, which count ranks otherwise."""
+    """Return the ranks that held the same shards as a slot; [] in a group other than the default, which renumbers."""
     meta = found.read_metadata() if found.header.sharded and group is None else None
     return [] if meta is None else list(parse_meta(meta).holders)
 
@@ -316,7 +310,7 @@ def _header_row(header: SlotHeader) -> list[int | bool]:
 
 
 def _adopt_slot(plan: RestorePlan, part: int, slots: SlotPair, replica_slots: ReplicaSlots | None) -> CompleteSlot:
-    """Return this rank's own slot that has its part; a replica on this host is copied into a slot."""
+    """Return this rank's own slot with its part, after copying it from a replica on this host if necessary."""
     for pair in _slot_pairs(slots, replica_slots):
         for found in pair.find_complete():
             if plan.matches_slot(found.header, part):
@@ -347,12 +341,12 @@ def _load_slot(state: State, found: CompleteSlot, local: bool) -> None:
 
 
 def _exchange_slots(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group: transfer.Group) -> None:
-    """Copy slots to the ranks that lack them, one after another in an order that all ranks know."""
+    """Copy slots to the ranks that lack them, one after another, in an order that all ranks know."""
     rank = rank_of(group)
     wanted = [(dst, src) for dst, src in enumerate(plan.sources) if dst != src]
     taking = plan.sources[rank] != rank
     giving = {dst: _require_slot(held, plan, plan.parts[dst]) for dst, src in wanted if src == rank}
-    # A rank that both gives and takes may overwrite what it has still to give, and an agent a replica.
+    # A rank that both gives and takes could overwrite what it still has to give, and an agent could replace a replica.
     moving = giving.values() if taking else [found for found in giving.values() if found in held.replicas]
     kept = {found: _require_unchanged(found.copy_contents(), found) for found in moving}
     for dst, src in wanted:
@@ -367,7 +361,7 @@ def _exchange_slots(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group
 
 
 def _map_data(found: CompleteSlot) -> torch.Tensor:
-    """Return a slot's data as uint8 [nbytes], where it is."""
+    """Return a slot's data as a uint8 tensor of shape (nbytes,), mapped from its file."""
     if not found.data_nbytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(found.map_file(), dtype=torch.uint8, offset=HEADER_NBYTES, count=found.data_nbytes)
@@ -378,10 +372,10 @@ def _byte_tensor(data: bytearray | memoryview) -> torch.Tensor:
 
 
 def _require_unchanged(read: T | None, found: CompleteSlot) -> T:
-    """Return what was read of a slot, which no other process should write.
+    """Return data that was read from a slot, to which no other process should write.
 
     Raises:
-        ProtocolError: another process wrote it.
+        ProtocolError: Another process wrote to the slot.
     """
     if read is None:
         raise ProtocolError(f"{found.path} was overwritten while it was read: is another process using it?")
@@ -389,7 +383,7 @@ def _require_unchanged(read: T | None, found: CompleteSlot) -> T:
 
 
 def _assemble_state(state: State, plan: RestorePlan, held: _LocalSlots, group: transfer.Group) -> None:
-    """Broadcast every part of a sharded state; a rank takes what it now holds."""
+    """Broadcast every part of a sharded state; each rank takes the regions that it holds now."""
     loading, seen = None, set()
     offered = [(part, holder) for part, holder in enumerate(plan.holders) if holder >= 0]
     for part, holder in offered:
@@ -398,7 +392,7 @@ def _assemble_state(state: State, plan: RestorePlan, held: _LocalSlots, group: t
         meta = parse_meta(transfer.broadcast_bytes(copy.meta if copy else b"", src, group))
         loading = loading or state.begin_load(meta, local=False)
         for entry in meta.entries:
-            new = (entry.key, entry.starts) not in seen  # some ways to shard keep a part on several ranks
+            new = (entry.key, entry.starts) not in seen  # some layouts keep the same part on several ranks
             if (
                 entry.nbytes
                 and new

@@ -1,6 +1,7 @@
-"""Slots as another process reads them, or a later one: it never makes the worker wait, and sees when it was too slow.
+"""Slots as read by another process, or a later one: the format of a slot, and how to find, copy and pin slots.
 
-A reader copies a slot and then looks whether the sequence number is still the one before.
+A reader never makes the worker wait. It copies a slot, then checks that the sequence number is still the same; if not,
+it was too slow, and the copy is worthless.
 """
 
 from __future__ import annotations
@@ -47,32 +48,32 @@ __all__ = [
 
 
 HEADER_NBYTES: Final = 4096
-"""Where the tensors' bytes begin: at a page of memory, so that they are aligned for any type."""
-SEQUENCE_AT: Final = 8  # behind the magic bytes
-SEQUENCE_NBYTES: Final = 8  # a processor's word, which is stored at once
+"""Offset of the tensors' bytes: the start of a memory page, which is aligned for any type."""
+SEQUENCE_AT: Final = 8  # after the magic bytes
+SEQUENCE_NBYTES: Final = 8  # a processor's word, which is written in one operation
 
 _MAGIC: Final = b"EDLSLOT1"
 _FIELDS: Final = struct.Struct("=qqqqqqQQI")
 _FIELDS_AT: Final = SEQUENCE_AT + SEQUENCE_NBYTES
 _CRC_AT: Final = _FIELDS_AT + _FIELDS.size
 _END: Final = _CRC_AT + 4
-_ALIGN: Final = 64  # a cache line, so that metadata shares none with tensors
+_ALIGN: Final = 64  # a cache line, so that metadata and tensors share none
 
 StateVersion = tuple[int, int, int]
-"""Generation, step and world of a state, which sort from old to new: the same on all ranks that saved it."""
+"""Generation, step and world of a state. They are the same on all ranks that saved it, and sort from old to new."""
 
 
 @dataclass(frozen=True, order=True)
 class SlotHeader:
-    """Which state a slot holds. Headers sort from old to new.
+    """Identifies the state in a slot. Headers sort from old to new.
 
     Attributes:
-        generation: of the world that saved it.
-        step: the last one finished, from 0.
-        world: number of ranks.
-        rank: of the worker that saved it.
-        persist: whether the worker wants it on storage.
-        sharded: whether other ranks' slots hold parts of the same tensors.
+        generation: Generation of the world that saved the state.
+        step: Last finished step, counted from 0.
+        world: Number of ranks.
+        rank: Rank of the worker that saved the state.
+        persist: Whether the worker wants it on storage.
+        sharded: Whether other ranks' slots hold parts of the same tensors.
     """
 
     generation: int
@@ -90,13 +91,13 @@ class SlotHeader:
 
 @dataclass(frozen=True)
 class SlotPage:
-    """What the first page of a complete slot says.
+    """Contents of the first page of a complete slot.
 
     Attributes:
-        header: which state the slot holds.
-        sequence: the sequence number, which grows with every save.
-        data_nbytes: bytes of tensors.
-        meta_nbytes: bytes of metadata.
+        header: The state in the slot.
+        sequence: Sequence number, which grows with every save.
+        data_nbytes: Bytes of tensors.
+        meta_nbytes: Bytes of metadata.
         meta_crc: CRC32 of the metadata.
     """
 
@@ -108,22 +109,22 @@ class SlotPage:
 
     @property
     def meta_offset(self) -> int:
-        """Where the metadata begins in the file."""
+        """Offset of the metadata in the file."""
         return meta_offset(self.data_nbytes)
 
     @property
     def end(self) -> int:
-        """Bytes that the file must have."""
+        """Number of bytes that the file must have."""
         return self.meta_offset + self.meta_nbytes
 
 
 def meta_offset(data_nbytes: int) -> int:
-    """Return where the metadata begins behind so many bytes of tensors."""
+    """Return the offset of the metadata after `data_nbytes` bytes of tensors."""
     return -(-(HEADER_NBYTES + data_nbytes) // _ALIGN) * _ALIGN
 
 
 def decode_page(page: bytes) -> SlotPage | None:
-    """Read the first page of a slot's file. Returns None where the slot is not complete."""
+    """Parse the first page of a slot's file. Returns None if the slot is not complete."""
     if len(page) < _END or page[:SEQUENCE_AT] != _MAGIC:
         return None
     sequence = int.from_bytes(page[SEQUENCE_AT:_FIELDS_AT], "little")
@@ -136,7 +137,7 @@ def decode_page(page: bytes) -> SlotPage | None:
 
 
 def write_page(memory: mmap.mmap, page: SlotPage) -> None:
-    """Make a slot complete whose tensors and metadata are in place: the sequence number is stored last."""
+    """Complete a slot whose tensors and metadata are written; the sequence number is written last."""
     header = page.header
     fields = _FIELDS.pack(
         *(header.generation, header.step, header.world, header.rank, header.persist, header.sharded),
@@ -149,12 +150,12 @@ def write_page(memory: mmap.mmap, page: SlotPage) -> None:
 
 
 def get_sequence(memory: mmap.mmap) -> int:
-    """Return the sequence number: odd while the slot is written, even when it is complete."""
+    """Return the sequence number: odd while the slot is being written, even when it is complete."""
     return int.from_bytes(memory[SEQUENCE_AT:_FIELDS_AT], "little")
 
 
 def set_sequence(memory: mmap.mmap, sequence: int) -> None:
-    """Store the sequence number: odd says that the slot is being written, even that it is complete."""
+    """Write the sequence number: odd while the slot is being written, even when it is complete."""
     memory[SEQUENCE_AT:_FIELDS_AT] = sequence.to_bytes(SEQUENCE_NBYTES, "little")
 
 
@@ -162,7 +163,7 @@ def _crc(sequence: int, fields: bytes) -> bytes:
     return zlib.crc32(fields, zlib.crc32(sequence.to_bytes(SEQUENCE_NBYTES, "little"))).to_bytes(4, "little")
 
 
-# --- Slots as another process reads them, or a later one ---
+# --- Finding and reading slots ---
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class CompleteSlot(SlotPage):
     """A slot that was complete when it was found.
 
     Attributes:
-        path: the slot's file.
+        path: The slot's file.
     """
 
     path: Path
@@ -179,13 +180,13 @@ class CompleteSlot(SlotPage):
         """Map the file so that writing to the mapping does not change the file.
 
         Raises:
-            OSError: it is gone.
+            OSError: The file is gone.
         """
         with self.path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def read_metadata(self) -> bytes | None:
-        """Return the metadata, or None where the slot was overwritten since."""
+        """Return the metadata, or None if the slot was overwritten since."""
         try:
             with self.path.open("rb", buffering=0) as file:
                 meta = os.pread(file.fileno(), self.meta_nbytes, self.meta_offset)
@@ -194,7 +195,7 @@ class CompleteSlot(SlotPage):
         return meta if zlib.crc32(meta) == self.meta_crc and len(meta) == self.meta_nbytes else None
 
     def copy_contents(self) -> SlotCopy | None:
-        """Copy the contents as they were when the slot was found; None where it was overwritten since."""
+        """Copy the contents as they were when the slot was found; None if it was overwritten since."""
         meta = self.read_metadata()
         if meta is None:
             return None
@@ -208,15 +209,15 @@ class CompleteSlot(SlotPage):
         return SlotCopy(self.header, meta, data) if got == self.data_nbytes and read_slot(self.path) == self else None
 
     def pin_file(self, name: Path) -> PinnedSlot | None:
-        """Give the slot's file a second name, and map it: from then on no write to it begins (`begin_write`).
+        """Give the slot's file a second name, and map it. From then on, `begin_write` does not write to it again.
 
-        A write that had begun a moment before is only known by `PinnedSlot.is_unchanged`, after the contents were read.
+        A write that began a moment earlier is detected only by `PinnedSlot.is_unchanged`, after the contents were read.
         The memory is held until that name is removed and the mapping is gone.
 
         Returns:
-            The contents as they were when the slot was found, without a copy; None where it was overwritten since.
+            The contents as they were when the slot was found, without a copy; None if it was overwritten since.
         """
-        name.unlink(missing_ok=True)  # what a killed process left; it may be this very file
+        name.unlink(missing_ok=True)  # left behind by a killed process; it may even be this file
         try:
             os.link(self.path, name)
         except FileNotFoundError:
@@ -232,12 +233,12 @@ class CompleteSlot(SlotPage):
 
 @dataclass(frozen=True)
 class SlotCopy:
-    """A slot's contents in memory that no other process writes to.
+    """A slot's contents in memory to which no other process writes.
 
     Attributes:
-        header: which state it is.
-        meta: the metadata.
-        data: the bytes of the tensors.
+        header: The state.
+        meta: The metadata.
+        data: The bytes of the tensors.
     """
 
     header: SlotHeader
@@ -247,16 +248,16 @@ class SlotCopy:
 
 @dataclass(frozen=True)
 class PinnedSlot(SlotCopy):
-    """A slot's contents where they are, in a file that is not used for another state while it has this second name.
+    """A slot's contents in place, in a file that is not reused for another state as long as it has this second name.
 
     Attributes:
-        slot: the slot, by that name.
+        slot: The slot, under its second name.
     """
 
     slot: CompleteSlot
 
     def is_unchanged(self) -> bool:
-        """Return whether what was read until now is the slot's state: no write had begun before the file was pinned."""
+        """Return whether everything read so far is the slot's state, because no write began before it was pinned."""
         return read_slot(self.slot.path) == self.slot
 
 
@@ -266,7 +267,7 @@ def slot_paths(prefix: Path) -> tuple[Path, Path]:
 
 
 def kept_prefix(prefix: Path) -> Path:
-    """Return the prefix of the second names of what is kept for replicas, beside the usual slots' `prefix`."""
+    """Return the prefix of the second names of slots kept for replicas, given the prefix of the usual slots."""
     return prefix.with_name(prefix.name + "-kept")
 
 
@@ -276,17 +277,17 @@ def marked_path(prefix: Path) -> Path:
 
 
 def marking_path(prefix: Path) -> Path:
-    """Return the name that a mark has for a moment, before it takes the place of the one before."""
+    """Return the temporary name of a mark, before it replaces the previous mark."""
     return prefix.with_name(prefix.name + ".marked.new")
 
 
 def storing_path(prefix: Path) -> Path:
-    """Return the second name of the slot that is just being stored."""
+    """Return the second name of the slot that is currently being stored."""
     return prefix.with_name(prefix.name + ".storing")
 
 
 def spare_path(prefix: Path) -> Path:
-    """Return the name of memory that no state needs any longer, for the next slot that must not be written to."""
+    """Return the name of a file that no state needs any longer, for the next slot that must not be overwritten."""
     return prefix.with_name(prefix.name + ".spare")
 
 
@@ -297,38 +298,38 @@ def slot_files(prefix: Path) -> tuple[Path, ...]:
 
 
 def find_marked_slots(prefix: Path) -> list[CompleteSlot]:
-    """Return the slot that a worker wants on storage, if there is any; it stays as it is until it is stored."""
+    """Return the slot that a worker wants on storage, if there is one; it does not change until it is stored."""
     found = read_slot(marked_path(prefix))
     return [found] if found is not None else []
 
 
 def unmark_slot(prefix: Path, stored: StateVersion) -> None:
-    """Unmark what a worker wants on storage, if it is `stored` or older.
+    """Remove a worker's mark for storage if the marked state is `stored` or older.
 
-    The worker may mark a newer state at any moment. So the mark is taken away under another name before it is read,
-    and put back if it is newer: a mark that is read and then removed by its name may not be the one that was read.
+    The worker may mark a newer state at any moment. So the mark is renamed before it is read, and put back if it is
+    newer: a mark that is read and then removed by name might not be the one that was read.
     """
     marked, taken = marked_path(prefix), storing_path(prefix)
-    taken.unlink(missing_ok=True)  # a rename onto another name of the same file does nothing
+    taken.unlink(missing_ok=True)  # renaming to another name of the same file would do nothing
     try:
         marked.rename(taken)
     except FileNotFoundError:
         return
     found = read_slot(taken)
     if found is not None and found.header.version > stored:
-        with contextlib.suppress(FileExistsError):  # there is a still newer one
+        with contextlib.suppress(FileExistsError):  # the worker has marked a still newer one
             os.link(taken, marked)
     taken.unlink(missing_ok=True)
 
 
 def find_slots(prefix: Path) -> list[CompleteSlot]:
-    """Return the complete slots of a worker, newest first, without torn and missing slots."""
+    """Return the complete slots of a worker, newest first; incomplete and missing slots are left out."""
     found = [slot for slot in map(read_slot, slot_paths(prefix)) if slot is not None]
     return sorted(found, key=lambda slot: (slot.header, slot.sequence), reverse=True)
 
 
 def slot_nbytes(prefix: Path) -> int:
-    """Return the bytes of the larger of a worker's slots, 0 where there is none."""
+    """Return the size in bytes of the larger of a worker's slots, 0 if there is none."""
     return max((path.stat().st_size for path in slot_paths(prefix) if path.exists()), default=0)
 
 
@@ -345,7 +346,7 @@ def read_slot(path: Path) -> CompleteSlot | None:
 
 
 def read_sequence(path: Path) -> int:
-    """Return the sequence number that stands in `path`, whatever it means; 0 where there is none."""
+    """Return the sequence number in `path`, whether or not the slot is complete; 0 if there is none."""
     try:
         with path.open("rb", buffering=0) as file:
             return int.from_bytes(os.pread(file.fileno(), SEQUENCE_NBYTES, SEQUENCE_AT), "little")
@@ -355,7 +356,7 @@ def read_sequence(path: Path) -> int:
 
 def _read_into(file: io.FileIO, data: bytearray) -> int:
     view, got = memoryview(data), 0
-    while got < len(data):  # one read ends at 2 GiB
+    while got < len(data):  # a single read stops at 2 GiB
         more = file.readinto(view[got:])
         if not more:
             break

@@ -1,26 +1,26 @@
 """Two slots of shared memory that hold a worker's last two saved states, and outlive the worker.
 
-A slot is a file in memory: a page of header, then the bytes of the tensors, then the metadata (JSON). Saving fills
-the slot that does not hold the newest complete state::
+A slot is a file in memory: a page of header, then the bytes of the tensors, then the metadata (JSON). A save fills the
+slot that does not hold the newest complete state, in this order::
 
     odd sequence number -> tensors -> metadata -> header and checksums -> even sequence number
 
-so that a worker killed at any instant leaves one slot complete. A slot file with a second hard link is being read, or
-will be, and is not overwritten: the next write goes to the spare file, if there is one, whose pages are there already.
-The worker links slots that are marked for storage, since they could be overwritten before the agent looks, and slots
-that are kept for a replica (`replica_slots`).
+So a worker that is killed at any instant leaves one slot complete. A slot file with a second hard link is being read,
+or will be, and is not overwritten. Instead, the next write goes to the spare file, if there is one, whose memory is
+already allocated. The worker links slots that are marked for storage, because they could be overwritten before the
+agent looks, and slots that are kept for a replica (`replica_slots`).
 
-The stores of a killed process are all in memory, in the order in which it made them; that is why the sequence number
-says whether the tensors are complete, and why their bytes need no checksum here, which at a gigabyte a second would
-cost far more than the copy. The header and the metadata have checksums. Tensors get theirs when they leave memory
+A killed process's stores to memory all take effect, in the order in which it made them. So the sequence number shows
+whether the tensors are complete. Their bytes need no checksum here, which at a gigabyte a second would cost far more
+than the copy. The header and the metadata have checksums. Tensors get theirs when they leave memory
 (`edl.collective.checkpoint.storage.writer`).
 
-Where there is no agent, a process makes slots for itself: they go with it, or, if it is killed, with the next. That
-process knows them by a lock that their owner holds on a file beside them: process ids say nothing across containers
-that share `/dev/shm`.
+Without an agent, a process creates its own private slots. They are removed when it exits or, if it is killed, when the
+next process creates its own. That process recognizes them by a lock file that is no longer locked. Process ids
+would not do, because they mean nothing across containers that share `/dev/shm`.
 
-This module writes slots, and is what others import; `slot_reader` finds and copies them, and has their format.
-None of them knows of torch.
+This module writes slots, and is the one that others import. `slot_reader` finds and copies slots, and defines their
+format. Neither uses torch.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ __all__ = [
     "unmark_slot",
 ]
 
-_POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python has no name for
-_SPARE_NBYTES: Final = 64 << 10  # the metadata's length varies a little from step to step
+_POPULATE_WRITE: Final = 23  # Linux 5.14's MADV_POPULATE_WRITE, which Python does not define
+_SPARE_NBYTES: Final = 64 << 10  # room for metadata, whose length varies a little from step to step
 
 
 def preallocate_slots(prefix: Path, nbytes: int) -> None:
-    """Give both slots of a worker that is still to come their memory, so that no rank has to wait for it then.
+    """Allocate the memory of both slots of a worker that has not started yet, so that no rank waits for it later.
 
-    Where there is not enough, the worker will say so.
+    If there is too little memory, the worker will report it.
     """
     for path in slot_paths(prefix):
         with contextlib.suppress(OSError):
@@ -110,12 +110,11 @@ def preallocate_slots(prefix: Path, nbytes: int) -> None:
 
 
 class SlotPair:
-    """A worker's two slots, for writing. A single thread at a time.
+    """A worker's two slots, for writing. Only one thread may use it at a time.
 
-    Args:
-        prefix: of the files `prefix`.0 and .1, which are made when first needed.
-        private: remove them when this object is closed or the process exits, and hold a lock on `prefix`.lock until
-            then. Processes that are forked meanwhile hold it as well, for as long as they live.
+    The files are `prefix`.0 and `prefix`.1, created when first needed. If `private`, they are removed when this object
+    is closed or the process exits; until then it holds a lock on `prefix`.lock. Processes forked in the meantime hold
+    the lock too, for as long as they live.
     """
 
     def __init__(self, prefix: Path, *, private: bool = False) -> None:
@@ -129,7 +128,7 @@ class SlotPair:
 
     @classmethod
     def from_env(cls) -> SlotPair:
-        """Return the slots named by `EDL_SLOTS`, or private slots where there is no agent."""
+        """Return the slots named by `EDL_SLOTS`, or private slots if there is no agent."""
         prefix = read("EDL_SLOTS", Path)
         return cls(prefix) if prefix is not None else cls(new_private_prefix(), private=True)
 
@@ -140,21 +139,16 @@ class SlotPair:
     def begin_write(self, data_nbytes: int, meta_nbytes: int, *, hurry: bool = False) -> tuple[int, mmap.mmap]:
         """Begin to overwrite the slot that does not hold the newest complete state.
 
-        The first time, and whenever more room is needed, both slots are given their memory, so that no later save
-        pays for the pages.
-
-        Args:
-            data_nbytes: bytes of tensors.
-            meta_nbytes: bytes of metadata.
-            hurry: another rank waits: the slot that is not written now gets its memory in the background.
+        The first time, and whenever more room is needed, both slots get their memory, so that no later save has to
+        allocate pages. With `hurry`, because another rank waits, the other slot gets its memory in the background.
 
         Returns:
-            The slot's number, and the mapping: tensors go at `HEADER_NBYTES`. It is the same mapping as the last time
-            while the sizes fit.
+            The slot's number, and its mapping, in which tensors begin at `HEADER_NBYTES`. The mapping is the same as
+            the last time as long as the sizes fit.
 
         Raises:
-            SettingsError: there is not enough shared memory. The newest complete state is as it was.
-            ClosedError: after `close`.
+            SettingsError: There is not enough shared memory. The newest complete state is unchanged.
+            ClosedError: The slots are closed.
         """
         if self._closed:
             raise ClosedError(f"the slots {self.prefix} are closed")
@@ -167,14 +161,14 @@ class SlotPair:
             self._allocate_in_background(1 - number, room)
         else:
             self._map_slot(1 - number, room)
-        # Above every number that was ever here, complete or not: a reader knows by it that a slot is still the same.
+        # Above all earlier numbers, of complete slots or not: a reader relies on it to see that a slot has not changed.
         highest = max(map(read_sequence, self._paths))
         set_sequence(memory, highest + highest % 2 + 1)
         self._writing = number
         return number, memory
 
     def commit_write(self, header: SlotHeader, data_nbytes: int, meta: bytes) -> None:
-        """Add the metadata, now that the tensors are in place, and make the slot the newest complete one.
+        """Add the metadata after the tensors were written, and make the slot the newest complete one.
 
         Raises:
             ClosedError: `begin_write` was not called.
@@ -196,19 +190,19 @@ class SlotPair:
         return marked_path(self.prefix).exists()
 
     def remove_mark(self) -> None:
-        """Unmark what was marked for storage: the ranks of a world that is over need not have marked the same."""
+        """Remove all marks for storage: when a world ends, its ranks may have marked different states."""
         for path in (marked_path(self.prefix), marking_path(self.prefix)):
             path.unlink(missing_ok=True)
 
     def keep_only_slot(self, kept: CompleteSlot) -> None:
-        """Forget the other slot: the world went on from `kept`, so the next save must not overwrite that one."""
+        """Invalidate a newer state in the other slot: the world resumed from `kept`, so the next save must spare it."""
         other = self._paths[1 - self._paths.index(kept.path)]
         found = read_slot(other)
         if found is not None and found.sequence > kept.sequence:
             _invalidate(found)
 
     def close(self) -> None:
-        """Release the memory; private slots are removed."""
+        """Release the memory, and remove private slots."""
         self._closed = True
         self._maps = [None, None]
         self._by_inode.clear()
@@ -216,14 +210,14 @@ class SlotPair:
             self._remove()
 
     def _mark_slot(self, path: Path) -> None:
-        """Give a slot the name by which the persister finds it; what had that name before is not waited for."""
+        """Link a slot to the name that the persister looks for, in place of an earlier mark that is not stored yet."""
         new = marking_path(self.prefix)
         new.unlink(missing_ok=True)
         os.link(path, new)
         new.replace(marked_path(self.prefix))
 
     def _replace_pinned_file(self, number: int) -> None:
-        """Make a new file for a slot whose file has a second name."""
+        """Use a new file for a slot whose file has a second name."""
         path = self._paths[number]
         try:
             pinned = path.stat().st_nlink > 1
@@ -237,7 +231,7 @@ class SlotPair:
             self._drop_stale_maps()
 
     def _drop_stale_maps(self) -> None:
-        """Drop mappings of files that have no name here any longer: they would hold the memory."""
+        """Drop mappings of files that no longer have a name here, because they would hold the memory."""
         left = set()
         for path in (*slot_files(self.prefix), *slot_paths(kept_prefix(self.prefix))):
             with contextlib.suppress(FileNotFoundError):
@@ -249,7 +243,7 @@ class SlotPair:
         return max((slot for slot in map(read_slot, self._paths) if slot), key=lambda slot: slot.sequence, default=None)
 
     def _map_slot(self, number: int, nbytes: int) -> mmap.mmap:
-        """Return the mapping of a slot with at least `nbytes`, its pages in place."""
+        """Return a mapping of a slot with at least `nbytes` bytes, with its pages allocated."""
         memory = self._maps[number]
         if memory is not None and len(memory) >= nbytes:
             return memory
@@ -263,7 +257,7 @@ class SlotPair:
             return memory
         try:
             wanted = max(_whole_pages(nbytes), os.fstat(file).st_size)
-            os.posix_fallocate(file, 0, wanted)  # a full /dev/shm is an error here, not a SIGBUS later
+            os.posix_fallocate(file, 0, wanted)  # raises if /dev/shm is full, instead of a SIGBUS later
             memory = mmap.mmap(file, wanted)
         except OSError as exc:
             if exc.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
@@ -280,7 +274,7 @@ class SlotPair:
         return memory
 
     def _allocate_in_background(self, number: int, nbytes: int) -> None:
-        """Have the kernel give a slot its pages; if it cannot, `_map_slot` will say so when they are needed."""
+        """Allocate a slot's pages in the background; if that fails, `_map_slot` raises when they are needed."""
 
         def allocate(file: int) -> None:
             with contextlib.suppress(OSError):
@@ -308,44 +302,44 @@ _LOCK: Final = ".lock"
 
 
 def new_private_prefix() -> Path:
-    """Return a prefix for slots of this process, and remove what killed processes left behind."""
+    """Return a prefix for this process's private slots, after removing slots that killed processes left behind."""
     _remove_orphans()
     return _SHM_FOLDER / f"{_PRIVATE}{os.getpid()}-{secrets.token_hex(6)}"
 
 
 def lock_private_slots(owner: object, prefix: Path) -> Callable[[], object]:
-    """Hold a lock on `prefix`.lock until the owner is collected or the process exits, and remove the slots then.
+    """Lock `prefix`.lock until the owner is collected or the process exits; then remove the slots.
 
-    Processes that are forked meanwhile hold the lock as well, for as long as they live.
+    Processes forked in the meantime hold the lock too, for as long as they live.
 
     Returns:
-        Removes the slots and releases the lock when it is called.
+        A function that removes the slots and releases the lock now.
     """
     return weakref.finalize(owner, _remove_slots, slot_files(prefix), *_open_lock(prefix), os.getpid())
 
 
 def _open_lock(prefix: Path) -> tuple[Path, int]:
-    """Return the lock file of private slots, and its descriptor, by which this process holds the lock."""
+    """Return the lock file of private slots, and the open descriptor by which this process holds the lock."""
     path = prefix.with_name(prefix.name + _LOCK)
     while True:
         file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:
             return path, file
-        os.close(file)  # another process removed it between these two lines
+        os.close(file)  # another process removed the file between opening and locking it
 
 
 def _remove_slots(paths: tuple[Path, ...], lock: Path, file: int, owner: int) -> None:
-    if os.getpid() == owner:  # not in a fork
+    if os.getpid() == owner:  # a forked process must not remove them
         for path in (*paths, lock):
             path.unlink(missing_ok=True)
         os.close(file)
 
 
 def _remove_orphans() -> None:
-    """Remove what killed processes of this user left behind, the lock last: slots without a lock may be in use."""
+    """Remove this user's slots of killed processes, the lock file last: slots without a lock file may be in use."""
     for lock in _SHM_FOLDER.glob(f"{_PRIVATE}*{_LOCK}"):
-        with contextlib.suppress(OSError):  # another user's, or held, or just removed
+        with contextlib.suppress(OSError):  # the lock is another user's, is held, or was just removed
             file = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

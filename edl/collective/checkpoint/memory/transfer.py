@@ -1,8 +1,8 @@
-"""State from rank to rank over a process group: bytes and tensors, never pickled objects.
+"""Transfer of state between ranks over a process group, as bytes and tensors, never as pickled objects.
 
-Every function here is collective: the ranks that it names must all call it, in the same order. How long it may wait is
-the process group's timeout; a broken group raises what torch raises. `group` is the process group, None for the default
-group. Ranks are global.
+Every function that communicates is collective: the ranks involved must all call it, in the same order. The process
+group's timeout limits how long it may wait, and a broken group raises torch's own errors. `group` is the process group,
+None for the default group. Ranks are global unless a function says otherwise.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
 
 Group = dist.ProcessGroup | None
 _CHUNK_NBYTES = 32 << 20
-"""Bytes of a message: enough to keep any network busy, and little beside the state where a GPU holds them meanwhile."""
+"""Bytes of a message: enough to keep any network busy, and little compared to the state if a GPU has to hold them."""
 
 
 def broadcast_tensor(tensor: torch.Tensor, src: int, group: Group = None) -> None:
-    """Make a contiguous tensor's bytes everywhere those of rank `src`. Without a process group they are already."""
+    """Overwrite a contiguous tensor's bytes with those of rank `src`. Does nothing without a process group."""
     if not dist.is_initialized():
         return
     flat = tensor.detach().reshape(-1).view(torch.uint8)
@@ -78,7 +78,7 @@ def all_reduce_max(values: Sequence[int], group: Group = None) -> list[int]:
 
 
 def global_rank(rank: int, group: Group = None) -> int:
-    """Return the global rank of a rank of the group, which is what these functions want."""
+    """Return the global rank, as the functions here expect it, of a rank in the group."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
@@ -92,7 +92,7 @@ def send_slot(header: SlotHeader, meta: bytes, data: torch.Tensor, dst: int, gro
 
 
 def receive_slot(slots: SlotPair, src: int, group: Group = None) -> None:
-    """Receive a slot's contents from the global rank `src` into the one that is older here."""
+    """Receive a slot's contents from rank `src` into the older slot here."""
     head, meta = (_receive_bytes(src, group) for _ in range(2))
     generation, step, world, rank, sharded, nbytes = map(int, from_json(head))
     _, memory = slots.begin_write(nbytes, len(meta), hurry=True)
@@ -102,7 +102,7 @@ def receive_slot(slots: SlotPair, src: int, group: Group = None) -> None:
 
 
 def slot_bytes(memory: mmap.mmap, nbytes: int) -> torch.Tensor:
-    """Return the data of a slot as uint8 [nbytes], sharing its memory."""
+    """Return the data of a slot as a uint8 tensor of shape (nbytes,), sharing its memory."""
     return torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_NBYTES, count=nbytes)
 
 

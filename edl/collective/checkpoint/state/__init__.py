@@ -1,1 +1,1 @@
-"""What is saved: the fields of a `State`, and their tensors and plain values in a snapshot."""
+"""The state that is saved: the fields of a `State`, and the tensors and plain values of a snapshot."""

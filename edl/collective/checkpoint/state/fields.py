@@ -1,16 +1,17 @@
-"""How the fields of a `State` are saved and restored: modules, optimizers, objects with a state, plain values.
+"""Saving and restoring the fields of a `State`: modules, optimizers, objects with a state, plain values.
 
-Modules are named without what wraps them (`DistributedDataParallel`, `torch.compile`), and an optimizer's state goes
-by the names of parameters instead of their numbers, so that what one wrapping saved another can load.
+Modules are saved without their wrappers (`DistributedDataParallel`, `torch.compile`), and an optimizer's state by the
+names of parameters instead of their numbers, so that a state saved with one wrapping can be loaded with another.
 
-Of a torchdata `StatefulDataLoader`, its own `state_dict` holds the place, and the rest is what it leaves out (0.11):
+A torchdata `StatefulDataLoader` has its position in its own `state_dict`, which leaves some cases open (0.11). The code
+here closes them:
 
-- A loader that is iterated over draws a seed, from its generator or from torch's. A resumed epoch draws another than an
-  epoch that was not broken off, so random numbers are put back behind it.
-- A loader that was not iterated over starts its worker processes when it is asked for its state.
-- A worker process that came to the end of its stream before others is asked again after a restart. A stream that begins
-  again at its end would give its samples twice.
-- Some samplers and datasets cannot be resumed exactly, and no error says so. They are refused here.
+- Iterating over a loader draws a seed, from its generator or from torch's. A resumed epoch draws a different one than
+  an uninterrupted epoch, so random numbers are restored after that.
+- A loader that was never iterated over starts its worker processes when it is asked for its state.
+- A worker process that reached the end of its stream before others is asked for data again after a restart. A stream
+  that starts over at its end would return its samples twice.
+- Some samplers and datasets cannot be resumed exactly, and torchdata reports no error. They are refused here.
 """
 
 from __future__ import annotations
@@ -51,13 +52,10 @@ __all__ = [
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """Return a module with all that it wraps.
-
-    Returns:
-        The module as it was given, then what every wrapper wraps; the module that the user wrote is the last.
+    """Return a module and what it wraps, from the outside in; the module that the user wrote is the last.
 
     Raises:
-        SettingsError: it is wrapped in FSDP's first version, whose parts only that can name.
+        SettingsError: The module is wrapped in FSDP's first version, which alone can name its parts.
     """
     found = [module]
     while True:
@@ -65,7 +63,7 @@ def layers(module: nn.Module) -> list[nn.Module]:
         if isinstance(outer, nn.parallel.DistributedDataParallel | nn.DataParallel):
             inner = outer.module
         else:
-            inner = getattr(outer, "_orig_mod", None)  # what `torch.compile` was given
+            inner = getattr(outer, "_orig_mod", None)  # the module that `torch.compile` wraps
         if not isinstance(inner, nn.Module):
             break
         found.append(inner)
@@ -75,16 +73,16 @@ def layers(module: nn.Module) -> list[nn.Module]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module that the user wrote.
+    """Return the module that the user wrote, without wrappers.
 
     Raises:
-        SettingsError: it is wrapped in FSDP's first version, whose parts only that can name.
+        SettingsError: The module is wrapped in FSDP's first version, which alone can name its parts.
     """
     return layers(module)[-1]
 
 
 def capture_random_states() -> dict[str, Any]:
-    """Return the states of Python's, numpy's and torch's generators, and of CUDA's current device if CUDA is in use."""
+    """Return the states of Python's, numpy's and torch's generators, and that of the current CUDA device if in use."""
     version, words, gauss = random.getstate()
     states = {
         "python": (version, np.array(words, np.uint32), gauss),
@@ -97,7 +95,7 @@ def capture_random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Put the generators back as `capture_random_states` found them."""
+    """Restore the generators' states that `capture_random_states` returned."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(states["numpy"])
@@ -106,28 +104,28 @@ def restore_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-# --- The place of a torchdata `StatefulDataLoader` ---
+# --- Positions of torchdata's `StatefulDataLoader` ---
 
 
 def is_stateful_loader(value: Any) -> bool:
-    """Return whether this is a `StatefulDataLoader` of torchdata."""
-    # Another thread may be just importing it: then there is no such loader yet.
+    """Return whether the value is a `StatefulDataLoader` of torchdata."""
+    # Another thread may be importing torchdata right now; then no such loader exists yet.
     kind = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
     return kind is not None and isinstance(value, kind)
 
 
 def prepare_loader(loader: Any) -> None:
-    """Have the worker processes of a `StatefulDataLoader` say when their streams have ended, before they are made."""
+    """Make worker processes of a `StatefulDataLoader` remember that their stream ended. Call it before they start."""
     is_stream = isinstance(loader.dataset, IterableDataset)
     if loader.num_workers and is_stream and not isinstance(loader.worker_init_fn, _WorkerInit):
         loader.worker_init_fn = _WorkerInit(loader.worker_init_fn)
 
 
 def loader_position(loader: Any) -> dict[str, Any]:
-    """Return where a `StatefulDataLoader` is, as plain values and tensors; {} if it was not iterated over.
+    """Return the position of a `StatefulDataLoader` as plain values and tensors; {} if it was not iterated over.
 
     Raises:
-        SettingsError: the loader could not go on from there exactly.
+        SettingsError: The loader could not resume from there exactly.
     """
     _check_samplers(loader)
     if loader._iterator is None:
@@ -144,9 +142,9 @@ def loader_position(loader: Any) -> dict[str, Any]:
 
 
 def resume_loader(loader: Any, place: dict[str, Any]) -> None:
-    """Have the next iteration of a `StatefulDataLoader` go on from a place.
+    """Have the next iteration of a `StatefulDataLoader` resume at a position.
 
-    The iterator is made when the loop asks for it, after `set_epoch` of a sampler.
+    The iterator is made only when the loop asks for it, so that a sampler's `set_epoch` is called before.
     """
     vars(loader).pop("_get_iterator", None)
     loader._iterator = None
@@ -156,7 +154,7 @@ def resume_loader(loader: Any, place: dict[str, Any]) -> None:
 
 
 class _Resumption:
-    """Makes the iterator of an epoch that was broken off, in place of the loader's method, once."""
+    """Stands in for the loader's method once, to make the iterator of an interrupted epoch."""
 
     def __init__(self, loader: Any, place: dict[str, Any]) -> None:
         self._loader = loader
@@ -171,7 +169,7 @@ class _Resumption:
         if isinstance(begin_worker, _WorkerInit):
             begin_worker.ended = _ended_workers(self.place["state"])
             iterator = loader._get_iterator()
-            begin_worker.ended = frozenset()  # of the next epoch none has
+            begin_worker.ended = frozenset()  # no worker has reached the end of the next epoch
         else:
             iterator = loader._get_iterator()
         torch.set_rng_state(drawn)
@@ -181,12 +179,12 @@ class _Resumption:
 
 
 class _StreamFetcher(fetch._IterableDatasetFetcher):
-    """Reads a stream until its end, and not again from its beginning; in worker processes it takes torch's place.
+    """Reads a stream to its end and does not start over; replaces torch's fetcher in worker processes.
 
-    torch's own does not remember the end of a stream that makes batches itself, and torchdata resets what it remembers.
+    Torch's own does not remember the end of a stream that makes batches itself, and torchdata resets what it remembers.
 
     Attributes:
-        begins_ended: whether the next fetcher made in this process is at its end already.
+        begins_ended: Whether the next fetcher made in this process is already at its end.
     """
 
     begins_ended = False
@@ -198,7 +196,7 @@ class _StreamFetcher(fetch._IterableDatasetFetcher):
 
     @property
     def ended(self) -> bool:
-        """Whether there is nothing more to read; once it is, it stays so."""
+        """Whether there is nothing more to read. Once True, it stays True."""
         return self._ended
 
     @ended.setter
@@ -206,7 +204,7 @@ class _StreamFetcher(fetch._IterableDatasetFetcher):
         self._ended = self._ended or ended
 
     def fetch(self, possibly_batched_index: Any) -> Any:
-        """Return the next batch."""
+        """Return the next batch, or raise StopIteration and remember the end."""
         try:
             return super().fetch(possibly_batched_index)  # type: ignore[no-untyped-call]
         except StopIteration:
@@ -215,10 +213,10 @@ class _StreamFetcher(fetch._IterableDatasetFetcher):
 
 
 class _WorkerInit:
-    """What a worker process of a loader does first: what the script wants, and to remember the end of its stream.
+    """The first function that a loader's worker process runs: installs `_StreamFetcher`, then calls the script's own.
 
     Attributes:
-        ended: numbers of the workers whose streams have ended in the epoch that is gone on with.
+        ended: Numbers of the workers whose streams have already ended in the resumed epoch.
     """
 
     def __init__(self, function: Callable[[int], object] | None) -> None:
@@ -233,7 +231,7 @@ class _WorkerInit:
 
 
 def _ended_workers(state: dict[str, Any]) -> frozenset[int]:
-    """Return the numbers of the workers that have read their streams to the end, by a loader's state."""
+    """Return the numbers of the workers that have read their streams to the end, according to a loader's state."""
     workers = (state.get("_snapshot") or {}).get("_worker_snapshots", {}).values()
     fetchers = ((worker["worker_id"], worker.get("fetcher_state") or {}) for worker in workers if worker)
     return frozenset(number for number, fetcher in fetchers if fetcher.get("fetcher_ended"))
@@ -257,7 +255,7 @@ def _check_samplers(loader: Any) -> None:
 
 
 def _draws_order(loader: Any) -> bool:
-    """Return whether an epoch's order is drawn at its beginning, from the generator of the loader's seeds."""
+    """Return whether the order of an epoch is drawn at its start, from the generator of the loader's seeds."""
     module = sys.modules["torchdata.stateful_dataloader.sampler"]
     sampler = loader.sampler
     return (
@@ -269,24 +267,24 @@ def _draws_order(loader: Any) -> bool:
 
 
 def _dataset_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what is in the loader's state of the dataset, once, or for every worker process."""
+    """Return the dataset's part of the loader's state, once or for every worker process."""
     if "_snapshot" not in state:
         return [state]
     return [worker for worker in state["_snapshot"]["_worker_snapshots"].values() if worker]
 
 
 def _only_counts(state: dict[str, Any]) -> bool:
-    """Return whether the place in a stream is a count of batches."""
+    """Return whether the position in a stream is only a count of batches."""
     fetcher = state.get("fetcher_state")
     return fetcher is not None and fetcher.get("dataset_iter_state") is None and state.get("dataset_state") is None
 
 
-# --- How the fields of a `State` are saved and restored ---
+# --- Fields ---
 
 
 FieldKind = Literal["module", "optimizer", "object", "value"]
 Names = Mapping[int, str]
-"""id() of a parameter -> its name."""
+"""Names of parameters, by the id() of the parameter."""
 
 
 def field_kind(value: Any) -> FieldKind:
@@ -301,7 +299,7 @@ def field_kind(value: Any) -> FieldKind:
 
 
 def parameter_names(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
-    """Return the names of all parameters of the modules among `fields`; with the field's own where two are alike."""
+    """Return the names of all parameters of the modules among `fields`; names that occur twice get the field's name."""
     names: dict[int, str] = {}
     taken: set[str] = set()
     for field, value in fields:
@@ -316,9 +314,9 @@ def parameter_names(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
 
 
 def _shard_again(module: nn.Module) -> None:
-    """Have FSDP2 hold its shards again, which an optimizer knows, where a forward pass has left whole parameters.
+    """Make FSDP2 hold its shards, which the optimizer knows, after a forward pass has left whole parameters.
 
-    A root keeps these until a backward pass, which an evaluation has none of.
+    The root module keeps whole parameters until a backward pass, which an evaluation does not have.
     """
     if "torch.distributed.fsdp" not in sys.modules:  # importing it takes a while
         return
@@ -341,11 +339,11 @@ def field_form(value: Any, names: Names) -> Any:
 
 
 def in_place_tensors(field: str, value: Any, taken: Any) -> dict[str, torch.Tensor]:
-    """Return which tensors of a field may be overwritten where they are, by their keys in the state.
+    """Return the tensors of a field that may be overwritten in place, by their keys in the state.
 
-    A module's parameters and buffers, if what its `state_dict` gives is their memory and not a copy; an optimizer's
-    state; a tensor that is the field itself, and parameters in a field of plain values, which an optimizer may know. An
-    object's own tensors are its business.
+    These are a module's parameters and buffers, if its `state_dict` returns their memory and not a copy; an optimizer's
+    state; a field that is itself a tensor; and parameters within plain values, to which an optimizer may refer. Tensors
+    of other objects are left to these objects.
     """
     if isinstance(value, nn.Module):
         module = unwrapped(value)
@@ -380,13 +378,10 @@ def optimizer_parameters(field: str, value: Any, names: Names) -> dict[str, torc
 
 
 def load_field(field: str, value: Any, form: Any, names: Names) -> Any:
-    """Put a restored form into a field.
-
-    Returns:
-        What the field is from now on.
+    """Load a restored form into a field. Returns the new value of the field.
 
     Raises:
-        SettingsError: the form does not fit. The message says what does not.
+        SettingsError: The form does not fit the field. The message says why.
     """
     if isinstance(value, nn.Module):
         _load_module(field, unwrapped(value), form)
@@ -408,7 +403,7 @@ def _load_module(field: str, module: nn.Module, form: Any) -> None:
         isinstance(saved, torch.Tensor) and f"{field}.{key}" in inplace and _same_memory(saved, current[key])
         for key, saved in form.items()
     ):
-        return  # all tensors were filled where they are
+        return  # all tensors were already filled in place
     try:
         module.load_state_dict(form)
     except RuntimeError as exc:
@@ -416,10 +411,10 @@ def _load_module(field: str, module: nn.Module, form: Any) -> None:
 
 
 def check_loadable(field: str, value: Any) -> None:
-    """See that what an object's `state_dict` gives can be handed to its `load_state_dict`; nothing is called.
+    """Check, without calling it, that an object's `load_state_dict` accepts a single argument, the saved state.
 
     Raises:
-        SettingsError: that takes no argument, or wants more than one.
+        SettingsError: It accepts no argument, or requires more than one.
     """
     if field_kind(value) != "object":
         return
@@ -428,7 +423,7 @@ def check_loadable(field: str, value: Any) -> None:
     except TypeError as exc:
         raise SettingsError(f"{field}: its load_state_dict() is called with the saved state alone: {exc}") from exc
     except ValueError:
-        pass  # written in C, without a signature
+        pass  # it is written in C and has no signature
 
 
 def _load_object(field: str, value: Any, form: Any) -> None:
@@ -455,7 +450,7 @@ def _same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _parameters(optimizer: torch.optim.Optimizer, names: Names) -> list[tuple[Any, torch.Tensor]]:
-    """Return the optimizer's parameters by name, in the order of their numbers; without a name, by number."""
+    """Return the optimizer's parameters by name, in the order of their numbers; those without a name, by number."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [(names.get(id(parameter), number), parameter) for number, parameter in enumerate(parameters)]
 
@@ -493,7 +488,7 @@ def _load_optimizer(field: str, optimizer: torch.optim.Optimizer, form: Any, nam
 
 
 def _keep_types(loaded: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Restore the types of an optimizer's state, which torch casts to the parameter's: saved bits come back."""
+    """Restore the saved dtypes of an optimizer's state, which torch casts to the parameter's dtype, bit for bit."""
     for key, tensor in saved.items():
         if isinstance(tensor, torch.Tensor) and loaded[key].dtype != tensor.dtype:
             loaded[key] = tensor.to(loaded[key].device)

@@ -1,7 +1,7 @@
-"""What the metadata of a saved state says: the tree of plain values, and a table of the tensors beside it.
+"""Metadata of a saved state: the tree of plain values, and a table of the tensors.
 
-The same metadata stands in a slot, on storage and in a message to another rank. A tensor that is sharded says where
-its part belongs in the whole, so that a world of another size can put the whole together. Pure: no I/O, no torch.
+Slots, storage and messages to other ranks use the same metadata. The entry of a sharded tensor says where its part
+belongs in the whole, so that a world of another size can put the parts together. Uses neither I/O nor torch.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ __all__ = [
 ]
 
 ALIGN: Final = 64
-"""Tensors begin at a multiple of this many bytes: a cache line, and enough for every type."""
+"""Tensors begin at multiples of this many bytes: a cache line, and enough alignment for every type."""
 
-_FORMAT: Final = 1  # another number refuses states that this version could not read
+_FORMAT: Final = 1  # a state with another number is refused, because this version could not read it
 
 Scope = Literal["replicated", "shard", "local"]
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a sharded tensor lies over the ranks that saved it.
+    """How a sharded tensor was distributed over the ranks that saved it.
 
     Attributes:
-        names: of the mesh's dimensions, None where they have none.
-        mesh_shape: of the mesh.
-        ranks: in the mesh, row-major.
-        placements: by dimension of the mesh, nothing for a replica, or the tensor's dimension that is sharded, and
-            where shards are not in the order of ranks, torch's split factor.
+        names: Names of the mesh's dimensions, None if they have none.
+        mesh_shape: Shape of the mesh.
+        ranks: Ranks in the mesh, row-major.
+        placements: One tuple for each dimension of the mesh. It is empty for a replica; otherwise it has the tensor
+            dimension that is sharded and, if shards are not in the order of ranks, torch's split factor.
     """
 
     names: tuple[str, ...] | None
@@ -58,16 +58,17 @@ class TensorEntry:
     """A tensor, or a rank's part of a sharded tensor.
 
     Attributes:
-        key: where it is in the state, with dots: `model.layer.weight`.
-        dtype: as torch names it, without `torch.`.
-        shape: of this part.
-        whole: shape of the whole tensor; the same as `shape` unless it is a shard.
-        starts: where in the whole this part begins.
-        scope: the same on all ranks (`replicated`), a rank's part of a whole (`shard`), or a rank's own (`local`).
-        offset: where its bytes begin in the data, row-major.
-        nbytes: how many.
-        device: the type of device that it was on.
-        layout: number of its `ShardLayout` in the metadata, -1 for a tensor that is not sharded.
+        key: Where it is in the state, with dots: `model.layer.weight`.
+        dtype: Torch's name of the dtype, without `torch.`.
+        shape: Shape of this part.
+        whole: Shape of the whole tensor; the same as `shape` unless this is a shard.
+        starts: Indices in the whole tensor at which this part begins.
+        scope: `replicated` if it is the same on all ranks, `shard` for a rank's part of a whole, `local` if it belongs
+            to one rank alone.
+        offset: Offset of its bytes in the data; they are row-major.
+        nbytes: Number of its bytes.
+        device: Type of the device that it was on.
+        layout: Number of its `ShardLayout` in the metadata, -1 for a tensor that is not sharded.
     """
 
     key: str
@@ -89,16 +90,16 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class StateMetadata:
-    """Metadata, read.
+    """Parsed metadata.
 
     Attributes:
-        kinds: `module`, `optimizer`, `object` or `value`, by field.
-        tree: fields that all ranks share, encoded, by name.
-        local: fields of the rank alone, encoded, by name.
-        entries: the tensors, by the numbers that the encoded fields use.
-        layouts: of sharded tensors.
-        holders: the global ranks that hold the same shards as the rank that saved this.
-        per_rank: fields of the rank alone that must not be lost, such as a place in a stream.
+        kinds: Kind of each field: `module`, `optimizer`, `object` or `value`.
+        tree: Encoded fields that all ranks share, by name.
+        local: Encoded fields that belong to one rank alone, by name.
+        entries: Tensors; the encoded fields refer to them by number.
+        layouts: Layouts of the sharded tensors.
+        holders: Global ranks that hold the same shards as the rank that saved this.
+        per_rank: Names of fields that belong to one rank alone and must not be lost, such as a position in a stream.
     """
 
     kinds: dict[str, str]
@@ -111,17 +112,17 @@ class StateMetadata:
 
     @property
     def data_nbytes(self) -> int:
-        """Length of the data that the entries lie in."""
+        """Length in bytes of the data that contains the tensors."""
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
     @property
     def sharded(self) -> bool:
-        """Whether other ranks hold parts that are not here."""
+        """Whether other ranks hold parts that are missing here."""
         return bool(self.per_rank) or any(entry.scope == "shard" for entry in self.entries)
 
 
 def tensor_offsets(sizes: Sequence[int]) -> list[int]:
-    """Return the offsets of tensors of `sizes` bytes, in a row."""
+    """Return the offsets of tensors of `sizes` bytes that follow one another, aligned to `ALIGN`."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -132,7 +133,7 @@ def tensor_offsets(sizes: Sequence[int]) -> list[int]:
 def pack_table(
     entries: Sequence[TensorEntry], layouts: Sequence[ShardLayout] = (), holders: Sequence[int] = ()
 ) -> bytes:
-    """Return the table as JSON: the part of the metadata that stays the same from step to step."""
+    """Return the table as JSON, without braces: the part of the metadata that is the same from step to step."""
     rows = [
         [e.key, e.dtype, e.shape, e.whole, e.starts, e.scope, e.offset, e.nbytes, e.device, e.layout] for e in entries
     ]
@@ -143,7 +144,7 @@ def pack_table(
 def pack_meta(
     kinds: dict[str, str], tree: dict[str, bytes], local: dict[str, bytes], table: bytes, per_rank: Iterable[str] = ()
 ) -> bytes:
-    """Return the metadata, from fields already encoded and a table already packed."""
+    """Return the metadata, made from encoded fields and a packed table."""
     parts = (to_json(kinds), _join(tree), _join(local), to_json(sorted(per_rank)), table)
     return b'{"format":%d,"kinds":%b,"tree":%b,"local":%b,"per_rank":%b,%b}' % (_FORMAT, *parts)
 
@@ -153,19 +154,19 @@ def _join(fields: dict[str, bytes]) -> bytes:
 
 
 def parse_meta(data: bytes) -> StateMetadata:
-    """Read metadata.
+    """Parse metadata.
 
     Raises:
-        ProtocolError: it is of another format, or does not hold together.
+        ProtocolError: The metadata has another format, or contradicts itself.
     """
     return read_meta(from_json(data))
 
 
 def read_meta(form: Any) -> StateMetadata:
-    """Read metadata of which the JSON is parsed already.
+    """Parse metadata whose JSON is already parsed.
 
     Raises:
-        ProtocolError: as `parse_meta`.
+        ProtocolError: The metadata has another format, or contradicts itself.
     """
     if not isinstance(form, dict) or form.get("format") != _FORMAT:
         raise ProtocolError(f"metadata of a state of another format than {_FORMAT}: another version of EDL saved it")
@@ -186,7 +187,7 @@ def read_meta(form: Any) -> StateMetadata:
 
 
 def _entry(row: Sequence[Any]) -> TensorEntry:
-    """Read a row of the table; without the last two columns, an earlier version of EDL wrote it."""
+    """Parse a row of the table; earlier versions of EDL wrote rows without the last two columns."""
     key, dtype, shape, whole, starts, scope, offset, nbytes, *more = row
     device, layout = more or ("cpu", -1)
     place = (tuple(shape), tuple(whole), tuple(starts))
@@ -216,7 +217,7 @@ def box_overlap(
     """Intersect two boxes of a tensor.
 
     Returns:
-        Where the common part is in the first and in the second, or None where they have nothing in common.
+        The common part as slices of the first and of the second box, or None if they do not overlap.
     """
     mine, theirs = [], []
     for start, size, other_start, other_size in zip(starts, shape, other_starts, other_shape, strict=True):

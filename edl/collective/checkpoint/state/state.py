@@ -1,4 +1,9 @@
-"""What a training job is at a moment: everything that must come back for it to go on as if nothing had happened."""
+"""The state of a training job: everything that must be restored so that training continues as if never interrupted.
+
+A `State` has named fields. `capture` turns them into metadata and a list of live tensors for a save, and `begin_load`
+starts a restore, which fills tensors where they are if possible and replaces plain values. Saving and loading the
+individual kinds of fields is in `fields`, and matching saved with live tensors in `tensors`.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +50,12 @@ _RNG: Final = "rng"
 
 @dataclass(frozen=True)
 class WorldChange:
-    """A state was restored into a world of another size.
+    """Passed to adjust functions: a state was restored into a world of another size.
 
     Attributes:
-        old_size: ranks when it was saved.
-        new_size: ranks now.
-        step: the last one finished.
+        old_size: Number of ranks that saved the state.
+        new_size: Number of ranks now.
+        step: Last finished step.
     """
 
     old_size: int
@@ -63,14 +68,14 @@ Adjust = Callable[[WorldChange], object]
 
 @dataclass(frozen=True)
 class CapturedState:
-    """A state at a moment: metadata, and the live tensors beside it, which the next step will change.
+    """A state at one moment: metadata, and the live tensors, which the next step will change.
 
     Attributes:
-        meta: as `edl.collective.checkpoint.state.metadata.parse_meta` reads it.
-        entries: where the tensors go in the data.
-        tensors: this rank's parts, on whatever device they are.
-        holders: the ranks that hold the same shards, this one among them; this one alone with fields `per_rank`;
-            empty if nothing is sharded.
+        meta: Metadata, in the form that `edl.collective.checkpoint.state.metadata.parse_meta` reads.
+        entries: Positions of the tensors in the data.
+        tensors: This rank's parts, on their devices.
+        holders: Ranks that hold the same shards, including this one. With `per_rank` fields, only this one; empty if
+            nothing is sharded.
     """
 
     meta: bytes
@@ -80,40 +85,41 @@ class CapturedState:
 
     @property
     def data_nbytes(self) -> int:
-        """Length of the data."""
+        """Length of the data in bytes."""
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
 
 class State:
-    """The fields of a training job that are saved and restored.
+    """Hold the fields of a training job that are saved and restored.
 
     A field is a module, an optimizer, any object with `state_dict` and `load_state_dict`, or a plain value: None,
     numbers, strings, bytes, lists, tuples, dicts, sets, numpy arrays and tensors, nested as you like. Fields are
-    attributes, and may be set at any time::
+    attributes, and you can set them at any time::
 
         state = State(model=model, optimizer=optimizer, epoch=0)
         state.epoch += 1
 
-    Fields are expected to be the same on all ranks, save that a `DTensor` (FSDP2's `fully_shard`) is saved as the
-    part that the rank holds, and `local` fields belong to their rank alone. `local` fields, and the states of the
-    random number generators, come back where the world has the same size, and the rank's host is still there.
+    Fields should be the same on all ranks, with three exceptions:
 
-    `per_rank` fields belong to their rank alone as well, and are never lost: such as the place in a stream of which
-    every rank reads another part. They come back exactly or not at all: of a lost host they are restored from another
-    host's replica, like the part of a sharded model, and a world of another size is refused. A `StatefulDataLoader` of
-    torchdata is always such a field.
+    - A `DTensor` (FSDP2's `fully_shard`) is saved as the part that the rank holds.
+    - `local` fields belong to one rank alone. They and the states of the random number generators are restored if the
+      world has the same size and the rank's host is still there.
+    - `per_rank` fields belong to one rank alone too, but are never lost: for example, the position in a stream of
+      which every rank reads another part. They are restored exactly or not at all. The fields of a lost host are
+      restored from another host's replica, like the part of a sharded model, and a world of another size is refused. A
+      `StatefulDataLoader` of torchdata is always such a field, unless it is named in `local`.
 
     Args:
-        rng: also save the states of Python's, numpy's and torch's random number generators, of every rank.
-        local: names of fields that differ between ranks.
-        per_rank: names of fields that differ between ranks, and without which no rank may go on.
-        **fields: what is saved and restored, by name.
+        rng: Whether to also save the states of Python's, numpy's and torch's random number generators, of every rank.
+        local: Names of fields that differ between ranks.
+        per_rank: Names of fields that differ between ranks, and without which no rank may continue.
+        **fields: The fields to save and restore, by name.
 
     Raises:
-        SettingsError: a field has a name that means something else here, or is both local and per_rank.
+        SettingsError: A field has a reserved name, or is both local and per_rank.
     """
 
-    _meshes: LiveMeshes | None  # attributes go through `__getattr__`, where a type checker sees none
+    _meshes: LiveMeshes | None  # declared because attributes go through `__getattr__`, where type checkers see none
 
     def __init__(
         self, *, rng: bool = True, local: Iterable[str] = (), per_rank: Iterable[str] = (), **fields: Any
@@ -153,33 +159,29 @@ class State:
         return iter(self._fields)
 
     def register_adjust_function(self, adjust: Adjust) -> Adjust:
-        """Have `adjust` called after every restore into a world of another size. Also usable as a decorator.
+        """Have `adjust` called after every restore into a world of another size. Also works as a decorator.
 
         Args:
-            adjust: is called with the `WorldChange`.
+            adjust: Function that takes a `WorldChange`.
 
         Returns:
-            `adjust`.
+            `adjust` itself.
         """
         self._adjust.append(adjust)
         return adjust
 
     def adjust(self, change: WorldChange) -> None:
-        """Call the registered functions, in the order of their registration.
+        """Call the registered functions in the order in which they were registered.
 
         Args:
-            change: what they are called with.
+            change: The `WorldChange` to pass to them.
         """
         for adjust in self._adjust:
             adjust(change)
 
     @contextmanager
     def keep_random_numbers(self) -> Iterator[None]:
-        """Return a context after which the random number generators that this state saves are put back.
-
-        Yields:
-            Nothing.
-        """
+        """Return a context that restores, at its end, the random number generators that this state saves."""
         drawn = capture_random_states() if self._rng else None
         try:
             yield
@@ -188,7 +190,7 @@ class State:
                 restore_random_states(drawn)
 
     def per_rank(self) -> frozenset[str]:
-        """Return the names of the fields that belong to a rank alone and must not be lost."""
+        """Return the names of the fields that belong to one rank alone and must not be lost."""
         fields: dict[str, Any] = self._fields
         given: frozenset[str] = self._per_rank
         loaders = frozenset(
@@ -197,10 +199,10 @@ class State:
         return given.intersection(fields) | loaders
 
     def capture(self) -> CapturedState:
-        """Return the state now. Copies nothing yet but small values.
+        """Return the current state. Copies only small values; the tensors are the live ones.
 
         Raises:
-            SettingsError: a field holds something that cannot be saved.
+            SettingsError: A field holds something that cannot be saved.
         """
         gathered = TensorCollector()
         names = parameter_names(self._fields.items())
@@ -229,9 +231,10 @@ class State:
         )
 
     def begin_restore(self) -> None:
-        """Remember what this state has before it is restored: a restarted script has as much, and no more.
+        """Remember which meshes this state uses before it is restored, and prepare its data loaders.
 
-        What is saved later is compared with that, so that a save which no restart could make use of is refused.
+        A restarted script has no other meshes at this point, so a later save that needs others is refused: no restart
+        could use it.
         """
         vars(self)["_meshes"] = self._live_tensors(self._fields).meshes
         for loader in filter(is_stateful_loader, self._fields.values()):
@@ -246,7 +249,7 @@ class State:
                 raise unrestorable_error(entry, layouts[entry.layout])
 
     def _live_tensors(self, wanted: Collection[str]) -> LiveTensors:
-        """Return the tensors of the fields `wanted`, and all meshes."""
+        """Return the live tensors of the `wanted` fields, and their meshes."""
         in_place: dict[str, torch.Tensor] = {}
         alike: dict[str, torch.Tensor] = {}
         parameters: dict[str, torch.Tensor] = {}
@@ -260,23 +263,23 @@ class State:
         return LiveTensors(in_place, alike, parameters, LiveMeshes([*alike.values(), *parameters.values()]))
 
     def begin_load(self, meta: StateMetadata, *, local: bool = True) -> StateRestore:
-        """Prepare to restore.
+        """Begin to restore a saved state.
 
         Args:
-            meta: of the saved state, of any rank; of this rank if `local`.
-            local: restore what belongs to this rank alone, too.
+            meta: Metadata of the saved state from any rank, or from this rank if `local` is True.
+            local: Whether to also restore what belongs to this rank alone.
 
         Returns:
-            What is to be filled with tensors, and then finished.
+            The restore. Fill its tensors, then call its `finish`.
 
         Raises:
-            SettingsError: the state has fields `per_rank`, and this is not the rank that they belong to.
+            SettingsError: `local` is False, but the state has `per_rank` fields, which only their own rank can restore.
         """
         return StateRestore(self, meta, local)
 
 
 class StateRestore:
-    """A restore under way. Between the first `fill_tensor` and `finish` the state is neither the old nor the new."""
+    """A restore in progress. Between the first `fill_tensor` and `finish`, the state is neither the old nor the new."""
 
     def __init__(self, state: State, meta: StateMetadata, local: bool) -> None:
         lacking = sorted(meta.per_rank & set(state)) if not local else ()
@@ -299,18 +302,14 @@ class StateRestore:
 
     @property
     def targets(self) -> dict[str, RestoreTarget]:
-        """What is to be filled, by key."""
+        """The tensors to fill, by key."""
         return self._targets
 
     def fill_tensor(self, entry: TensorEntry, part: torch.Tensor) -> None:
-        """Copy what is wanted of a tensor, or of a rank's part of it.
-
-        Args:
-            entry: of the tensor.
-            part: its values.
+        """Copy what this rank needs of a tensor, or of a rank's part of it.
 
         Raises:
-            ProtocolError: the tensor has another shape.
+            ProtocolError: The saved tensor has another shape than the live one.
         """
         target = self._targets.get(entry.key)
         if target is not None:
@@ -319,17 +318,17 @@ class StateRestore:
             target.fill_part(entry.starts, part)
 
     def fill_tensors(self, entries: Iterable[TensorEntry], data: torch.Tensor) -> None:
-        """Copy what is wanted of `data` (uint8, flat), in which `entries` lie."""
+        """Copy what this rank needs from `data` (uint8, flat), which contains `entries`."""
         for entry in entries:
             if entry.key in self._targets:
                 self.fill_tensor(entry, view_of(data, entry))
 
     def finish(self) -> None:
-        """Put everything in its place.
+        """Load the restored values into all fields.
 
         Raises:
-            ProtocolError: some tensors were not filled entirely.
-            SettingsError: the saved state does not fit the live one.
+            ProtocolError: Some tensors were not filled completely.
+            SettingsError: The saved state does not fit the live one.
         """
         lacking = [target.key for target in self._targets.values() if target.missing]
         if lacking:

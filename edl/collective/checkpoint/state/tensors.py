@@ -1,11 +1,12 @@
-"""Tensors on their way between a live state and a snapshot: what is taken out, and where it goes back to.
+"""Moving tensors between a live state and a snapshot: collected for a save, and put back by a restore.
 
-A sharded tensor (`DTensor`) is saved as this rank's part, with its place in the whole, how it lies over the ranks, and
-which ranks hold the same part. Going back, every part fills what it has in common with the tensor that wants it, from
-whatever rank of however many ranks. A module or an optimizer has its sharded tensors when a state is restored, and they
-are filled where they are. Averaged weights that a script clones in its first step, or the state of an optimizer of its
-own, do not exist yet in a process that was just restarted: those are made again as they were saved, over a mesh that
-the live state uses.
+A sharded tensor (`DTensor`) is saved as this rank's part, with its position in the whole, its layout over the ranks,
+and the ranks that hold the same part. In a restore, every part fills the region that it shares with the target
+tensor, whichever of however many ranks saved it.
+
+Modules and optimizers have their sharded tensors when a state is restored, so these are filled in place. Others don't
+exist yet in a process that was just restarted, such as averaged weights that a script clones in its first step, or the
+state of the script's own optimizer. These are created again as they were saved, over a mesh that the live state uses.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ Shape = tuple[int, ...]
 
 
 def is_sharded(tensor: object) -> bool:
-    """Return whether this is a `DTensor`."""
-    # Another thread, such as the one that stores, may be just importing it: then there is no such tensor yet.
+    """Return whether the object is a `DTensor`."""
+    # Another thread, such as the one that stores, may be importing DTensor right now; then none exists yet.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:
-    """Return the part of a tensor that this rank holds, and where it begins in the whole.
+    """Return the part of a tensor that this rank holds, and the indices in the whole at which it begins.
 
     Raises:
-        SettingsError: the parts do not make the whole.
+        SettingsError: The ranks' parts do not make up the whole.
     """
     if not is_sharded(tensor):
         return tensor.detach(), (0,) * tensor.dim()
@@ -69,7 +70,7 @@ def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:
 
 
 def shard_layout(tensor: Any) -> ShardLayout:
-    """Return how a `DTensor` lies over the ranks, in values that make another like it."""
+    """Return how a `DTensor` is laid out over the ranks, as plain values from which a similar one can be made."""
     mesh = tensor.device_mesh
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     ranks = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
@@ -77,7 +78,7 @@ def shard_layout(tensor: Any) -> ShardLayout:
 
 
 def _encode_placement(placement: Any) -> tuple[int, ...]:
-    """Return () for a replica, the dimension of a shard, and with FSDP over tensor parallelism its split factor."""
+    """Return () for a replica, else the sharded dimension, and for FSDP over tensor parallelism its split factor."""
     if placement.is_replicate():
         return ()
     if placement.is_shard():
@@ -88,7 +89,7 @@ def _encode_placement(placement: Any) -> tuple[int, ...]:
 
 
 def shard_holders(tensor: Any) -> frozenset[int]:
-    """Return the global ranks that hold the same part of a `DTensor` as this rank: several in HSDP."""
+    """Return the global ranks that hold the same part of a `DTensor` as this rank; with HSDP there are several."""
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
     if place is None:
@@ -100,7 +101,7 @@ def shard_holders(tensor: Any) -> frozenset[int]:
 
 
 def walk_tensors(form: Any, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested containers with their `TensorCollector` keys, as deep as can be saved."""
+    """Yield the tensors in nested containers with the keys that `TensorCollector` gives them, down to `MAX_DEPTH`."""
     if isinstance(form, torch.Tensor):
         yield dotted(path), form
     elif len(path) > MAX_DEPTH:
@@ -125,9 +126,9 @@ class LiveMeshes:
                     self._meshes[mesh] = shard_layout(tensor)
 
     def find_mesh(self, layout: ShardLayout) -> Any:
-        """Return the mesh with the same ranks, or else the same shape, or else as many dimensions; None for no mesh.
+        """Return the mesh with the same ranks, or else the same shape, or else as many dimensions, or None.
 
-        Dimensions of meshes that have names must have the same names.
+        The dimensions' names must be the same.
         """
         alike = [
             (own.ranks == layout.ranks, own.mesh_shape == layout.mesh_shape, mesh)
@@ -139,13 +140,9 @@ class LiveMeshes:
     def empty_tensor(
         self, layout: ShardLayout, whole: Shape, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor | None:
-        """Return a new tensor that lies over the ranks as `layout` says; None where no mesh matches.
+        """Return a new tensor with a saved layout, the shape `whole`, and this rank's part on `device`.
 
-        Args:
-            layout: of the saved tensor.
-            whole: its shape.
-            dtype: of the new tensor.
-            device: on which this rank's part is made.
+        Returns None if no mesh of the live state matches.
         """
         mesh = self.find_mesh(layout)
         if mesh is None:
@@ -176,15 +173,15 @@ _Row = tuple[str, str, Shape, Shape, Shape, Scope, int, str, int]
 
 @dataclass
 class TensorCollector:
-    """Takes aside what the encoding of a state leaves out.
+    """Collects the tensors that the encoding of a state leaves out.
 
     Attributes:
-        tensors: this rank's parts, in the order in which they were taken.
-        scope: of what is taken next.
-        made_anew: whether what is taken next is a new tensor when it is restored, rather than a tensor of a module,
-            which is filled where it is: then nothing is known of it but what is saved.
-        layouts: of the sharded tensors.
-        holders: the ranks that hold the same parts of all sharded tensors; empty if none is sharded.
+        tensors: This rank's parts, in the order in which they were collected.
+        scope: Scope of the tensors that are collected next.
+        made_anew: Whether a restore creates the tensors that are collected next, instead of filling a module's tensor
+            in place. Then nothing is known of them except what is saved.
+        layouts: Layouts of the sharded tensors.
+        holders: Ranks that hold the same parts of all sharded tensors; empty if none is sharded.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -197,7 +194,7 @@ class TensorCollector:
     _known: dict[Any, tuple[int, frozenset[int]]] = field(default_factory=dict)
 
     def __call__(self, value: Any, path: Path) -> int:
-        """Take a tensor or numpy array. Returns its number."""
+        """Collect a tensor or numpy array. Returns its number."""
         key = dotted(path)
         if key in self._keys:
             raise SettingsError(f"two tensors of the state are both named {key}: rename a field or a key")
@@ -218,7 +215,7 @@ class TensorCollector:
         return len(self.tensors) - 1
 
     def entries(self) -> tuple[TensorEntry, ...]:
-        """Return the table of what was taken."""
+        """Return the table of the collected tensors."""
         offsets = tensor_offsets([row[6] for row in self._rows])
         return tuple(TensorEntry(*row[:6], offset, *row[6:]) for row, offset in zip(self._rows, offsets, strict=True))
 
@@ -234,10 +231,10 @@ class TensorCollector:
 
 
 def _check_plain(key: str, tensor: torch.Tensor, made_anew: bool) -> None:
-    """See that the bytes of a tensor are all that there is to it.
+    """Check that a tensor consists of nothing but its bytes.
 
     Raises:
-        SettingsError: they are not, so that it could be saved and not restored.
+        SettingsError: It does not, so it could be saved but not restored.
     """
     if is_lazy(tensor):
         raise SettingsError(f"{key} has no shape yet: run a batch through its module before the state is saved")
@@ -263,14 +260,10 @@ def _bytes_of(array: Any) -> torch.Tensor:
 
 
 def view_of(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    """Return the tensor of `entry` in `data`, sharing its memory.
-
-    Args:
-        data: uint8, flat.
-        entry: says where the tensor lies, its type and its shape.
+    """Return the tensor that `entry` describes in `data` (uint8, flat), sharing its memory.
 
     Raises:
-        ProtocolError: it lies outside, or its sizes contradict its type.
+        ProtocolError: The tensor lies outside the data, or its size contradicts its dtype and shape.
     """
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype) or entry.nbytes != entry.numel * dtype.itemsize:
@@ -284,14 +277,14 @@ def view_of(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 
 @dataclass
 class RestoreTarget:
-    """A tensor to be filled, part by part.
+    """A tensor to fill, part by part.
 
     Attributes:
-        key: its name in the state.
-        value: what the state gets in the end; a `DTensor` where `local` is a part of it.
-        local: where parts are copied to, never memory of a slot.
-        starts: where `local` begins in the whole.
-        missing: elements not filled yet.
+        key: Name of the tensor in the state.
+        value: Tensor that the state gets in the end; a `DTensor` if `local` is a part of it.
+        local: Tensor to which parts are copied; never memory of a slot.
+        starts: Indices in the whole tensor at which `local` begins.
+        missing: Number of elements that are not filled yet.
     """
 
     key: str
@@ -308,7 +301,7 @@ class RestoreTarget:
 
     @torch.no_grad()
     def fill_part(self, starts: Shape, part: torch.Tensor) -> None:
-        """Copy what belongs here from `part`, which begins at `starts` of the whole."""
+        """Copy the region that belongs here from `part`, which begins at `starts` of the whole tensor."""
         if not self.local.dim():
             self.local.copy_(part)
             self.missing = 0
@@ -322,13 +315,13 @@ class RestoreTarget:
 
 @dataclass(frozen=True)
 class LiveTensors:
-    """What there is of a state while another is restored into it, by keys.
+    """Live tensors of a state into which another is restored, by key.
 
     Attributes:
-        in_place: tensors that are filled where they are.
-        alike: tensors in whose place new tensors are made like them.
-        parameters: parameters that an optimizer's state is sharded like, by its keys without their last part.
-        meshes: that any of all these is sharded over.
+        in_place: Tensors that are filled in place.
+        alike: Tensors that are replaced by new ones like them.
+        parameters: Parameters that an optimizer's state is sharded like, by its keys without the last part.
+        meshes: Meshes over which any of these is sharded.
     """
 
     in_place: Mapping[str, torch.Tensor]
@@ -337,10 +330,12 @@ class LiveTensors:
     meshes: LiveMeshes
 
     def restore_target(self, entry: TensorEntry, layout: ShardLayout | None) -> RestoreTarget:
-        """Return where the tensor of `entry` goes.
+        """Return the target for the tensor that `entry` describes.
 
         Raises:
-            SettingsError: it was sharded over a mesh that the live state does not use.
+            SettingsError: It was sharded over a mesh that the live state does not use, or its target is on the meta
+                device.
+            ProtocolError: Its dtype is unknown.
         """
         return RestoreTarget.for_tensor(entry.key, self._value(entry, layout))
 
@@ -372,7 +367,7 @@ class LiveTensors:
 
 
 def _fitting(entry: TensorEntry, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return `tensor` if it has the shape of the saved tensor."""
+    """Return `tensor` if it has the shape of the saved tensor, else None."""
     fits = tensor is not None and not is_lazy(tensor) and tuple(tensor.shape) == entry.whole
     return tensor if fits else None
 
@@ -384,11 +379,11 @@ _NO_MESH = (
 
 
 def unrestorable_error(entry: TensorEntry, layout: ShardLayout) -> SettingsError:
-    """Return the error of a save that no restart could make use of."""
+    """Return the error for a save that no restart could use."""
     return SettingsError(f"{entry.key} could be saved, but not restored: {_NO_MESH.format(layout=layout)}")
 
 
 def _device(entry: TensorEntry) -> torch.device:
-    """Return the device that a tensor was on, if this process has a device of its type, or else the CPU."""
+    """Return this process's device of the type that a tensor was on, or else the CPU."""
     here = None if entry.device == "cpu" else torch.accelerator.current_accelerator(check_available=True)
     return here if here is not None and here.type == entry.device else torch.device("cpu")

@@ -1,8 +1,8 @@
 """Tensors in the files of `torch.distributed.checkpoint` (DCP), written without a process group, read without pickle.
 
-A file is a row of items; a tensor is an item as `torch.save` writes it: a zip archive with the bare bytes in its record
-`data/0`. DCP's `.metadata` says where the items are. It is a pickle, which is DCP's choice: EDL writes it for scripts
-that load with `dcp.load`, and itself never reads it.
+A file is a sequence of items. A tensor is an item in the format of `torch.save`: a zip archive with the raw bytes in
+its record `data/0`. DCP's `.metadata` says where the items are. DCP chose a pickle for it, so EDL writes one for
+scripts that load with `dcp.load`, but never reads it itself.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ __all__ = ["RankFileItems", "pack_dcp_metadata", "read_tensor", "write_rank_file
 
 _VERSION = "1.0.0"
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a record in a zip archive, up to the lengths of its name and of the extra field."""
+"""Header of a record in a zip archive, up to the lengths of the record's name and of its extra field."""
 
 
 @dataclass
 class RankFileItems:
-    """Where the items of a rank's file are, as they are written.
+    """Positions of the items in a rank's file, collected while it is written.
 
     Attributes:
-        tensors, values, paths: as in `RankManifest`.
+        tensors, values, paths: See `RankManifest`.
     """
 
     tensors: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class RankFileItems:
 
 
 def write_rank_file(copy: SlotCopy, stream: ChecksumWriter, items: RankFileItems) -> None:
-    """Write what a rank stores: its shards and its own, and with rank 0 what all ranks share."""
+    """Write a rank's part of a checkpoint: its shards and local tensors, and for rank 0 also what all ranks share."""
     meta = parse_meta(copy.meta)
     first = copy.header.rank == 0
     if first:
@@ -78,12 +78,12 @@ def write_rank_file(copy: SlotCopy, stream: ChecksumWriter, items: RankFileItems
 
 def _write_item(value: Any, stream: ChecksumWriter) -> tuple[int, int]:
     begin = stream.tell()
-    torch.save(value, stream)  # type: ignore[arg-type]  # any object with write() will do
+    torch.save(value, stream)  # type: ignore[arg-type]  # an object with write() is enough
     return begin, stream.tell() - begin
 
 
 def _slot_tensor(copy: SlotCopy, entry: TensorEntry) -> torch.Tensor:
-    """Return a tensor of a slot, with a storage of its own: `torch.save` writes all of a tensor's storage."""
+    """Return a slot's tensor in a torch storage of its own, because `torch.save` writes a tensor's whole storage."""
     if not entry.nbytes:
         return view_of(torch.empty(0, dtype=torch.uint8), replace(entry, offset=0))
     own = torch.frombuffer(copy.data, dtype=torch.uint8, offset=entry.offset, count=entry.nbytes)
@@ -91,7 +91,7 @@ def _slot_tensor(copy: SlotCopy, entry: TensorEntry) -> torch.Tensor:
 
 
 def _flatten_fields(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Return the shared fields as DCP flattens them, and their paths."""
+    """Return the shared fields, flattened as DCP does it, and their paths."""
     tree = {
         name: decode(form, lambda number: _slot_tensor(copy, meta.entries[number])) for name, form in meta.tree.items()
     }
@@ -100,7 +100,7 @@ def _flatten_fields(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any]
     for name, value in tree.items():
         try:
             fields, field_paths = flatten_state_dict({name: value})
-        except ValueError:  # keys that differ in type only
+        except ValueError:  # two keys are equal as strings
             fields, field_paths = {name: value}, {name: (name,)}
         flat.update(fields)
         paths.update(field_paths)
@@ -108,7 +108,7 @@ def _flatten_fields(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any]
 
 
 def pack_dcp_metadata(pieces: Iterable[RankManifest]) -> bytes:
-    """Return DCP's `.metadata` of a checkpoint."""
+    """Return the contents of DCP's `.metadata` file for a checkpoint."""
     described: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[Any, ...]] = {}
@@ -136,7 +136,7 @@ def _describe_tensor(
     key = f"rank-{piece.rank}.{entry.key}" if entry.scope == "local" else entry.key
     index = MetadataIndex(key, entry.starts)
     if index in stored or (not entry.numel and 0 not in entry.whole):
-        return  # another rank holds the same part, or this one holds nothing of it
+        return  # another rank stores the same part, or this rank holds nothing of the tensor
     paths.setdefault(key, (key,))
     dtype = getattr(torch, entry.dtype)
     whole = described.setdefault(key, TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry.whole), []))
@@ -145,7 +145,7 @@ def _describe_tensor(
 
 
 class _ViewFile(io.RawIOBase):
-    """Bytes in memory as a file, without a copy of them."""
+    """Presents bytes in memory as a file, without copying them."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -163,7 +163,7 @@ class _ViewFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
         if begin + offset < 0:
-            raise OSError(f"seek to {begin + offset}")  # as a file of the system does; zipfile relies on it
+            raise OSError(f"seek to {begin + offset}")  # like a real file; zipfile relies on it
         self._at = begin + offset
         return self._at
 
@@ -175,15 +175,12 @@ class _ViewFile(io.RawIOBase):
 
 
 def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.Tensor:
-    """Return the tensor in an item of a file; it shares the item's memory.
+    """Return the tensor in an item of a file, sharing the item's memory if its alignment allows.
 
-    Args:
-        item: its bytes.
-        entry: says which type and shape the tensor has.
-        check: compare the checksums that stand in the item.
+    `check` compares the item's checksums.
 
     Raises:
-        ProtocolError: the tensor is not there, damaged, or another than `entry` says.
+        ProtocolError: The tensor is missing or damaged, or contradicts `entry`.
     """
     try:
         with zipfile.ZipFile(_ViewFile(item)) as archive:
@@ -199,12 +196,12 @@ def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.T
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     dtype = getattr(torch, entry.dtype, None)
     if isinstance(dtype, torch.dtype) and flat.data_ptr() % dtype.itemsize:
-        flat = flat.clone()  # torch.save aligns a tensor within its item only
+        flat = flat.clone()  # torch.save aligns tensors only relative to their item
     return view_of(flat, replace(entry, offset=0))
 
 
 def _find_record(item: memoryview, info: zipfile.ZipInfo) -> memoryview:
-    """Return the bytes of a record, which is not compressed: behind its header, its name and what else stands there."""
+    """Return the bytes of an uncompressed record, which follow its header, name and extra field."""
     name, extra = _LOCAL_HEADER.unpack_from(item, info.header_offset)
     begin = info.header_offset + _LOCAL_HEADER.size + name + extra
     record = item[begin : begin + info.file_size]

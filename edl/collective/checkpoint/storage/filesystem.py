@@ -1,4 +1,8 @@
-"""A folder of checkpoints on whatever `fsspec` reaches: a local folder, memory, an object store."""
+"""A folder of checkpoints on any storage that `fsspec` reaches: a local folder, memory, an object store.
+
+`CheckpointFolder` turns the errors of all these libraries into `OSError`. What differs between storages is here too: on
+a local file system, files are synced to disk, and a checkpoint gets its final name only when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,14 @@ from edl.errors import EDLError, ProtocolError, SettingsError
 __all__ = ["CheckpointFolder", "ChecksumWriter"]
 
 _CHUNK_NBYTES: Final = 8 << 20
-"""Bytes of a write: a storage that takes a megabyte a second shows progress every eight seconds, and an object store's
-part has 5 MB at least."""
+"""Bytes per write: a storage that takes a megabyte a second shows progress every eight seconds, and an object store
+needs parts of at least 5 MB."""
 
 
 class ChecksumWriter(io.RawIOBase):
-    """Passes bytes on to a file, and counts and checks them on the way.
+    """Passes bytes on to an open file, counting them and computing their checksum.
 
-    Args:
-        file: opened for writing.
-        written: is called with the number of bytes that the file has taken, every few megabytes.
+    `written` is called with the number of bytes every time the file has taken a chunk of a few megabytes.
     """
 
     def __init__(self, file: Any, written: Callable[[int], object] = lambda nbytes: None) -> None:
@@ -37,7 +39,7 @@ class ChecksumWriter(io.RawIOBase):
         self._crc = 0
         self._size = 0
         self.failure: OSError | None = None
-        """What the file system said first: torch makes another error of it."""
+        """The first error of the file system, which torch turns into another error."""
 
     def writable(self) -> bool:
         """Return True."""
@@ -47,10 +49,10 @@ class ChecksumWriter(io.RawIOBase):
         """Write all of `data`. Returns its number of bytes.
 
         Raises:
-            OSError: the file system did not take it.
+            OSError: The file system refused the data.
         """
         view = memoryview(data).cast("B")
-        for begin in range(0, len(view), _CHUNK_NBYTES):  # torch writes a tensor at once, however large
+        for begin in range(0, len(view), _CHUNK_NBYTES):  # torch writes a whole tensor at once, however large
             chunk = view[begin : begin + _CHUNK_NBYTES]
             try:
                 with _translated():
@@ -64,18 +66,18 @@ class ChecksumWriter(io.RawIOBase):
         return len(view)
 
     def tell(self) -> int:
-        """Return the bytes written so far."""
+        """Return the number of bytes written so far."""
         return self._size
 
     @property
     def digest(self) -> FileDigest:
-        """The digest of all that was written so far."""
+        """The digest of everything written so far."""
         return FileDigest(self._size, self._crc)
 
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Raise OSError for the errors of the libraries that fsspec's file systems are made of."""
+    """Raise OSError for the errors of the libraries on which fsspec's file systems are built."""
     try:
         yield
     except (OSError, EDLError):
@@ -85,17 +87,14 @@ def _translated() -> Iterator[None]:
 
 
 class CheckpointFolder:
-    """Checkpoints under one URL. Errors of the file system, whatever it is, are `OSError`.
-
-    Args:
-        url: of the folder, which need not exist.
+    """Checkpoints under one URL. All errors of the file system are raised as `OSError`.
 
     Attributes:
-        url: of the folder.
-        written_nbytes: how many bytes the storage has taken so far, by which others see that it does.
+        url: URL of the folder, which need not exist yet.
+        written_nbytes: Bytes that the storage has taken so far, by which others see that it makes progress.
 
     Raises:
-        SettingsError: no file system of fsspec reaches the URL.
+        SettingsError: None of fsspec's file systems can reach the URL.
     """
 
     def __init__(self, url: str) -> None:
@@ -116,7 +115,7 @@ class CheckpointFolder:
         """Write a file, and remove it.
 
         Raises:
-            OSError: nothing can be written here.
+            OSError: Nothing can be written here.
         """
         path = f"{self._root.rstrip('/')}/.edl-{secrets.token_hex(4)}"
         with _translated():
@@ -126,27 +125,24 @@ class CheckpointFolder:
             self._fs.rm(path)
 
     def list_checkpoints(self) -> list[CheckpointName]:
-        """Return all checkpoints, complete or not, newest first; checkpoints that their run has given up come last."""
+        """Return all checkpoints, complete or not, newest first; those that their run has abandoned come last."""
         found = [CheckpointName.parse(name) for name in self._listed(self._root)]
         return newest_first(name for name in found if name is not None)
 
     def working_name(self, step: int, run: str, generation: int) -> CheckpointName:
-        """Return the name under which a checkpoint is written before it is complete."""
+        """Return the name under which a checkpoint is written until it is complete."""
         return CheckpointName(step, run, generation, temporary=self._local)
 
     def make_checkpoint_folder(self, name: CheckpointName) -> None:
-        """Make the folder of a checkpoint."""
+        """Create the folder of a checkpoint."""
         with _translated():
             self._fs.makedirs(self._path(name), exist_ok=True)
 
     def write_file(self, name: CheckpointName, file: str, write: Callable[[ChecksumWriter], object]) -> FileDigest:
-        """Write a file of a checkpoint, and have it on disk before returning.
-
-        Returns:
-            The digest of the file.
+        """Write a file of a checkpoint, and on a local file system sync it to disk. Returns its digest.
 
         Raises:
-            FileNotFoundError: the checkpoint has no folder, or another node has published the checkpoint.
+            FileNotFoundError: The checkpoint has no folder, or another node has published the checkpoint.
         """
         with _translated():
             opened = self._fs.open(f"{self._path(name)}/{file}", "wb")
@@ -168,15 +164,13 @@ class CheckpointFolder:
         return writer.digest
 
     def replace_file(self, name: CheckpointName, file: str, data: bytes) -> FileDigest:
-        """Write a small file at once: a reader sees what was there before, or all of it.
+        """Replace a small file atomically: a reader sees either what was there before or all of the new file.
 
-        Several nodes may write the same file, and a node may be killed while another publishes the checkpoint.
-
-        Returns:
-            The digest of the file.
+        Several nodes may write the same file, and a node may be killed while another publishes the checkpoint. Returns
+        the digest of the file.
 
         Raises:
-            FileNotFoundError: as in `write_file`.
+            FileNotFoundError: The checkpoint has no folder, or another node has published the checkpoint.
         """
         if not self._local:
             return self.write_file(name, file, lambda stream: stream.write(data))
@@ -185,7 +179,7 @@ class CheckpointFolder:
             summed = self.write_file(name, draft, lambda stream: stream.write(data))
             Path(self._path(name), draft).replace(Path(self._path(name), file))
         except OSError:
-            for where in (name, name.final):  # it may have been published meanwhile
+            for where in (name, name.final):  # another node may have published it in the meantime
                 with contextlib.suppress(OSError):
                     Path(self._path(where), draft).unlink()
             raise
@@ -198,20 +192,20 @@ class CheckpointFolder:
         return data
 
     def read_file_range(self, name: CheckpointName, file: str, offset: int, length: int) -> bytes:
-        """Return `length` bytes of a file from `offset`; fewer where it ends."""
+        """Return `length` bytes of a file from `offset` on, or fewer if the file ends before."""
         with _translated():
             data: bytes = self._fs.cat_file(f"{self._path(name)}/{file}", start=offset, end=offset + length)
         return data
 
     def list_files(self, name: CheckpointName) -> set[str]:
-        """Return the names of a checkpoint's files; empty where there is no such checkpoint."""
+        """Return the names of a checkpoint's files; empty if the checkpoint does not exist."""
         return self._listed(self._path(name))
 
     def read_manifest(self, name: CheckpointName) -> Manifest | None:
-        """Return a checkpoint's manifest, or None where it is not complete.
+        """Return a checkpoint's manifest, or None if the checkpoint is not complete.
 
         Raises:
-            ProtocolError: there is one, and it cannot be read.
+            ProtocolError: There is a manifest, but it cannot be read or is of another checkpoint.
         """
         try:
             data = self.read_file(name, MANIFEST)
@@ -227,13 +221,14 @@ class CheckpointFolder:
         return MANIFEST in self.list_files(name.final)
 
     def publish_checkpoint(self, name: CheckpointName) -> bool:
-        """Give a checkpoint whose manifest is written its name. Returns whether this call did it.
+        """Rename a checkpoint whose manifest is written to its final name. Returns False if another node did.
 
-        No complete checkpoint is touched. Where the final name is there and complete, another node has published the
-        same checkpoint, and this one is removed. Without a manifest it is what a removal has left, and is replaced.
+        Complete checkpoints are never overwritten. If the final name already has a complete checkpoint, another node
+        has published the same one, and this copy is removed. A folder there without a manifest is what remains of an
+        interrupted removal, and is replaced.
 
         Raises:
-            OSError: it is neither here nor published.
+            OSError: The checkpoint is neither here nor published.
         """
         if not name.temporary:
             return True
@@ -247,13 +242,13 @@ class CheckpointFolder:
                 return False
             if not here.exists():
                 raise
-            self.remove_checkpoint(name.final)  # what a removal that was cut short left, with no manifest
+            self.remove_checkpoint(name.final)  # the remains of an interrupted removal, without a manifest
             here.rename(final)
         self._sync(final.parent)
         return True
 
     def remove_checkpoint(self, name: CheckpointName) -> None:
-        """Remove a checkpoint, its manifest first, so that half of it is never taken for the whole."""
+        """Remove a checkpoint. The manifest goes first, so that a half-removed checkpoint does not look complete."""
         for path in (f"{self._path(name)}/{MANIFEST}", self._path(name)):
             with contextlib.suppress(FileNotFoundError), _translated():
                 self._fs.rm(path, recursive=True)

@@ -1,23 +1,23 @@
-"""What a stored checkpoint says of itself, in JSON: a file for each rank, and a manifest over all files. Pure.
+"""Manifests of a stored checkpoint, in JSON: one for each rank, and one for all files. Does no I/O.
 
 ::
 
     step-1000.g-3.r-346d06b6a1b2c3d4/
-        __0_0.distcp      a rank's tensors, and with rank 0 what all ranks share
-        piece-0.json      what is where in it, and the rank's metadata
+        __0_0.distcp      a rank's tensors; rank 0's file also has what all ranks share
+        piece-0.json      where everything is in that file, and the rank's metadata
         .metadata         the same for torch.distributed.checkpoint
-        manifest.json     sizes and checksums of all of these; where it is, the checkpoint is complete
+        manifest.json     sizes and checksums of all of these; its presence makes the checkpoint complete
 
-The name carries the step, the generation of the world that saved it, and the run that generation belongs to: files of
-two runs, which may count generations alike, never meet in one folder. While a checkpoint is written to a folder, the
-folder's name ends in `.tmp`; a store that has no renaming is written in place, and the manifest comes last. What was
-written before runs had names has none in its own, and loads as well.
+The name contains the step, the generation of the world that saved it, and the run to which that generation belongs. So
+files of two runs, which may use the same generation numbers, never share a folder. While a checkpoint is written to a
+local folder, its name ends in `.tmp`. On other storage, which cannot rename, it is written in place and the manifest
+comes last. Checkpoints from before runs had names have none in theirs, and still load.
 
-A step and a generation do not tell two runs apart: each run counts its generations from its beginning, and without an
-agent there is one only. So every run has a number made of the time at which it began and of random bits, which sorts
-runs. Under `edl run` the job's agents agree on it in their Store. Elsewhere the ranks do, when they agree on the next
-save: each proposes a number, and the largest counts. The environment could not tell: torchrun gives the workers of a
-world that changed the same run id, restart count, address and port as those before them.
+Step and generation do not distinguish two runs: each run counts generations from its own beginning, and without an
+agent there is only one. So every run has a number, made from the time at which it began and random bits, by which runs
+sort. Under `edl run`, the job's agents agree on it in their Store. Otherwise, the ranks agree on it along with the
+next save: each proposes a number, and the largest wins. The environment cannot supply it: after a change of the world,
+torchrun gives workers the same run id, restart count, address and port as before.
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ __all__ = [
     "run_name",
 ]
 
-_RANDOM_BITS = 31  # with 32 bits of seconds 63: an int64, as ranks agree on
+_RANDOM_BITS = 31  # with 32 bits of seconds that makes 63, which fit the int64 on which ranks agree
 
 
 def new_run_id() -> int:
-    """Return a number that no other run has, above the numbers of runs that began a second ago or earlier; 63 bits."""
+    """Return a unique 63-bit run number, larger than those of runs that began at least a second earlier."""
     return int(time.time()) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS) or 1
 
 
 def run_name(run: int) -> str:
-    """Return the number as it stands in names: 16 hexadecimal digits, which sort as the numbers do."""
+    """Return a run number as used in names: 16 hexadecimal digits, which sort like the numbers."""
     return f"{run:016x}"
 
 
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
-_FORMAT: Final = 1  # another number refuses checkpoints that this version could not read
+_FORMAT: Final = 1  # a checkpoint with another number is refused, because this version could not read it
 _NAME: Final = re.compile(r"step-(\d+)\.g-(-?\d+)(?:\.r-([0-9a-f]{16}))?(\.tmp)?")
 
 
 @dataclass(frozen=True, order=True)
 class CheckpointName:
-    """A checkpoint's name. Names sort from old to new: by the step, then by when the run began.
+    """Name of a checkpoint. Names sort from old to new: by step, then by when the run began.
 
     Attributes:
-        step: the last one finished.
-        run: 16 hexadecimal digits (`edl.collective.checkpoint.storage.manifest`); empty for what older versions wrote.
-        generation: of the world, counted within the run.
-        temporary: whether it is a folder to be renamed when it is complete.
+        step: Last finished step.
+        run: Name of the run, 16 hexadecimal digits; empty for checkpoints that older versions wrote.
+        generation: Generation of the world, counted within the run.
+        temporary: Whether this is a folder that is renamed when the checkpoint is complete.
     """
 
     step: int
@@ -86,21 +86,21 @@ class CheckpointName:
 
     @classmethod
     def parse(cls, text: str) -> CheckpointName | None:
-        """Return the name of a folder, or None for a folder that is something else."""
+        """Return the checkpoint name that a folder's name represents, or None if it is something else."""
         match = _NAME.fullmatch(text)
         return None if match is None else cls(int(match[1]), match[3] or "", int(match[2]), match[4] is not None)
 
     @property
     def final(self) -> CheckpointName:
-        """The name of the checkpoint when it is complete."""
+        """The name of the checkpoint once it is complete."""
         return replace(self, temporary=False)
 
 
 def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
-    """Sort checkpoints, and put behind all others the checkpoints that their own run has given up.
+    """Sort checkpoints from new to old, with those that their own run has abandoned at the end.
 
-    A later generation of a run that has stored the same step or an earlier one went on from before that: what the
-    earlier generation did from there on is not part of the training any longer, though it had got further.
+    If a later generation of a run has stored the same or an earlier step, it resumed before that step. Whatever the
+    earlier generation did from there on is no longer part of the training, even if it got further.
     """
     ordered = sorted(names, reverse=True)
     reached: dict[str, list[CheckpointName]] = {}
@@ -109,7 +109,7 @@ def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
     abandoned = {
         name
         for run, of_run in reached.items()
-        if run  # without one, generations of several runs cannot be compared
+        if run  # without a run's name, generations of different runs cannot be compared
         for name in of_run
         if any(later.generation > name.generation and later.step <= name.step for later in of_run)
     }
@@ -118,11 +118,11 @@ def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
 
 @dataclass(frozen=True)
 class FileDigest:
-    """The digest of a file.
+    """Digest of a file.
 
     Attributes:
-        size: in bytes.
-        crc32: of its contents.
+        size: Size in bytes.
+        crc32: CRC32 of the contents.
     """
 
     size: int
@@ -136,17 +136,17 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class RankManifest:
-    """What a rank stored.
+    """Manifest of one rank's part of a checkpoint.
 
     Attributes:
-        rank, world: the rank, of how many.
-        file: name of its data.
-        summed: the digest of that file.
-        tensors: where in the file the tensors lie, by key: offset and length in bytes.
-        values: the same for plain values (rank 0).
-        paths: where tensors and values are in the nested state, by key (rank 0).
-        meta: the metadata of the rank's state, as JSON has it.
-        run: the name of the run that it is of.
+        rank, world: The rank and the number of ranks.
+        file: Name of the file with the rank's data.
+        summed: Digest of that file.
+        tensors: Offset and length in bytes of each tensor in the file, by key.
+        values: Offset and length of each plain value (rank 0 only), by key.
+        paths: Path in the nested state of each tensor and value (rank 0 only), by key.
+        meta: Metadata of the rank's state, as parsed JSON.
+        run: Name of the run.
     """
 
     rank: int
@@ -161,19 +161,19 @@ class RankManifest:
 
     @staticmethod
     def file_name(rank: int) -> str:
-        """Return the name of the file that a rank's manifest stands in."""
+        """Return the name of the file that contains a rank's manifest."""
         return f"piece-{rank}.json"
 
     def pack(self) -> bytes:
-        """As JSON."""
+        """Return the manifest as JSON."""
         return to_json({"format": _FORMAT, **asdict(self)})
 
     @classmethod
     def parse(cls, data: bytes) -> RankManifest:
-        """Read one.
+        """Parse a rank's manifest.
 
         Raises:
-            ProtocolError: it is none.
+            ProtocolError: The data is not a rank's manifest.
         """
         form = _form(data)
         try:
@@ -194,11 +194,11 @@ class RankManifest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a complete checkpoint.
+    """Manifest of a complete checkpoint.
 
     Attributes:
-        step, generation, world, run: which state it is.
-        files: the digests of its files, by name.
+        step, generation, world, run: The state that the checkpoint contains.
+        files: Digests of its files, by name.
     """
 
     step: int
@@ -208,15 +208,15 @@ class Manifest:
     run: str = ""
 
     def pack(self) -> bytes:
-        """As JSON."""
+        """Return the manifest as JSON."""
         return to_json({"format": _FORMAT, **asdict(self)})
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """Read one.
+        """Parse a manifest.
 
         Raises:
-            ProtocolError: it is none.
+            ProtocolError: The data is not a manifest.
         """
         form = _form(data)
         try:

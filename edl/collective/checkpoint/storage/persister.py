@@ -1,4 +1,9 @@
-"""The thread that takes states from slots to storage: of a node's agent, or of a worker where there is no agent."""
+"""The thread that takes states from slots to storage: in a node's agent, or in the worker if there is no agent.
+
+An agent's thread polls the slots for marked states; a worker's thread is woken when one is saved. Either stores them
+with a `CheckpointWriter`, and retries failures with growing pauses. At the end of a job, `close` waits for the last
+state.
+"""
 
 from __future__ import annotations
 
@@ -20,40 +25,40 @@ __all__ = ["POLL_S", "CheckpointPersister"]
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.5
-"""How often an agent looks for marked states, since its workers cannot wake it: a look reads a page of memory for each
-worker, and a state waits that long at most."""
+"""Seconds between two checks of an agent for marked states, as its workers cannot wake it. A check reads one page of
+memory for each worker, and a state waits at most this long."""
 _RETRY_FIRST_S: Final = 0.5
-"""The wait after a first failure: most of a storage's refusals ("slow down") are over by then."""
+"""Wait after a first failure: most temporary refusals of a storage ("slow down") are over by then."""
 _RETRY_LAST_S: Final = 30.0
-"""The longest wait between two attempts: longer ones would leave a storage that is back without a state for minutes."""
+"""Longest wait between two attempts: with longer ones, a storage that works again would stay unused for minutes."""
 _CLOSE_RETRY_S: Final = 0.5
-"""The wait between attempts at the end, which a person or a scheduler waits for: it does not grow."""
+"""Wait between attempts at the end of a job. It does not grow, because a person or a scheduler is waiting."""
 _WORKER_RETRY_S: Final = 30.0
-"""How long a worker that ends without an agent tries again: every rank of a job waits as long for its storage."""
+"""Seconds for which a worker without an agent retries when it ends: every rank of the job waits this long."""
 _CLOSE_POLL_S: Final = 0.1
-"""How often `close` looks for progress: a small part of any `timeout_s` that makes sense."""
+"""Seconds between two checks of `close` for progress: a small part of any reasonable `timeout_s`."""
 _CHECK_POLL_S: Final = 0.05
-"""How often `check_storage` asks whether to stop: a signal is to be answered at once, as people feel it."""
+"""Seconds between two calls of `raise_if_stopping`: a signal should seem to be handled at once."""
 
 
 class CheckpointPersister:
-    """Stores what workers mark for storage and, on request, the newest state whether it is marked or not.
+    """Stores the states that workers mark for storage and, on request, the newest state even if it is not marked.
 
-    Nothing is stored before `start`. A failure is reported once, and tried again.
+    Nothing is stored before `start`. A failure is reported once and then retried.
 
     Args:
-        url: of the storage, as fsspec names it; empty for none, and then nothing happens here.
-        slots: the prefixes of the workers' slots.
-        report: is called with a line for a failure, and when storing falls behind `interval_s` or catches up.
-        report_stored: is called with a line for every checkpoint that was completed.
-        run: names the run that the slots are of; None where `set_run` will say it.
-        fence: whether this node may still complete a checkpoint; None for always.
-        keep: how many complete checkpoints to keep.
-        interval_s: seconds between two states that are marked.
-        poll_s: seconds between two looks for marked states, beside those that `wake` asks for.
+        url: URL of the storage for fsspec; if empty, nothing is ever stored.
+        slots: Prefixes of the workers' slots.
+        report: Called with one line for a failure, and when storing falls behind `interval_s` or catches up.
+        report_stored: Called with one line for every checkpoint that was completed.
+        run: Returns the name of the slots' run; None if `set_run` will set it.
+        fence: Returns whether this node may still complete a checkpoint; None for always.
+        keep: Number of complete checkpoints to keep.
+        interval_s: Seconds between two states that are marked.
+        poll_s: Seconds between two checks for marked states, in addition to those after `wake`.
 
     Raises:
-        SettingsError: no file system of fsspec reaches the URL.
+        SettingsError: None of fsspec's file systems can reach the URL.
     """
 
     def __init__(
@@ -77,8 +82,8 @@ class CheckpointPersister:
         self._interval_s = interval_s
         self._poll_s = poll_s
         self._slow = False
-        self._newest_requests = 0  # counted by the thread that calls `store_newest`
-        self._newest_answered = 0  # and by the loop's: a flag that both set would lose a request
+        self._newest_requests = 0  # written only by the thread that calls `store_newest`
+        self._newest_answered = 0  # written only by the loop's thread: a flag set by both could lose a request
         self._closing = False
         self._retry_until = math.inf
         self._retries = Backoff(_RETRY_FIRST_S, _RETRY_LAST_S)
@@ -92,35 +97,33 @@ class CheckpointPersister:
             self._writer = CheckpointWriter(url, run=run or (lambda: self._run_name), keep=keep, fence=fence)
 
     def start(self) -> None:
-        """Store from now on: the slots are empty, or what they hold is of this job's run."""
+        """Start storing. By now the slots must be empty, or their contents must be of this job's run."""
         if self._writer is not None and self._loop is None:
             self._loop = BackgroundLoop("edl-storing", self._poll_and_store)
 
     def set_run(self, name: str) -> None:
-        """Name the run that the slots are of, now that all ranks have agreed on it."""
+        """Set the name of the slots' run, once all ranks have agreed on it."""
         if self._run_name != name:
             self._run_name = name
             self.wake()
 
     def wake(self) -> None:
-        """Look for a marked state now."""
+        """Check for a marked state now."""
         if self._loop is not None:
             self._loop.wake()
 
     def store_newest(self) -> None:
-        """Store the newest state in the background, marked or not: a worker died, or the job has ended."""
+        """Store the newest state in the background, marked or not, because a worker died or the job has ended."""
         self._newest_requests += 1
         self.wake()
 
     def check_storage(self, timeout_s: float, raise_if_stopping: Callable[[], object]) -> None:
-        """See that the storage takes a file. One that does not answer within `timeout_s` is only reported.
+        """Check that the storage accepts a file. If it does not respond within `timeout_s` seconds, only report that.
 
-        Args:
-            timeout_s: how long to wait for the storage, in seconds.
-            raise_if_stopping: is called again and again during the wait; may raise, which ends it.
+        During the wait, `raise_if_stopping` is called repeatedly; if it raises, the wait ends.
 
         Raises:
-            SettingsError: nothing can be stored there.
+            SettingsError: Nothing can be stored there.
         """
         if self._writer is None:
             return
@@ -137,16 +140,14 @@ class CheckpointPersister:
             return
 
     def close(self, timeout_s: float, *, patient: bool = False, retry_s: float = 0.0) -> bool:
-        """Finish what is asked for or marked. What takes longer than `timeout_s` is reported and left incomplete.
+        """Finish requested and marked states. If that takes longer than `timeout_s` seconds, report it and give up.
 
-        Args:
-            timeout_s: how long it may take, in seconds.
-            patient: at the end of a job, whose last state is what it was for: try again whatever fails, and give up
-                only when the storage has taken nothing for `timeout_s`.
-            retry_s: how long to try again what fails, in seconds, if not `patient`.
+        Use `patient` at the end of a job, whose last state is its result. It retries any failure, and gives up only
+        after the storage has made no progress for `timeout_s` seconds. Otherwise failures are retried for `retry_s`
+        seconds.
 
         Returns:
-            Whether all of it is stored.
+            Whether everything is stored.
         """
         if self._loop is None or self._writer is None:
             return True
@@ -157,7 +158,7 @@ class CheckpointPersister:
         since = time.monotonic()
         while not self._loop.wait_ended(_CLOSE_POLL_S):
             nbytes = self._writer.written_nbytes - self._nbytes_before
-            if patient and nbytes != progress and nbytes > self._most_nbytes:  # further than any attempt that failed
+            if patient and nbytes != progress and nbytes > self._most_nbytes:  # further than any failed attempt
                 progress = nbytes
                 since = time.monotonic()
             if time.monotonic() - since > timeout_s:
@@ -169,13 +170,12 @@ class CheckpointPersister:
         return self._error is None
 
     def close_or_raise(self, timeout_s: float) -> None:
-        """Finish what is marked, as a worker does that has no agent: what fails is tried again for half a minute.
+        """Finish marked states within `timeout_s` seconds, retrying failures for half a minute.
 
-        Args:
-            timeout_s: how long it may take, in seconds.
+        For a worker that has no agent.
 
         Raises:
-            TemporaryError: the last state is not stored. What was stored before is as it was.
+            TemporaryError: The last state is not stored. What was stored before is unchanged.
         """
         if not self.close(timeout_s, retry_s=min(timeout_s, _WORKER_RETRY_S)):
             why = ", ".join(filter(None, [self._late, str(self._error or "")]))
@@ -183,8 +183,8 @@ class CheckpointPersister:
             raise TemporaryError(what) from self._error
 
     def _poll_and_store(self) -> float | None:
-        """Store what there is to store. Returns the seconds until the next look, None when nothing more will come."""
-        closing = self._closing  # what is stored from here on is all that there will be
+        """Store what is due. Returns the seconds until the next check, or None if nothing more will come."""
+        closing = self._closing  # read first: if it is set, this attempt sees every state that there will be
         requests = self._newest_requests
         stored = self._store(requests > self._newest_answered)
         if stored:
@@ -197,7 +197,7 @@ class CheckpointPersister:
         return _CLOSE_RETRY_S if closing else self._retries.next_wait_s()
 
     def _store(self, newest_wanted: bool) -> bool:
-        """Store a state. Returns whether that worked; a failure is reported once, not at each attempt."""
+        """Store a state. Returns whether that worked; a failure is reported once, not for each attempt."""
         assert self._writer is not None
         self._nbytes_before = self._writer.written_nbytes
         began_at = time.monotonic()
@@ -205,7 +205,7 @@ class CheckpointPersister:
             outcome = self._writer.write_newest(self._slots, marked=not newest_wanted)
         except EDLError as exc:
             error: Exception = exc
-        except Exception as exc:  # noqa: BLE001 - reported, and what comes next is stored all the same
+        except Exception as exc:  # noqa: BLE001 - reported, and later states are still stored
             error = RuntimeError(f"a checkpoint was not stored, by a fault in EDL ({exc!r})")
             error.__cause__ = exc
         else:
@@ -226,7 +226,7 @@ class CheckpointPersister:
         return False
 
     def _compare_pace(self, took_s: float) -> None:
-        """Report when storing begins to take longer than the time between two states, and when that is over."""
+        """Report when storing begins to take longer than the time between two states, and when it catches up."""
         if self._slow == (took_s > self._interval_s):
             return
         self._slow = not self._slow

@@ -1,9 +1,9 @@
-"""Restoring from storage: the newest checkpoint that is whole, into a world of any size.
+"""Restoring from storage: loads the newest undamaged checkpoint, into a world of any size.
 
-Every byte that is needed is read once, in ranges of megabytes and several at a time: what a rank needs alone by that
-rank, and what all need by a single rank, which broadcasts it over the process group. It waits in memory until
-all ranks have found the checksums of what they read right. So a damaged checkpoint leaves the state as it was, and that
-takes no more memory than the slots that the first save needs.
+Every byte that is needed is read once, in ranges of megabytes and several at a time. Each rank reads what it alone
+needs. What all ranks need is read by one of them, and broadcast over the process group. The data stays in memory until
+all ranks have verified the checksums of what they read, so a damaged checkpoint leaves the state unchanged. This takes
+no more memory than the slots that the first save needs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["newest_stored", "restore_from_storage"]
 logger = logging.getLogger(__name__)
 
 _SPAN_NBYTES: Final = 32 << 20
-"""Items up to so many bytes are read at once: enough for a storage to be busy with, and in a broadcast to be quick."""
+"""Items of up to this many bytes in all are read together: enough to keep a storage busy, and quick to broadcast."""
 _BLOCK_NBYTES: Final = 16 << 20
-"""Of a read: smaller reads cost an object store more requests, larger reads leave less to do side by side."""
+"""Bytes per read: smaller ones cost an object store more requests, larger ones leave less to do in parallel."""
 _GAP_NBYTES: Final = 64 << 10
-"""Bytes between two items that are read along rather than in two reads: metadata, and values that are not tensors."""
+"""Gaps up to this size between two items are read along instead of splitting the read: metadata and plain values."""
 _READS: Final = 8
-"""At a time: fewer leave a network idle between answers, more make an object store refuse some."""
+"""Reads at a time: fewer leave the network idle between responses, more make an object store refuse some."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Item:
 
 @dataclass
 class _Span:
-    """Items that stand side by side in a file, and are read together."""
+    """Items that are close to one another in a file, and are read together."""
 
     file: str
     begin: int
@@ -71,21 +71,21 @@ class _Span:
         return self.end - self.begin
 
     def tensor(self, item: _Item, *, check: bool = False) -> torch.Tensor:
-        """Return the tensor of an item, sharing the memory of what was read."""
-        from edl.collective.checkpoint.storage.dcp import read_tensor  # torch's part for that, which only this needs
+        """Return an item's tensor, sharing the memory of the data that was read."""
+        from edl.collective.checkpoint.storage.dcp import read_tensor  # here, as it loads torch's checkpoint code
 
         view = memoryview(self.data)[item.begin - self.begin : item.end - self.begin]
         return read_tensor(view, item.entry, check=check)
 
 
 def restore_from_storage(state: State, url: str, group: transfer.Group = None) -> RestoredState | None:
-    """Restore the newest checkpoint under `url` of which all that is needed is whole. Collective.
+    """Restore the newest checkpoint under `url` whose needed parts are undamaged. Collective.
 
     Returns:
-        What was restored, or None if there is no whole checkpoint.
+        The restored state, or None if there is no such checkpoint.
 
     Raises:
-        TemporaryError: the storage cannot be read.
+        TemporaryError: The storage cannot be read.
     """
     folder = CheckpointFolder(url)
     try:
@@ -99,18 +99,15 @@ def restore_from_storage(state: State, url: str, group: transfer.Group = None) -
 
 
 def newest_stored(url: str, group: transfer.Group = None, *, run: str = "") -> tuple[int, int]:
-    """Find the newest checkpoint under `url`, which may yet turn out to be damaged. Collective.
+    """Find the newest checkpoint under `url`, which may turn out to be damaged later. Collective.
 
-    Args:
-        url: of the storage, as fsspec names it.
-        group: the process group.
-        run: of this run only, if given.
+    If `run` is given, only checkpoints of this run count.
 
     Returns:
-        Its generation and step; (-1, -1) if there is no checkpoint.
+        The checkpoint's generation and step, or (-1, -1) if there is none.
 
     Raises:
-        TemporaryError: the storage cannot be read.
+        TemporaryError: The storage cannot be read.
     """
     try:
         names = (name for name in _share_names(CheckpointFolder(url), group) if name.run == run or not run)
@@ -120,7 +117,7 @@ def newest_stored(url: str, group: transfer.Group = None, *, run: str = "") -> t
 
 
 def _share_names(folder: CheckpointFolder, group: transfer.Group) -> Iterator[CheckpointName]:
-    """Yield the names of the complete checkpoints that the first rank sees, so that all ranks look at the same."""
+    """Yield the names of the complete checkpoints that the first rank sees, so that all ranks try the same ones."""
     mine = folder.list_checkpoints() if rank_of(group) == 0 else []
     names = [str(name) for name in mine if not name.temporary and folder.is_published(name)]
     src = transfer.global_rank(0, group)
@@ -131,7 +128,7 @@ def _share_names(folder: CheckpointFolder, group: transfer.Group) -> Iterator[Ch
 
 
 def _share_rank_manifests(folder: CheckpointFolder, name: CheckpointName, group: transfer.Group) -> list[RankManifest]:
-    """Return what the ranks stored of a checkpoint, as the first rank reads it; [] if it is incomplete or damaged."""
+    """Return the ranks' manifests of a checkpoint, as read by the first rank; [] if it is incomplete or damaged."""
     answer = to_json(_read_rank_manifests(folder, name)) if rank_of(group) == 0 else b""
     found = from_json(transfer.broadcast_bytes(answer, transfer.global_rank(0, group), group))
     if "failed" in found:
@@ -142,7 +139,7 @@ def _share_rank_manifests(folder: CheckpointFolder, name: CheckpointName, group:
 
 
 def _read_rank_manifests(folder: CheckpointFolder, name: CheckpointName) -> dict[str, Any]:
-    """Return the manifests of a checkpoint's ranks, or what is wrong with it, or what failed."""
+    """Return the manifests of a checkpoint's ranks, or a description of the damage or of the failed read."""
     try:
         manifest = folder.read_manifest(name)
         if manifest is None:
@@ -165,7 +162,7 @@ def _read_rank_manifests(folder: CheckpointFolder, name: CheckpointName) -> dict
 
 
 def _is_consistent(piece: RankManifest, rank: int, manifest: Manifest) -> bool:
-    """Return whether a piece is that of `rank` in this checkpoint, and its items lie in its file."""
+    """Return whether a manifest is that of `rank` in this checkpoint, and its items lie within its file."""
     ends = [begin + length for begin, length in piece.tensors.values()]
     return (piece.rank, piece.world, manifest.files.get(piece.file)) == (rank, manifest.world, piece.summed) and all(
         end <= piece.summed.size for end in ends
@@ -179,13 +176,13 @@ def _warn_damaged(folder: CheckpointFolder, name: CheckpointName, wrong: str) ->
 def _load_checkpoint(
     state: State, folder: CheckpointFolder, name: CheckpointName, pieces: Sequence[RankManifest], group: transfer.Group
 ) -> bool:
-    """Read what all ranks need, and if it is whole on all, put it into the state. Returns whether it was."""
+    """Read what this rank needs. If it is undamaged on all ranks, load it into the state and return True."""
     rank, world = rank_of(group), world_of(group)
     same = len(pieces) == world
     metas = [read_meta(piece.meta) for piece in pieces]
     loading = state.begin_load(metas[rank if same else 0], local=same)
     items = list(_stored_items(pieces, metas))
-    # Whether a tensor is the same on all ranks was said when it was saved, so all ranks share out the same ones.
+    # The scope was recorded when the state was saved, so all ranks divide the same tensors among them.
     common = [item for item in items if item.entry.scope == "replicated" and world > 1]
     own = [
         item
@@ -202,7 +199,7 @@ def _load_checkpoint(
     except OSError as exc:
         failed = exc
     verdict = 2 if failed is not None else int(bool(wrong))
-    if world > 1:  # so that no rank waits for one that has given up
+    if world > 1:  # so that no rank waits for one that gave up
         (verdict,) = transfer.all_reduce_max([verdict], group)
     if wrong:
         _warn_damaged(folder, name, wrong)
@@ -222,7 +219,7 @@ def _load_checkpoint(
 
 
 def _stored_items(pieces: Sequence[RankManifest], metas: Sequence[StateMetadata]) -> Iterator[_Item]:
-    """Yield every stored tensor, or part, that is not empty; of what several ranks stored alike, the first."""
+    """Yield every stored tensor or part that is not empty; of those that several ranks stored, only the first."""
     seen = set()
     for piece, meta in zip(pieces, metas, strict=True):
         for entry in meta.entries:
@@ -233,7 +230,7 @@ def _stored_items(pieces: Sequence[RankManifest], metas: Sequence[StateMetadata]
 
 
 def _group_items(items: Iterable[_Item]) -> list[_Span]:
-    """Return items put together to what is read at once."""
+    """Group items into spans that are read together."""
     spans: list[_Span] = []
     for item in sorted(items, key=lambda item: (item.piece.rank, item.begin)):
         last = spans[-1] if spans else None
@@ -251,7 +248,7 @@ def _group_items(items: Iterable[_Item]) -> list[_Span]:
 
 
 def _assign_readers(spans: Iterable[_Span], world: int) -> list[tuple[_Span, int]]:
-    """Return spans with the rank that reads them: the rank that has least to read before."""
+    """Return each span with the rank that reads it: the one with the least to read so far."""
     loads = [0] * world
     shared = []
     for span in spans:
@@ -262,7 +259,7 @@ def _assign_readers(spans: Iterable[_Span], world: int) -> list[tuple[_Span, int
 
 
 def _read_spans(folder: CheckpointFolder, name: CheckpointName, spans: Sequence[_Span]) -> str:
-    """Read spans. Returns what is wrong with them, "" if nothing is."""
+    """Read spans. Returns a description of the damage, or "" if there is none."""
     blocks = [
         (span, begin, min(begin + _BLOCK_NBYTES, span.end))
         for span in spans
@@ -296,14 +293,14 @@ def _read_spans(folder: CheckpointFolder, name: CheckpointName, spans: Sequence[
 
 
 def _fill_from_span(loading: StateRestore, span: _Span) -> None:
-    """Put a span's tensors where they belong, and release its memory."""
+    """Copy a span's tensors to their targets, and release its memory."""
     for item in span.items:
         loading.fill_tensor(item.entry, span.tensor(item))
     span.data = bytearray()
 
 
 def _is_needed(loading: StateRestore, entry: TensorEntry) -> bool:
-    """Return whether this rank needs any of a stored part."""
+    """Return whether this rank needs any region of a stored part."""
     target = loading.targets.get(entry.key)
     if target is None or not entry.nbytes:
         return False

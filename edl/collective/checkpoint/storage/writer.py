@@ -1,9 +1,10 @@
 """Storing checkpoints: from the slots of a node's workers to a folder that outlives the node.
 
-The agent uses a `CheckpointWriter`, or a thread of the worker where there is no agent. It needs no process group, and
-never makes a worker wait. Every node writes the files of its own ranks; the node that finds all ranks' manifests there
-completes the checkpoint. A world that was given up must not do that, so `fence` is called last. What belongs together
-says the folder's name, and every manifest: step, generation and run (`edl.collective.checkpoint.storage.manifest`).
+A node's agent runs a `CheckpointWriter`, or a thread of the worker does if there is no agent. It needs no process
+group, and never makes a worker wait. Every node writes the files of its own ranks, and a node that finds the manifests
+of all ranks completes the checkpoint. A world that was given up must not complete one, so `fence` is called last
+before that. Folder names and manifests contain step, generation and run, which tell what belongs together
+(`edl.collective.checkpoint.storage.manifest`).
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ __all__ = ["WriteOutcome", "CheckpointWriter"]
 logger = logging.getLogger(__name__)
 
 _WRITERS = 4
-"""Ranks of a node that are written at a time: enough for a storage that is quick with several, few enough for a slow
-storage, where every further rank makes the first to be complete later."""
+"""Ranks of a node that are written at a time: enough for a storage that profits from parallel writes, and few enough
+for a slow one, where each further rank delays the first to be complete."""
 
 
 @dataclass(frozen=True)
 class WriteOutcome:
-    """The outcome of an attempt to store a state.
+    """Result of an attempt to store a state.
 
     Attributes:
-        step, generation, world: which state.
-        committed: whether the checkpoint is complete now; if not, other nodes have not written their parts yet.
+        step, generation, world: The state.
+        committed: Whether the checkpoint is complete now. If not, other nodes have not written their parts yet.
     """
 
     step: int
@@ -70,17 +71,15 @@ class _OverwrittenError(TemporaryError):
 
 
 class CheckpointWriter:
-    """Writes a node's part of checkpoints to a URL. A single thread at a time.
+    """Writes a node's part of checkpoints to a URL. Only one thread may use it at a time.
 
-    Args:
-        url: a folder or any URL of fsspec.
-        run: names the run that the slots are of, the same on all ranks and never again; "" if that is not known yet,
-            and then nothing is stored. May raise a TemporaryError.
-        keep: how many complete checkpoints to keep there.
-        fence: returns whether this node's world is still current; called before a checkpoint is completed.
+    `run` returns the name of the slots' run, which is the same on all ranks and never used again. It returns "" as long
+    as the name is not known, and then nothing is stored; it may raise a TemporaryError. `keep` is the number of
+    complete checkpoints to keep. `fence` is called before a checkpoint is completed, and returns whether this node's
+    world is still current.
 
     Raises:
-        SettingsError: no file system of fsspec reaches the URL.
+        SettingsError: None of fsspec's file systems can reach the URL.
     """
 
     def __init__(
@@ -94,14 +93,14 @@ class CheckpointWriter:
 
     @property
     def written_nbytes(self) -> int:
-        """How many bytes the storage has taken so far. May be read by another thread."""
+        """The number of bytes that the storage has taken so far. Other threads may read it."""
         return self._folder.written_nbytes
 
     def check_storage(self) -> None:
-        """See that something can be stored there, before it has to be.
+        """Check that the storage can be written to, before a state has to be stored.
 
         Raises:
-            SettingsError: nothing can.
+            SettingsError: It cannot be written to.
         """
         try:
             self._folder.check_writable()
@@ -113,19 +112,16 @@ class CheckpointWriter:
     ) -> WriteOutcome | None:
         """Store the newest state that all of `slots` hold and that was not stored yet.
 
-        Args:
-            slots: `EDL_SLOTS` of the workers of this node.
-            step: only the state after this step.
-            generation: only a state of this generation.
-            marked: only a state that the workers marked for storage, which they do at the same steps on all nodes.
+        `slots` are the `EDL_SLOTS` prefixes of this node's workers. `step` and `generation` restrict the choice, and so
+        does `marked`, to states that the workers have marked for storage, which they do at the same steps on all nodes.
 
         Returns:
-            What was stored; None if there was nothing to store, or the fence says no, or of states that are `marked` if
-            it was overwritten too soon, for then a newer state is marked.
+            The outcome, or None if nothing was stored: there was nothing to store, the run has no name yet, the fence
+            refused, or a marked state was overwritten too soon, in which case a newer state is marked.
 
         Raises:
-            TemporaryError: the storage failed, or memory is short, or the state was overwritten too soon. What was
-                stored before is as it was.
+            TemporaryError: The storage failed, there was too little memory, or the state was overwritten too soon. What
+                was stored before is unchanged.
         """
         chosen = self._choose_state(slots, step, generation, marked)
         if chosen is None and marked:
@@ -158,7 +154,7 @@ class CheckpointWriter:
     def _choose_state(
         self, slots: Sequence[Path], step: int | None, generation: int | None, marked: bool
     ) -> tuple[StateVersion, list[CompleteSlot]] | None:
-        """Return the newest state in all slots, and where it is."""
+        """Return the newest state that is in all slots, and its slots."""
         held: list[dict[StateVersion, CompleteSlot]] = []
         for prefix in slots:
             here = find_marked_slots(prefix) if marked else find_slots(prefix)
@@ -174,10 +170,10 @@ class CheckpointWriter:
         return (max(wanted), [headers[max(wanted)] for headers in held]) if wanted else None
 
     def _remove_dead_marks(self, slots: Sequence[Path]) -> None:
-        """Unmark states that will not be stored: as long as a state is marked, workers mark no other by themselves.
+        """Unmark states that will never be stored: while a mark exists, workers mark no other state by themselves.
 
-        A worker marks a state as soon as it is complete. So if a worker has a newer state and no mark on this one, it
-        has passed it by, and this one will not be marked by all.
+        A worker marks a state as soon as it is complete. So if a worker has a newer state but no mark on this one, it
+        has skipped it, and this state will never be marked by all workers.
         """
         for prefix in slots:
             state = next((mark.header.version for mark in find_marked_slots(prefix)), NO_VERSION)
@@ -188,16 +184,17 @@ class CheckpointWriter:
                 unmark_slot(prefix, state)
 
     def _store_slots(self, name: CheckpointName, found: Mapping[Path, CompleteSlot]) -> None:
-        """Write what is not there yet.
+        """Write the parts that are not stored yet.
 
-        All slots are pinned before the first is written, since their workers go on meanwhile, and are written together.
+        All slots are pinned before the first is written, because their workers go on with training. They are then
+        written together.
 
         Raises:
-            _OverwrittenError: a slot has another state by now.
+            _OverwrittenError: A slot has another state by now.
         """
         try:
             if self._folder.is_published(name):
-                return  # by this agent's predecessor, or by the other nodes with its part
+                return  # by this agent's predecessor, or by other nodes that already have its part
             self._folder.make_checkpoint_folder(name)
             there = self._folder.list_files(name)
             wanted = {
@@ -220,10 +217,10 @@ class CheckpointWriter:
                 storing_path(prefix).unlink(missing_ok=True)
 
     def _write_together(self, name: CheckpointName, copies: Sequence[PinnedSlot]) -> None:
-        """Write several ranks' parts at a time. Raises the first error when all have ended.
+        """Write several ranks' parts at a time. Raises the first error after all have ended.
 
-        The threads are daemons, as the one that calls is under an agent: a storage that hangs must not keep a process
-        from its end, as an executor's threads would.
+        The threads are daemons, as is the thread that calls this under an agent: a storage that hangs must not keep a
+        process from exiting, as an executor's threads would.
         """
         waiting, errors = deque(copies), deque[BaseException]()
 
@@ -235,7 +232,7 @@ class CheckpointWriter:
                     return
                 try:
                     self._write_rank(name, copy)
-                except BaseException as exc:  # noqa: BLE001 - raised again below, in the thread that asked
+                except BaseException as exc:  # noqa: BLE001 - raised again below, in the calling thread
                     errors.append(exc)
 
         several = min(len(copies), _WRITERS) - 1
@@ -247,7 +244,7 @@ class CheckpointWriter:
             raise errors[0]
 
     def _has_rank(self, name: CheckpointName, found: CompleteSlot) -> bool:
-        """Return whether a rank's part was written before: its manifest comes last. Other nodes may complete it now."""
+        """Return whether a rank's part is already stored, which its manifest shows, because it is written last."""
         try:
             piece = RankManifest.parse(self._folder.read_file(name, RankManifest.file_name(found.header.rank)))
         except ProtocolError:
@@ -255,7 +252,7 @@ class CheckpointWriter:
         return (piece.run, piece.world) == (name.run, found.header.world)
 
     def _write_rank(self, name: CheckpointName, copy: PinnedSlot) -> None:
-        from edl.collective.checkpoint.storage.dcp import RankFileItems, write_rank_file  # torch, which only this needs
+        from edl.collective.checkpoint.storage.dcp import RankFileItems, write_rank_file  # here, as it imports torch
 
         rank, items = copy.header.rank, RankFileItems()
         file = f"__{rank}_0.distcp"
@@ -270,10 +267,10 @@ class CheckpointWriter:
         self._folder.replace_file(name, RankManifest.file_name(rank), piece.pack())
 
     def _complete(self, name: CheckpointName, world: int) -> bool | None:
-        """Complete the checkpoint if every rank's manifest is there. Returns None if the fence says no.
+        """Complete the checkpoint if every rank's manifest is there. Returns None if the fence refuses.
 
-        What a world that was given up has written stays, incomplete: the fence also says no where it cannot tell, and
-        other nodes may be writing there. A newer checkpoint removes it.
+        In that case the files stay, as an incomplete checkpoint: the fence also refuses if it cannot tell, and other
+        nodes may still be writing there. A newer checkpoint removes it.
         """
         if self._folder.is_published(name):
             return True
@@ -288,12 +285,12 @@ class CheckpointWriter:
             self._folder.replace_file(name, MANIFEST, manifest.pack())
             self._folder.publish_checkpoint(name)
         except ProtocolError as exc:
-            logger.info("not complete yet: %s", exc)  # another node is just writing its piece
+            logger.info("not complete yet: %s", exc)  # another node is writing its manifest right now
             return False
         except FileNotFoundError:
             if not self._folder.is_published(name):
                 raise
-        return True  # or another node was faster
+        return True  # published here, or by another node that was faster
 
     def _make_manifest(self, name: CheckpointName, world: int) -> Manifest:
         from edl.collective.checkpoint.storage.dcp import pack_dcp_metadata
@@ -315,15 +312,15 @@ class CheckpointWriter:
         return Manifest(name.step, name.generation, world, files, name.run)
 
     def _remove_old(self, newest: CheckpointName) -> None:
-        """Remove complete checkpoints beyond `keep`, and incomplete checkpoints that a newer has overtaken."""
+        """Remove complete checkpoints beyond `keep`, and incomplete ones that a newer checkpoint has overtaken."""
         complete = []
         names = self._folder.list_checkpoints()
-        older = names[names.index(newest) :] if newest in names else []  # what is newer than that is left alone
+        older = names[names.index(newest) :] if newest in names else []  # newer checkpoints are left alone
         for name in older:
             if not name.temporary and self._is_complete(name):
                 complete.append(name)
             elif name < newest and (name.run, name.generation) <= (newest.run, newest.generation):
-                self._folder.remove_checkpoint(name)  # of a run that began later, another node may be writing it
+                self._folder.remove_checkpoint(name)  # one of a later run is kept: another node may be writing it
         for name in complete[self._keep :]:
             self._folder.remove_checkpoint(name)
 
@@ -339,6 +336,6 @@ def _overwritten(name: CheckpointName) -> _OverwrittenError:
 
 
 def _has_passed_by(prefix: Path, state: StateVersion) -> bool:
-    """Return whether a worker has a newer state than this one, which it has not marked."""
-    newer = any(found.header.version > state for found in find_slots(prefix))  # first: marks follow states
+    """Return whether a worker has a newer state than this one and has not marked this one."""
+    newer = any(found.header.version > state for found in find_slots(prefix))  # read first: marks follow states
     return newer and all(mark.header.version != state for mark in find_marked_slots(prefix))

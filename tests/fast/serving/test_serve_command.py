@@ -39,6 +39,7 @@ from edl_serving.registration import (
     warn_of_loopback,
 )
 from tests.certificates import Authority, put
+from tests.fast.distill.teachers import foreign
 from tests.fast.serving.conftest import TIMEOUT_S, Client, StartInside, outputs_of
 from tests.fast.serving.fakes import Base
 from tests.fast.serving.test_monitoring import ask
@@ -529,3 +530,10 @@ def test_probes_say_what_is_wrong(inside: StartInside, tmp_path: Path, wrong: st
         result = wait_until(lambda: (found := probe.probe()).status is not ProbeStatus.READY and found)
     assert words in result.reason
     assert secret not in result.reason
+
+
+def test_server_without_statistics() -> None:
+    with foreign.ForeignServer() as server, contextlib.closing(ForeignServer(server.endpoint, "m", TIMEOUT_S)) as asked:
+        counts = asked.read_counts()
+    assert counts.rows is None
+    assert "no statistics" in counts.note

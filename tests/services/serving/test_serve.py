@@ -185,14 +185,6 @@ def test_triton_enters_leaves_and_returns(triton: TritonFactory, register: Start
     assert "Traceback" not in (tmp_path / "register.log").read_text()
 
 
-def test_server_without_statistics_says_so(register: Start, url: str) -> None:
-    with LocalTeacher("echo") as teacher:
-        register(teacher.endpoint, "--model", "m", "--service", "s")
-        found = until(url, lambda teacher: teacher.note)
-        assert (found.rows_per_s, found.rate, found.compute_share) == (None, None, None)
-        assert "no statistics" in found.note
-
-
 def labels_of(teachers: Teachers, credentials: Credentials) -> list[Any]:
     """Outputs for ones."""
     options = Options(teacher_timeout_s=DEADLINE_S, credentials=credentials)

@@ -252,7 +252,11 @@ def _member(path: Path, key: str) -> zipfile.ZipInfo:
 def _open_array(path: Path, key: str = "") -> Array:
     """Return the array of an `.npy` file, or one of an `.npz` file; mapped, if the file has it as it is in memory."""
     if not key:
-        return cast(Array, np.load(path, mmap_mode="r", allow_pickle=False))
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(found, np.ndarray):
+            found.close()
+            raise ValueError("it is an .npz archive of arrays: rename it to .npz, and name the array")
+        return found
     info = _member(path, key)
     if info.compress_type == zipfile.ZIP_STORED:
         with path.open("rb") as file:

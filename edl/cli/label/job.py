@@ -20,15 +20,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
+
+import numpy as np
 
 from edl.background import BackgroundLoop
 from edl.cli._credentials import default_host, warn_of_open_port
 from edl.cli.label.output import counted, kind_of, model_of, open_screen, print_use
-from edl.datasets.rows import IndexedData
+from edl.datasets.rows import IndexedData, SampleId
 from edl.discovery import Store, open_store
 from edl.distill.cache import CacheKey, SoftLabelCache
+from edl.distill.cache.folder import LabelFolder, Namespace
 from edl.distill.labelling import (
     DataFingerprint,
     DataGuard,
@@ -43,6 +47,7 @@ from edl.master.client import MasterClient, ShardReader
 from edl.master.reports import read_report
 from edl.master.server import MasterServer, MasterSettings
 from edl.protocol.master import DatasetSpec
+from edl.protocol.tensors import Array
 from edl.settings import Credentials, DiscoverySettings
 
 __all__ = ["EXIT_POISONED", "LabelAgreement", "run_job"]
@@ -308,23 +313,60 @@ class _Worker:
     def _conclude(self, client: MasterClient, store: Store, progress: LabelProgress | None) -> int:
         """Print the outcome, of this process and of the job; return the exit code."""
         labels = self._final_labels(client, store)
+        folders = _label_folders(store, self._job)
+        missing, gone = self._missing(labels, folders)
         kind = kind_of(self._guard.data)
         if progress is not None and self._key is not None:
             print(
                 f"{progress.labelled:,} {kind} labelled here by {model_of(self._key)} in {progress.seconds:.1f} s; "
                 f"{progress.known:,} had a label in {self._options.output} before"
             )
-        print(f"job {self._job}: {labels['units_done']:,} of {labels['units']:,} {kind} have a label")
+        print(f"job {self._job}: {labels['units_done'] - missing:,} of {labels['units']:,} {kind} have a label")
         if self._key is not None and (progress is not None or labels["units_done"]):
-            folders = _label_folders(store, self._job)
             for folder, hosts in folders.items():
                 print(f"  {folder} ({', '.join(hosts)})")
             if folders:
                 print_use(self._key, [*folders], self._guard.data)
+        if missing or gone:
+            what = f"{missing:,} {kind} are missing" if missing else "labels are missing"
+            where = f"folder {gone[0]} is gone" if gone else "their folder was deleted or used for other data"
+            raise ConflictError(f"{what}, though the job was done with them ({where}): label again with another --job")
         if labels["shards"]["poisoned"]:
             _list_poisoned(labels)
             return EXIT_POISONED
         return 0
+
+    def _missing(self, labels: Mapping[str, Any], folders: Mapping[str, list[str]]) -> tuple[int, list[str]]:
+        """Return how many labels are gone that were on disk, and which folders are, as far as this host can see."""
+        here = [Path(folder) for folder, hosts in folders.items() if socket.gethostname() in hosts]
+        gone = [str(folder) for folder in here if not folder.is_dir()]
+        data, key = self._guard.data, self._key
+        poisoned = labels["poisoned"]
+        assert isinstance(data, IndexedData)
+        if (
+            key is None
+            or not here
+            or any(hosts != [socket.gethostname()] for hosts in folders.values())
+            or len(poisoned) < labels["shards"]["poisoned"]  # more than a report lists
+        ):
+            return 0, gone
+        with contextlib.ExitStack() as stack:
+            spaces = []
+            for path in here:
+                if path.is_dir():
+                    folder = stack.enter_context(contextlib.closing(LabelFolder(path, read_only=True)))
+                    space = Namespace(key)
+                    if self._guard.fits(folder.data_set(space)):
+                        spaces.append((folder, space))
+
+            def is_there(ids: list[SampleId], _: object) -> Array:
+                found = {sample for folder, space in spaces for sample in folder.known(space, ids)}
+                return np.fromiter((sample in found for sample in ids), np.bool_, len(ids))
+
+            missing = data.unknown(is_there)
+        for shard in poisoned:
+            missing = missing[(missing < shard["start"]) | (missing >= shard["stop"])]
+        return len(missing), gone
 
     def _final_labels(self, client: MasterClient, store: Store) -> Mapping[str, Any]:
         """Return the last report of the labels. The process of the master may have ended since."""

@@ -5,6 +5,9 @@
     key      what labels depend on (`CacheKey` as JSON), the layout of their records, which data they are of
     label    a record under a key and sample id, with a checksum; numbers grow, so the lowest is the oldest
 
+A key's number is random, and changes when its labels are discarded because the data are others. Each process remembers
+the number that it began with, and each of its transactions checks it, so no label of the data before comes afterwards.
+
 Several processes of a machine share the database. In WAL mode none of them waits to read, and a batch of labels is one
 transaction: whichever process is killed when, the database holds whole labels only.
 
@@ -27,6 +30,7 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
 import sqlite3
 import threading
 import time
@@ -39,7 +43,7 @@ from typing import Any
 from edl.background import BackgroundLoop
 from edl.distill.cache.key import FINGERPRINT_NBYTES, CacheKey, Head, SampleId
 from edl.distill.cache.records import RowLayout
-from edl.errors import EDLError, SettingsError, TemporaryError
+from edl.errors import ConflictError, EDLError, SettingsError, TemporaryError
 from edl.sqlite_file import SqliteFile, Tables
 
 __all__ = ["LabelFolder", "LabelWriter", "Namespace"]
@@ -74,6 +78,8 @@ _TABLES = Tables(
     ),
     new_pragmas=(f"page_size = {_PAGE_NBYTES}", "auto_vacuum = INCREMENTAL"),  # the latter for a bound that is lowered
 )
+_NUMBER_BITS = 62
+"""Random bits of a key's number, which must not come again; SQLite's integers have 63."""
 _NUMBER = "(SELECT number FROM key WHERE text = ?)"
 _PART = 8
 """A transaction changes an eighth of the bound at most. The journal takes as much; a quarter is kept free for it."""
@@ -101,10 +107,15 @@ _STALLED_S = 60.0
 
 @dataclass(eq=False)
 class Namespace:
-    """The labels of a key, in memory and on disk; `layout` is None before there are any."""
+    """The labels of a key, in memory and on disk; `layout` is None before there are any.
+
+    `number` is that of the key, None before it is known, and `data_set` what was noted with it.
+    """
 
     key: CacheKey
     layout: RowLayout | None = None
+    number: int | None = None
+    data_set: str = ""
 
     def __post_init__(self) -> None:
         self.text = self.key.to_json()
@@ -120,7 +131,8 @@ class Namespace:
 class LabelFolder:
     """Reads and writes labels; makes nothing if `read_only`. Thread-safe.
 
-    Counts the labels `evicted` to make room, and remembers the keys and ids of those found `damaged`.
+    Counts the labels `evicted` to make room, and remembers the keys and ids of those found `damaged`, and why it was
+    `unreadable` last.
 
     Raises:
         SettingsError: the folder cannot be used.
@@ -131,6 +143,7 @@ class LabelFolder:
         self.limit_bytes = limit_bytes
         self.evicted = 0
         self.damaged: set[tuple[str, SampleId]] = set()
+        self.unreadable = ""
         self._part_nbytes = _PART_NBYTES if limit_bytes is None else min(_PART_NBYTES, limit_bytes // _PART)
         # Reentrant locks, since a signal handler may close the cache in the middle of a function.
         self._read_lock, self._write_lock = threading.RLock(), threading.RLock()
@@ -187,7 +200,10 @@ class LabelFolder:
         """Find out which layout the labels have, if that is not known."""
         if space.layout is not None:
             return
-        for (text,) in self._query("SELECT layout FROM key WHERE text = ? AND layout IS NOT NULL", space.text):
+        for number, text in self._query(
+            "SELECT number, layout FROM key WHERE text = ? AND layout IS NOT NULL", space.text
+        ):
+            space.number = number if space.number is None else space.number
             try:
                 space.layout = RowLayout.from_json(text)
             except ValueError as exc:
@@ -237,9 +253,23 @@ class LabelFolder:
             yield part, self.read(space, part)
 
     def data_set(self, space: Namespace) -> str:
-        """Return what `note_data_set` wrote down; empty if nothing is known."""
-        found = self._query("SELECT data_set FROM key WHERE text = ?", space.text)
-        return str(found[0][0] or "") if found else ""
+        """Return what `note_data_set` wrote down; empty if nothing is known. From here on `space` is of these data."""
+        found = self._query("SELECT number, coalesce(data_set, '') FROM key WHERE text = ?", space.text)
+        space.number, space.data_set = found[0] if found else (None, "")
+        return space.data_set
+
+    def check_data_set(self, space: Namespace) -> None:
+        """Check that the labels have not been discarded since `data_set` was asked for."""
+        for number, text in self._query("SELECT number, coalesce(data_set, '') FROM key WHERE text = ?", space.text):
+            if space.number not in (None, number):
+                raise ConflictError(self._discarded())
+            space.data_set = text
+
+    def _discarded(self) -> str:
+        return (
+            f"the folder {str(self.path)!r} is another run's now, which began to label other data there (--relabel), "
+            "and the labels of this run were discarded: give each data set a folder of its own"
+        )
 
     def _by_ids(self, columns: str, space: Namespace, ids: Sequence[SampleId]) -> list[Any]:
         found: list[Any] = []
@@ -256,6 +286,7 @@ class LabelFolder:
                 with file.translated():
                     return file.sqlite.execute(sql, values).fetchall()
         except (SettingsError, TemporaryError) as exc:
+            self.unreadable = str(exc)
             self._warn(f"labels cannot be read now, and are asked for again: {exc}")
             return []
 
@@ -271,6 +302,7 @@ class LabelFolder:
 
         Raises:
             SettingsError: labels of another layout are kept under the key.
+            ConflictError: the key's labels were discarded since `space` was made.
         """
         part: dict[SampleId, bytes] = {}
         part_nbytes = 0
@@ -302,12 +334,23 @@ class LabelFolder:
                 return
 
     def note_data_set(self, space: Namespace, text: str, *, relabel: bool) -> None:
-        """Write down which data the labels come from; with `relabel`, forget the labels."""
+        """Write down which data the labels come from; with `relabel`, forget the labels.
+
+        Raises:
+            ConflictError: another process wrote down other data since `data_set` was asked for.
+        """
         with self._transaction() as db:
-            db.execute("INSERT OR IGNORE INTO key (text) VALUES (?)", (space.text,))
-            db.execute("UPDATE key SET data_set = ? WHERE text = ?", (text, space.text))
-            if relabel:
-                db.execute(f"DELETE FROM label WHERE key = {_NUMBER}", (space.text,))
+            db.execute("INSERT OR IGNORE INTO key (number, text) VALUES (?, ?)", (_new_number(space), space.text))
+            found = db.execute("SELECT number, coalesce(data_set, '') FROM key WHERE text = ?", (space.text,))
+            number, there = found.fetchone() or (None, None)
+            if there != text:
+                if there != space.data_set or space.number not in (None, number):
+                    raise ConflictError(self._discarded())
+                if relabel:
+                    db.execute("DELETE FROM label WHERE key = ?", (number,))
+                    number = secrets.randbits(_NUMBER_BITS)
+                db.execute("UPDATE key SET number = ?, data_set = ? WHERE text = ?", (number, text, space.text))
+        space.number, space.data_set = number, text
 
     def verify(self, space: Namespace) -> None:
         """Read every label, and forget the damaged ones."""
@@ -343,8 +386,15 @@ class LabelFolder:
     def _number(self, db: sqlite3.Connection, space: Namespace) -> int:
         """Return the number of a key, with its layout as it is and will be in the database."""
         assert space.layout is not None
-        db.execute("INSERT OR IGNORE INTO key (text) VALUES (?)", (space.text,))
-        number, text = db.execute("SELECT number, layout FROM key WHERE text = ?", (space.text,)).fetchone()
+        db.execute(
+            "INSERT OR IGNORE INTO key (number, text, data_set) VALUES (?, ?, ?)",
+            (_new_number(space), space.text, space.data_set),  # also where the folder was deleted meanwhile
+        )
+        found = db.execute("SELECT number, layout FROM key WHERE text = ?", (space.text,)).fetchone()
+        number, text = found or (None, None)
+        if number is None or space.number not in (None, number):
+            raise ConflictError(self._discarded())
+        space.number = number
         there = RowLayout.from_json(text) if text is not None else space.layout
         merged = there.merged(space.layout)
         if merged is None:
@@ -383,6 +433,10 @@ class LabelFolder:
             db.execute(f"PRAGMA incremental_vacuum({self._part_nbytes // 2 // _PAGE_NBYTES})").fetchall()
         total = pages("page_count")
         return total <= most and total - pages("freelist_count") + wanted <= most
+
+
+def _new_number(space: Namespace) -> int:
+    return space.number if space.number is not None else secrets.randbits(_NUMBER_BITS)
 
 
 class _Database:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 from edl.distill.cache.folder import LabelFolder, Namespace
 from edl.distill.cache.key import CacheKey, Ids, SampleId, SequenceIds, as_ids, fingerprints_of
 from edl.distill.cache.records import RowLayout
+from edl.distill.cache.store import check_path
 from edl.distill.compress import TopK
 from edl.distill.padding import as_token_mask, padded
 from edl.errors import SettingsError, SourceError
@@ -188,7 +189,10 @@ def load_labels(
     Raises:
         SettingsError: the folders hold nothing, several keys to choose from, or labels that do not fit together.
     """
-    roots = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(part) for part in path]
+    paths: list[Any] = [*path] if isinstance(path, Iterable) and not isinstance(path, str) else [path]
+    for part in paths:
+        check_path(part)
+    roots = [Path(part) for part in paths]
     name = ", ".join(repr(str(root)) for root in roots)
     if not roots:
         raise SettingsError("no folder of labels: name at least one")
@@ -198,7 +202,10 @@ def load_labels(
     with contextlib.ExitStack() as stack:
         folders = [stack.enter_context(contextlib.closing(LabelFolder(root, read_only=True))) for root in roots]
         if key is None:
-            key = _only([key for folder in folders for key in folder.keys()], name)  # noqa: SIM118 - not a mapping
+            keys = [key for folder in folders for key in folder.keys()]  # noqa: SIM118 - not a mapping
+            if not keys:
+                _raise_unreadable(folders)
+            key = _only(keys, name)
         return _labels(key, folders, name)
 
 
@@ -226,6 +233,7 @@ def _labels(key: CacheKey, folders: Sequence[LabelFolder], name: str) -> LabelSe
                 "soft-label cache %s: %d labels are damaged; `edl label` asks for them again", folder.path, damaged
             )
     if layout is None or not records:
+        _raise_unreadable(folders)
         raise SettingsError(f"{name} has no labels of {key}" + (" that are whole" if layout is not None else ""))
     ids = sorted(records, key=lambda sample: (isinstance(sample, str), sample))
     arrays, lengths, prints = layout.unpack([records.pop(sample) for sample in ids])
@@ -233,6 +241,12 @@ def _labels(key: CacheKey, folders: Sequence[LabelFolder], name: str) -> LabelSe
     if layout.sequence_inputs is not None:
         sequences = SequenceIds(ids, lengths, prints, layout.sequence_inputs)
     return LabelSet(key, tuple(ids), layout.restore(arrays), sequences)
+
+
+def _raise_unreadable(folders: Sequence[LabelFolder]) -> None:
+    for folder in folders:
+        if folder.unreadable:
+            raise SettingsError(f"labels in {str(folder.path)!r} cannot be read: {folder.unreadable}")
 
 
 def _array_of(value: Any, what: str) -> Array:

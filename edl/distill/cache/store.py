@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Literal
 
@@ -100,8 +101,16 @@ class SoftLabelCache:
         store_dtype: Literal["float16"] | None = None,
         flush_interval_s: float = 10.0,
     ) -> None:
+        numbers = {"memory_bytes": memory_bytes, "flush_interval_s": flush_interval_s}
+        if disk_bytes is not None:
+            numbers["disk_bytes"] = disk_bytes
+        for name, value in numbers.items():
+            if not isinstance(value, Real):
+                raise SettingsError(f"{name}={value!r}: must be a number")
         if memory_bytes < 0:
             raise SettingsError(f"memory_bytes={memory_bytes}: must be 0 or more")
+        if path is not None:
+            check_path(path)
         if disk_bytes is not None and (path is None or disk_bytes < _LEAST_DISK_BYTES):
             raise SettingsError(f"disk_bytes={disk_bytes}: must be at least {_LEAST_DISK_BYTES}, together with a path")
         if store_dtype not in (None, "float16"):
@@ -379,7 +388,10 @@ class CacheView:
 
     @property
     def data_set(self) -> str:
-        """What `note_data_set` wrote down; empty if nothing is known, and without a folder."""
+        """What `note_data_set` wrote down; empty if nothing is known, and without a folder.
+
+        From now on the view writes labels only until another process notes other data with `relabel`.
+        """
         self._cache.check()
         return self._cache.folder.data_set(self._space) if self._cache.folder is not None else ""
 
@@ -391,11 +403,22 @@ class CacheView:
             relabel: Also forget the labels on disk, which are of other data. Call it before the first `get`.
 
         Raises:
+            ConflictError: another process noted other data since `data_set` was read.
             TemporaryError: it could not be written.
         """
         self._cache.check()
         if self._cache.folder is not None:
             self._cache.folder.note_data_set(self._space, text, relabel=relabel)
+
+    def check_data_set(self) -> None:
+        """Check that the labels are still those of the data that `data_set` or `note_data_set` told.
+
+        Raises:
+            ConflictError: another process noted other data with `relabel`.
+        """
+        self._cache.check()
+        if self._cache.folder is not None:
+            self._cache.folder.check_data_set(self._space)
 
     def verify(self) -> None:
         """Read all rows on disk and forget damaged rows, so that `contains` and `ids` can be relied on.
@@ -509,6 +532,16 @@ class CacheView:
             rows,
             self.layout.rows_of(record),
         )
+
+
+def check_path(path: object) -> None:
+    """Check that a folder is named.
+
+    Raises:
+        SettingsError: It is something else, or empty, which would be the current folder.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise SettingsError(f"{path!r} names no folder of labels: pass its path, such as 'labels'")
 
 
 def _split(ids: Ids | SequenceIds) -> tuple[SequenceIds | None, list[SampleId]]:

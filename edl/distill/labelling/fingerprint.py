@@ -159,7 +159,8 @@ class DataGuard:
     def admit(self, view: CacheView, *, relabel: bool = False) -> None:
         """Check that the labels in a folder are of these data, and write down that they are.
 
-        Data that grew at their end count as the same. With `relabel`, labels of other data are forgotten.
+        Data that grew at their end count as the same. With `relabel`, labels of other data are forgotten. A folder
+        without labels, as a mistaken command leaves one, takes any data.
 
         Raises:
             ConflictError: The labels are of other data, or of two versions.
@@ -177,7 +178,7 @@ class DataGuard:
             problem = "they changed while they were labelled, and it may have labels of both versions"
         else:
             problem = "; ".join(here.differences(there, "where they were labelled"))
-        if problem and not relabel:
+        if problem and not relabel and view.disk_ids():
             raise ConflictError(
                 f"the folder has labels of other data: {problem}. Name another folder or --dataset, or pass --relabel "
                 "to have all rows labelled again"
@@ -186,14 +187,16 @@ class DataGuard:
             view.note_data_set(self.fingerprint.to_json(), relabel=bool(problem))
 
     def check_unchanged(self, view: CacheView, *, in_job: bool, at_end: bool = False) -> None:
-        """Check that the data have not changed since the start of this run; if so, mark the folder for later runs.
+        """Check that the data and the folder's are those of the start of this run; mark a folder of two versions.
 
         This is cheap, except at the end: then the rows of the fingerprint are loaded again, for changes that no file
         shows. A job needs another remedy than a single process.
 
         Raises:
-            ConflictError: The data have changed. Sequences raise it only at the end, because their labels are right.
+            ConflictError: The data have changed, or another run took the folder for other data. For changed sequences
+                it is raised only at the end, because their labels are right.
         """
+        view.check_data_set()
         sequences = self.data.sequences
         if sequences and not at_end:
             return
@@ -213,6 +216,14 @@ class DataGuard:
                 else "pass --relabel to have all rows labelled again"
             )
         raise ConflictError(f"the data changed while they were labelled: {'; '.join(found)}. {remedy}")
+
+    def fits(self, noted: str) -> bool:
+        """Return whether labels may be of these data, given what a folder's `data_set` says."""
+        if self.data.sequences or not noted:
+            return True
+        there = DataFingerprint.from_json(noted)
+        # Where data grew at their end, before or after, the same rows have the same labels.
+        return there.rows != self.fingerprint.rows or not self.fingerprint.differences(there, "there")
 
 
 def _none_known(ids: list[SampleId], _: object) -> Array:

@@ -31,7 +31,6 @@ from edl.errors import BadOutputError, EDLError, RejectedError, SettingsError, S
 from edl.protocol.tensors import Array
 
 __all__ = [
-    "LOST_LABELS",
     "OF_THE_ROWS",
     "PASSES",
     "LabelPlan",
@@ -46,7 +45,7 @@ OF_THE_ROWS = (RejectedError, BadOutputError, SourceError)
 """Errors that a row causes wherever it is labelled. All others are the worker's own."""
 PASSES = 3
 """Attempts before an error: labels that were left out twice will be left out a third time unless something changes."""
-LOST_LABELS = "either the disk is too slow, or the teachers serve different versions of the model"
+_LOST_LABELS = "either the disk is too slow, or the teachers serve different versions of the model"
 _SETTLE_EVERY = 32
 """Batches between two waits for the folder: with more, labels of a fast teacher are left out."""
 _LONGEST_PAUSE_S = 2.0
@@ -164,7 +163,7 @@ class Labeller:
                     break
             else:
                 raise TemporaryError(
-                    f"{lost} rows were labelled, but not kept: {LOST_LABELS}; run the same command again"
+                    f"{lost} rows were labelled, but not kept: {self._why_lost()}; run the same command again"
                 )
         except BaseException:
             with contextlib.suppress(EDLError):  # marks the folder if the data changed: a later run would not see that
@@ -173,6 +172,10 @@ class Labeller:
         self._cache.flush()
         self._guard.check_unchanged(self._view, in_job=False, at_end=True)
         return self._progress(self._data.rows)
+
+    def _why_lost(self) -> str:
+        writer = self._cache.writer
+        return (writer is not None and writer.failure) or _LOST_LABELS
 
     def close(self) -> None:
         """Close the connections. May be called twice."""

@@ -30,7 +30,6 @@ from edl.datasets.rows import Batch, IndexedData, SampleId
 from edl.distill.cache import SoftLabelCache
 from edl.distill.labelling.fingerprint import DataGuard
 from edl.distill.labelling.labeller import (
-    LOST_LABELS,
     OF_THE_ROWS,
     PASSES,
     Labeller,
@@ -213,8 +212,9 @@ class ShardLabeller(Labeller):
             self._session.labeller.prepare_epoch()
             self._cache.flush()
         unkept = 0
-        for shard in shards:
-            lost = self._data.unknown(self._is_kept, shard.start, shard.stop)
+        looked_up = [self._data.unknown(self._is_kept, shard.start, shard.stop) for shard in shards]
+        self._view.check_data_set()  # these are labels of other data if another run took the folder
+        for shard, lost in zip(shards, looked_up, strict=True):
             if len(lost):
                 self._passes[shard] += 1
                 unkept += len(lost) if self._passes[shard] >= PASSES else 0
@@ -222,7 +222,7 @@ class ShardLabeller(Labeller):
             else:
                 self._source.report_done(shard)
         if unkept:  # after the other shards were reported
-            raise TemporaryError(f"{unkept} rows were labelled {PASSES} times, but not kept: {LOST_LABELS}")
+            raise TemporaryError(f"{unkept} rows were labelled {PASSES} times, but not kept: {self._why_lost()}")
         self._schedule_commit(time.monotonic() - begun)
         self._committing = False
 

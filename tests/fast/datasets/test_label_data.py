@@ -223,6 +223,9 @@ def test_bad_arrays_are_named(tmp_path: Path) -> None:
     ]:
         with pytest.raises(SettingsError, match=words):
             open_data(str(path), inputs, ids)
+    renamed = path.rename(tmp_path / "d.npy")
+    with pytest.raises(SettingsError, match="rename it to"):
+        open_data(str(renamed), ["x"], None)
     np.savez(path, x=np.array([{}, {}], object))
     with pytest.raises(SettingsError, match=r"cannot be read.*allow_pickle"):
         open_data(str(path), ["x"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
+import sqlite3
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -170,6 +172,11 @@ def test_other_jobs_are_refused(
     np.savez(run.data, x=x)
     assert "some rows have another content here than in the job" in said()
     assert main(["label", *run.arguments(), "--no-data-check"]) == 0
+    with sqlite3.connect(run.folder / "labels" / "labels.sqlite") as db:
+        db.execute("DELETE FROM label WHERE id < 7")
+    assert "7 rows are missing, though the job was done with them" in said("--no-data-check")
+    shutil.rmtree(run.folder / "labels")
+    assert "300 rows are missing" in said("--no-data-check")
     assert run.asked.rows() == asked
     monkeypatch.setattr(job, "_LEASE_S", 1.0)
     monkeypatch.setattr(job, "_LOOK_S", 0.01)  # it looks while it is elected and cannot lead yet

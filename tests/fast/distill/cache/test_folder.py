@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 import shutil
 import sqlite3
 import threading
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from edl import mounts, sqlite_file
 from edl.distill.cache import CacheKey, SoftLabelCache, load_labels
 from edl.distill.cache import folder as module
-from edl.errors import SettingsError, TemporaryError
+from edl.errors import ConflictError, SettingsError, TemporaryError
 from tests.fast.distill.cache.conftest import KEY, OTHER, found, put, rows
 from tests.fast.distill.cache.test_sequences import labels, named
 from tests.fast.distill.sequences.language_model import sequences
@@ -166,8 +168,11 @@ def test_newer_labels_replace_known_ones(tmp_path: Path) -> None:
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(data=st.data(), of_texts=st.booleans())
-def test_damage_gives_no_wrong_label(tmp_path: Path, data: st.DataObject, of_texts: bool) -> None:
+def test_damage_gives_no_wrong_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject, of_texts: bool
+) -> None:
     """Whichever bytes of the file are changed or cut off, a label that is still found is the sample's own."""
+    monkeypatch.setattr(secrets, "randbits", lambda bits: 1 << (bits - 1))  # the same file each time
     shutil.rmtree(tmp_path, ignore_errors=True)
     texts = sequences(6, longest=5)
     key, ids = (LM, named(range(6), texts)) if of_texts else (KEY, ["a", "bc", "größe"])
@@ -336,6 +341,44 @@ def test_several_folders_are_read_together(tmp_path: Path) -> None:
         load_labels([parts[0], tmp_path / "e"])
 
 
+def test_labels_of_discarded_data_are_refused(tmp_path: Path) -> None:
+    """However late: a process may be stopped while another discards its labels, or deletes its folder."""
+    with SoftLabelCache(0, tmp_path) as late, SoftLabelCache(0, tmp_path) as other:
+        mine, theirs = late.view(KEY), other.view(KEY)
+        for mark in "ac":
+            assert mine.data_set == ("" if mark == "a" else "b")
+            mine.note_data_set(mark, relabel=True)
+            mine.put([1], rows([1]))
+            late.flush()
+            if mark == "c":
+                shutil.rmtree(tmp_path)
+                tmp_path.mkdir()
+            assert theirs.data_set == ("a" if mark == "a" else "")
+            theirs.note_data_set("b", relabel=True)
+            theirs.put([2], rows([2]))
+            other.flush()
+            mine.put([1, 2], rows([8, 9]))
+            with pytest.raises(TemporaryError, match="is another run's now"):
+                late.flush()
+            for step in (mine.check_data_set, lambda: mine.note_data_set("d")):
+                with pytest.raises(ConflictError, match="is another run's now"):
+                    step()
+            theirs.check_data_set()
+            assert found(tmp_path, [1, 2]) == [False, True]
+
+
+@pytest.mark.parametrize("arguments", [{"disk_bytes": "1GB"}, {"memory_bytes": None}, {"path": ""}, {"path": 3}])
+def test_arguments_of_a_cache_are_checked(tmp_path: Path, arguments: Any) -> None:
+    with pytest.raises(SettingsError, match=re.escape(repr(next(iter(arguments.values()))))):
+        SoftLabelCache(**{"path": tmp_path, **arguments})
+
+
+@pytest.mark.parametrize("path", [None, 3, "", ["a", None]])
+def test_a_path_of_labels_is_checked(path: Any) -> None:
+    with pytest.raises(SettingsError, match="names no folder of labels"):
+        load_labels(path)
+
+
 def test_a_folder_without_labels_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="edl label"):
         load_labels(tmp_path)
@@ -343,3 +386,8 @@ def test_a_folder_without_labels_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="not a folder"):
         load_labels(tmp_path / "missing")
     assert not (tmp_path / "missing").exists()
+    put(tmp_path, range(2000))
+    file = tmp_path / "labels.sqlite"
+    file.write_bytes(file.read_bytes()[:8192])
+    with pytest.raises(SettingsError, match="damaged"):
+        load_labels(tmp_path)

@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import pytest
 
 from edl.cli import main
 from edl.datasets.rows import ArrayData
-from edl.distill import DistillReader
+from edl.distill import DistillReader, Teachers
 from edl.distill.cache import CacheKey, SoftLabelCache, load_labels
 from edl.distill.compress import TopK, top_k
-from edl.distill.labelling import DataGuard, Labeller, note_files
+from edl.distill.labelling import DataGuard, Labeller, LabelPlan, LabelProgress, note_files
+from edl.distill.transport.schema import OutputSpec
 from edl.errors import ConflictError, SettingsError
 from edl.testing.models import prefix_scores_of
 from edl_serving.backends.callable import CallableBackend
@@ -124,6 +126,39 @@ def test_data_written_to_meanwhile_are_noticed(
     assert main(run) == 1, "its labels may be of either"
     assert main([*run, "--relabel"]) == 0
     np.testing.assert_array_equal(load_labels(folder).rows(range(ROWS))["y"], X)
+
+
+def test_another_run_may_take_the_folder(serve: Serve, data: Path, folder: Path) -> None:
+    """With other data and `--relabel`, in the middle of a run: none of its labels come afterwards."""
+    teacher, begun = serve("echo").endpoint, list[int]()
+    plan = LabelPlan(Teachers(endpoints=(teacher,)), OutputSpec(outputs=("y",)))
+    with (
+        SoftLabelCache(0, folder) as cache,
+        closing(Labeller(DataGuard(ArrayData({"x": X + 1})), plan, cache)) as labeller,
+    ):
+        labeller.key()
+
+        def tell(progress: LabelProgress) -> None:
+            if progress.labelled > ROWS / 2 and not begun:
+                begun.append(main(command(data, folder, "--teachers", teacher, "--relabel")))
+
+        cache.view(labeller.key()).put([0], {"y": X[:1]})
+        cache.flush()
+        with pytest.raises(ConflictError, match="is another run's now"):
+            labeller.label_all(tell)
+    assert begun == [0]
+    np.testing.assert_array_equal(load_labels(folder).rows(range(ROWS))["y"], X)
+
+
+def test_a_note_without_labels_refuses_nobody(tmp_path: Path) -> None:
+    """As a command with a mistake leaves it."""
+    with SoftLabelCache(0, tmp_path) as cache:
+        view = cache.view(CacheKey("m", "1", ("y",)))
+        DataGuard(ArrayData({"x": X})).admit(view)
+        DataGuard(ArrayData({"x": X + 1})).admit(view)
+        view.put([0], {"y": X[:1]})
+        with pytest.raises(ConflictError, match="labels of other data"):
+            DataGuard(ArrayData({"x": X})).admit(view)
 
 
 @pytest.mark.parametrize(

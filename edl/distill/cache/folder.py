@@ -267,8 +267,8 @@ class LabelFolder:
 
     def _discarded(self) -> str:
         return (
-            f"the folder {str(self.path)!r} is another run's now, which began to label other data there (--relabel), "
-            "and the labels of this run were discarded: give each data set a folder of its own"
+            f"the folder {str(self.path)!r} is another run's now, which labels other data there (with --relabel, or "
+            "before there were labels), so this run's labels were discarded: give each data set a folder of its own"
         )
 
     def _by_ids(self, columns: str, space: Namespace, ids: Sequence[SampleId]) -> list[Any]:
@@ -471,7 +471,8 @@ class _Database:
             elif self._read_only:
                 self._open("memory")  # an empty one
             else:
-                raise SettingsError(f"soft-label cache {self._folder}: the folder is empty and cannot be written")
+                why = "is empty and cannot be written" if self._folder.is_dir() else "was deleted"
+                raise SettingsError(f"soft-label cache {self._folder}: the folder {why}")
         assert self._file is not None
         return self._file
 

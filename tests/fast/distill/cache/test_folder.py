@@ -388,6 +388,7 @@ def test_a_folder_without_labels_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "missing").exists()
     put(tmp_path, range(2000))
     file = tmp_path / "labels.sqlite"
-    file.write_bytes(file.read_bytes()[:8192])
+    data = file.read_bytes()
+    file.write_bytes(data[:16384] + bytes([255]) * 8192 + data[24576:])  # the page of the keys
     with pytest.raises(SettingsError, match="damaged"):
         load_labels(tmp_path)

@@ -294,8 +294,7 @@ def _unavailable(why: str, reason: str) -> RequestError:
 
 
 def _prompts(ids: Array, position: Array, targets: Array | None) -> list[list[int]]:
-    """Return the tokens of each sequence, followed by one more: the target of its last row, or any token without
-    targets.
+    """Return the tokens of each sequence and one more: the target of its last row, or any token without targets.
 
     The additional token does not change the labels, because a causal model's predictions depend on earlier tokens only.
     """

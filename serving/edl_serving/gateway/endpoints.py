@@ -113,10 +113,10 @@ class ScoringEndpoint(abc.ABC):
         """Read the answer to `body`."""
 
     def read(self, answer: Mapping[str, Any], tokens: Sequence[int], k: int) -> tuple[TopKArrays, Array]:
-        """Read the answer to `body`: a row for each token but the last, and float32 log-probabilities of the next
-        tokens.
+        """Read the answer to `body`.
 
-        Raises `EngineAnswerError` if the answer is anything else.
+        Returns a row for each token but the last, and the float32 log-probabilities of the next tokens. Raises
+        `EngineAnswerError` if the answer is anything else.
         """
         ids, values, own = self.entries(answer, tokens)
         for place, row in enumerate(ids, 1):

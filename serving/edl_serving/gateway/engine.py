@@ -163,7 +163,7 @@ class EngineConnection:
         return await self._ask("GET", path, None, timeout_s, limit)
 
     async def is_healthy(self) -> bool:
-        """Return whether the engine is healthy. A dying vLLM answers pending requests with 500, like a request error."""
+        """Return whether the engine is healthy; a dying vLLM answers pending requests with 500."""
         try:
             await self.get("/health", _CONNECT_S)
         except (EngineRefusal, RequestError):

@@ -46,8 +46,9 @@ class ServerSettings:
             single request with more rows is refused with INVALID_ARGUMENT.
         max_queue_bytes: Bytes that waiting requests and their future answers may take. Further requests are refused
             with UNAVAILABLE. A request that is too large only because of its answer waits alone; one that is too large
-            without it is refused with INVALID_ARGUMENT. Tensors in shared memory do not count, because the memory is
-            the client's. 0 for 1 GiB, or for twice `max_message_bytes` if that is more.
+            without it is refused with INVALID_ARGUMENT. Tensors in shared memory count only by their names, because the
+            memory is the client's, unless the model checks its inputs and they are copied for that. 0 for 1 GiB, or for
+            twice `max_message_bytes` if that is more.
         max_message_bytes: Bytes of the largest request.
         max_connections: Clients with open calls. Further clients are refused with RESOURCE_EXHAUSTED, except for checks
             of health and readiness.

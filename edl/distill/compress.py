@@ -163,8 +163,7 @@ class TopK:
         return TopK(function(self.ids), function(self.values), function(self.tail_lse), self.temperature, self.classes)
 
     def to(self, *args: Any, **kwargs: Any) -> TopK:
-        """Return the same labels moved to a device, if they are tensors. Trainers of other libraries move batches by
-        this method.
+        """Return the same labels, of tensors, moved to a device. Trainers of other libraries call this to move batches.
 
         Args:
             *args: Positional arguments of the tensors' `to`.

@@ -125,7 +125,7 @@ class ScoreCalls:
             self._loop.wake()
 
     def let_go(self) -> None:
-        """End after the scorer was garbage-collected. A finalizer calls it, so it only sets a flag and wakes the thread."""
+        """End after the scorer was garbage-collected. It only sets a flag and wakes the thread, as finalizers must."""
         self._abandoned = True
         self._loop.wake()
 

@@ -206,7 +206,7 @@ class TeacherLacks(RequestFailed):
 def failure_from_status(
     code: grpc.StatusCode, details: str, retry_after_ms: str | bytes | int | None, endpoint: str
 ) -> RequestFailed:
-    """Return the failure for a gRPC status; `retry_after_ms` is the teacher's hint in milliseconds, None without one."""
+    """Return the failure for a gRPC status; `retry_after_ms` is the teacher's hint, None without one."""
     message = f"{endpoint}: {details or code.name}"
     if any(words in details for words in _NOT_TAKEN_HERE):
         return RequestFailed(FailureKind.BAD_OUTPUT, f"{message}; {_REMEDY}")
@@ -282,7 +282,7 @@ class ServerCalls:
             raise TeacherLacks(str(exc)) from exc
 
     async def allow_answers(self, nbytes: int) -> bool:
-        """Accept answers of up to `nbytes`; return whether this needed a new channel, since a channel's limit is fixed."""
+        """Accept answers of up to `nbytes`; return whether this needed a new channel, whose limit is fixed."""
         if nbytes <= self._answer_nbytes:
             return False
         await self.channel.close()

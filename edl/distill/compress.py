@@ -28,8 +28,8 @@ class ClampWarnings:
     """Warns once of each output with finite values beyond float16's range.
 
     Args:
-        where: whose labels they are, for messages.
-        remedy: what keeps the values.
+        where: Name of the labels' origin, for messages.
+        remedy: What to change to keep the values, for messages.
     """
 
     def __init__(self, where: str, remedy: str) -> None:
@@ -72,28 +72,28 @@ _FLOAT16_MAX = float(np.finfo(np.float16).max)
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """The k largest logits of each row, and how much the classes left out weigh together.
+    """The k largest logits of each row, and the total weight of the other classes.
 
     With `temperature` T, the teacher's probability of class `ids[i, j]` is `exp(values[i, j] / T - L[i])`, and that of
-    all classes left out together `exp(tail_lse[i] - L[i])`, where L is the log of the sum of both. Nothing but the
+    all other classes together is `exp(tail_lse[i] - L[i])`, where L is the log of the sum over both. Only the
     distribution within the tail is lost.
 
-    The arrays are numpy's; `map` makes labels of another framework's tensors, on which only the attributes, `len`,
-    indexing and `map` work.
+    The arrays are numpy arrays. `map` converts them to another framework's tensors, with which only the attributes,
+    `len`, indexing and `map` work.
 
-    One row alone, as `labels[3]` or a reader's sample has it, is without the axis of rows: ids and values [k], tail_lse
-    of no dimension. `stack` puts such rows together again.
+    A single row, such as `labels[3]` or a reader's sample, has no axis of rows: ids and values are [k], and tail_lse
+    has no dimension. `stack` joins such rows again.
 
     Attributes:
-        ids: int32 [rows, ..., k], classes by falling logit; no class twice in a row.
-        values: float16 or float32 [rows, ..., k], their logits.
-        tail_lse: float32 [rows, ...], log of the sum of exp(logit / temperature) over the classes left out; -inf if
-            there are none.
-        temperature: at which the tail was summed up; the tail cannot be converted to another one.
-        classes: how many classes there are, None if unknown.
+        ids: Class ids by falling logit, int32 [rows, ..., k]; each class at most once in a row.
+        values: Logits of these classes, float16 or float32 [rows, ..., k].
+        tail_lse: Log of the sum of exp(logit / temperature) over the other classes, float32 [rows, ...]; -inf if there
+            are none.
+        temperature: Temperature of the tail, which cannot be converted to another one.
+        classes: Number of classes; None if unknown.
 
     Raises:
-        SettingsError: arrays that do not fit together, or a class id that is invalid.
+        SettingsError: The arrays do not fit together, or a class id is invalid.
     """
 
     ids: Array
@@ -147,7 +147,7 @@ class TopK:
         """Return a row without the axis of rows, or some of the rows.
 
         Args:
-            rows: a position, or a slice (both give views of the same memory), indices or a mask.
+            rows: Position or slice (for views of the same memory), indices, or a mask.
         """
         if self.ids.ndim < 2:
             raise SettingsError("top-k labels of one sample have no rows to choose from; its classes are `ids`")
@@ -158,16 +158,16 @@ class TopK:
         """Return the same labels with `function` applied to each of the three arrays.
 
         Args:
-            function: such as `torch.from_numpy`.
+            function: Function of an array, such as `torch.from_numpy`.
         """
         return TopK(function(self.ids), function(self.values), function(self.tail_lse), self.temperature, self.classes)
 
     def to(self, *args: Any, **kwargs: Any) -> TopK:
-        """Return the same labels moved to a device; of tensors only. Trainers of other libraries move batches so.
+        """Return the same labels, of tensors, moved to a device. Trainers of other libraries call this to move batches.
 
         Args:
-            *args: of the tensors' own `to`.
-            **kwargs: of the tensors' own `to`.
+            *args: Positional arguments of the tensors' `to`.
+            **kwargs: Keyword arguments of the tensors' `to`.
         """
         return self.map(lambda tensor: tensor.to(*args, **kwargs))  # type: ignore[attr-defined]  # of no array
 
@@ -176,10 +176,10 @@ class TopK:
         """Return the rows of all pieces in new arrays.
 
         Args:
-            pieces: with the same k, temperature and number of classes, where it is known.
+            pieces: Labels with the same k, temperature and, where known, number of classes.
 
         Raises:
-            SettingsError: they differ, or have no axis of rows.
+            SettingsError: The pieces differ, or have no axis of rows.
         """
         if any(piece.ids.ndim < 2 for piece in pieces):
             raise SettingsError("top-k labels of one sample have no rows to concatenate: use TopK.stack")
@@ -190,10 +190,10 @@ class TopK:
         """Return labels of single samples as rows, in new arrays.
 
         Args:
-            samples: with the same k, temperature and number of classes, where it is known.
+            samples: Labels of one sample each, with the same k, temperature and, where known, number of classes.
 
         Raises:
-            SettingsError: they differ.
+            SettingsError: The samples differ.
         """
         shapes = {sample.ids.shape for sample in samples}
         if len(shapes) > 1:
@@ -208,10 +208,10 @@ class TopK:
         the kept classes is exact.
 
         Args:
-            classes: how many there are; wanted where the labels do not know it.
+            classes: Number of classes; required if the labels do not have it.
 
         Raises:
-            SettingsError: the number is unknown, or smaller than a class of the labels.
+            SettingsError: The number is unknown, or the labels have a larger class id.
         """
         classes = classes if classes is not None else self.classes
         if classes is None:
@@ -251,9 +251,9 @@ def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:
     """Keep the `k` largest logits of each row. Of equal logits at the border any may be kept.
 
     Args:
-        logits: floating-point [rows, ..., classes].
-        k: from 1 to the number of classes; with all of them no information is lost.
-        temperature: at which a student's loss will use the labels.
+        logits: Logits, floating-point [rows, ..., classes].
+        k: Number of logits to keep, from 1 to the number of classes; with all of them, no information is lost.
+        temperature: Temperature at which the student's loss will use the labels.
 
     Returns:
         Labels whose values have the dtype of `logits`.
@@ -299,13 +299,13 @@ def _log_sum_exp(logits: Array, temperature: float) -> Array:
 
 
 def to_float16(array: Array) -> Array:
-    """Return the array as float16; finite values beyond float16's range become its largest, not infinity.
+    """Return the array as float16; finite values beyond float16's range are clamped to it instead of becoming infinite.
 
     An infinite logit makes every probability of its row NaN; masks such as -1e9 are common, so this matters. Infinities
     and NaN that were there stay as they are.
 
     Args:
-        array: floating-point, of any shape.
+        array: Floating-point array of any shape.
     """
     if array.dtype == np.float16:
         return array

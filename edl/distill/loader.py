@@ -1,4 +1,4 @@
-"""Puts soft labels beside a data loader's batches: what is the same for every framework."""
+"""Adds soft labels to a data loader's batches; the part that is the same for every framework."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ Route: TypeAlias = str | int | Callable[[Any], Any] | None
 class DistillLoader(Generic[B], abc.ABC):
     """Yields `(batch, soft labels)` for every batch of `loader`. Iterate it once an epoch; `close` it when done.
 
-    Soft labels are a tensor [rows, ...] for a single output, and a tuple for several: outputs by service. Of `TopK`
-    labels the arrays are tensors.
+    Soft labels are a tensor [rows, ...] for a single output, and a tuple for several, ordered by service and output.
+    The arrays of `TopK` labels are tensors.
 
     Args:
-        loader: Yields batches.
-        request: What is asked for; None for no teachers: `(batch, None)` is yielded.
-        device: Where to move batches and labels ahead of use; None to leave them.
-        ahead: Batches that are read ahead in the training loop's own thread; None to read in another thread.
+        loader: Iterable that yields batches.
+        request: The labels to get; None without teachers, which yields `(batch, None)`.
+        device: Device to move batches and labels to before they are used; None to leave them where they are.
+        ahead: Number of batches to read ahead in the training loop's own thread; None to read in another thread.
     """
 
     def __init__(

@@ -86,9 +86,9 @@ def export(reader: _HasStats, name: str = "reader", registry: CollectorRegistry 
     """Let Prometheus see a reader's `stats()`; `prometheus_client.start_http_server(port)` serves them.
 
     Args:
-        reader: a `DistillReader`, or what `distill` returned; it is not kept alive.
-        name: value of the label `reader`, to tell several apart.
-        registry: to register with.
+        reader: A `DistillReader`, or a loader returned by `distill`. It is not kept alive.
+        name: Value of the label `reader`, to distinguish several readers.
+        registry: Prometheus registry to register with.
 
     Returns:
         The collector, for `registry.unregister`.

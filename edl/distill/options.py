@@ -53,19 +53,19 @@ class Options:
 
     Attributes:
         teacher_timeout_s: How long to wait without a live teacher before `NoTeacherError` is raised.
-        memory_bytes: Most bytes of items and answers held ahead of the training loop; answers that are still to come
-            count by the size of earlier answers. Two requests, and the batch that the training loop waits for, are
-            asked for however large they are.
-        cache_queue_bytes: Most bytes of labels that wait to be put into the cache. Where its disk cannot follow, labels
-            beyond that are not kept (`stats().rows_not_cached`), and are asked for again.
+        memory_bytes: Largest size of items and answers held ahead of the training loop; pending answers are estimated
+            from earlier ones. Two requests, and the batch that the training loop waits for, are sent however large they
+            are.
+        cache_queue_bytes: Largest size of labels queued for the cache. If the disk cannot keep up, further labels are
+            not cached (`stats().rows_not_cached`) and are requested again later.
         linger_s: A request of samples that is not full is sent when the training loop waits for it and the source has
             been silent this long.
-        source_timeout_s: How long a new epoch waits while the source is still busy with the epoch before;
-            `TemporaryError` is raised then.
-        max_request_bytes: Most bytes of inputs in a request, where a teacher does not say that it accepts less: larger
-            batches are sent in pieces.
-        max_answer_bytes: Most bytes of an answer; less where a model's metadata say how large answers can be.
-        shared_memory: Whether to use it for teachers on this host.
+        source_timeout_s: How long a new epoch waits for a source that is still busy with the previous epoch, before
+            `TemporaryError` is raised.
+        max_request_bytes: Largest size of the inputs in a request, unless a teacher accepts less; larger batches are
+            split.
+        max_answer_bytes: Largest size of an answer; less if the model's metadata gives the size of its answers.
+        shared_memory: Whether to use shared memory for teachers on this host.
         mixed_versions: "warn" uses labels of several versions of a model in an epoch and says so; "refuse" uses only
             those of the first teacher's version, or of the version named with `version=`. See docs/students.md.
         progress_s: Interval between log lines of progress (logger `edl.distill`, level INFO).

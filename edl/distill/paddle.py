@@ -43,7 +43,7 @@ def distill(
     """Wrap a `paddle.io.DataLoader` so that it yields `(batch, soft labels)`.
 
     The arguments are those of `edl.distill.torch.distill`, but for `device`: Paddle makes the tensors of labels on its
-    current device. What each is, is said there.
+    current device. They are described there.
 
     Args:
         loader: Yields batches, such as a `paddle.io.DataLoader`.
@@ -100,7 +100,7 @@ class PaddleLoader(DistillLoader[B]):
         """Return a tensor of `labels`, on Paddle's current device.
 
         Args:
-            labels: an array of any shape.
+            labels: Array of any shape.
         """
         return paddle.to_tensor(labels)
 
@@ -108,7 +108,7 @@ class PaddleLoader(DistillLoader[B]):
         """Return the value as it is: Paddle makes tensors on its current device.
 
         Args:
-            value: part of a batch, or labels.
-            device: not used.
+            value: Part of a batch, or labels.
+            device: Not used.
         """
         return value

@@ -21,7 +21,7 @@ from edl.settings import is_above_zero, is_share
 __all__ = ["DistillLoss", "kl_divergence", "logit_mse", "soft_cross_entropy", "token_loss", "top_k_kl"]
 
 _NO_LABEL = -100
-"""The label of a row that has no part in the hard loss: PyTorch and PaddlePaddle ignore it."""
+"""The label of a row that does not count in the hard loss, as in PyTorch and PaddlePaddle."""
 
 Tensor: TypeAlias = Any  # paddle ships no types
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -39,11 +39,11 @@ def soft_cross_entropy(
     """Compute T² times the cross-entropy between the teacher's and the student's distributions at temperature T.
 
     Args:
-        student_logits: floating-point [rows, ..., classes].
-        teacher: of the same shape, a tensor or a numpy array.
-        temperature: T, above 0.
-        teacher_is: "logits" or "probabilities".
-        reduction: "mean" over all rows and positions, "sum", or "none" for [rows, ...].
+        student_logits: Logits of the student, floating-point [rows, ..., classes].
+        teacher: Outputs of the teacher, of the same shape, as a tensor or a numpy array.
+        temperature: Temperature T, above 0.
+        teacher_is: Kind of the teacher's outputs: "logits" or "probabilities".
+        reduction: Reduction: "mean" over all rows and positions, "sum", or "none" for [rows, ...].
 
     Returns:
         The loss, or losses [rows, ...] with reduction "none".
@@ -66,11 +66,11 @@ def kl_divergence(
     """Compute T² times KL(teacher ‖ student) of the distributions at temperature T.
 
     Args:
-        student_logits: floating-point [rows, ..., classes].
-        teacher: of the same shape, a tensor or a numpy array.
-        temperature: T, above 0.
-        teacher_is: "logits" or "probabilities".
-        reduction: see `soft_cross_entropy`.
+        student_logits: Logits of the student, floating-point [rows, ..., classes].
+        teacher: Outputs of the teacher, of the same shape, as a tensor or a numpy array.
+        temperature: Temperature T, above 0.
+        teacher_is: Kind of the teacher's outputs: "logits" or "probabilities".
+        reduction: Reduction over rows; see `soft_cross_entropy`.
 
     Returns:
         The loss, or losses [rows, ...] with reduction "none".
@@ -86,9 +86,9 @@ def logit_mse(student_logits: Tensor, teacher_logits: Tensor, *, reduction: Redu
     """Compute the squared difference of logits, averaged over the classes.
 
     Args:
-        student_logits: floating-point [rows, ..., classes].
-        teacher_logits: of the same shape, a tensor or a numpy array.
-        reduction: see `soft_cross_entropy`.
+        student_logits: Logits of the student, floating-point [rows, ..., classes].
+        teacher_logits: Logits of the teacher, of the same shape, as a tensor or a numpy array.
+        reduction: Reduction over rows; see `soft_cross_entropy`.
 
     Returns:
         The loss, or losses [rows, ...] with reduction "none".
@@ -101,12 +101,12 @@ def logit_mse(student_logits: Tensor, teacher_logits: Tensor, *, reduction: Redu
 
 
 def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "mean") -> Tensor:
-    """Compute T² times KL(teacher ‖ student) over the k classes kept and one more, which stands for all those left out.
+    """Compute T² times KL(teacher ‖ student) over the k kept classes and one class for all the others.
 
     Args:
-        student_logits: floating-point [rows, ..., classes].
-        teacher: labels of as many rows, of numpy arrays or tensors. T is the temperature that they were made at.
-        reduction: see `soft_cross_entropy`.
+        student_logits: Logits of the student, floating-point [rows, ..., classes].
+        teacher: Labels of as many rows, as numpy arrays or tensors. T is the temperature at which they were made.
+        reduction: Reduction over rows; see `soft_cross_entropy`.
 
     Returns:
         The loss, or losses [rows, ...] with reduction "none".
@@ -135,21 +135,21 @@ def token_loss(
     The definition, with its source, is that of `edl.distill.losses.token_loss`.
 
     Args:
-        student_logits: floating-point [rows, ..., vocabulary].
-        labels: of as many rows, of numpy arrays or tensors. T is the temperature that they were made at.
-        mask: bool or whole numbers [rows, ...], 0 for tokens that do not count, whatever stands in their logits and
-            labels. None for all that are there.
-        beta: 0 for the forward KL, 1 for the reverse KL, the Jensen-Shannon divergence between.
-        hard_labels: with `hard_weight`, what each row is to predict, whole numbers [rows, ...]: token t + 1 at row t.
-            Rows with -100 have no cross-entropy, and count as the others do.
-        hard_weight: share of the cross-entropy with `hard_labels`, from 0 to 1.
-        token_count: what the sum over tokens is divided by with reduction "mean": None for the tokens kept here, else
-            the number of tokens of the whole optimizer step.
-        floor: least probability of the teacher in the reverse direction, above 0 and below 1.
-        reduction: "mean" over tokens, "sum", or "none" for [rows, ...].
+        student_logits: Logits of the student, floating-point [rows, ..., vocabulary].
+        labels: Labels of as many rows, as numpy arrays or tensors. T is the temperature at which they were made.
+        mask: Token mask, bool or whole numbers [rows, ...], 0 for tokens that do not count, whatever their logits and
+            labels are. None if all tokens count.
+        beta: Direction of the divergence: 0 for forward KL, 1 for reverse KL, Jensen-Shannon divergence in between.
+        hard_labels: Targets for `hard_weight`, whole numbers [rows, ...]: token t + 1 at row t. Rows with -100 have no
+            cross-entropy, but count in the divisor like the others.
+        hard_weight: Share of the cross-entropy with `hard_labels`, from 0 to 1.
+        token_count: Divisor of the sum over tokens with reduction "mean": None for the tokens kept here, else the
+            number of tokens of the whole optimizer step.
+        floor: Smallest probability of the teacher in the reverse direction, above 0 and below 1.
+        reduction: Reduction: "mean" over tokens, "sum", or "none" for [rows, ...].
 
     Returns:
-        The loss, or losses [rows, ...] with reduction "none"; 0 where the mask keeps nothing.
+        The loss, or losses [rows, ...] with reduction "none"; 0 if the mask keeps no token.
 
     Raises:
         SettingsError: A shape, type or value is invalid.
@@ -193,7 +193,7 @@ def hard_cross_entropy(logits: Tensor, labels: Tensor, reduction: Reduction) -> 
     """Return the cross-entropy with hard labels, 0 where there is none (-100); a mean is over the rows that have one.
 
     Raises:
-        SettingsError: shapes that do not agree, or a label that is no class.
+        SettingsError: The shapes do not match, or a label is not a class.
     """
     classes, rows = logits.shape[-1], list(logits.shape[:-1])
     labels = _tensor(labels)
@@ -348,12 +348,12 @@ class DistillLoss(nn.Layer):
         loss(student(images), soft_labels, labels).backward()
 
     Args:
-        temperature: T of the soft loss; not used by "mse". With `TopK` labels it must be the temperature that they were
-            made with.
-        alpha: share of the soft loss, from 0 to 1.
-        soft: "kl", "cross_entropy" or "mse" (of logits).
-        teacher_is: see `soft_cross_entropy`.
-        reduction: see `soft_cross_entropy`.
+        temperature: Temperature T of the soft loss; "mse" does not use it. It must be the temperature at which `TopK`
+            labels were made.
+        alpha: Share of the soft loss, from 0 to 1.
+        soft: Kind of soft loss: "kl", "cross_entropy" or "mse" (of logits).
+        teacher_is: Kind of the teacher's outputs; see `soft_cross_entropy`.
+        reduction: Reduction over rows; see `soft_cross_entropy`.
 
     Raises:
         SettingsError: A value is invalid.
@@ -391,17 +391,18 @@ class DistillLoss(nn.Layer):
         """Compute the loss.
 
         Args:
-            student_logits: [rows, ..., classes].
-            teacher: of the same shape, or `TopK`. None, as batches without teachers have it, for the hard loss alone.
-            labels: whole numbers [rows, ...] or [rows, ..., 1], or probabilities of the shape of the logits; wanted
-                unless `alpha` is 1 and there is a teacher. Rows with label -100 have no part in the hard loss, which is
-                0 for a batch of such rows only.
+            student_logits: Logits of the student, [rows, ..., classes].
+            teacher: Outputs of the teacher, of the same shape, or `TopK`. None for the hard loss alone, as in batches
+                without teachers.
+            labels: True classes, whole numbers [rows, ...] or [rows, ..., 1], or probabilities of the shape of the
+                logits; required unless `alpha` is 1 and there is a teacher. Rows with label -100 do not count in the
+                hard loss, which is 0 if all rows have it.
 
         Returns:
             The loss, or losses [rows, ...] with reduction "none".
 
         Raises:
-            SettingsError: labels that are missing, or shapes that do not agree.
+            SettingsError: Labels are missing, or the shapes do not match.
         """
         if self.alpha == 1 and teacher is not None:
             return self._soft(student_logits, teacher)

@@ -63,7 +63,7 @@ class DistillReader:
     The source runs in a background thread, ahead of the training loop; what it yields is passed on as it is, so it must
     yield new arrays every time, not a buffer filled again and again.
 
-    Methods that set something return this reader. They raise `SettingsError` for values that cannot be, for a second
+    Methods that set something return this reader. They raise `SettingsError` for invalid values, for a second
     source, and once the first epoch has started.
 
     Args:
@@ -161,7 +161,7 @@ class DistillReader:
         `TopK.stack` makes a batch of several.
 
         Args:
-            reader: called once an epoch; returns an iterable of samples.
+            reader: Function that is called once per epoch and returns an iterable of samples.
         """
         return self._set_source("sample", reader)
 
@@ -171,7 +171,7 @@ class DistillReader:
         Delivered: lists of the same lengths, of samples as `set_sample_generator` has them.
 
         Args:
-            reader: called once an epoch; returns an iterable of lists.
+            reader: Function that is called once per epoch and returns an iterable of lists.
         """
         return self._set_source("sample_list", reader)
 
@@ -179,7 +179,7 @@ class DistillReader:
         """Set a source of batches: tuples of arrays [rows, ...]. Delivered: the same with predictions behind.
 
         Args:
-            reader: called once an epoch; returns an iterable of batches.
+            reader: Function that is called once per epoch and returns an iterable of batches.
         """
         return self._set_source("batch", reader)
 
@@ -190,10 +190,10 @@ class DistillReader:
         the teacher's prediction of token t + 1 (the last row predicts what would follow). Requests are filled with
         whole sequences up to `teacher_batch_size` tokens. Where the teachers' model has an input `position`, and `ins`
         does not name it, the tokens' positions are sent as well. Delivered: the tuple with the predictions behind it,
-        arrays [tokens, ...] or `TopK` of so many rows.
+        arrays [tokens, ...] or `TopK` with a row for each token.
 
         Args:
-            reader: called once an epoch; returns an iterable of sequences.
+            reader: Function that is called once per epoch and returns an iterable of sequences.
         """
         return self._set_source("sequence", reader)
 
@@ -203,7 +203,7 @@ class DistillReader:
         Delivered: lists of the same lengths, of sequences as `set_sequence_generator` has them.
 
         Args:
-            reader: called once an epoch; returns an iterable of lists.
+            reader: Function that is called once per epoch and returns an iterable of lists.
         """
         return self._set_source("sequence_list", reader)
 
@@ -211,7 +211,7 @@ class DistillReader:
         """Use these teachers.
 
         Args:
-            teachers: `host:port`, separated by commas or as a list.
+            teachers: Addresses `host:port`, separated by commas or as a list.
         """
         parts = teachers.split(",") if isinstance(teachers, str) else list(teachers)
         self._not_started("set_fixed_teacher")
@@ -229,9 +229,9 @@ class DistillReader:
 
         Args:
             discovery_servers: URL of the registry, `consul://host:8500`, `etcd://host:2379` or `sqlite:///path`; None
-                for `EDL_DISCOVERY` or this machine's SQLite file. Of a list, the first is used.
-            teacher_service_name: of the service.
-            require_max_teacher: use so many at most, None for all.
+                for `EDL_DISCOVERY` or this machine's SQLite file. The first URL of a list is used.
+            teacher_service_name: Name under which the teachers register.
+            require_max_teacher: Largest number of teachers to use; None for all.
         """
         self._not_started("set_dynamic_teacher")
         self._not_routed("set_dynamic_teacher")
@@ -246,13 +246,13 @@ class DistillReader:
         return self
 
     def set_require_max_teacher(self, require_max_teacher: int) -> Self:
-        """Use so many teachers of a dynamic service at most.
+        """Set the largest number of teachers of a dynamic service to use.
 
         Args:
-            require_max_teacher: at least 1.
+            require_max_teacher: Number of teachers, at least 1.
 
         Raises:
-            SettingsError: the first epoch has started, or the number is below 1.
+            SettingsError: The first epoch has started, or the number is below 1.
         """
         self._not_started("set_require_max_teacher")
         if not is_count(require_max_teacher):
@@ -264,21 +264,21 @@ class DistillReader:
         """Set the rows of a request.
 
         Default: 32 with samples; with batches the whole batch, or pieces of 256 if it is larger; with sequences 2,048
-        tokens, or a quarter of what a teacher lets wait. In either case fewer where a teacher takes no more. A sequence
-        with more tokens than that is never split: it is a request of its own.
+        tokens, or a quarter of what a teacher queues. A request is smaller if a teacher accepts no more. A longer
+        sequence is never split; it is a request of its own.
 
         Args:
-            teacher_batch_size: at least 1.
+            teacher_batch_size: Rows of a request, at least 1.
 
         Raises:
-            SettingsError: the first epoch has started, or the number is below 1.
+            SettingsError: The first epoch has started, or the number is below 1.
         """
         self._not_started("set_teacher_batch_size")
         self._batch_size = self._checked_batch_size(teacher_batch_size)
         return self
 
     def print_config(self) -> None:
-        """Print what is set."""
+        """Print the configuration."""
         request = self._request
         config = {
             "ins": list(self._ins),
@@ -311,9 +311,9 @@ class DistillReader:
             An iterator over what the source yields, with predictions.
 
         Raises:
-            ClosedError: the reader is closed.
-            SettingsError: no data source or teachers are set.
-            TemporaryError: the source is still busy with the epoch before.
+            ClosedError: The reader is closed.
+            SettingsError: No data source or teachers are set.
+            TemporaryError: The source is still busy with the previous epoch.
         """
         if self._closed:
             raise ClosedError("the reader is closed")

@@ -1,7 +1,7 @@
-"""Teachers' labels of sequences that a program makes as it goes: for loops in which the student generates.
+"""Gets teachers' labels for sequences that a program creates as it runs, for loops in which the student generates.
 
 `Scorer` labels sequences call by call, on the same engine as a reader's; `on_policy` is the loop of generating and
-scoring, a step ahead. What does not belong here: generation, losses, and data sources, which are a reader's.
+scoring, one step ahead. Generation and losses are up to the user, and data sources are for a reader.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ from edl.tokenizer_hash import resolve_tokenizer
 __all__ = ["Scorer", "on_policy"]
 
 _LOOK_S = 0.05
-"""How often a call is looked at that waits for the first teacher: connecting takes longer."""
+"""How often a call that waits for its first teacher is checked; connecting takes longer than this."""
 _FOLLOW_S = 1.0
-"""How often the teachers' version is looked at: that costs each of them a request, and a new version may be so late."""
+"""How often the teachers' version is checked. Each check costs every teacher a request, and a new version may be
+noticed this late."""
 _IDLE_S = 3600.0  # nothing to do: calls and answers wake the thread
 
 
@@ -70,11 +71,11 @@ class ScoreCall:
 
 
 class ScoreCalls:
-    """Sends calls in the order in which they come, with a bound on the tokens under way.
+    """Sends calls in order of arrival, with a limit on the pending tokens.
 
     Args:
-        router: finds in a sample which service labels it; None where there is one.
-        request_tokens: of a request; None for what teachers take.
+        router: Finds the service that labels a sample; None if there is only one.
+        request_tokens: Tokens of a request; None to follow the teachers' limits.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ScoreCalls:
         self._loop = BackgroundLoop("edl-score", self._step)
 
     def add(self, call: ScoreCall) -> None:
-        """Take in a call. One without sequences has all its labels, and no answer would ever wake the thread for it."""
+        """Add a call. One without sequences is done at once, because no answer would ever wake the thread for it."""
         if not call.samples:
             call.future.set_result([])
             return
@@ -124,7 +125,7 @@ class ScoreCalls:
             self._loop.wake()
 
     def let_go(self) -> None:
-        """End after the last user is gone. Only sets a flag and wakes the thread: a finalizer calls it."""
+        """End after the scorer was garbage-collected. It only sets a flag and wakes the thread, as finalizers must."""
         self._abandoned = True
         self._loop.wake()
 
@@ -135,7 +136,7 @@ class ScoreCalls:
 
     @property
     def tokens(self) -> int:
-        """Tokens under way."""
+        """Number of pending tokens."""
         return self._tokens
 
     # The thread
@@ -157,7 +158,7 @@ class ScoreCalls:
         return max(min([wait_s, *(deadline - now for deadline in deadlines)]), 0.0)
 
     def _follow_versions(self, now: float) -> float:
-        """Follow the teachers to another version before a call whose labels would not be mixed with those of this."""
+        """Switch to the teachers' new version between calls whose labels would not be mixed."""
         routes = {route for call in self._calls for route in call.longest}
         services = {index for route in routes for index in self._labeller.limits.asked(route)}
         return min((self._follow_version(index, now) for index in services), default=_IDLE_S)
@@ -176,7 +177,7 @@ class ScoreCalls:
         return _FOLLOW_S
 
     def _send(self) -> float:
-        """Send what there is room for; return the seconds until the next look."""
+        """Send chunks as room permits; return the seconds until the next check."""
         wait_s = _IDLE_S
         for call in list(self._calls):
             if self._closed:  # as above
@@ -233,7 +234,7 @@ class ScoreCalls:
         self._loop.wake()
 
     def _has_ended(self, call: ScoreCall, now: float) -> bool:
-        """Return whether a call has its answers, or never will; its future says which."""
+        """Return whether a call has succeeded or failed, and set its future if so."""
         if call.future.cancelled():
             call.future.set_running_or_notify_cancel()
             return True
@@ -260,7 +261,7 @@ class ScoreCalls:
         return False
 
     def _release(self, call: ScoreCall) -> None:
-        """Let others have the room of what is answered."""
+        """Free the room of answered chunks for other calls."""
         done = [chunk for chunk in call.sent if chunk.done and chunk.left]
         for chunk in done:
             self._tokens -= chunk.left
@@ -327,24 +328,24 @@ class Scorer:
     would follow). Requests are filled, sent again and hedged as a reader's are. Thread-safe.
 
     Args:
-        teachers: a service's name, `host:port` of teachers, or `Teachers`; None for what the environment says. Where
-            teachers differ by domain, a mapping from domain to these, and under None those of all other domains: each
-            call then has `route`.
-        top_k: how many of the most probable tokens to answer, as `TopK`.
-        targets: ask for the log-probabilities of certain tokens as well: each call then has `targets`.
-        temperature: at which the tail's mass is summed up; some teachers know 1 only.
-        dtype: "float16" or "float32" for the values of `TopK`, None as the model gives them. Log-probabilities of
-            `targets` are float32 in any case.
-        version: labels of this version of the model only; empty for any.
-        tokenizer: path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash: teachers of
-            another are refused by name. Empty for any.
-        discovery: URL of the registry that `teachers` names a service of.
-        request_tokens: tokens of a request; None for 2,048, or a quarter of what teachers let wait.
-        max_tokens: tokens that teachers have been asked for and not answered, at most.
-        options: deadlines, hedging, credentials; see `Options`.
+        teachers: A service's name, `host:port` of teachers, or `Teachers`; None to read the environment. If teachers
+            differ by domain, a mapping from domain to these; the key None covers all other domains, and each call needs
+            `route`.
+        top_k: Number of the most probable tokens to return, as `TopK`.
+        targets: Whether to ask for the log-probabilities of given tokens as well; each call then needs `targets`.
+        temperature: Temperature of the tail; some teachers support only 1.
+        dtype: Type of the values of `TopK`, "float16" or "float32"; None for the model's own. Log-probabilities of
+            `targets` are always float32.
+        version: Use labels of this version of the model only; empty for any.
+        tokenizer: Path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash. Teachers with
+            another tokenizer are refused. Empty for any.
+        discovery: URL of the registry for the service in `teachers`.
+        request_tokens: Tokens of a request; None for 2,048, or a quarter of what teachers queue.
+        max_tokens: Largest number of pending tokens; further calls wait.
+        options: Deadlines, hedging and credentials; see `Options`.
 
     Attributes:
-        targets: as given.
+        targets: Whether calls have `targets`, as given.
 
     Raises:
         SettingsError: An argument is invalid.
@@ -407,12 +408,13 @@ class Scorer:
         """Ask for the labels of sequences. Returns at once; the arrays may be used again.
 
         Args:
-            sequences: of token ids, each [tokens]: arrays, tensors or lists of integers, of at least one token.
-            targets: by sequence, the tokens whose log-probabilities are asked for, [tokens, m] with the same m for all;
-                given if and only if the scorer was made with `targets=True`.
-            route: the domain of each sequence (a list, an array or a tensor), or one for all of them; where teachers
-                are named by domain.
-            timeout_s: seconds until the future fails with `TemporaryError`; None for the deadlines of `Options` alone.
+            sequences: Sequences of token ids, each [tokens], of at least one token: arrays, tensors or lists of
+                integers.
+            targets: For each sequence, the tokens whose log-probabilities are requested, [tokens, m] with the same m
+                for all; required if the scorer was made with `targets=True`, else not allowed.
+            route: The domain of each sequence (a list, an array or a tensor), or one for all of them, if teachers are
+                named by domain.
+            timeout_s: Seconds until the future fails with `TemporaryError`; None for the deadlines of `Options` only.
 
         Returns:
             A future of a list with a `TopK` for each sequence, of as many rows as it has tokens; with `targets` a pair
@@ -421,7 +423,7 @@ class Scorer:
             takes, and `ClosedError`.
 
         Raises:
-            ClosedError: the scorer is closed.
+            ClosedError: The scorer is closed.
             SettingsError: `targets`, `route` or `timeout_s` is invalid.
             SourceError: `sequences` or `targets` cannot be sent, or no teachers are named for a domain.
         """
@@ -447,7 +449,7 @@ class Scorer:
 
     @property
     def max_sequence(self) -> int:
-        """Tokens of the longest sequence that some known teacher takes; 0 where none says."""
+        """Length in tokens of the longest sequence that some known teacher accepts; 0 if unknown."""
         return self._session.labeller.limits.max_sequence()
 
     def stats(self) -> ReaderStats:
@@ -455,7 +457,7 @@ class Scorer:
         return self._session.stats()
 
     def close(self) -> None:
-        """End all connections; calls under way end with `ClosedError`. May be called twice."""
+        """End all connections; pending calls end with `ClosedError`. May be called twice."""
         self._session.close()
         self._calls.close()
 
@@ -501,21 +503,21 @@ def on_policy(
     route: Route = None,
     timeout_s: float | None = None,
 ) -> Generator[tuple[P, Sequence[Any], list[Any]], None, None]:
-    """Generate from prompts and yield what was generated with its labels, in the order of the prompts.
+    """Generate from prompts, and yield the sequences with their labels in the order of the prompts.
 
-    The teacher scores a batch while the next ones are generated. The price of `ahead=1` is that a batch is generated by
-    the student as it was an optimizer step before; `ahead=0` generates, waits and yields, with the student of now.
+    The teacher scores a batch while the next ones are generated. With `ahead=1`, a batch is generated by the student as
+    it was one optimizer step earlier; with `ahead=0`, each batch is generated by the current student and waited for.
 
     Args:
-        prompts: batches of prompts, of any type.
-        generate: returns the sequences of a batch, prompt and continuation, as `Scorer.score` takes them. Called in the
-            thread that iterates.
-        teacher: scores them. Where it was made with `targets`, these are the tokens that follow: token t + 1 at row t,
-            and at the last row, which nothing follows, the last token once more.
-        ahead: batches that are generated and being scored when a batch is yielded.
-        route: where in a batch of prompts the domain of each sequence is (a key, a position or a function), or one of
-            all; where the scorer's teachers are named by domain.
-        timeout_s: see `Scorer.score`.
+        prompts: Batches of prompts, of any type.
+        generate: Function that returns the sequences of a batch, prompt and continuation, as `Scorer.score` takes them.
+            It is called in the thread that iterates.
+        teacher: Scorer of the sequences. If it was made with `targets`, they are the next tokens: token t + 1 at row t,
+            and the last token again at the last row, which nothing follows.
+        ahead: Number of batches that are generated ahead and being scored when a batch is yielded.
+        route: Where in a batch of prompts the domain of each sequence, or of all of them, is found (a key, a position
+            or a function), if the scorer's teachers are named by domain.
+        timeout_s: Seconds until a batch fails; see `Scorer.score`.
 
     Yields:
         The prompts, the sequences, and their labels: a `TopK` for each sequence, or a pair of it and the

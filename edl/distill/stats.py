@@ -15,15 +15,15 @@ class TeacherStats:
     """Counters of a teacher.
 
     Attributes:
-        endpoint: its address.
-        state: "ready", "connecting", "draining", "set aside" or "gone".
-        why: why it is not ready; empty if it is.
-        rows: delivered from this teacher.
-        requests: answered well.
-        failures: requests that failed.
-        in_flight: requests at the teacher now.
-        window: how many requests it may have.
-        median_s: median latency of the last answers in seconds, 0 before the first.
+        endpoint: Address of the teacher.
+        state: State of the teacher: "ready", "connecting", "draining", "set aside" or "gone".
+        why: Reason why it is not ready; empty if it is.
+        rows: Rows delivered from this teacher.
+        requests: Requests that it answered well.
+        failures: Requests that failed.
+        in_flight: Requests pending at the teacher now.
+        window: Number of requests that may be pending at it.
+        median_s: Median latency of the last answers in seconds; 0 before the first.
     """
 
     endpoint: str
@@ -39,32 +39,32 @@ class TeacherStats:
 
 @dataclass(frozen=True)
 class ReaderStats:
-    """Counters since the reader was made, and gauges of this moment.
+    """Counters since the reader was created, and current gauges.
 
     Attributes:
-        rows_asked: rows that needed a teacher's answer (once for each service of an ensemble).
-        rows_received: of those, how many have one.
-        rows_resent: rows sent again because a request failed.
-        rows_hedged: rows sent a second time because a request was late.
-        requests_hedged: requests sent a second time for that.
-        rows_cached: rows that the soft-label cache answered.
-        rows_not_cached: rows with an answer that was not kept: the disk could not follow, or would not take them.
-        rows_delivered: rows given to the training loop.
-        rows_buffered: rows that the source gave and the training loop has not taken.
-        bytes_held: items and answers of these rows; answers to come as they are estimated. See `Options.memory_bytes`.
-        wait_s: seconds that the training loop waited for labels.
-        source_wait_s: of these, seconds in which no label could be asked for: the data source was making the samples.
-        cache_queue_bytes: labels on their way into the cache.
-        teachers_live: teachers that may be given work.
-        teachers: by id. Counts begin when the teacher comes, also when it comes again. One that left is kept as "gone"
-            until it is back, or a hundred others have left since.
-        departed: sums over all teachers that ever left.
-        set_aside: how often a teacher was given nothing for a while, by why: "overloaded" (it had no room), "timeout",
+        rows_asked: Rows that needed a teacher's answer (once for each service of an ensemble).
+        rows_received: Rows of these that have been answered.
+        rows_resent: Rows sent again because a request failed.
+        rows_hedged: Rows sent a second time because a request was late.
+        requests_hedged: Requests sent a second time because they were late.
+        rows_cached: Rows that the soft-label cache answered.
+        rows_not_cached: Rows whose answer was not cached, because the disk was too slow or failed.
+        rows_delivered: Rows given to the training loop.
+        rows_buffered: Rows read from the source and not yet taken by the training loop.
+        bytes_held: Bytes of these rows' items and answers; pending answers are estimated. See `Options.memory_bytes`.
+        wait_s: Seconds that the training loop waited for labels.
+        source_wait_s: Seconds of these in which the data source was still producing the samples.
+        cache_queue_bytes: Bytes of labels queued for the cache.
+        teachers_live: Number of teachers that can take work.
+        teachers: Counters of each teacher by id. They start at 0 each time the teacher joins. A teacher that left is
+            kept as "gone" until it returns, or until a hundred others have left since.
+        departed: Sums over all teachers that ever left.
+        set_aside: How often a teacher was paused, by reason: "overloaded" (it had no room), "timeout",
             "error", "lost", "rejected" (what others accept), "bad output".
-        routes: by value of the field that says which teachers label what (`route=`), what was asked of these and came
-            from them: the same of values with the same teachers. Empty without routes.
-        discovery: why the registry does not answer, or which teachers cannot renew their registration; empty while all
-            is well.
+        routes: Counters of each route's teachers, by value of the routing field (`route=`). Values with the same
+            teachers share counters. Empty without routes.
+        discovery: Reason why the registry does not answer, or which teachers cannot renew their registration; empty
+            while all is well.
     """
 
     rows_asked: int = 0

@@ -5,14 +5,14 @@ snapshots of instances, and follows a service in a thread of its own.
 
 Students wait for teachers that may still come, and only for those:
 
-- A name that no teacher can register under (`host:port`, a name with a space) is refused when `Teachers` is made.
-- A valid name without teachers is waited for, since teachers may start after their students. That includes a near miss
-  of a registered service: `digits-2` may be about to start while `digits` runs, and nothing tells that from a typing
-  error. The watcher logs "did you mean" at once, and `NoTeacherError` repeats it if the wait was in vain.
-- Teachers that have answered, and all lack what is asked for (an output, the model, a list of their models), are not
-  waited for: see `ConnectionPool.lacking`.
+- A name that no teacher can register under (`host:port`, a name with a space) is refused when `Teachers` is created.
+- For a valid name without teachers, students wait, since teachers may start after them. That includes a name similar to
+  a registered service: `digits-2` may be about to start while `digits` runs, and this cannot be distinguished from a
+  typing error. The watcher logs "did you mean" at once, and `NoTeacherError` repeats it if no teacher appears.
+- If all teachers have answered and lack what is asked for (an output, the model, a list of their models), students do
+  not wait; see `ConnectionPool.lacking`.
 
-What does not belong here: connections to teachers, and what their models must have (`edl.distill.engine`).
+Connections to teachers, and checks of their models, are in `edl.distill.engine`.
 """
 
 from __future__ import annotations

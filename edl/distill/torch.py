@@ -129,7 +129,7 @@ class TorchLoader(DistillLoader[B]):
         """Return a tensor that shares memory with `labels`.
 
         Args:
-            labels: a writable array of any shape.
+            labels: Writable array of any shape.
         """
         return torch.from_numpy(labels)
 
@@ -137,8 +137,8 @@ class TorchLoader(DistillLoader[B]):
         """Return a tensor on its way to `device`; any other value as it is.
 
         Args:
-            value: part of a batch, or labels.
-            device: to move to.
+            value: Part of a batch, or labels.
+            device: Device to move to.
         """
         return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
@@ -160,8 +160,8 @@ class TorchLoader(DistillLoader[B]):
 class _DeliveredPlace:
     """Stands for a loader of Accelerate's where an `Accelerator` asks it how far it is.
 
-    The loader is ahead of the training loop, and would say at its end, batches too early, that gradients are to be
-    synchronized.
+    The loader is ahead of the training loop. Near its end it would report, some batches too early, that gradients must
+    be synchronized.
     """
 
     def __init__(self, loader: Any, end_of_dataloader: bool, remainder: int) -> None:

@@ -32,7 +32,7 @@ _MOST_VIEWS = 1 << 16  # 65,536 epochs; more would leave fewer bits for the ids 
 _MOST_ID = 1 << 47  # so that an id and the number of a view fit into 64 bits
 _PLAIN = (int, float, complex, str, bytes, type(None))
 _CHECKED = 8  # first samples whose view is made twice: most augmentations change all of them
-_CHECKED_LATER = 256  # of so many later samples one is, for augmentations that change a few: that costs 0.4 %
+_CHECKED_LATER = 256  # later, one in this many is checked (0.4 %), since some augmentations change few samples
 
 
 class _Samples(Protocol):
@@ -48,9 +48,9 @@ def view_seed(sample_id: int | str, view: int, seed: int = 0) -> int:
     `edl-view-1/{seed}/{view}/int/{sample_id}`, or `…/str/…` where the id is a string.
 
     Args:
-        sample_id: of the sample.
-        view: number of the view, from 0.
-        seed: tells runs with other augmentations of the same samples apart.
+        sample_id: Id of the sample.
+        view: Number of the view, from 0.
+        seed: Number that distinguishes runs with other augmentations of the same samples.
 
     Raises:
         SettingsError: The id or the number is invalid.
@@ -62,13 +62,14 @@ def view_seed(sample_id: int | str, view: int, seed: int = 0) -> int:
 
 
 def view_id(sample_id: int | str, view: int) -> int | str:
-    """Return the id under which the label of a view is kept: 65536 times the sample's plus the view's number.
+    """Return the id under which the label of a view is cached.
 
-    Of a string it is the string, `#` and the number. It does not depend on how many views there are.
+    For an integer it is 65536 times the sample's id plus the view's number; for a string, the string, `#` and the
+    number. It does not depend on the number of views.
 
     Args:
-        sample_id: of the sample.
-        view: number of the view, from 0.
+        sample_id: Id of the sample.
+        view: Number of the view, from 0.
 
     Raises:
         SettingsError: The id or the number is invalid.
@@ -92,29 +93,29 @@ class AugmentedViews(Dataset[Any]):
                 ...
 
     `dataset[index]` is called with the random numbers of Python, numpy and PyTorch (on the CPU) seeded by `view_seed`,
-    and they go on afterwards as if nothing had been. So whatever is random in it, its transforms included, depends on
-    the sample and the view alone: not on the order, on the epoch, or on the number of a loader's workers.
+    and their state is restored afterwards. So all randomness in it, including transforms, depends only on the sample
+    and the view, not on the order, the epoch, or the number of a loader's workers.
 
     A sample that is a tuple or list comes as a tuple with the view's id behind; a mapping has it as "view_id"; any
     other comes as (sample, id).
 
     Args:
-        dataset: augments its samples itself; has `__getitem__` and a length.
-        views: how many views of a sample there are, up to 65536. More may be added later: the first ones stay.
-        seed: other views of the same samples. It belongs into the `dataset` tag of a cache then, as the augmentation
-            does.
-        ids: by index, the samples' ids, integers or strings, where the same index may come to mean another sample;
-            None for the index itself.
-        reseed: called with the view's seed, for augmentations with random numbers of their own, such as
+        dataset: Data set that augments its samples itself; it needs `__getitem__` and a length.
+        views: Number of views of each sample, up to 65536. You can add more later; the first ones stay the same.
+        seed: Another number gives other views of the same samples. Like the augmentation, it then belongs into the
+            cache's `dataset` tag.
+        ids: Ids of the samples by index, integers or strings, if an index may later mean another sample; None to use
+            the index.
+        reseed: Function that is called with the view's seed, for augmentations with their own random numbers, such as
             `transform.set_random_seed` of albumentations.
 
     Attributes:
-        dataset: as given.
-        views: as given.
+        dataset: The data set, as given.
+        views: The number of views, as given.
 
     Raises:
-        SettingsError: an argument that cannot be; or, when samples are taken, an augmentation that was seen not to be
-            the same when its seed is: the first 8 samples of a process, and one of 256 later, are made twice.
+        SettingsError: An argument is invalid. Also raised when a sample is read, if its augmentation is found to differ
+            with the same seed: the first 8 samples of a process, and later one in 256, are made twice.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class AugmentedViews(Dataset[Any]):
         """Choose the view of the next epoch, `epoch` modulo `views`; before the loader is iterated.
 
         Args:
-            epoch: from 0.
+            epoch: Number of the epoch, from 0.
 
         Raises:
             SettingsError: The number is invalid.

@@ -1,10 +1,10 @@
 """Serve a model to students over KServe v2 gRPC.
 
-`Backend` is the interface of a model, `TeacherServer` serves it, `serve` runs a server until a signal. Students,
-Triton's clients and `edl.distill` are served alike.
+`Backend` is the interface of a model, `TeacherServer` serves it, and `serve` runs a server until a signal. Any KServe
+v2 client can send requests, Triton's as well as `edl.distill`.
 
-What does not belong here: the student's side, balancing, and training. Only public names of `edl` are used, and
-`edl` never imports this package.
+The student's side, load balancing and training live elsewhere. This package uses only public names of `edl`, and `edl`
+never imports it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HOMES = {"TeacherServer": "server", "serve": "server"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the server when it is used: `edl serve --help` prints without what the server needs."""
+    """Import the server on first use, so that `edl serve --help` works without the server's dependencies."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

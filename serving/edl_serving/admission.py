@@ -1,6 +1,6 @@
-"""Who is let in: the state of the server, limits for clients and streams, and tokens.
+"""Admission control: the server's lifecycle, limits on clients and streams, and tokens.
 
-What does not belong here: whose turn it is (`batching.batch_queue`), and what is in a request.
+Scheduling is in `batching.batch_queue`, and the contents of a request are checked in `request` and `request_plan`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class ServerState(enum.Enum):
 
     STARTING = "starting"
     READY = "ready"
-    LEAVING = "leaving"  # not ready for newcomers, but students that have not heard of it yet are still served
+    LEAVING = "leaving"  # reports not ready, but still serves students that have not noticed yet
     DRAINING = "draining"  # finishes what it has accepted
     STOPPED = "stopped"
 
 
 class Lifecycle:
-    """Counts requests, and refuses them where the server's state does. Used on the event loop only.
+    """Counts requests, and refuses them when the server is warming up or draining. Used on the event loop only.
 
     Attributes:
         state: State of the server.
-        healthy: False while a canary or a backend finds a fault.
-        in_flight: Requests not answered yet.
+        healthy: False while the canary or a backend reports a fault.
+        in_flight: Number of requests not answered yet.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class Lifecycle:
 
     @property
     def ready(self) -> bool:
-        """Whether new students are welcome."""
+        """Whether the server accepts new students."""
         return self.state is ServerState.READY and self.healthy
 
     def begin_request(self) -> None:
-        """Count a request that was received."""
+        """Count a new request; raise UNAVAILABLE unless the server is ready or leaving."""
         if self.state not in (ServerState.READY, ServerState.LEAVING):
             if self.state is ServerState.STARTING:
                 raise RequestError(grpc.StatusCode.UNAVAILABLE, "the model is warming up", retry_after_ms=1000)
@@ -82,23 +82,24 @@ class Lifecycle:
 
 ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _RETRY_MS = 200
-"""For a client that finds no room beside others, who stay for minutes: as often as costs the server nothing."""
+"""Retry hint when other clients fill the limits. They stay for minutes, and a retry this often costs the server
+nothing."""
 _RETRY_BYTES_MS = 20
-"""For a client that has too much under way itself: some batches later, which is when part of it has been answered. All
-the longer it would do nothing, though the model may be idle."""
+"""Retry hint for a client that exceeds its own byte limit: a few batches, after which part of its requests has been
+answered. With a longer wait the client would sit idle, and possibly the model too."""
 _numbers = itertools.count()
 
 
 def client_of(context: ServicerContext) -> str:
-    """Return the name of the client that a call is from: its connection, as gRPC names the peer."""
+    """Return the name of a call's client, which is its connection as gRPC names the peer."""
     peer = unquote(context.peer())
-    # All peers on a Unix socket may have one name.
+    # gRPC may give all peers on a Unix socket the same name.
     return peer if not peer.startswith("unix") else f"{peer}#{next(_numbers)}"
 
 
 @dataclass(eq=False)
 class ClientConnection:
-    """A client with open calls; `nbytes` counts its requests without a response, and its responses not sent yet."""
+    """A client with open calls; `nbytes` counts its unanswered requests and its responses not sent yet."""
 
     name: str
     max_bytes: int
@@ -106,7 +107,10 @@ class ClientConnection:
     nbytes: int = 0
 
     def hold_bytes(self, nbytes: int) -> None:
-        """Count a request's bytes until `release_bytes`; refuse them beyond the limit."""
+        """Count a request's bytes until `release_bytes`; refuse the request if it exceeds the limit.
+
+        A request that is too large on its own is accepted while the client has nothing else in flight.
+        """
         if self.nbytes + nbytes > self.max_bytes and self.nbytes:
             raise RequestError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -126,8 +130,8 @@ class ConnectionLimiter:
     """Counts clients and streams, and refuses more than the settings allow. Used on the event loop only.
 
     Attributes:
-        streams: Streams that are served.
-        waiting: Streams that are open without being served (`StreamSlot`).
+        streams: Number of streams being served.
+        waiting: Number of open streams that wait for a slot (`StreamSlot`).
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -147,7 +151,7 @@ class ConnectionLimiter:
         return sum(client.nbytes for client in self._clients.values())
 
     def open_call(self, name: str, *, stream: bool = False) -> ClientConnection:
-        """Count a call, until `close_call`."""
+        """Count a call until `close_call`; refuse it if there are too many clients or streams."""
         client = self._clients.get(name)
         if client is None and len(self._clients) >= self._max_connections:
             raise _full(f"{self._max_connections} clients are connected", "--max-connections", "connections")
@@ -168,10 +172,10 @@ class ConnectionLimiter:
 
 
 class StreamSlot:
-    """A slot for an open stream among the streams that are served.
+    """A stream's claim to one of the `max_streams` slots.
 
-    A stream without a slot stays open, and its requests are refused until a slot is free: a student whose stream ends
-    while it writes would not learn why. `client` is None while there is no slot.
+    A stream without a slot stays open and its requests are refused until a slot is free, because a student whose stream
+    is closed while it writes does not learn why. `client` is None while the stream has no slot.
     """
 
     def __init__(self, clients: ConnectionLimiter, name: str) -> None:
@@ -186,7 +190,7 @@ class StreamSlot:
             clients.waiting += 1
 
     def hold_bytes(self, nbytes: int) -> None:
-        """Count a request's bytes until `release_bytes`, once the stream has a slot; refuse it if there is no room."""
+        """Take a slot if the stream has none yet, and count the request's bytes; refuse the request at either limit."""
         if self.client is None:
             self.client = self._clients.open_call(self._name, stream=True)
             self._clients.waiting -= 1
@@ -222,9 +226,9 @@ _REMEDY: Final = (
 
 
 class TokenInterceptor(TokenCheck):
-    """Refuses calls without a valid token, of known and unknown methods, before a byte of them is read.
+    """Refuses calls without a valid token before reading any of their bytes, whether or not the method exists.
 
-    With `open_health` the health service is left out: a kubelet asks it without any metadata.
+    With `open_health` the health service needs no token, because a kubelet's probes send no metadata.
     """
 
     def __init__(self, files: CredentialFiles, *, open_health: bool) -> None:
@@ -245,14 +249,14 @@ class TokenInterceptor(TokenCheck):
 
 
 def is_revocation(before: Material, after: Material) -> bool:
-    """Return whether clients that were let in by `before` are not let in by `after`."""
+    """Return whether some client that `before` admits is no longer admitted by `after`."""
     return not (before.authorities <= after.authorities and set(before.tokens) <= set(after.tokens))
 
 
 async def watch_revocations(files: CredentialFiles, end_streams: Callable[[], None]) -> None:
-    """Call `end_streams` when replaced files revoke a token or an authority. Run until cancelled.
+    """Call `end_streams` whenever replaced files revoke a token or a CA. Runs until cancelled.
 
-    A client whose stream has ended connects again, and is authenticated again.
+    A client whose stream has ended opens a new one, and is authenticated again.
     """
     before, complaint = files.current(), ""
     while True:
@@ -261,16 +265,16 @@ async def watch_revocations(files: CredentialFiles, end_streams: Callable[[], No
             after = files.current()
             if is_revocation(before, after):
                 end_streams()
-        except Exception as exc:  # noqa: BLE001 - whatever it is, this must not be the last look: its end would go unnoticed
+        except Exception as exc:  # noqa: BLE001 - keep checking: if this task ended, revocations would go unnoticed
             if complaint != repr(exc):
                 complaint = repr(exc)
                 _log.exception("revoked credentials could not be followed; that is tried again")
-            continue  # `before` stays, for what is still to be ended
+            continue  # keep `before`, so that the next attempt still sees the revocation
         before, complaint = after, ""
 
 
 def warn_of_no_credentials(host: str, credentials: Credentials) -> None:
-    """Log a warning if a server that others reach serves without TLS or without checking its clients."""
+    """Warn if other hosts can reach the server and it has no TLS or does not authenticate clients."""
     if is_this_host(authority(host, 0)):
         return
     if not credentials.cert and not credentials.token_file:
@@ -290,7 +294,7 @@ def _refusal(words: str) -> grpc.RpcMethodHandler[Any, Any]:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, words)
 
     handle: Any = refuse
-    return grpc.stream_stream_rpc_method_handler(handle)  # of any method: it reads nothing
+    return grpc.stream_stream_rpc_method_handler(handle)  # fits unary methods too, because it reads nothing
 
 
 _REFUSE_NONE = _refusal(f"no token: {_REMEDY}")

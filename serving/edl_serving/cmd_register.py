@@ -1,8 +1,8 @@
-"""`edl register`: put a Triton or other KServe v2 server that runs already into discovery.
+"""`edl register`: put a running Triton or other KServe v2 server into discovery.
 
-What such a server has computed comes from Triton's extension `ModelStatistics`. Triton counts by size of the batch that
-a model was executed with, so rows are the sum of sizes times executions, and compute time is that of executions.
-(`inference_stats` has the time of a batch once for every request in it.)
+The load of such a server comes from Triton's extension `ModelStatistics`. Triton counts executions by batch size, so
+the number of rows is the sum of sizes times executions, and the compute time is that of the executions.
+(`inference_stats` counts the time of a batch once for every request in it.)
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
 """
 
@@ -56,9 +56,9 @@ from edl_serving.serve_config import (
 
 _log = logging.getLogger(__name__)
 
-_LEAVE_S = 5.0  # for a registry to hear of the end; the lease lapses by itself
-_SIGNAL_LOOK_S = 0.1  # how often the main thread looks for a signal: an end takes no longer to begin
-_LONGEST_VERSION = 512  # bytes; what a registry takes
+_LEAVE_S = 5.0  # time to deregister; after that, the lease expires by itself
+_SIGNAL_LOOK_S = 0.1  # how often the main thread checks for a signal, and so the delay before shutdown starts
+_LONGEST_VERSION = 512  # bytes that a registry accepts
 _DESCRIPTION = """\
 Puts an existing server into discovery: Triton, or anything that speaks KServe v2 over gRPC. It is
 asked over and over whether it is ready, and is in discovery only while it is. Runs until SIGTERM,
@@ -77,7 +77,7 @@ exit codes: 0 ended by a signal, 2 wrong usage or settings."""
 
 
 def _priority(raw: Any) -> str:
-    """Parse a priority: a word or a level."""
+    """Parse a priority: "lowest", "default", "auto", or a level from 1 on."""
     text = str(raw).strip()
     if text not in ("lowest", "default", "auto") and not (text.isascii() and text.isdigit() and 0 < int(text) < 2**32):
         raise ValueError("expected lowest, default, auto, or a level from 1 on")
@@ -122,9 +122,9 @@ _GROUPS = (
 
 @dataclass(frozen=True)
 class RegisterConfig:
-    """The settings of `edl register`: it probes `target`, and students reach the server at `address` and `port`.
+    """The settings of `edl register`, which probes `target`; students reach the server at `address` and `port`.
 
-    A Unix socket has port 0. `priority` is that of students, empty for their own choice.
+    The port of a Unix socket is 0. `priority` is the priority of students' requests; if empty, students choose it.
     """
 
     target: str
@@ -141,7 +141,7 @@ class RegisterConfig:
 
     @classmethod
     def of(cls, endpoint: str, given: Mapping[str, Any]) -> RegisterConfig:
-        """Build the settings from values of the options."""
+        """Build the settings from the values of the options."""
         model = given.get("model") or given.get("service")
         if model is None:
             raise SettingsError("name the model: --model NAME (and --service NAME, if students look for another)")
@@ -158,7 +158,7 @@ class RegisterConfig:
 
 
 def parse_endpoint(name: str, text: str) -> tuple[str, int]:
-    """Parse `host:port`, `[v6]:port` or `unix:/path` to address and port as `Instance` has them."""
+    """Parse `host:port`, `[v6]:port` or `unix:/path` into the address and port of an `Instance`."""
     if text.startswith("unix:/"):
         return text, 0
     match = re.fullmatch(r"(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s:/\[\]]+)):(?P<port>\d{1,5})", text)
@@ -181,13 +181,13 @@ def main(argv: Sequence[str]) -> int:
     with collect_signals() as caught:
         while not caught and not registering.done():
             time.sleep(_SIGNAL_LOOK_S)
-    ended.set()  # from here on a second signal ends the process at once
+    ended.set()  # from here on, a second signal ends the process at once
     registering.result()
     return 0
 
 
 def keep_registered(config: RegisterConfig, ended: threading.Event) -> None:
-    """Probe the server and keep discovery in line with its readiness, until `ended`."""
+    """Probe the server until `ended` is set, and register it only while it is ready."""
     registration = config.registration
     assert registration.url is not None
     tracker = ReadinessTracker(config.failures)
@@ -202,7 +202,7 @@ def keep_registered(config: RegisterConfig, ended: threading.Event) -> None:
 
     warn_of_loopback(registration.url, config.address, "--advertise HOST:PORT")
     with contextlib.ExitStack() as stack:
-        server, counted = (  # its counts are read in the publisher's thread
+        server, counted = (  # two connections, because the publisher's thread reads the counts
             stack.enter_context(
                 contextlib.closing(ForeignServer(config.target, config.model, config.timeout_s, config.credentials))
             )
@@ -237,7 +237,7 @@ def keep_registered(config: RegisterConfig, ended: threading.Event) -> None:
 def _instance(config: RegisterConfig, version: str) -> Instance:
     registration = config.registration
     if registration.id is None:
-        # The same on whatever host this runs: it is the server that is registered.
+        # Derived from the server's address, so that the id does not depend on the host that runs this command.
         address = re.sub(r"[^A-Za-z0-9.-]+", "-", f"{config.address}-{config.port}").strip("-")
         registration = replace(registration, id=address)
     meta = {"version": version} if version else {}
@@ -260,27 +260,27 @@ _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.
 
 
 class ProbeResult(NamedTuple):
-    """The outcome of a readiness probe, with a reason for the log."""
+    """The outcome of a readiness probe, and the reason to log."""
 
     status: ProbeStatus
     reason: str = ""
 
 
 class ForeignServer:
-    """Asks a server about itself and a model over gRPC. For a single thread."""
+    """Asks a server about itself and a model over gRPC. Used by a single thread."""
 
     def __init__(self, target: str, model: str, timeout_s: float, credentials: Credentials | None = None) -> None:
         self._target = target
         self._model = model
         self._timeout_s = timeout_s
         self._files = CredentialFiles.of(credentials or Credentials())
-        self._explained = ("", "")  # gRPC's words, and what is behind them
+        self._explained = ("", "")  # gRPC's message, and its explanation
         self._connect()
 
     def _connect(self) -> None:
         self._version = self._files.current(now=True).version if self._files is not None else 0
         self._call_metadata = call_metadata(self._target, self._files)
-        # Left alone, gRPC waits up to two minutes before it tries a server again that was away.
+        # By default, gRPC waits up to two minutes before it reconnects to a server that was away.
         options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
         self._channel = channel(self._target, self._files, options)
 
@@ -289,7 +289,7 @@ class ForeignServer:
         self._channel.close()
 
     def probe(self) -> ProbeResult:
-        """Ask whether server and model are ready; a failed call is an outcome, too."""
+        """Ask whether the server and the model are ready. A failed call is an outcome, not an error."""
         try:
             if not self._ask("ServerReady").ready:
                 return ProbeResult(ProbeStatus.NOT_READY, "the server says that it is not ready")
@@ -301,14 +301,14 @@ class ForeignServer:
         return ProbeResult(ProbeStatus.READY)
 
     def version(self) -> str:
-        """Return the model's newest version, empty if the server does not say."""
+        """Return the model's newest version; empty if the server does not report one."""
         try:
             return newest_version(self._ask("ModelMetadata", name=self._model).versions)
         except grpc.RpcError:
             return ""
 
     def read_counts(self) -> TeacherCounts:
-        """Return what the model has computed; without rows, and with the reason, if the server does not say."""
+        """Return the model's load; if the server does not report it, without rows and with the reason."""
         try:
             statistics = self._ask("ModelStatistics", name=self._model)
             config = self._ask("ModelConfig", name=self._model).config
@@ -336,20 +336,20 @@ class ForeignServer:
     def _explain(self, words: str) -> str:
         if not looks_like_handshake(words):
             return ""
-        if self._explained[0] != words:  # a server that is away is asked every second, and an answer takes a handshake
+        if self._explained[0] != words:  # an unreachable server is probed every second; explaining takes a handshake
             self._explained = words, asyncio.run(explain_handshake(self._target, self._files))
         return self._explained[1]
 
 
 def newest_version(versions: Sequence[str]) -> str:
-    """Return the version that a server means by no version: the highest number, else the text that sorts last."""
-    # Triton lists numbers of 64 bits; elsewhere a version is any text, and thousands of digits are not a number.
+    """Return the version that answers requests without one: the highest number, else the text that sorts last."""
+    # Triton's versions are 64-bit numbers. Other servers use any text, and Python cannot parse thousands of digits.
     numbers = [version for version in versions if version.isdecimal() and len(version) <= 18]
     return max(numbers, key=int) if numbers else max(versions, default="")
 
 
 def counts_of(versions: Sequence[kserve.ModelStatistics], config: kserve.ModelConfig) -> TeacherCounts:
-    """Return what a model has computed, from the statistics of all its versions."""
+    """Return the load of a model, summed over the statistics of its versions."""
     workers = max(1, sum(max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group))
     if not config.max_batch_size:
         return TeacherCounts(None, None, workers, None, NO_BATCHES)

@@ -18,7 +18,7 @@ from edl_serving.serve_config import GROUPS, ServeConfig, prepare_process
 
 _log = logging.getLogger(__name__)
 
-_EXIT_MODEL = 3  # 1 and 2 are a drain that was too slow, and wrong usage
+_EXIT_MODEL = 3  # 1 means that draining took too long, and 2 wrong usage
 _DESCRIPTION = """\
 Serves a model over KServe v2 gRPC, batches the requests of many students, and registers itself
 where students look for teachers. SIGTERM drains: it leaves discovery, finishes what it has
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     _, given = parser.parse_settings(GROUPS, argv)
     config = ServeConfig.of(given)
     prepare_process("edl serve", given)
-    from edl_serving.server import serve  # what it needs, besides gRPC, is an extra, and `--help` needs none of it
+    from edl_serving.server import serve  # here, because its dependencies are an extra that `--help` does not need
 
     with config.registering() as registration:
         try:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
             return serve(config.server, backends, join=registration.register, leave=registration.start_draining)
         except EDLError:
             raise
-        except Exception as exc:  # noqa: BLE001 - the user's model, whose own stack tells most
+        except Exception as exc:  # noqa: BLE001 - the user's model may raise anything
             print(f"edl serve: {describe_failure(exc, config.source)}", file=sys.stderr)
             return _EXIT_MODEL
 
@@ -92,20 +92,20 @@ def _open(config: ServeConfig) -> list[Backend]:
 
 _OURS = str(Path(__file__).parent)
 _CALLS = {complete_outputs.__code__, Backend.warm_up.__code__, DescribedBackend.warm_up.__code__}
-"""Where the model is called with a batch that EDL has made up as the user said."""
+"""Functions that call the model with a batch that EDL makes up from the user's flags."""
 
 
 def describe_failure(exc: BaseException, source: ModelSource) -> str:
     """Describe an exception that a model raised, for standard error.
 
-    The stack is that of the user's code, from where EDL called it. It is left out if it holds libraries only, which
-    were given inputs of the user's flags: then the flags are where to look. The named module is the user's, even if it
-    is installed.
+    The stack starts where EDL called the user's code. It is left out if it consists of library frames only and the
+    inputs were made up from the user's flags, because then the flags are wrong. The module that the user named counts
+    as the user's code even if it is installed.
     """
     frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
     ours = [at for at, frame in enumerate(frames) if frame.f_code.co_filename.startswith(_OURS)]
     trace, theirs = exc.__traceback__, frames
-    if ours and ours[-1] + 1 < len(frames):  # else the fault is EDL's own
+    if ours and ours[-1] + 1 < len(frames):  # otherwise EDL itself raised it
         theirs = frames[ours[-1] + 1 :]
         for _ in range(ours[-1] + 1):
             trace = trace.tb_next if trace is not None else None
@@ -121,7 +121,7 @@ def describe_failure(exc: BaseException, source: ModelSource) -> str:
 
 
 def _batch_flags(source: ModelSource) -> str:
-    """Return the batch by the flags that describe it; empty if the model itself does."""
+    """Name the flags that describe the batch; empty if the model itself describes its inputs."""
     if source.sample:
         return f"the batch in --sample {source.sample!r}"
     flags = " ".join(f"--input {text!r}" for text in source.inputs)

@@ -1,7 +1,7 @@
-"""KServe v2's methods as gRPC handlers over bytes: from a message's bytes to the response's.
+"""KServe v2's methods as gRPC handlers that take and return bytes.
 
-gRPC is given no (de)serializers: inference requests are cut apart by `edl.protocol.codec`, without copying tensors, and
-a message that does not parse is answered with INVALID_ARGUMENT rather than with gRPC's own INTERNAL.
+gRPC gets no (de)serializers. `edl.protocol.codec` splits inference requests without copying tensors, and a message that
+does not parse is answered with INVALID_ARGUMENT instead of gRPC's own INTERNAL.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _ELSEWHERE = {
     "TraceSetting": "this server makes no traces: send traceparent, and read it in edl serve --access-log",
     "LogSettings": "the server's logging is set when it starts: edl serve --verbose and --log-format",
 }
-"""Methods of Triton that this server does not have, and what to use instead."""
+"""Triton's methods that this server does not implement, and what to use instead."""
 
 
 class InferenceServicer:
-    """Answers KServe v2's methods; `regions` and `access` are None where they are turned off."""
+    """Answers KServe v2's methods; `regions` and `access` are None if they are turned off."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class InferenceServicer:
         return self.model.config()
 
     def _model_statistics(self, request: kserve.ModelStatisticsRequest, context: ServicerContext) -> Message:
-        """Describe the calls of the model by their rows; a request without a name means all models, as with Triton."""
+        """Report the calls of the model by their rows. As with Triton, a request without a name means all models."""
         self.model.check_request(request.name or self.model.name, request.version)
         batches = self.metrics.batches()
         answer = kserve.ModelStatisticsResponse()
@@ -144,7 +144,7 @@ class InferenceServicer:
         return kserve.SystemSharedMemoryUnregisterResponse()
 
     def _check_room(self, context: ServicerContext) -> None:
-        """Refuse a student beyond the limits when it connects, rather than at its first request."""
+        """Refuse a student that exceeds the limits when it connects, rather than at its first request."""
         clients = self.clients
         try:
             clients.close_call(clients.open_call(client_of(context)))
@@ -164,13 +164,13 @@ class InferenceServicer:
     async def infer(self, data: bytes, context: ServicerContext) -> bytes:
         """Answer `ModelInfer`."""
         answer = await self._answer_call(data, context)
-        del data  # gRPC keeps what `abort` raises, and with it this frame, until the garbage collector comes
+        del data  # gRPC keeps the exception of `abort`, and with it this frame, until garbage is collected
         if isinstance(answer, RequestError):
             await context.abort(answer.code, answer.message, answer.trailing_metadata)
         return answer
 
     async def _answer_call(self, data: bytes, context: ServicerContext) -> bytes | RequestError:
-        """Return the response to a call, or why it is refused."""
+        """Return the response to a call, or the error that refuses it."""
         call, metadata = self._open_call(context)
         request_id, nbytes = request_id_of(metadata), len(data)
         try:
@@ -201,7 +201,7 @@ class InferenceServicer:
     async def answer(
         self, call: Call, header: bytes, raw: list[memoryview], nbytes: int, request_id: str, id_bytes: bytes | None
     ) -> bytes | RequestError:
-        """Compute a request of a call or stream; return the response, or why there is none."""
+        """Compute a request of a call or stream; return the response, or the error."""
         job = None
         try:
             request = await self._decoder.decode(header, raw, call.regions)
@@ -237,7 +237,7 @@ class InferenceServicer:
             slot.close()
 
     def end_streams(self) -> None:
-        """End open streams behind the responses that are under way."""
+        """End all open streams once their pending responses are sent."""
         for stream in self._streams:
             stream.end()
 
@@ -265,7 +265,7 @@ class InferenceServicer:
 
 
 class Call(NamedTuple):
-    """A call or stream: its client, its span (empty if it sent none), and the shared memory that it may use."""
+    """A call or stream: its client, its trace span (empty if none was sent), and the shared memory it may use."""
 
     context: ServicerContext
     client: str
@@ -279,16 +279,16 @@ def _after_call(context: ServicerContext, done: Callable[[], object]) -> None:
 
 _Parts: TypeAlias = tuple[bytes, list[memoryview], str, RequestError | None]
 _Admission: TypeAlias = tuple[bool, int | None]
-"""Whether the lifecycle counts a request, and how many bytes its client's limit does; None if it was refused."""
-_WINDOW = 64  # requests of one stream that are worked on at a time; the others wait in the connection
-_BUNDLE_NBYTES = 1 << 20  # of answers in one message: a larger one costs more to copy than a message of its own
+"""Whether the lifecycle counts a request, and how many bytes count towards its client's limit (None if refused)."""
+_WINDOW = 64  # requests of one stream that are processed at a time; the others wait in the connection
+_BUNDLE_NBYTES = 1 << 20  # answers in one message; copying a larger bundle costs more than separate messages
 _CANCEL = kserve.ModelInferRequest(
     parameters={names.CANCEL: kserve.InferParameter(bool_param=True)}
 ).SerializeToString()
 
 
 class InferStream:
-    """Answers the requests of a stream: in their order or, if the call's metadata ask for it, as responses are ready.
+    """Answers the requests of a stream in order or, if the call's metadata ask for it, as soon as each is ready.
 
     An error ends its request, not the stream.
     """
@@ -307,8 +307,8 @@ class InferStream:
         self._window = asyncio.Semaphore(_WINDOW)
         self._answers: deque[asyncio.Task[bytes] | None] = deque()
         self._wake = asyncio.Event()
-        self._entered: dict[asyncio.Task[bytes], _Admission] = {}  # all not written yet
-        self._computing: dict[str, asyncio.Task[bytes]] = {}  # by id, where there is no order
+        self._entered: dict[asyncio.Task[bytes], _Admission] = {}  # all whose response is not written yet
+        self._computing: dict[str, asyncio.Task[bytes]] = {}  # by id, on unordered streams
         self._receiver: asyncio.Task[None] | None = None
         self._last = False
 
@@ -333,7 +333,7 @@ class InferStream:
             self._defragmenter.drop()
 
     def end(self) -> None:
-        """Stop taking requests, and end the stream behind the last response."""
+        """Stop accepting requests, and end the stream after the last response."""
         if self._receiver is not None:
             self._receiver.cancel()
 
@@ -350,11 +350,11 @@ class InferStream:
         return self._answers.popleft()
 
     def _bundle_ready(self, task: asyncio.Task[bytes], answer: bytes) -> tuple[list[asyncio.Task[bytes]], bytes]:
-        """Return the message with this response and, if the client takes bundles, with others that are ready."""
+        """Return a message with this response and, if the client accepts bundles, with others that are ready."""
         tasks, answers, nbytes = [task], [answer], len(answer)
         while self._bundles and self._answers and (other := self._answers[0]) is not None:
             if other.cancelled() or other.exception() is not None:
-                break  # its own turn will tell
+                break  # handled when its own turn comes
             nbytes += len(other.result())
             if nbytes > _BUNDLE_NBYTES:
                 break
@@ -372,7 +372,7 @@ class InferStream:
                     await self._window.acquire()
                     self._accept(*parts)
                     del parts
-                del data  # the next one may be long in coming: a request that was answered would stay for as long
+                del data  # otherwise an answered request would stay in memory until the next one arrives
         finally:
             self._last = True
             if self._ordered or not self._entered:
@@ -426,7 +426,7 @@ class InferStream:
                 self._slot.hold_bytes(nbytes)
                 held = nbytes
             except RequestError as exc:
-                error = exc.with_traceback(None)  # with this frame in it, a circle that keeps the request
+                error = exc.with_traceback(None)  # a traceback with this frame would be a cycle that keeps the request
         task = asyncio.ensure_future(self._respond(header, raw, nbytes, request_id, error))
         self._entered[task] = entered, held
         if self._ordered:
@@ -472,7 +472,7 @@ class InferStream:
         self._window.release()
         if held is not None:
             self._slot.release_bytes(held)
-        if task.cancelled():  # here, since one that is cancelled in the message that it came with never runs
+        if task.cancelled():  # counted here, since a request cancelled in its own message never runs
             self._handler.metrics.record_outcome("cancelled")
         if entered:
             self._handler.lifecycle.end_request()
@@ -492,7 +492,7 @@ def _bundle_error(how: str) -> RequestError:
 
 
 def _encode_error(error: RequestError, model: str, request_id: str) -> bytes:
-    """Return the `ModelStreamInferResponse` that says what the status and trailing metadata of a unary call would."""
+    """Return a `ModelStreamInferResponse` with what a unary call would put into status and trailing metadata."""
     answer = kserve.ModelInferResponse(model_name=model, id=request_id)
     answer.parameters[names.STATUS].string_param = error.code.name
     if error.retry_after_ms is not None:

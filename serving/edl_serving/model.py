@@ -1,4 +1,4 @@
-"""The model as the server describes it: metadata and configuration."""
+"""The served model's metadata and configuration, as the server reports them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edl_serving.settings import ServerSettings
 class ServedModel:
     """Names, types and shapes that all instances of the served model share.
 
-    Most attributes are those of the backends; `top_k_outputs` is empty for a model that computes whole outputs.
+    Most attributes come from the backends; `top_k_outputs` is empty for a model that computes whole outputs.
     """
 
     def __init__(self, settings: ServerSettings, backends: Sequence[Backend]) -> None:
@@ -44,7 +44,7 @@ class ServedModel:
         self.max_top_k = first.max_top_k
         self.top_k_outputs = first.top_k_outputs if first.max_top_k is not None else frozenset[str]()
         self.optional_outputs = dict(first.optional_outputs)
-        # Students sum up what they ask for by token: rounded, it would be lost in what it leaves of 1.
+        # Students sum these values, and rounding could make them larger than the remaining probability.
         self.uncast_outputs = frozenset(self.optional_outputs if first.max_top_k is not None else ())
         self.instance_meta = dict(first.instance_meta)
         self.check_inputs = first.check_inputs
@@ -58,18 +58,18 @@ class ServedModel:
             raise SettingsError(f"model {self.name!r} has rows of sequences, and cannot be inline")
 
     def inputs_of(self, sent: Collection[str]) -> tuple[TensorSpec, ...]:
-        """Return the inputs without those optional ones that were not sent."""
+        """Return the inputs, without the optional ones that were not sent."""
         optional = {*self.optional_outputs.values()} - {*sent}
         return tuple([spec for spec in self.inputs if spec.name not in optional])
 
     def outputs_of(self, sent: Collection[str]) -> tuple[TensorSpec, ...]:
-        """Return the outputs that there are for a request with the inputs `sent`."""
+        """Return the outputs available for a request with the inputs `sent`."""
         missing = {name for name, needed in self.optional_outputs.items() if needed not in sent}
         return tuple([spec for spec in self.outputs if spec.name not in missing])
 
     def check_request(self, name: str, version: str) -> None:
-        """Refuse a request for another model or version, as Triton does: another server may have it."""
-        if not name:  # no question of another server: students send the request in another form
+        """Refuse a request for another model or version with NOT_FOUND, as Triton does: another server may have it."""
+        if not name:  # an invalid request, whichever server gets it
             raise invalid_argument(f"the request names no model: this server has {self.name!r}")
         if name != self.name:
             raise not_found(f"unknown model {quote(name)}: this server has {self.name!r}")
@@ -88,7 +88,7 @@ class ServedModel:
         return answer
 
     def config(self) -> kserve.ModelConfigResponse:
-        """Return Triton's model configuration, as far as it has a meaning here; dims leave out the batch dimension."""
+        """Return Triton's model configuration as far as it applies here; dims leave out the batch dimension."""
         config = kserve.ModelConfig(
             name=self.name,
             platform=self.platform,
@@ -128,7 +128,7 @@ class ServedModel:
 
 
 def _identity(backend: Backend) -> tuple[object, ...]:
-    """Return what instances of one model have in common."""
+    """Return the properties that all instances of one model must share."""
     return (
         backend.version,
         backend.inputs,

@@ -1,13 +1,13 @@
-"""What an operator sees of the server: Prometheus metrics, health probes, and the access log.
+"""Monitoring for operators: Prometheus metrics, health probes, and the access log.
 
-The counts are plain numbers that are put together at a scrape (https://prometheus.io/docs/practices/naming/): the
-client library's own counters take a lock for an increment, which at thousands of requests a second costs more than all
-of the batching. `/livez` and `/readyz` beside `/metrics` run checks by name, as Kubernetes' own servers do:
+Counts are plain numbers that are collected at a scrape (https://prometheus.io/docs/practices/naming/). The client
+library's own counters take a lock for each increment, which at thousands of requests a second costs more than all of
+the batching. Next to `/metrics`, `/livez` and `/readyz` run named checks, as Kubernetes' own servers do:
 https://kubernetes.io/docs/reference/using-api/health-checks/.
 
-A thread writes the access log's lines of JSON, since a disk or a pipe may be slow, or hang, and neither the event loop
-nor the end of the process may wait for it. A line says how many lines before it were dropped because the thread could
-not keep up.
+A thread writes the access log as lines of JSON, because a disk or a pipe may be slow or hang, and neither the event
+loop nor the end of the process may wait for it. If the thread cannot keep up, lines are dropped, and the next line says
+how many.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from edl_serving.request_error import RequestError
 
 _log = logging.getLogger(__name__)
 
-# From a look-up in memory to a language model's batch, three a decade: quantiles are right within a factor of 2.5.
+# From a look-up in memory to a language model's batch, three bounds a decade: quantiles are within a factor of 2.5.
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-_MOST_TRIES = 10  # to read a gauge; each fails with some small chance
+_MOST_TRIES = 10  # attempts to read a gauge; each fails with a small probability
 
 # Powers of two, up to the default of --max-queue.
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -97,21 +97,21 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def add_worker(self) -> WorkerMetrics:
-        """Return counters for a further worker."""
+        """Create and return the counters of another worker."""
         self._workers.append(WorkerMetrics())
         return self._workers[-1]
 
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Add a gauge that is read at a scrape."""
+        """Add a gauge; `read` is called at each scrape."""
         self._gauges.append((name, text, read))
 
     def computed(self) -> tuple[int, float]:
-        """Return the rows that were computed, and the seconds that it took, summed over workers. From any thread."""
+        """Return the computed rows and the seconds spent on them, summed over workers. Callable from any thread."""
         workers = self._workers
         return sum(worker.rows for worker in workers), sum(worker.compute_s.sum for worker in workers)
 
     def batches(self) -> dict[int, tuple[int, float]]:
-        """Return the number of calls of the model, and their seconds, by rows. From any thread."""
+        """Return the number of calls of the model and their seconds, by rows. Callable from any thread."""
         found: dict[int, tuple[int, float]] = {}
         for worker in self._workers:
             for rows, (count, spent_s) in worker.batches.copy().items():
@@ -120,7 +120,7 @@ class Metrics(Collector):
         return found
 
     def find_stall(self, limit_s: float) -> str:
-        """Return in words which call of the model takes longer than it may; empty if none does. From any thread."""
+        """Describe a call of the model that exceeds the limit; empty if none does. Callable from any thread."""
         now_s = self._clock()
         for worker in self._workers:
             since_s = worker.computing_since_s
@@ -129,7 +129,7 @@ class Metrics(Collector):
         return ""
 
     def record_outcome(self, outcome: str) -> None:
-        """Count a request that ended."""
+        """Count a request by its outcome."""
         self._outcomes[outcome] += 1
 
     def record_error(self, error: RequestError) -> None:
@@ -138,7 +138,7 @@ class Metrics(Collector):
         self._refusals[error.reason] += 1
 
     def record_rejected_call(self, error: RequestError) -> None:
-        """Count a call without a request that ended with an error."""
+        """Count a call that was refused before it had a request."""
         self._refusals[error.reason] += 1
 
     def collect(self) -> Iterator[Metric]:
@@ -183,7 +183,7 @@ class Metrics(Collector):
         return family
 
     def listen(self, host: str, port: int) -> int:
-        """Serve `/metrics`, `/livez` and `/readyz`."""
+        """Serve `/metrics`, `/livez` and `/readyz`; return the port."""
         try:
             self._http = MetricsServer(self.registry, host, port, self.probes)
         except OSError as exc:
@@ -198,23 +198,23 @@ class Metrics(Collector):
 
 
 def _read(gauge: Callable[[], float]) -> float:
-    """Read a gauge whose value changes in another thread."""
+    """Read a gauge, and retry if another thread changes its value meanwhile."""
     for _ in range(_MOST_TRIES):
         try:
             return gauge()
-        except RuntimeError:  # a dictionary changed its size while it was looked through
+        except RuntimeError:  # a dictionary changed size during iteration
             continue
     return gauge()
 
 
 _MOST_CONNECTIONS: Final = 16
-"""Open connections, each with a thread: some scrapers, and a person who looks. Beyond that the oldest one is closed,
-since an honest request is over within milliseconds."""
+"""Open connections, each with a thread: enough for several scrapers and a person. With more, the oldest is closed,
+because an honest request takes milliseconds."""
 _SILENCE_S: Final = 10.0
-"""After so long without a byte a connection is closed: Prometheus itself gives up after 10 s unless told otherwise."""
+"""A connection is closed after this long without data. Prometheus itself gives up after 10 s by default."""
 _CLOSE_LOOK_S: Final = 0.05
-"""How often the thread looks whether to end: a drained teacher waits this long before it exits, and so does a pod that
-waits for its GPU. The library's 0.5 s would be half of the whole."""
+"""How often the thread checks whether to end. A drained teacher waits this long before it exits, and so does a pod that
+waits for its GPU. The library's default of 0.5 s would be half of the total."""
 
 
 class MetricsServer:
@@ -229,7 +229,7 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """The port that is listened on."""
+        """The port that the server listens on."""
         return int(self._server.server_port)
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class MetricsServer:
 
 
 def _with_probes(metrics: Callable[..., Any], probes: HealthProbes) -> Callable[..., Any]:
-    """Return an application that answers the paths of health, and leaves all else to that of the metrics."""
+    """Return an application that answers health probes, and passes other paths to the metrics application."""
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         found = probes.answer(environ.get("PATH_INFO", ""))
@@ -257,7 +257,7 @@ def _with_probes(metrics: Callable[..., Any], probes: HealthProbes) -> Callable[
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    request_queue_size = 128  # with the library's 5, who connects in a crowd waits for a second or more
+    request_queue_size = 128  # with the library's 5, one of many simultaneous clients waits a second or more
 
     def __init__(self, *args: Any) -> None:
         self._lock = threading.Lock()
@@ -265,14 +265,14 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*args)
 
     def server_bind(self) -> None:
-        """Bind without asking DNS for the host's full name, which takes seconds where DNS does not answer."""
+        """Bind without asking DNS for the host's full name, which takes seconds if DNS does not answer."""
         TCPServer.server_bind(self)
         self.server_name = str(self.server_address[0])
         self.server_port = int(self.server_address[1])
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread of its own; close the oldest connection where there are too many."""
+        """Answer a connection in a thread of its own; close the oldest connection if there are too many."""
         with self._lock:
             oldest = next(iter(self._connections.values())) if len(self._connections) >= _MOST_CONNECTIONS else None
             self._connections[id(request)] = request
@@ -283,13 +283,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection that was answered, or could not be."""
+        """Close a connection, answered or not."""
         with self._lock:
             self._connections.pop(id(request), None)
             super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log no errors of clients: they go away, or talk nonsense."""
+        """Ignore errors that clients cause by disconnecting or sending nonsense."""
 
 
 class _Handler(WSGIRequestHandler):
@@ -309,7 +309,7 @@ class HealthProbes:
         self._checks: dict[str, dict[str, Callable[[], str]]] = {"/livez": {}, "/readyz": {}}
 
     def add_check(self, path: ProbePath, name: str, check: Callable[[], str]) -> None:
-        """Add or replace a check: called in another thread for every request, it returns why it fails, or nothing."""
+        """Add or replace a check. It is called in another thread for each request, and returns why it fails or ""."""
         self._checks[path] = {**self._checks[path], name: check}
 
     def answer(self, path: str) -> tuple[bool, str] | None:
@@ -323,15 +323,15 @@ class HealthProbes:
         return passed, "\n".join([*lines, f"{path[1:]} check {'passed' if passed else 'failed'}", ""])
 
 
-_MOST_WAITING = 10_000  # lines: some seconds of requests, and 5 MB; with more a disk that hangs would fill the memory
-_GATHER_S = 0.05  # between two looks for lines: a wake-up of the thread for each would cost more than the line
+_MOST_WAITING = 10_000  # lines: some seconds of requests, and 5 MB, so that a hanging disk does not fill the memory
+_GATHER_S = 0.05  # pause between two writes; waking the thread for each line would cost more than the line
 _CLOSE_S = 2.0  # how long the end of the process waits for the last lines
 
 
 class AccessLog:
-    """Writes lines until `close`.
+    """Writes a line for each request until `close`.
 
-    A file that was moved or deleted is opened again: that is all `logrotate` needs to do.
+    A file that was moved or deleted is opened again, so `logrotate` only has to move it.
     """
 
     def __init__(self, path: str, model: str, version: str) -> None:
@@ -361,14 +361,14 @@ class AccessLog:
         self._lines.append(line)
 
     def close(self) -> None:
-        """Write the lines that wait and end the thread, or give up after 2 s on a file that hangs."""
+        """Write the waiting lines and end the thread, or give up after 2 s if the file hangs."""
         self._closing = True
         self._loop.wake()
         if not self._loop.wait_ended(_CLOSE_S):
             _log.error("the access log %r hangs; its last lines are lost", self._path)
 
     def _write_waiting(self) -> float | None:
-        closing = self._closing  # before the lines are taken, so that the last ones are among them
+        closing = self._closing  # read before taking the lines, so that the last lines are among them
         if lines := [self._lines.popleft() for _ in range(len(self._lines))]:
             self._write(b"".join(map(_encoded, lines)))
         if closing:
@@ -394,7 +394,7 @@ class AccessLog:
             _log.warning("the access log %r is written again", self._path)
 
     def _open(self) -> FileIO:
-        # Not standard output's buffer: a thread that hangs would keep its lock when the process ends.
+        # Not `sys.stdout`: a hanging thread would hold its lock when the process ends.
         return FileIO(os.dup(1), "w") if self._path == "-" else FileIO(self._path, "a", opener=_open_at_once)
 
     def _was_rotated(self, file: FileIO) -> bool:
@@ -414,7 +414,7 @@ class AccessLog:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a pipe without a reader raises ENXIO, where `open` alone would wait for a reader."""
+    """Open a file without blocking: a pipe without a reader raises ENXIO, while `open` would wait for one."""
     file = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(file, True)
     return file

@@ -1,8 +1,8 @@
-"""The options of a command: read from the command line and from a TOML file, checked, and explained by `--help`.
+"""The options of a command: read from the command line and a TOML file, checked, and explained by `--help`.
 
-An option says how it is written, read and explained; flags, keys of the file and the help come from one table. A flag
-wins over the file, the file over the default. Readers of values take text (a command line) or typed values (TOML), and
-raise ValueError, which says what is accepted.
+Flags, keys of the file and the help texts come from one table of `Option`. A flag wins over the file, and the file over
+the default. The functions that read values accept text (from the command line) or typed values (from TOML), and raise
+ValueError with a message that says what is accepted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def text(raw: Any) -> str:
-    """Read text that is not empty."""
+    """Read non-empty text."""
     if not isinstance(raw, str) or not raw.strip():
         raise ValueError("expected text")
     return raw.strip()
@@ -64,12 +64,12 @@ def _whole(raw: Any, low: int, high: int, words: str) -> int:
 
 
 def count(raw: Any) -> int:
-    """Read a whole number from 1."""
+    """Read a whole number of at least 1."""
     return _whole(raw, 1, 2**62, "a whole number above 0")
 
 
 def port(raw: Any) -> int:
-    """Read a TCP port, 0 for a free port."""
+    """Read a TCP port; 0 means any free port."""
     return _whole(raw, 0, 65535, "a port: 0 (any free one) to 65535")
 
 
@@ -95,7 +95,7 @@ def number(raw: Any) -> float:
 
 
 def duration_s(raw: Any) -> float:
-    """Read seconds; the text carries the unit."""
+    """Read a duration with its unit, and return seconds."""
     match = _DURATION.fullmatch(raw.strip()) if isinstance(raw, str) else None
     if match is None:
         if raw in ("0", 0) and not isinstance(raw, bool):
@@ -105,7 +105,7 @@ def duration_s(raw: Any) -> float:
 
 
 def seconds(raw: Any) -> float:
-    """Read seconds as `duration_s` does; a number without a unit is seconds."""
+    """Read a duration as `duration_s` does, but accept a number without a unit as seconds."""
     try:
         return number(raw)
     except ValueError:
@@ -113,7 +113,7 @@ def seconds(raw: Any) -> float:
 
 
 def size_bytes(raw: Any) -> int:
-    """Read bytes; the text carries the unit."""
+    """Read a size with its unit, and return bytes."""
     match = _SIZE.fullmatch(raw.strip()) if isinstance(raw, str) else None
     if match is None:
         raise ValueError("expected a size with its unit, as in 512MiB")
@@ -121,7 +121,7 @@ def size_bytes(raw: Any) -> int:
 
 
 def json_or_text(raw: Any) -> Any:
-    """Read JSON where the text is JSON (`3`, `true`, `[1, 2]`), else the text itself; leave what TOML typed."""
+    """Parse text as JSON if possible (`3`, `true`, `[1, 2]`), else return it; return TOML's typed values unchanged."""
     if not isinstance(raw, str):
         return raw
     try:
@@ -131,7 +131,7 @@ def json_or_text(raw: Any) -> Any:
 
 
 def no_token(raw: Any) -> str:
-    """Refuse any value: every user of the host sees a token on a command line."""
+    """Refuse any value, because every user of the host can see a token on a command line."""
     raise ValueError("expected --token-file with a path: a token on the command line shows in ps")
 
 
@@ -140,15 +140,16 @@ class Option:
     """A setting of a command.
 
     Attributes:
-        name: The flag without its dashes, and the key in a file.
-        parse: Reader of the value.
+        name: The flag without its dashes, which is also the key in a file.
+        parse: Function that reads the value.
         metavar: What `--help` shows for the value.
-        help: A line or two.
-        many: May be given several times; a list in the file. The result is a tuple.
-        pairs: As `many`, with `key=value`; a table in the file. The result is a dictionary.
-        negative: Can be turned off with `--no-NAME`; takes no value on the command line.
-        alias: An older name, which is accepted as well, and is not in `--help`.
-        refused: There only to be refused, without its value in the message, which may be a secret; not in `--help`.
+        help: Help text of a line or two.
+        many: Whether the flag may be repeated (in a file, a list). The result is a tuple.
+        pairs: Whether the flag takes `key=value` and may be repeated (in a file, a table). The result is a dictionary.
+        negative: Whether the flag takes no value and `--no-NAME` turns it off.
+        alias: An older name that is also accepted but not shown in `--help`.
+        refused: Whether the option is always refused and hidden from `--help`. The error leaves out the value, which
+            may be a secret.
     """
 
     name: str
@@ -167,7 +168,7 @@ class Option:
         return self.name.replace("-", "_")
 
     def read(self, raw: Any, where: str) -> Any:
-        """Read a value that was found at `where`."""
+        """Read a value; `where` says in errors where it was found."""
         try:
             if self.pairs:
                 return self._read_pairs(raw)
@@ -205,7 +206,7 @@ class OptionGroup:
 
 
 def add_flags(parser: argparse.ArgumentParser, groups: Sequence[OptionGroup]) -> None:
-    """Add flags for the options of `groups`; a flag that is not given is left out of the namespace."""
+    """Add flags for the options of `groups`; the namespace contains only flags that were given."""
     for group in groups:
         section = parser.add_argument_group(group.title)
         for option in group.options:
@@ -234,7 +235,7 @@ def read_file(path: str) -> dict[str, Any]:
 def values(
     groups: Sequence[OptionGroup], flags: Mapping[str, Any], file: Mapping[str, Any], path: str = ""
 ) -> dict[str, Any]:
-    """Read the values that were given: pairs of flags and file are joined, other flags replace the file's value."""
+    """Read the given values. Pairs from flags and file are merged; other flags replace the file's value."""
     options = {option.name: option for group in groups for option in group.options}
     known = options | {option.alias: option for option in options.values() if option.alias}
     found: dict[str, Any] = {}
@@ -252,7 +253,7 @@ def values(
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses a command's arguments; wrong usage is a SettingsError in place of an exit."""
+    """Parses a command's arguments; wrong usage raises SettingsError instead of exiting."""
 
     def __init__(self, command: str, description: str, examples: str) -> None:
         super().__init__(
@@ -269,7 +270,7 @@ class CommandParser(argparse.ArgumentParser):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the command line, and the file that `--config` names.
 
-        Returns the values of arguments that were added before by name, and those of the options of `groups` by key.
+        Returns two dictionaries: the arguments that were added before, by name, and the options of `groups`, by key.
         """
         self.add_argument("--config", metavar="FILE", help="a TOML file with any of the settings below")
         others = [action.dest for action in self._actions if action.dest not in ("help", "config")]
@@ -280,7 +281,7 @@ class CommandParser(argparse.ArgumentParser):
         return arguments, values(groups, flags, read_file(path) if path else {}, path or "")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse arguments as `parse_args` does."""
+        """Parse arguments as `parse_args` does, but suggest names for unknown ones."""
         found, unknown = self.parse_known_args(argv)
         if unknown:
             flag = unknown[0].partition("=")[0]

@@ -1,7 +1,7 @@
-"""A server's entry in discovery: made once it is ready, changed while it drains, taken back at the end.
+"""A server's entry in discovery: created once the server is ready, updated while it drains, removed at the end.
 
-`TeacherRegistration` does so for a `TeacherServer`; `edl register` uses the parts for a server of another make. Servers
-serve whether or not the registry answers: an `InstanceReconciler` tries again in a thread of its own.
+`TeacherRegistration` manages the entry of a `TeacherServer`; `edl register` uses the parts for other servers. A server
+keeps serving even if the registry does not answer, because an `InstanceReconciler` retries in a thread of its own.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RegistrationSettings:
-    """How a server shows in discovery.
+    """A server's entry in discovery.
 
     Attributes:
         service: Name that students look up.
         url: URL of the registry; None to stay out of discovery.
-        ttl_s: Seconds without a renewal after which others see the server gone.
-        id: Unique within the service; None for this host's name and the port, which stays the same after a restart.
-        capacity: Weight of the server; 2 takes twice the students of 1.
-        tags: Free text.
-        meta: Keys and values that students can read; they win over the server's own.
+        ttl_s: Seconds without a renewal after which the entry expires.
+        id: Id, unique within the service; None for the host's name and the port, which stays the same after a restart.
+        capacity: Weight of the server; a server with 2 gets twice the students of one with 1.
+        tags: Free text that students can read.
+        meta: Keys and values that students can read; they override the server's own.
         load: Whether and how often the server publishes its load.
     """
 
@@ -65,7 +65,7 @@ class RegistrationSettings:
     load: LoadSettings = field(default_factory=LoadSettings)
 
     def check(self, address: str) -> None:
-        """Refuse what no registry takes, before a large model is loaded."""
+        """Raise if no registry would accept the entry, so that this shows before a large model is loaded."""
         if self.url is not None:
             check_ttl(self.ttl_s)
             validated(self.instance(address, 0 if address.startswith("unix:") else 1, model="", meta={}))
@@ -88,9 +88,9 @@ _ANYWHERE = "198.51.100.1"  # RFC 5737: unassigned, so it is routed like any oth
 
 
 def outward_address(discovery_url: str | None) -> str:
-    """Return the address of this host on the way to the registry, or else on the way out.
+    """Return this host's address on the route to the registry, or else on the default route.
 
-    Nothing is sent: connecting a datagram socket asks the kernel for the route only.
+    Nothing is sent, because connecting a datagram socket only makes the kernel choose a route.
     """
     registry = [host for host, _ in servers_of(discovery_url or "")]
     for host in (*registry, _ANYWHERE):
@@ -107,7 +107,7 @@ def outward_address(discovery_url: str | None) -> str:
 
 
 def warn_of_loopback(discovery_url: str | None, address: str, remedy: str) -> None:
-    """Log a warning if an address of this host only is registered where other hosts look it up."""
+    """Warn if a loopback address is registered where other hosts look it up."""
     if discovery_url is not None and discovery_url.startswith(("consul", "etcd", "edl")) and is_loopback(address):
         _log.warning("only students on this host can reach %s; %s is for others", address, remedy)
 
@@ -118,9 +118,9 @@ def is_loopback(host: str) -> bool:
 
 
 class ReadyFile:
-    """JSON that is there while a process is ready, for the process that started it; written whole or not at all.
+    """A JSON file that exists while a process is ready, for the process that started it. It is written atomically.
 
-    Raises `SettingsError` at once, before a model is loaded, if it cannot be written.
+    The constructor raises `SettingsError` if the file cannot be written, so that this shows before a model is loaded.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -143,7 +143,7 @@ class ReadyFile:
                 self._draft.replace(self._path)
 
     def remove(self) -> None:
-        """Delete the file if it is there."""
+        """Delete the file if it exists."""
         if self._wanted:
             with self._errors_named():
                 self._path.unlink(missing_ok=True)
@@ -163,14 +163,14 @@ class ReadyFile:
 
 
 _FIRST_RETRY_S = 0.25  # a registry that restarts is back within a second or two
-_LAST_RETRY_S = 5.0  # half of the default TTL: a thousand teachers then ask 200 times a second
-_IDLE_S = 3600.0  # between two looks without a change, which wakes the thread by itself
+_LAST_RETRY_S = 5.0  # half of the default TTL; a thousand teachers then make 200 requests a second
+_IDLE_S = 3600.0  # pause while nothing changes; a change wakes the thread
 
 
 class InstanceReconciler:
-    """Registers an instance, updates it, or deregisters it, and retries while the registry is away.
+    """Registers, updates or deregisters an instance in a thread, and retries while the registry does not answer.
 
-    `published` is the instance, or None, that the registry was last given; `on_published` is called with it in the
+    `published` is what the registry was last given, an instance or None. `on_published` is called with it in the
     thread.
     """
 
@@ -178,7 +178,7 @@ class InstanceReconciler:
         self._url = url
         self._ttl_s = ttl_s
         self._on_published = on_published
-        self._changed = threading.Condition()  # of `published` and the failure
+        self._changed = threading.Condition()  # notified of changes to `published` and the failure
         self._backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         self._desired: Instance | None = None
         self.published: Instance | None = None
@@ -194,22 +194,22 @@ class InstanceReconciler:
 
     @property
     def error(self) -> str:
-        """Why the registry does not show the desired instance, or cannot renew it; empty if it does."""
+        """Why the registry lacks the desired instance, or cannot renew its lease; empty if all is well."""
         registration = self._registration
         if registration is not None and registration.error:
             return registration.error
         return "" if self.published == self._desired else self._trouble or "not told yet"
 
     def set_desired(self, instance: Instance | None) -> None:
-        """Have the registry show an instance. Return at once."""
+        """Set the instance that the registry should show, or None. Returns at once."""
         self._desired = instance
         self._backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         self._loop.wake()
 
     def wait_until_current(self, timeout_s: float) -> bool:
-        """Wait until the registry shows the desired instance; False if `timeout_s` passes first.
+        """Wait until the registry shows the desired instance; return False if `timeout_s` passes first.
 
-        Raises what ended the thread: `SettingsError` if the registry cannot hold the instance.
+        Raises the error that ended the thread, such as `SettingsError` if the registry cannot hold the instance.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self.published == self._desired, timeout_s)
@@ -218,7 +218,7 @@ class InstanceReconciler:
             return self.published == self._desired
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Deregister the instance; leave a registry that does not answer to the lease's expiry after `timeout_s`."""
+        """Deregister the instance; if the registry does not answer within `timeout_s`, let the lease expire."""
         deadline = time.monotonic() + timeout_s
         self.set_desired(None)
         with self._changed:
@@ -236,7 +236,7 @@ class InstanceReconciler:
             self._registry.close()
 
     def _reconcile(self) -> float | None:
-        """Publish the desired instance if the registry does not show it; return when to look again."""
+        """Publish the desired instance if the registry does not show it; return the seconds until the next check."""
         desired = self._desired
         if desired == self.published:
             return _IDLE_S
@@ -276,9 +276,9 @@ class InstanceReconciler:
 
 
 def _warn_of_a_namesake(registry: Registry, desired: Instance) -> None:
-    """Log a warning if another process has the instance's id.
+    """Warn if another process is registered with the same id.
 
-    A process that starts again takes its own place over, which is meant; two live processes take turns, which is not.
+    A restarted process replaces its own entry, as intended, but two live processes would keep replacing each other's.
     """
     for instance in registry.snapshot(desired.service).instances:
         if instance.id == desired.id and instance.endpoint != desired.endpoint:
@@ -290,7 +290,7 @@ def _warn_of_a_namesake(registry: Registry, desired: Instance) -> None:
 
 @dataclass(frozen=True)
 class TeacherCounts:
-    """What a teacher has computed; `note` says why rows are unknown (None), `compute_s` is summed over workers."""
+    """A teacher's counters. `note` says why `rows` is unknown (None); `compute_s` is summed over workers."""
 
     rows: int | None = 0
     compute_s: float | None = 0.0
@@ -300,7 +300,7 @@ class TeacherCounts:
 
 
 class TeacherLoad:
-    """Publishes a teacher's load, from before its model is loaded until it has left; nothing without a URL."""
+    """Publishes a teacher's load from before its model is loaded until it leaves; does nothing without a URL."""
 
     def __init__(self, url: str | None, service: str, settings: LoadSettings) -> None:
         self._state = "starting"
@@ -311,7 +311,7 @@ class TeacherLoad:
         self._publisher = LoadPublisher(url, [source], settings) if url is not None and settings.publish else None
 
     def set_ready(self, instance: Instance, count: Callable[[], TeacherCounts]) -> None:
-        """Publish what the teacher computes from now on; `count` is called in the publisher's thread."""
+        """Publish the teacher's counters from now on; `count` is called in the publisher's thread."""
         self._count = count
         self._instance = instance
         self.set_state("ready")
@@ -337,7 +337,7 @@ class TeacherLoad:
         fields = {"state": self._state, "workers": counts.workers, "queue_rows": counts.queue_rows, "note": counts.note}
         if instance is None:
             return fields
-        # The path of a Unix socket says nothing to others.
+        # The path of a Unix socket means nothing to other hosts.
         endpoint = "" if instance.address.startswith("unix:") else instance.endpoint
         found = {"teacher": instance.id, "model": instance.model, "version": instance.meta.get("version", "")}
         return {**fields, **found, "endpoint": endpoint}
@@ -354,8 +354,8 @@ class ProbeStatus(enum.Enum):
 class ReadinessTracker:
     """Decides after each probe whether a server is registered.
 
-    A server that says that it is not ready leaves at once. A server that does not answer leaves after `failures` probes
-    in a row, because a single probe may be lost.
+    A server that reports not ready is deregistered at once. A server that does not answer is deregistered after
+    `failures` probes in a row, because a single probe may be lost.
     """
 
     def __init__(self, failures: int) -> None:
@@ -364,7 +364,7 @@ class ReadinessTracker:
         self.registered = False
 
     def record_probe(self, status: ProbeStatus) -> bool:
-        """Count a probe; return whether the server should be in discovery."""
+        """Record a probe; return whether the server should be in discovery."""
         self._missed = self._missed + 1 if status is ProbeStatus.NO_ANSWER else 0
         patient = self.registered and status is ProbeStatus.NO_ANSWER and self._missed < self._failures
         self.registered = status is ProbeStatus.READY or patient
@@ -372,15 +372,15 @@ class ReadinessTracker:
 
 
 _WITHDRAW_TIMEOUT_S = 2.0
-"""For a registry that may be away to take a change: longer would delay the end of a drain, which the lease replaces."""
+"""How long a drain waits for a registry that may be away. After that, the lease expires by itself."""
 _REGISTER_TIMEOUT_S = 10.0
-"""For a registry to refuse an instance that it cannot hold: a registry of another continent answers within this."""
+"""How long to wait for a registry to accept or refuse an instance; one on another continent answers within this."""
 
 
 class TeacherRegistration:
-    """Keeps a teacher in discovery from `register` until `start_draining`, and only while its model is healthy.
+    """Keeps a teacher in discovery from `register` until `start_draining`, but only while its model is healthy.
 
-    Without the URL of a registry, only the ready file follows the teacher's health.
+    Without the URL of a registry, it only creates and removes the ready file as the teacher's health changes.
     """
 
     def __init__(self, settings: RegistrationSettings, address: str, linger_s: float, ready_file: ReadyFile) -> None:
@@ -401,13 +401,13 @@ class TeacherRegistration:
             self._reconciler = InstanceReconciler(settings.url, settings.ttl_s, self._on_published)
 
     def register(self, server: TeacherServer) -> None:
-        """Enter discovery; the reconciler tries again in the background while the registry is away."""
+        """Enter discovery. If the registry does not answer, the reconciler retries in the background."""
         self._metrics_port = server.metrics_port
         self._drain_timeout_s = server.settings.drain_timeout_s
         model = server.settings.model
         self._instance = self._settings.instance(self._address, server.port, model, self._metadata(server))
         server.watch_ready(self._on_health_change)
-        # In place of the check that `serve` has until this returns: the ready file may be there before.
+        # Replaces the check that `serve` adds until this returns, because the ready file may be written earlier.
         unregistered = "" if self._reconciler is None else "not registered yet"
         server.metrics.probes.add_check("/readyz", "discovery", lambda: "" if self._was_published else unregistered)
         if self._reconciler is None:
@@ -420,7 +420,7 @@ class TeacherRegistration:
             "Whether discovery has this teacher, and its lease is kept.",
             lambda: float(reconciler.published is not None and not reconciler.error),
         )
-        # A registry that is away later changes nothing: students keep the teachers that they know.
+        # Once registered, an outage of the registry does not matter: students keep the teachers that they know.
         server.metrics.probes.add_check("/readyz", "registry", lambda: "" if self._was_published else "does not answer")
         warn_of_loopback(self._settings.url, self._address, "--host 0.0.0.0")
         with self._lock:
@@ -432,7 +432,7 @@ class TeacherRegistration:
         self._reconciler.wait_until_current(_REGISTER_TIMEOUT_S)
 
     def start_draining(self) -> None:
-        """Show as draining, and wait `linger_s` for students to hear of it."""
+        """Show the teacher as draining, and wait `linger_s` for students to notice."""
         with self._lock:
             self._draining = True
             self._load.set_state("draining")
@@ -454,7 +454,7 @@ class TeacherRegistration:
             self._reconciler.close(_WITHDRAW_TIMEOUT_S)
 
     def _on_health_change(self, healthy: bool) -> None:
-        """Enter or leave discovery as the model's health changes. Return at once."""
+        """Enter or leave discovery as the model's health changes. Returns at once."""
         with self._lock:
             self._healthy = healthy
             if self._draining or self._instance is None:
@@ -471,7 +471,7 @@ class TeacherRegistration:
         meta = {**server.model.instance_meta, "pid": str(os.getpid())}
         if server.model.version:
             meta["version"] = server.model.version
-        # Equal on student and teacher if they share a kernel, and so perhaps memory.
+        # Equal on student and teacher if they run on one kernel, where they may share memory.
         with contextlib.suppress(OSError):
             meta["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         if server.settings.uds is not None:
@@ -488,9 +488,9 @@ class TeacherRegistration:
                 self._write_ready_file(instance)
 
     def _write_ready_file(self, instance: Instance) -> None:
-        """Write the ready file, with the lock held, unless the teacher is no longer ready.
+        """Write the ready file unless the teacher is no longer ready. The caller holds the lock.
 
-        A registry may take long to show an instance; the file that is removed in that time must stay away.
+        A registry may take long to show an instance, and a file that was removed meanwhile must not reappear.
         """
         if not self._healthy or self._draining:
             return

@@ -1,8 +1,8 @@
-"""A `ModelInferRequest` from bytes to arrays, and its outputs from arrays to the bytes of the response.
+"""Decodes a `ModelInferRequest` from bytes into arrays, and encodes its outputs into the bytes of the response.
 
-Everything that a client can get wrong is refused here or in `request_plan`, before the request waits in a queue, with
-the offending name and value. No memory is allocated from a claim: arrays are views of bytes that did arrive. What a
-request in fragments claims is counted among its client's bytes before memory is reserved for it (`inference`).
+Every client error is refused here or in `request_plan`, before the request is queued, and the message names the
+offending field and value. A client's claim never allocates memory, because arrays are views of bytes that have arrived.
+The claimed size of a request in fragments counts towards its client's limit before memory is reserved (`inference`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from edl_serving.request_error import invalid_argument
 from edl_serving.request_plan import RegionSlice, RequestPlan, plan_request
 from edl_serving.shared_memory import ClientRegions, SharedMemoryRegion
 
-_SLOW_TO_READ = 64 << 10  # bytes of typed contents or BYTES, which become objects one by one, or of rows to check
-_MAX_CACHED_HEADER = 2048  # bytes: a dozen tensors with options; the cache then takes 2 MB at most
+_SLOW_TO_READ = 64 << 10  # bytes of typed contents, BYTES or rows to check that are worth a thread
+_MAX_CACHED_HEADER = 2048  # bytes: a dozen tensors with options; the cache then takes at most 2 MB
 _MAX_CACHED_PLANS = 1024  # the default number of clients, each with a header of its own
 
 
@@ -36,9 +36,9 @@ class DecodedRequest:
     """A request that can be computed.
 
     Attributes:
-        plan: The plan of its header.
+        plan: The plan made from the request's header.
         arrays: The inputs in the model's order, `[rows, *shape]`; views of the message or of shared memory.
-        regions: The shared memory to write outputs to, by name.
+        regions: The shared memory regions to write outputs to, by name.
     """
 
     plan: RequestPlan
@@ -58,7 +58,7 @@ class RequestDecoder:
         self._plans: dict[bytes, RequestPlan] = {}
 
     async def decode(self, header: bytes, raw: Sequence[memoryview], regions: ClientRegions | None) -> DecodedRequest:
-        """Check a request and find its tensors; `regions` is None for a client that may not use shared memory."""
+        """Check a request and bind its tensors; `regions` is None for a client that may not use shared memory."""
         plan = self._plans.get(header) if len(header) <= _MAX_CACHED_HEADER else None
         if plan is None:
             slow = len(header) > _SLOW_TO_READ
@@ -74,9 +74,9 @@ class RequestDecoder:
         return self._check_rows(request)
 
     def _check_rows(self, request: DecodedRequest) -> DecodedRequest:
-        """Return the request, if its rows are sequences and the model takes its values."""
+        """Return the request; raise if its rows are not whole sequences or the model refuses its values."""
         plan = request.plan
-        if plan.uses_shared_memory:  # which its client could change after the check
+        if plan.uses_shared_memory:  # copy, because the client could change it after the check
             request = replace(request, arrays=tuple([array.copy() for array in request.arrays]))
         inputs = {tensor.spec.name: array for tensor, array in zip(plan.inputs, request.arrays, strict=True)}
         if self._model.sequence_input is not None:
@@ -139,15 +139,16 @@ def _refuse_count(plan: RequestPlan, count: int) -> None:
 
 
 _MAX_REST = 1 << 20
-"""Bytes of names, shapes and parameters: a hundred inputs take some ten thousand."""
+"""Largest size of names, shapes and parameters; a hundred inputs take some ten thousand bytes."""
 _NUMBER_NBYTES = 16
-"""Bytes of an element of typed contents: up to 8 as protobuf keeps it, and as many in the array that it becomes."""
+"""Memory for a number in typed contents: up to 8 bytes in protobuf, and up to 8 in the array."""
 _STRING_NBYTES = 64
-"""Bytes of an element of BYTES beside its own: 16 as protobuf keeps it, and 41 of CPython's object and the array."""
+"""Memory for an element of BYTES in addition to its content: 16 bytes in protobuf, 41 in CPython's object and the
+array."""
 
 
 def check_large_header(header: bytes, model: ServedModel, max_rows: int, max_bytes: int) -> None:
-    """Check what can be known of a header without parsing its typed contents."""
+    """Check a large header as far as possible without parsing its typed contents."""
     rest, contents = outline(header)
     if len(rest) > _MAX_REST:
         raise invalid_argument(
@@ -169,7 +170,7 @@ def check_large_header(header: bytes, model: ServedModel, max_rows: int, max_byt
                 f"memory, at most {max_bytes:,} (edl serve --max-message): send raw_input_contents"
             )
         if is_bytes and sum([len(part) for part in parts]) // 2 * _STRING_NBYTES <= max_bytes:
-            continue  # an element takes two bytes at least, so these cannot be too many
+            continue  # an element takes at least two bytes, so there cannot be too many
         try:
             check_contents(tensor.datatype, count, parts)
         except ProtocolError as exc:
@@ -199,7 +200,7 @@ def check_sequences(name: str, position: Array, max_sequence: int) -> None:
 
 
 _FINAL = "triton_final_response"  # https://github.com/triton-inference-server/server/blob/main/docs/decoupled_models.md
-_MAX_HEADERS = 8  # of one plan; outputs whose shapes keep changing should not fill the memory
+_MAX_HEADERS = 8  # headers cached for one plan, so that outputs of changing shapes do not fill the memory
 
 
 def encode_response(
@@ -207,9 +208,9 @@ def encode_response(
 ) -> bytes:
     """Apply the request's options, and put its outputs into the response or into shared memory.
 
-    `outputs` are this request's rows, the parts of top-k outputs by `names.top_k_names`. As with Triton, an output in
-    shared memory has an empty entry in `raw_output_contents`: clients count on the index. Returns the bytes of a
-    `ModelInferResponse` or, with `id_bytes` (`codec.id_field`), of a `ModelStreamInferResponse`.
+    `outputs` has the rows of this request; the parts of top-k outputs are named by `names.top_k_names`. As with Triton,
+    an output in shared memory has an empty entry in `raw_output_contents`, because clients rely on the index. Returns
+    the bytes of a `ModelInferResponse` or, with `id_bytes` (`codec.id_field`), of a `ModelStreamInferResponse`.
     """
     plan = request.plan
     sent: dict[str, Array] = {}
@@ -265,7 +266,7 @@ def _header(model: ServedModel, plan: RequestPlan, arrays: list[Array]) -> bytes
     if plan.is_final:
         message.parameters[_FINAL].bool_param = True
     header = message.SerializeToString()
-    if "BYTES" not in [output.spec.datatype for output in plan.outputs]:  # their sizes are not in their shapes
+    if "BYTES" not in [output.spec.datatype for output in plan.outputs]:  # the size of BYTES is not in the shape
         if len(plan.answers) >= _MAX_HEADERS:
             plan.answers.clear()
         plan.answers[key] = header

@@ -1,4 +1,4 @@
-"""Errors that end a request, with what the client sent quoted in their messages."""
+"""Errors that end a request. Their messages quote what the client sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_MESSAGE = 1000  # the status message travels as a header, and peers limit t
 class RequestError(Exception):
     """Ends a request with a gRPC status.
 
-    The message is for the client's user: what was refused, and what would be accepted. `retry_after_ms` goes with
+    The message tells the client's user what was refused and what would be accepted. `retry_after_ms` is sent with
     UNAVAILABLE and RESOURCE_EXHAUSTED; None if the client should ask another server. `reason` is for the metrics.
     """
 
@@ -32,26 +32,26 @@ class RequestError(Exception):
 
     @property
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata that goes out beside the status."""
+        """The trailing metadata to send with the status."""
         if self.retry_after_ms is None:
             return ()
         return ((names.RETRY_AFTER_MS, str(self.retry_after_ms)),)
 
 
 def invalid_argument(message: str) -> RequestError:
-    """Return the error for a request that is itself at fault: sent again, it fails again."""
+    """Return the error for an invalid request, which would fail again if it were repeated."""
     return RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
 def not_found(message: str) -> RequestError:
-    """Return the error for a name that is unknown here."""
+    """Return the error for an unknown name."""
     return RequestError(grpc.StatusCode.NOT_FOUND, message)
 
 
 def malformed_message(data: Buffer, why: str) -> RequestError:
     """Return the error for bytes that do not parse.
 
-    Compressed messages are not inflated: a few hundred bytes could become gigabytes.
+    Compressed messages are not decompressed, because a few hundred bytes could become gigabytes.
     """
     if codec.is_compressed(data):
         return invalid_argument("this server takes no compressed messages: send them without compression")

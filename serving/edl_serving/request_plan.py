@@ -1,9 +1,9 @@
-"""The plan of a request: its header checked against the model, all that can be known before its tensors are looked at.
+"""The plan of a request: its header, checked against the model before its tensors are read.
 
-A client sends the same header with every batch, so a plan is made once and used again. Part of it are output options,
-which say what to do with the outputs before they are sent: `edl_top_k` keeps the k largest logits of a row and sums up
-the rest, `edl_dtype` chooses the type of floating-point outputs. Both work on the last axis, row by row, so requests
-with different options share a batch.
+A client sends the same header with every batch, so a plan is made once and reused. It includes the output options,
+which transform the outputs before they are sent: `edl_top_k` keeps the k largest logits of a row and sums up the rest,
+and `edl_dtype` chooses the type of floating-point outputs. Both work on the last axis, row by row, so requests with
+different options can share a batch.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class OutputOptions:
     """The output options of a request.
 
     Attributes:
-        top_k: How many values of the last axis to keep, None for all.
+        top_k: Number of values of the last axis to keep; None for all.
         temperature: Temperature of the sum over the classes left out.
-        datatype: Type to cast floating-point outputs to, None to leave them. Finite values stay finite.
+        datatype: Type to which floating-point outputs are cast; None for no cast. Finite values stay finite.
     """
 
     top_k: int | None = None
@@ -46,7 +46,7 @@ class OutputOptions:
 
     @classmethod
     def parse(cls, parameters: Mapping[str, kserve.InferParameter]) -> OutputOptions:
-        """Read a request's parameters; leave parameters of other extensions alone."""
+        """Read a request's parameters; ignore those of other extensions."""
         if not parameters:
             return _AS_THEY_ARE
         k = read_parameter(parameters, names.TOP_K, ("int64_param", "uint64_param"))
@@ -78,7 +78,7 @@ class OutputOptions:
         return names.top_k_names(spec.name)
 
     def check_outputs(self, specs: list[TensorSpec]) -> None:
-        """Refuse `edl_dtype` if no requested output is of floating point."""
+        """Refuse `edl_dtype` if no requested output is floating-point."""
         if self.datatype is not None and specs and not any(spec.datatype in _FLOATS for spec in specs):
             spec = specs[0]
             raise invalid_argument(
@@ -87,14 +87,14 @@ class OutputOptions:
             )
 
     def apply_to(self, spec: TensorSpec, output: Array) -> dict[str, Array]:
-        """Return the arrays `[rows, ...]` that are sent for an output, by the names of `wire_names`."""
+        """Return the arrays `[rows, ...]` to send for an output, by the names of `wire_names`."""
         if self.top_k is None:
             return {spec.name: self.cast(output)}
         self._check_classes(spec.name, output.shape[-1])
         return self._named(spec, top_k(output, self.top_k, self.temperature))
 
     def apply_to_top_k(self, spec: TensorSpec, computed: TopKArrays) -> dict[str, Array]:
-        """Do as `apply_to`, for an output of which the model has computed the largest values."""
+        """Do as `apply_to`, for an output whose largest values the model has already selected."""
         return self._named(spec, cut_top_k(computed, self.top_k or 1, self.temperature))
 
     def _named(self, spec: TensorSpec, found: tuple[Array, Array, Array]) -> dict[str, Array]:
@@ -102,7 +102,7 @@ class OutputOptions:
         return dict(zip(names.top_k_names(spec.name), (ids, self.cast(values), tail), strict=True))
 
     def row_bytes(self, spec: TensorSpec, shape: tuple[int, ...], name: str) -> int:
-        """Return the bytes of a row of what is sent for an output."""
+        """Return the bytes sent for one row of an output."""
         itemsize = dtype_of(self.datatype if self.datatype and spec.datatype in _FLOATS else spec.datatype).itemsize
         if name == spec.name or self.top_k is None:
             return itemsize * math.prod(shape)
@@ -125,14 +125,14 @@ _AS_THEY_ARE = OutputOptions()
 
 
 def _cast_clamped(output: Array, dtype: np.dtype[Any]) -> Array:
-    """Cast `output`; finite values beyond the range of `dtype` become its largest, as students do it themselves.
+    """Cast `output`, and clamp finite values to the range of `dtype`, as students do themselves.
 
-    An infinite logit would make all probabilities of its row NaN, and masks such as -1e9 are common.
+    Masks such as -1e9 are common, and a logit that becomes infinite would make all probabilities of its row NaN.
     """
     if output.dtype.itemsize <= dtype.itemsize or not output.size:
         return output.astype(dtype, copy=False)
     most = np.finfo(dtype).max
-    if not (-most <= output.min() and output.max() <= most):  # also where there is NaN
+    if not (-most <= output.min() and output.max() <= most):  # also if there is NaN
         output = np.where(np.isinf(output), output, np.clip(output, -most, most))
     return output.astype(dtype)
 
@@ -148,11 +148,11 @@ def read_parameter(parameters: Mapping[str, kserve.InferParameter], name: str, f
 
 
 def top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array, Array]:
-    """Find the k largest logits of the last axis, and what the others add to a softmax.
+    """Find the k largest logits on the last axis, and what the remaining ones add to a softmax.
 
     Returns:
-        Class ids (int32 `[..., k]`, by falling logit, equal logits by rising id), their logits (as `logits`), and
-        log(sum(exp(logit / temperature))) over the others (float32 `[...]`, -inf if there are none).
+        Class ids (int32 `[..., k]`, by falling logit, equal logits by rising id), their logits (in the dtype of
+        `logits`), and log(sum(exp(logit / temperature))) over the rest (float32 `[...]`, -inf if there are none).
     """
     ids = np.argpartition(logits, logits.shape[-1] - k, axis=-1)[..., -k:]
     ids.sort(axis=-1)
@@ -175,10 +175,10 @@ def top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array, Arra
 
 
 def cut_top_k(computed: TopKArrays, k: int, temperature: float) -> TopKArrays:
-    """Keep the k largest of more values; what is left out joins the tail.
+    """Reduce top-k arrays to a smaller k, and add the dropped values to the tail.
 
     Returns:
-        What k asked for at once would have given: the same ids and values; the tail is rounded once more.
+        The same ids and values as a direct computation with this k. The tail is rounded once more.
     """
     ids, values, tail = computed
     if values.shape[-1] == k:
@@ -192,16 +192,16 @@ def cut_top_k(computed: TopKArrays, k: int, temperature: float) -> TopKArrays:
 
 
 _OBJECT_NBYTES = 41
-"""Bytes that an element of BYTES takes beside its own: 33 of CPython's object, and 8 of the array."""
+"""Memory for an element of BYTES in addition to its content: 33 bytes in CPython's object, and 8 in the array."""
 _FINAL_WANTED = "triton_enable_empty_final_response"  # set by tritonclient's `enable_empty_final_response`
 _MOST_COPIED = 256 << 20
-"""Bytes of shared memory that a request may have copied: 2,048 tokens with 32,768 targets each. Rows are bounded, and
-their width is not."""
+"""Largest size of shared memory that is copied for a request: 2,048 tokens with 32,768 targets each. It is needed
+because the number of rows is limited, but their width is not."""
 
 
 @dataclass(frozen=True)
 class RegionSlice:
-    """A piece of a registered region of shared memory, in bytes."""
+    """A slice of a registered region of shared memory; offset and size are in bytes."""
 
     region: str
     offset: int
@@ -209,12 +209,12 @@ class RegionSlice:
 
 
 Source: TypeAlias = "RegionSlice | int | Array"
-"""Where an input's elements are: in shared memory, in that one of `raw_input_contents`, or (typed contents) here."""
+"""An input's elements: a slice of shared memory, an index into `raw_input_contents`, or the array (typed contents)."""
 
 
 @dataclass(frozen=True)
 class RequestInput:
-    """An input tensor, its shape with the rows, and where its elements are."""
+    """An input tensor, its shape including the rows, and the source of its elements."""
 
     spec: TensorSpec
     shape: tuple[int, ...]
@@ -226,9 +226,9 @@ class RequestedOutput:
     """An output to be sent.
 
     Attributes:
-        name: Name on the wire; with `edl_top_k` one of the three names that replace the output's own.
-        spec: The output that it is made of.
-        place: Where to put it in shared memory; None for into the response.
+        name: Name in the response; with `edl_top_k`, one of the three names that replace the output's own.
+        spec: The model's output that it is made from.
+        place: Where to write it in shared memory; None to put it into the response.
     """
 
     name: str
@@ -238,25 +238,25 @@ class RequestedOutput:
 
 @dataclass(frozen=True)
 class RequestPlan:
-    """What a request asks for.
+    """The parsed and checked header of a request.
 
     Attributes:
-        id: The client's id, sent back.
+        id: The client's id, which is sent back.
         rows: First dimension of every input, above 0.
-        inputs: In the model's order; optional ones only if they were sent.
-        raw_count: How many `raw_input_contents` there must be.
+        inputs: Inputs in the model's order; optional ones only if they were sent.
+        raw_count: Number of `raw_input_contents` that the message must have.
         shapes: Names and shapes of the inputs without the rows, and the temperature if the model computes with it.
-            Requests that are equal in this share a batch.
-        options: What to do with the outputs.
+            Requests with equal `shapes` can share a batch.
+        options: Transformations of the outputs.
         outputs: Outputs to send, in this order.
-        typed: Name of an input whose elements came in the header, None if there is none; such a plan belongs to a
-            single request.
-        uses_shared_memory: Whether an input or output lies there.
+        typed: Name of an input whose elements came in the header; None if there is none. A plan with such an input is
+            used for a single request.
+        uses_shared_memory: Whether an input or output is in shared memory.
         timeout_s: Seconds after its arrival that the client waits for the response; None if the request does not say.
-        object_bytes: Bytes beside the message: Python objects that BYTES become, and copies of shared memory.
-        answer_bytes: Bytes of the outputs in the response, and of those held until the last part of a large request
-            is computed; without outputs whose size only the model knows.
-        traceparent: The span that the request is part of; empty if it does not say.
+        object_bytes: Bytes in addition to the message: Python objects made from BYTES, and copies of shared memory.
+        answer_bytes: Bytes of the outputs in the response, and of outputs held until the last part of a large request
+            is computed. Outputs whose size only the model knows do not count.
+        traceparent: The trace span that the request belongs to; empty if it names none.
         is_final: Whether the response says that no other follows, for clients of Triton's decoupled models.
         answers: Serialized headers of responses to this plan, by the shapes of the outputs.
     """
@@ -279,7 +279,7 @@ class RequestPlan:
 
 
 def plan_request(header: kserve.ModelInferRequest, model: ServedModel, max_rows: int) -> RequestPlan:
-    """Check a header; raise INVALID_ARGUMENT with the offending name and value."""
+    """Check a header and make its plan; INVALID_ARGUMENT names the offending field and value."""
     if names.BUNDLE in header.parameters:
         raise invalid_argument(
             f"parameter {names.BUNDLE}: only alone, beside messages, on a stream with {names.UNORDERED}"
@@ -313,7 +313,7 @@ def plan_request(header: kserve.ModelInferRequest, model: ServedModel, max_rows:
 
 
 def _copied_bytes(model: ServedModel, slices: list[RegionSlice]) -> int:
-    """Return the bytes of inputs in shared memory that are copied, so that what was checked is what is computed."""
+    """Return the bytes of shared memory that are copied, so that a client cannot change inputs after the check."""
     if model.sequence_input is None and not model.checks_inputs:
         return 0
     copied = sum(piece.nbytes for piece in slices)
@@ -338,7 +338,7 @@ def _answer_bytes(
     for output in outputs:
         spec = output.spec
         follows = model.optional_outputs.get(spec.name)
-        shape = spec.shape if follows is None else (sizes[follows],)  # such an output is as large as its input
+        shape = spec.shape if follows is None else (sizes[follows],)  # an optional output is as large as its input
         if spec.datatype == "BYTES" or -1 in shape:
             continue
         whole = math.prod(shape) * dtype_of(spec.datatype).itemsize
@@ -406,7 +406,7 @@ def _read_inputs(header: kserve.ModelInferRequest, model: ServedModel, max_rows:
 
 
 def _refuse_names(sent: list[str], model: ServedModel) -> None:
-    """Raise the error that says what is wrong with the names of the inputs."""
+    """Raise an error that says which input is unknown, repeated or missing."""
     known = [spec.name for spec in model.inputs]
     has = f"model {model.name!r} has {', '.join(known)}"
     seen: set[str] = set()
@@ -434,7 +434,7 @@ def _check_shape(datatype: str, shape: tuple[int, ...], spec: TensorSpec) -> Non
 
 
 def read_region_slice(name: str, parameters: Mapping[str, kserve.InferParameter]) -> RegionSlice | None:
-    """Read where in shared memory a tensor lies; None if its parameters name none."""
+    """Read a tensor's slice of shared memory from its parameters; None if they name no region."""
     if names.SHM_REGION not in parameters:
         for other in (names.SHM_OFFSET, names.SHM_NBYTES):
             if other in parameters:
@@ -461,7 +461,7 @@ def _number(name: str, parameters: Mapping[str, kserve.InferParameter], key: str
 
 
 def _wire_names(spec: TensorSpec, model: ServedModel, options: OutputOptions) -> tuple[str, ...]:
-    """Return the names under which an output is sent; refuse options that the model cannot fulfil."""
+    """Return the names under which an output is sent; refuse options that the model does not support."""
     if model.max_top_k is None:
         return options.wire_names(spec)
     if spec.name not in model.top_k_outputs:
@@ -526,11 +526,11 @@ _MOST_ID = 128  # characters; a UUID has 36
 
 
 def valid_traceparent(text: str | bytes | None) -> str:
-    """Return `text` if it is a valid `traceparent`, else an empty text, as W3C's Trace Context demands."""
+    """Return `text` if it is a valid `traceparent`, else an empty string, as W3C's Trace Context demands."""
     return text if isinstance(text, str) and _TRACEPARENT.fullmatch(text) else ""
 
 
 def request_id_of(metadata: Mapping[str, str | bytes]) -> str:
-    """Return the id of a unary call, cut, or an empty text."""
+    """Return the id of a unary call, shortened; empty if it has none."""
     found = metadata.get(names.REQUEST_ID)
     return found[:_MOST_ID] if isinstance(found, str) else ""

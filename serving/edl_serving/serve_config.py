@@ -1,6 +1,6 @@
-"""What the commands serve: their option tables, the settings made of the values, and the end with a parent process.
+"""Configuration of the serving commands: option tables, the settings made from them, and `--exit-with`.
 
-`edl serve` and the gateway of `edl register` are teachers alike: `TeacherConfig` is what they share.
+`edl serve` and the gateway of `edl register` are both teachers, and share `TeacherConfig`.
 """
 
 from __future__ import annotations
@@ -176,19 +176,19 @@ _SOURCE_FIELDS = {
 
 
 def pick(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of `given` that `names` has, under the names that it gives them (empty: the same)."""
+    """Select the keys of `names` from `given`, renamed to the values of `names` (empty: the same name)."""
     return {new or old: given[old] for old, new in names.items() if old in given}
 
 
 def refuse_zero(given: Mapping[str, Any], *keys: str) -> None:
-    """Refuse a duration of 0 for options that need one."""
+    """Refuse a duration of 0 for options that must be above 0."""
     for key in keys:
         if given.get(key) == 0:
             raise SettingsError(f"--{key.replace('_', '-')} 0: expected more than nothing")
 
 
 def prepare_process(command: str, given: Mapping[str, Any]) -> None:
-    """Set logging up, and have this process end with another one, as the options say."""
+    """Set up logging and `--exit-with`."""
     log_to_stderr(command, verbose=given.get("verbose", False), log_format=given.get("log_format", "text"))
     if "exit_with" in given:
         terminate_with_parent(given["exit_with"])
@@ -211,14 +211,14 @@ def registration_settings_of(given: Mapping[str, Any], service: str) -> Registra
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
-    """How a command serves and registers a teacher.
+    """Settings to serve and register a teacher.
 
     Attributes:
         server: The server's settings.
-        registration: How the server shows in discovery.
+        registration: The server's entry in discovery.
         address: Host name or address at which students reach this server.
-        linger_s: Seconds that the server keeps serving after it shows as draining, so that students hear of it before
-            they are refused; at most a quarter of the drain timeout.
+        linger_s: Seconds that the server keeps serving once it shows as draining, so that students notice before they
+            are refused; at most a quarter of the drain timeout.
         ready_file: Path of the ready file; None for none.
     """
 
@@ -230,7 +230,7 @@ class TeacherConfig:
 
     @classmethod
     def build(cls, given: Mapping[str, Any], **fields: Any) -> Self:
-        """Build the settings from values of the options, with a subclass's own `fields`."""
+        """Build the settings from the values of the options; `fields` are those of a subclass."""
         model = given.get("model") or given.get("service")
         if model is None:
             raise SettingsError("name the model: --model NAME (students ask for it, and find it under --service)")
@@ -243,7 +243,7 @@ class TeacherConfig:
 
     @contextlib.contextmanager
     def registering(self) -> Iterator[TeacherRegistration]:
-        """Yield the registration, which leaves discovery in the end; refuse wrong credentials before a model loads."""
+        """Yield the registration, and leave discovery at the end. Wrong credentials raise before a model is loaded."""
         CredentialFiles.of(self.server.credentials, serving=True)
         with (
             ReadyFile(self.ready_file) as ready_file,
@@ -273,7 +273,7 @@ class ServeConfig(TeacherConfig):
 def _server_settings(model: str, given: Mapping[str, Any]) -> ServerSettings:
     chosen = pick(given, _SERVER_SETTINGS)
     chosen["credentials"] = Credentials.of_options(given)
-    if "hf" in given and given.get("task") != "sequence-classification":  # whose rows are texts
+    if "hf" in given and given.get("task") != "sequence-classification":  # there, rows are texts
         if "max_batch" in given:
             raise SettingsError("rows of --hf are tokens: give --max-tokens in place of --max-batch")
         chosen["max_batch_rows"] = given.get("max_tokens", DEFAULT_MAX_TOKENS)
@@ -291,15 +291,15 @@ def _advertised_address(given: Mapping[str, Any], url: str | None) -> str:
     return outward_address(url) if host in ("0.0.0.0", "::", "*") else host
 
 
-_POLL_S = 0.25  # without pidfd; a port that is used again by a test is free this soon
+_POLL_S = 0.25  # poll interval without pidfd; short enough that tests can soon reuse a port
 
 
 def terminate_with_parent(pid: int) -> None:
     """Send this process SIGTERM when process `pid` ends, however it ends.
 
-    This process moves to a process group of its own. When the group's last tie to its session goes with the other
-    process, the kernel sends its *stopped* members SIGHUP and SIGCONT (setpgid(2), POSIX "orphaned process group"), so
-    that a process paused by SIGSTOP, whose threads cannot notice anything, goes as well.
+    This process moves to its own process group. If the end of the other process orphans the group, the kernel sends
+    SIGHUP and SIGCONT to its *stopped* members (setpgid(2), POSIX "orphaned process group"). So a process that is
+    paused by SIGSTOP, whose threads cannot notice anything, ends as well.
     """
     try:
         watched = _open(pid)
@@ -317,14 +317,14 @@ def _open(pid: int) -> int | None:
         except ProcessLookupError:
             raise
         except OSError:
-            pass  # a kernel or sandbox without it
+            pass  # the kernel or sandbox does not support pidfd
     if not _is_alive(pid):
         raise ProcessLookupError
     return None
 
 
 def _terminate_if_gone(pid: int, watched: int | None) -> float | None:
-    """Send SIGTERM if the process has ended; return the seconds to wait before the next look, None at the end."""
+    """Send SIGTERM if the process has ended; return the seconds until the next check, or None to stop."""
     if watched is not None:
         select.select([watched], [], [])
     elif _is_alive(pid):
@@ -339,5 +339,5 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # another user's, but there
+        pass  # the process exists but belongs to another user
     return True

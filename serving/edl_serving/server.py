@@ -1,4 +1,4 @@
-"""The teacher server: start, warm up, serve, drain, stop; and `serve`, which does so as a whole process."""
+"""`TeacherServer`, which starts, warms up, serves, drains and stops; and `serve`, which runs one as a process."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ _log = logging.getLogger(__name__)
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-_AGE_GRACE_MS = 30_000  # for requests in flight on a connection that has reached its age; as long as draining takes
-_SWEEP_EVERY_S = 5.0  # memory of students that were killed is held for this long at most, at microseconds a look
+_AGE_GRACE_MS = 30_000  # time for requests in flight on a connection that reached its age; the same as for draining
+_SWEEP_EVERY_S = 5.0  # longest time that a killed student's memory is kept; a sweep takes microseconds
 _TURN_S = 4.0
-"""How long the event loop may take to come round before the process counts as stuck: within the 5 s that the operator's
-probes wait, and far beyond what large requests take."""
+"""How long one turn of the event loop may take before the process counts as stuck. The operator's probes wait 5 s, and
+large requests take far less."""
 _FAULT_LOOK_S = 1.0
-"""How often backends are asked for faults: a look costs microseconds, and students notice a dead teacher as soon."""
-_FLUSH_S = 0.25  # for RPCs without a waiting client, such as watches of health
+"""How often backends are asked for faults. This takes microseconds, and is as fast as students notice a dead
+teacher."""
+_FLUSH_S = 0.25  # time to end RPCs without a waiting client, such as health watches
 
 
 class TeacherServer:
@@ -59,18 +60,18 @@ class TeacherServer:
 
     Args:
         settings: The server's settings.
-        backends: Instances of the model, alike in names, types and shapes. Each runs in a thread of its own; `stop`
+        backends: Instances of the model with equal names, types and shapes. Each runs in a thread of its own; `stop`
             closes them.
 
     Attributes:
         settings: The settings, as given.
         model: The description of the model.
-        metrics: The counters; `metrics.registry` is Prometheus's registry of them.
-        port: The TCP port that is listened on, 0 before `start`.
-        metrics_port: The port of `/metrics`, None where it is off.
+        metrics: The counters; `metrics.registry` is their Prometheus registry.
+        port: The TCP port that the server listens on; 0 before `start`.
+        metrics_port: The port of `/metrics`; None if it is off.
 
     Raises:
-        SettingsError: the backends cannot be served together, or under these settings.
+        SettingsError: The backends cannot be served together, or not with these settings.
     """
 
     def __init__(self, settings: ServerSettings, backends: Backend | Sequence[Backend]) -> None:
@@ -94,18 +95,18 @@ class TeacherServer:
 
     @property
     def ready(self) -> bool:
-        """Whether it is warmed up and not draining, as `ServerReady`, `ModelReady` and the health service say."""
+        """Whether the server is warmed up, healthy and not draining, as `ServerReady` and `ModelReady` report."""
         return self._lifecycle.ready
 
     async def start(self) -> int:
-        """Listen (not ready yet), warm the model up, become ready. To be called once.
+        """Listen (not ready yet), warm up the model, and become ready. Call it once.
 
         Returns:
             The TCP port.
 
         Raises:
-            SettingsError: an address cannot be listened on.
-            Exception: what `Backend.warm_up` raised.
+            SettingsError: The server cannot listen on an address.
+            Exception: Whatever `Backend.warm_up` raised.
         """
         keep_freed_memory()
         self._batcher = Batcher(self.settings, self.model, self._backends, self.metrics)
@@ -130,33 +131,33 @@ class TeacherServer:
         self._tasks.append(asyncio.create_task(work))
 
     def load(self) -> tuple[int, float, int, int]:
-        """Return what the server has computed so far; may be called from any thread.
+        """Return the server's load so far. Callable from any thread.
 
         Returns:
-            Rows, the seconds that its workers computed them (summed over workers), the number of workers, and the rows
-            that wait.
+            Computed rows, the seconds that workers spent on them (summed over workers), the number of workers, and the
+            number of waiting rows.
         """
         rows, compute_s = self.metrics.computed()
         batcher = self._batcher
         return rows, compute_s, len(self._backends), batcher.queue.rows if batcher is not None else 0
 
     def watch_ready(self, changed: Callable[[bool], None]) -> None:
-        """Have `changed` called on the event loop when a canary fails or a backend has a fault, and when that is over.
+        """Call `changed` on the event loop when the canary or a backend finds a fault, and when the fault is over.
 
         Args:
-            changed: Called with whether the server is ready.
+            changed: Function to call, with True if the server is ready again and False if it is not.
         """
         self._ready_watch = changed
 
     def _add_checks(self) -> None:
-        """Say what `/livez` and `/readyz` go by."""
+        """Add the checks of `/livez` and `/readyz`."""
         loop, probes = asyncio.get_running_loop(), self.metrics.probes
 
         def check_loop() -> str:
             turned = threading.Event()
             try:
                 loop.call_soon_threadsafe(turned.set)
-            except RuntimeError:  # closed: the process is about to end by itself
+            except RuntimeError:  # the loop is closed, so the process is about to end
                 return ""
             return "" if turned.wait(_TURN_S) else f"the event loop has not come round for {_TURN_S:g} s"
 
@@ -183,13 +184,13 @@ class TeacherServer:
         self._run_task(canary.run())
 
     async def _watch_faults(self) -> None:
-        """Ask the backends for faults until cancelled."""
+        """Check the backends for faults until cancelled."""
         while True:
             await self._set_fault("backend", next(filter(None, (b.find_fault() for b in self._backends)), ""))
             await asyncio.sleep(_FAULT_LOOK_S)
 
     async def _set_fault(self, finder: str, fault: str) -> None:
-        """Be ready only while nothing has found a fault."""
+        """Set or clear the fault of one finder, and be ready only while there is no fault."""
         lifecycle = self._lifecycle
         if lifecycle.state is not ServerState.READY:
             return
@@ -273,19 +274,19 @@ class TeacherServer:
             raise SettingsError(f"cannot listen on {address}: {exc}") from exc
 
     async def leave(self) -> None:
-        """Stop being ready, while requests are still served: students may not have heard of it yet."""
+        """Stop being ready, but keep serving requests, because students may not have noticed yet."""
         if self._lifecycle.state in (ServerState.STARTING, ServerState.READY):
             self._lifecycle.state = ServerState.LEAVING
             await self._tell_health(_NOT_SERVING)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Stop being ready, refuse new requests with UNAVAILABLE, finish requests that were accepted.
+        """Stop being ready, refuse new requests with UNAVAILABLE, and finish accepted requests.
 
         Args:
             timeout_s: Seconds to wait for requests in flight; None for `settings.drain_timeout_s`.
 
         Returns:
-            Whether all were finished in time.
+            Whether all accepted requests were finished in time.
         """
         if self._batcher is None:  # not started, or stopped
             return True
@@ -294,10 +295,10 @@ class TeacherServer:
         return await self._lifecycle.wait_idle(self.settings.drain_timeout_s if timeout_s is None else timeout_s)
 
     async def stop(self, close_within_s: float = 5.0) -> None:
-        """Stop at once (requests in flight are cancelled) and close the backends. May be called twice.
+        """Stop at once, cancel requests in flight, and close the backends. May be called twice.
 
         Args:
-            close_within_s: Seconds to wait for the backends; the thread of a backend that hangs is left behind.
+            close_within_s: Seconds to wait for the backends to close; the thread of a hanging backend is abandoned.
         """
         server, batcher, own_path, access = self._grpc, self._batcher, self._own_path, self._access
         self._grpc = self._batcher = self._own_path = self._access = None
@@ -339,8 +340,8 @@ def _options(settings: ServerSettings) -> list[tuple[str, int | str]]:
         ("grpc.max_send_message_length", -1),
         ("grpc.per_message_decompression", 0),  # see `request_error.malformed_message`
         ("grpc.max_concurrent_streams", settings.max_calls),
-        ("grpc.so_reuseport", 0),  # two servers on one port would share its students at random
-        # Students ping to notice a teacher that vanished without a word; gRPC's default takes that for an attack.
+        ("grpc.so_reuseport", 0),  # otherwise two servers on one port would share its students at random
+        # Students ping to detect a teacher that vanished; by default, gRPC treats such pings as an attack.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
@@ -356,20 +357,20 @@ _REMEDIES = {
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise if a TCP port cannot be listened on, as far as the kernel can tell."""
+    """Raise if the kernel does not allow listening on a TCP port."""
     try:
         family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         socket.create_server(place[:2], family=family).close()
     except socket.gaierror as exc:
         raise SettingsError(f"cannot listen on {host}:{port}: no address of that name is known; {_HOSTS}") from exc
     except OSError as exc:
-        if exc.errno in _REMEDIES:  # whatever else it is, gRPC may know a way
+        if exc.errno in _REMEDIES:  # with other errors, gRPC may still succeed
             remedy = _REMEDIES[exc.errno]
             raise SettingsError(f"cannot listen on {host}:{port}: {os.strerror(exc.errno)}; {remedy}") from exc
 
 
 def check_path(path: str) -> None:
-    """Raise if a Unix socket cannot be made. A socket that a dead server left is replaced."""
+    """Raise if a Unix socket cannot be created. A socket left by a dead server may be replaced."""
     if Path(path).is_socket():
         _check_left(path)
     elif Path(path).exists():
@@ -393,7 +394,7 @@ def _check_left(path: str) -> None:
         except (ConnectionRefusedError, FileNotFoundError):
             return
         except (BlockingIOError, PermissionError):
-            pass  # too many wait for it to answer; or it is somebody else's, and no server of ours
+            pass  # its backlog is full, or it belongs to another user: in use either way
         except OSError as exc:
             raise SettingsError(f"--uds {path!r}: another socket is there: {exc.strerror or exc}") from exc
     raise SettingsError(f"--uds {path!r}: in use by another server; give another path, or stop that one first")
@@ -402,7 +403,7 @@ def _check_left(path: str) -> None:
 def private_path(path: str) -> str:
     """Return the path to listen on before `publish_socket`.
 
-    gRPC deletes the path that it listened on when it stops, even if the socket there is another server's by then.
+    gRPC deletes the path that it listened on when it stops, even if another server's socket is there by then.
     """
     return f"{path}.{os.getpid()}"
 
@@ -411,7 +412,7 @@ def publish_socket(path: str) -> tuple[int, int]:
     """Move the socket from `private_path(path)` to `path`.
 
     Returns:
-        The socket's identity, for `withdraw_socket`.
+        The socket's device and inode, for `withdraw_socket`.
     """
     try:
         Path(private_path(path)).replace(path)
@@ -421,9 +422,9 @@ def publish_socket(path: str) -> tuple[int, int]:
 
 
 def withdraw_socket(path: str, identity: tuple[int, int]) -> None:
-    """Delete a published socket, unless another socket is there by now.
+    """Delete a published socket, unless another socket has taken its path.
 
-    Call it while the socket is listened on: a later socket might have the same identity.
+    Call it while the server still listens on the socket, because a later socket might get the same identity.
     """
     with contextlib.suppress(FileNotFoundError):
         if _identity(path) == identity:
@@ -435,7 +436,7 @@ def _identity(path: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-_CLOSE_S = 5.0  # for backends to release a GPU's memory after a drain
+_CLOSE_S = 5.0  # time for backends to release GPU memory after a drain
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -448,23 +449,24 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Call it from the main thread.
 
-    At the first signal, the server stops being ready; `leave` is called while requests are still served; then new
-    requests are refused, and accepted requests are finished. All of it takes at most `settings.drain_timeout_s`. The
-    second signal ends the process at once, as that signal does by default (to a shell: exit code 128 + its number).
+    At the first signal, the server stops being ready, and `leave` is called while requests are still served. Then new
+    requests are refused and accepted ones are finished. All of this takes at most `settings.drain_timeout_s`. A second
+    signal ends the process at once, as it does by default (a shell sees exit code 128 + its number).
 
     Args:
-        settings: of the server.
-        backends: see `TeacherServer`.
-        join: called in a thread once the server is ready, to enter discovery. What it raises ends the server, and is
-            raised again here.
-        leave: called in a thread when draining begins, to leave discovery. What it raises is logged.
+        settings: The server's settings.
+        backends: Instances of the model; see `TeacherServer`.
+        join: Function that enters discovery. It is called in a thread once the server is ready. If it raises, the
+            server stops and the error is raised here.
+        leave: Function that leaves discovery. It is called in a thread when draining begins. If it raises, the error is
+            logged.
 
     Returns:
-        The process's exit code: 0 if everything accepted was answered, 1 if the deadline passed first.
+        Exit code of the process: 0 if every accepted request was answered, 1 if the deadline passed first.
 
     Raises:
-        SettingsError: the settings, or the backends, cannot be served.
-        Exception: what `Backend.warm_up` or `join` raised.
+        SettingsError: The settings are invalid, or the backends cannot be served.
+        Exception: Whatever `Backend.warm_up` or `join` raised.
     """
     return asyncio.run(_serve(settings, backends, join, leave))
 
@@ -494,7 +496,7 @@ async def _serve(
             joining = _in_thread(lambda: join(server))
             if not await _done_before(signalled, joining):  # else `leave` could overtake it
                 await asyncio.wait({joining}, timeout=settings.drain_timeout_s / 2)
-                joining.cancel()  # a call that ends when the loop is closed has nothing to wake there
+                joining.cancel()  # so that a call that ends later does not try to wake a closed loop
             joined.set()
         await signalled.wait()
         drained = await _drain(server, leave)
@@ -508,7 +510,7 @@ async def _serve(
 
 
 def _on_first_signal() -> asyncio.Event:
-    """Return an event that the first signal sets; the next signal kills, as by default."""
+    """Return an event that the first signal sets; the next signal has its default effect."""
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -537,7 +539,7 @@ async def _done_before(signalled: asyncio.Event, work: asyncio.Future[Any]) -> b
 
 
 def _in_thread(call: Callable[[], None]) -> asyncio.Future[None]:
-    """Run `call` in a thread that does not keep the process from ending if it hangs."""
+    """Run `call` in a thread that does not keep the process alive if it hangs."""
     return asyncio.wrap_future(start_call("edl-discovery", call))
 
 

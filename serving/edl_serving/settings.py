@@ -12,10 +12,10 @@ from edl.settings import Credentials
 __all__ = ["ServerSettings", "authority"]
 _ROOM = ("max_queue_bytes", "max_client_bytes")
 _LEAST_ROOM_BYTES = 1 << 30
-"""Six batches of 256 images as float32; by default a student holds half of that ahead."""
+"""Room for six batches of 256 float32 images; by default, a student has half of that in flight."""
 _DAY_S = 86_400
 _BOUNDS: dict[str, tuple[float, float]] = {
-    # A larger message ends the stream that it comes on, and students send bundles of up to 4 kB without asking.
+    # A message beyond the limit ends its stream, and students send bundles of up to 4 kB without checking the limit.
     "max_message_bytes": (8192, 2**31 - 1),
     **dict.fromkeys(("max_batch_rows", "max_queue_rows", "max_connections", "max_streams"), (1, math.inf)),
     **dict.fromkeys(("max_regions", "max_region_bytes", *_ROOM), (1, math.inf)),
@@ -23,7 +23,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "max_delay_s": (0, 60),
     "drain_timeout_s": (0, _DAY_S),
     **dict.fromkeys(("canary_s", "canary_timeout_s"), (0.01, _DAY_S)),  # else the canary would keep the model busy
-    # Kubernetes probes once a second at most: a shorter limit would be seen by chance alone.
+    # Kubernetes probes at most once a second, so a shorter limit would be noticed only by chance.
     "stall_timeout_s": (1, 365 * _DAY_S),
     **dict.fromkeys(("port", "metrics_port"), (0, 65535)),
     "max_connection_age_s": (1, 365 * _DAY_S),
@@ -32,7 +32,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Everything that a teacher server can be told.
+    """All settings of a teacher server.
 
     Attributes:
         model: Name that requests must ask for.
@@ -42,37 +42,38 @@ class ServerSettings:
         max_batch_rows: Most rows in one call of the backend. A request with more is computed in parts.
         max_delay_s: Seconds that the first request of a batch waits for others to join it, while the model is idle.
             With 0 a batch is what gathered while the model was busy.
-        max_queue_rows: Rows that may wait. Beyond it requests are refused with UNAVAILABLE and a hint when to retry;
-            a request with more rows than this on its own is INVALID_ARGUMENT.
-        max_queue_bytes: Bytes of requests that may wait, with those that their answers will take; refused likewise. A
-            request that only its answer makes too large waits alone; one that is too large without it is
-            INVALID_ARGUMENT. Tensors in shared memory count only by their names, as the memory is the client's. 0 for
-            1 GiB, or room for two of the largest messages if that is more.
+        max_queue_rows: Rows that may wait. Further requests are refused with UNAVAILABLE and a hint when to retry. A
+            single request with more rows is refused with INVALID_ARGUMENT.
+        max_queue_bytes: Bytes that waiting requests and their future answers may take. Further requests are refused
+            with UNAVAILABLE. A request that is too large only because of its answer waits alone; one that is too large
+            without it is refused with INVALID_ARGUMENT. Tensors in shared memory count only by their names, because the
+            memory is the client's, unless the model checks its inputs and they are copied for that. 0 for 1 GiB, or for
+            twice `max_message_bytes` if that is more.
         max_message_bytes: Bytes of the largest request.
-        max_connections: Clients with open calls. More are refused with RESOURCE_EXHAUSTED, except for questions about
-            health and readiness.
-        max_streams: Open streams of all clients together; more are refused likewise.
-        max_calls: Open calls of one connection; gRPC makes the client wait with others.
-        max_client_bytes: Bytes of one client's requests without an answer, and of its answers not sent yet. The excess
-            is refused with RESOURCE_EXHAUSTED. 0 as for `max_queue_bytes`.
-        check_nan: Answer INTERNAL rather than NaN.
+        max_connections: Clients with open calls. Further clients are refused with RESOURCE_EXHAUSTED, except for checks
+            of health and readiness.
+        max_streams: Open streams of all clients together; further streams are refused with RESOURCE_EXHAUSTED.
+        max_calls: Open calls of one connection; gRPC makes the client hold back further calls.
+        max_client_bytes: Bytes of one client's unanswered requests and of its answers not sent yet. Requests beyond it
+            are refused with RESOURCE_EXHAUSTED. 0 for the same default as `max_queue_bytes`.
+        check_nan: Answer with INTERNAL instead of NaN.
         shared_memory: Let clients on this host pass tensors through system shared memory.
-        shared_memory_users: Ids of users whose shared memory is accepted, besides the server's own user. It is copied,
-            as they could otherwise end the server by making it shorter.
-        max_regions, max_region_bytes: Most registered regions, and their most bytes together.
+        shared_memory_users: Ids of users whose shared memory is accepted, in addition to the server's own user. It is
+            copied, because they could otherwise crash the server by truncating it.
+        max_regions, max_region_bytes: Largest number of registered regions, and their largest total size.
         drain_timeout_s: Seconds that SIGTERM waits for requests in flight.
         metrics_port: Port for Prometheus metrics, `/livez` and `/readyz` over HTTP (0 for a free one); None for none.
-        metrics_host: Address for that.
-        credentials: Certificate, key and tokens; with a `ca` only clients with a certificate of it are served (mutual
-            TLS). Files are read again when they change.
-        open_health: Answer the health service without a token.
-        max_connection_age_s: Seconds that a connection lives with mutual TLS: existing connections keep a revoked
-            certificate valid for this long.
-        canary_s: Seconds between two rows of the sample that are run through the model; the server is ready only while
-            they are answered. None for never.
+        metrics_host: Address to serve them on.
+        credentials: Certificate, key and tokens. With a `ca`, only clients with a certificate from this CA are served
+            (mutual TLS). Files are read again when they change.
+        open_health: Let clients use the health service without a token.
+        max_connection_age_s: Seconds after which a connection with mutual TLS is closed. A revoked certificate stays
+            usable on existing connections for this long.
+        canary_s: Seconds between two sample rows that are run through the model; the server is ready only while they
+            are answered. None for never.
         canary_timeout_s: Seconds that such a row may take, queueing included.
-        stall_timeout_s: Seconds of a call of the model, or of its warm-up, after which `/livez` fails.
-        access_log: File for a line of JSON for each request, "-" for standard output; None for none.
+        stall_timeout_s: Seconds that a call of the model, or its warm-up, may take before `/livez` fails.
+        access_log: File to which a line of JSON is written for each request; "-" for standard output, None for none.
 
     Raises:
         SettingsError: Names the setting, its value, and what is accepted.
@@ -108,7 +109,7 @@ class ServerSettings:
     access_log: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the settings, and derive those that are left to others."""
+        """Check the settings, and fill in the defaults that depend on other settings."""
         if not self.model:
             raise SettingsError("model='' : a served model needs a name")
         for name in _ROOM:
@@ -141,6 +142,6 @@ class ServerSettings:
 
 
 def authority(host: str, port: int) -> str:
-    """Return `host:port` as gRPC takes it: an IPv6 address, with brackets or without, in brackets."""
+    """Return `host:port` in gRPC's format, with an IPv6 address in brackets whether or not `host` has them."""
     host = host.strip("[]")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,17 +1,17 @@
 """KServe v2's system shared memory extension: registered regions, and the users and connections they belong to.
 
-A client creates a POSIX shared memory object, registers it, and then says in its requests where in it a tensor lies.
-The server opens the object with its own rights, so it must not do for a client what the client could not do itself: it
-takes an object from its owner only, and users have names of regions of their own. Within a user, a client that names no
-region means its own: regions that its connection has registered, or a connection that is gone. gRPC tells a peer's
-address only; the kernel knows the user of a connection over loopback (`/proc/net/tcp`, proc(5)).
+A client creates a POSIX shared memory object, registers it, and then gives in its requests the place of each tensor in
+it. The server opens the object with its own rights, so it must not do for a client what the client may not do itself:
+it accepts an object only from its owner, and each user has a separate namespace of regions. If a client of a user names
+no region, it means those that its own connection registered, or a connection that is gone. gRPC reports only a peer's
+address; the kernel knows the user of a loopback connection (`/proc/net/tcp`, proc(5)).
 
-An object of the server's user that no other user may write is mapped: inputs are read where they are, without a copy. A
-mapping of a file that is made shorter ends the process that reads there, by SIGBUS, so objects that other users can
-make shorter are copied with `preadv` instead. What is left is the server's own user, who could as well kill it: a
-request checks that the object is still large enough, which leaves the time of a single computation. Outputs are written
-with `pwrite`. `multiprocessing.shared_memory` is not used because its resource tracker would delete the clients'
-objects.
+An object of the server's own user that no other user may write is mapped, so inputs are read without a copy. When a
+mapped file is truncated, reading beyond its end kills the process with SIGBUS. So objects that other users can truncate
+are copied with `preadv` instead. The server's own user could truncate an object too, but could as well kill the server;
+each request checks that the object is still large enough, which leaves only the time of one computation. Outputs are
+written with `pwrite`. `multiprocessing.shared_memory` is not used because its resource tracker would delete the
+clients' objects.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from edl.quoting import quote
 from edl_serving.request_error import RequestError, invalid_argument
 
 _DIRECTORY = "/dev/shm"
-_UNUSED_S = 60.0  # after which an object without a name, which its client may use on, counts as left behind
+_UNUSED_S = 60.0  # an unlinked object that is unused for this long counts as abandoned; its client may still use it
 
 
 @dataclass
 class SharedMemoryRegion:
     """A registered piece of a shared memory object.
 
-    It stays open, and mapped if it was, until the last array in it is gone, whether or not it is still registered.
+    It stays open (and mapped) until the last array that uses it is gone, even if it is no longer registered.
 
     Attributes:
         key: Name of the object.
-        offset: Where the region begins in the object, in bytes.
-        mapped: Its bytes in place; None to copy them.
+        offset: Start of the region in the object, in bytes.
+        mapped: The mapped bytes; None if they must be copied.
         identity: Device and inode of the object.
         peer: The connection that registered it, as gRPC names it.
     """
@@ -69,7 +69,7 @@ class SharedMemoryRegion:
         os.close(self.fd)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return bytes of the region, in place or copied."""
+        """Return bytes of the region, mapped or copied."""
         self.check_range(offset, nbytes)
         return self._read_copy(offset, nbytes) if self.mapped is None else self.mapped[offset : offset + nbytes]
 
@@ -86,7 +86,7 @@ class SharedMemoryRegion:
         self.used_at = time.monotonic()
 
     def write_bytes(self, offset: int, data: Buffer) -> None:
-        """Write to the region through the file, since a mapping could be cut off."""
+        """Write to the region through the file, because a mapping could be truncated."""
         view = memoryview(data).cast("B")
         at = self.offset + offset
         while view:
@@ -101,7 +101,7 @@ class SharedMemoryRegion:
 
     @property
     def abandoned(self) -> bool:
-        """Whether the client has died, or probably has: the object's name is gone and it was not used for a while."""
+        """Whether the client has died (its lock is gone) or probably has (the object is unlinked and long unused)."""
         if self.key.lstrip("/").startswith(names.LOCKED_MEMORY) and not self._is_locked:
             return True
         return os.fstat(self.fd).st_nlink == 0 and time.monotonic() - self.used_at > _UNUSED_S
@@ -191,7 +191,7 @@ def _mapped(fd: int, offset: int, nbytes: int) -> memoryview:
 
 
 class RegionTable:
-    """The registered regions, by user and name, of the server's own user and of `users`. Used on the event loop."""
+    """The registered regions by user and name, for the server's own user and `users`. Used on the event loop."""
 
     def __init__(self, max_regions: int, max_bytes: int, peers: PeerCredentials, users: Collection[int] = ()) -> None:
         self._max_regions = max_regions
@@ -209,21 +209,21 @@ class RegionTable:
         return sum(region.nbytes for regions in self._by_user.values() for region in regions.values())
 
     def regions_of_client(self, peer: str) -> ClientRegions | None:
-        """Return the regions as a client on this host may see them; None for a client elsewhere."""
+        """Return the regions of a client on this host; None for a client on another host."""
         return ClientRegions(self, peer) if is_local(peer) else None
 
     def regions_of_user(self, user: int) -> dict[str, SharedMemoryRegion]:
-        """Return a user's regions by name; changes to the dictionary are changes to the table."""
+        """Return a user's regions by name. Changing the dictionary changes the table."""
         return self._by_user.setdefault(user, {})
 
     def remove_abandoned(self) -> None:
-        """Forget regions whose client has died."""
+        """Remove regions whose client has died."""
         for regions in self._by_user.values():
             for name in [name for name, region in regions.items() if region.abandoned]:
                 del regions[name]
 
     def check_capacity(self, nbytes: int) -> None:
-        """Refuse a further region if there is no room."""
+        """Refuse another region if the table is full."""
         if len(self) >= self._max_regions or self.nbytes + nbytes > self._max_bytes:
             raise RequestError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -233,7 +233,7 @@ class RegionTable:
 
 
 class ClientRegions:
-    """The regions as a client sees them: those of its user."""
+    """The regions that a client can see, which are those of its user."""
 
     def __init__(self, table: RegionTable, peer: str) -> None:
         self._table = table
@@ -245,16 +245,16 @@ class ClientRegions:
         return len(self._own())
 
     def __getitem__(self, name: str) -> SharedMemoryRegion:
-        """Return the region of a name."""
+        """Return a region by name."""
         try:
             return self._own()[name]
         except KeyError:
             raise invalid_argument(f"shared memory region {quote(name)} is not registered") from None
 
     def register(self, request: kserve.SystemSharedMemoryRegisterRequest) -> None:
-        """Open what the request names.
+        """Open and register the object that a request names.
 
-        The same region again is no error. A name whose object is gone is free again.
+        Registering the same region again is allowed. A name can be reused once its object is unlinked.
         """
         if not request.name:
             raise invalid_argument("shared memory region name '': must not be empty")
@@ -276,13 +276,13 @@ class ClientRegions:
         own[request.name] = region
 
     def unregister(self, name: str) -> None:
-        """Forget a region. An unknown name is no error, as with Triton."""
+        """Remove a region, or all of this client's if `name` is empty. As with Triton, an unknown name is ignored."""
         own = self._own()
         for gone in [name] if name else self._names():
             own.pop(gone, None)
 
     def status(self, name: str) -> kserve.SystemSharedMemoryStatusResponse:
-        """Describe regions."""
+        """Describe a region, or all of this client's if `name` is empty."""
         answer = kserve.SystemSharedMemoryStatusResponse()
         for region in [self[name]] if name else [self[mine] for mine in self._names()]:
             entry = kserve.SystemSharedMemoryStatusResponse.RegionStatus(
@@ -292,7 +292,7 @@ class ClientRegions:
         return answer
 
     def _names(self) -> list[str]:
-        """Return names that this connection registered, or a connection that is gone: a client may connect again."""
+        """Return the names registered by this connection or by one that is gone, since clients may reconnect."""
         return [
             name
             for name, region in self._own().items()
@@ -300,7 +300,7 @@ class ClientRegions:
         ]
 
     def _own(self) -> dict[str, SharedMemoryRegion]:
-        if self._regions_by_name is None:  # only now, since most clients never use shared memory
+        if self._regions_by_name is None:  # looked up lazily, since most clients never use shared memory
             user = self._table.peers.user_of(self._peer)
             if user is None:
                 raise invalid_argument(
@@ -314,9 +314,9 @@ class ClientRegions:
 Address: TypeAlias = "tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]"
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _ESTABLISHED = "01"
-_NOBODY = -1  # of an address that two users have, towards servers on one port at several addresses of this host
+_NOBODY = -1  # marks an address used by two users, which is possible with servers on one port of several addresses
 _FRESH_S = 1.0
-"""How long an answer holds: the kernel gives a port over loopback to no other client for a second after its end."""
+"""How long a look-up stays valid. The kernel does not give a closed loopback port to another client for a second."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -329,7 +329,7 @@ def is_local(peer: str) -> bool:
 
 
 class PeerCredentials:
-    """Finds the users of the clients on this host of a server at a TCP port. Used on the event loop."""
+    """Finds the users of local clients of the server on a TCP port. Used on the event loop."""
 
     def __init__(self, port: Callable[[], int]) -> None:
         self._port = port
@@ -337,9 +337,9 @@ class PeerCredentials:
         self._read_at = -_FRESH_S
 
     def user_of(self, peer: str) -> int | None:
-        """Return the user id of a local peer; None if it cannot be told.
+        """Return the user id of a local peer; None if it is unknown.
 
-        A Unix socket lets in whom its file's permissions let in, so its clients count as the server's own user.
+        The file permissions of a Unix socket decide who may connect, so its clients count as the server's own user.
         """
         if _is_unix(peer):
             return os.geteuid()
@@ -352,7 +352,7 @@ class PeerCredentials:
         return None if user == _NOBODY else user
 
     def is_connected(self, peer: str) -> bool:
-        """Return whether a connection is still there; True for Unix sockets, whose clients have no names."""
+        """Return whether a connection still exists; always True for Unix sockets, whose clients have no names."""
         return self.user_of(peer) is not None
 
     def _read(self) -> None:
@@ -360,7 +360,7 @@ class PeerCredentials:
         self._users.clear()
         port = f":{self._port():04X}"
         for table in _TABLES:
-            with contextlib.suppress(OSError):  # no IPv6, or a system without such tables: then no user is known
+            with contextlib.suppress(OSError):  # no IPv6, or a system without these tables: users stay unknown
                 for line in table.read_text().splitlines()[1:]:
                     if port in line:
                         self._add_client(line.split(), port)
@@ -390,7 +390,7 @@ def _parsed(peer: str) -> Address | None:
 
 
 def _from_table(text: str) -> Address:
-    """Parse an address and port of /proc/net/tcp: words of 32 bits in the host's byte order, in hexadecimal digits."""
+    """Parse an address and port of /proc/net/tcp, which are 32-bit words in the host's byte order, in hexadecimal."""
     host, _, port = text.partition(":")
     words = [bytes.fromhex(host[at : at + 8]) for at in range(0, len(host), 8)]
     packed = b"".join(word[::-1] if sys.byteorder == "little" else word for word in words)
@@ -398,6 +398,6 @@ def _from_table(text: str) -> Address:
 
 
 def _plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return an IPv4 address that a socket for both kinds shows as an IPv6 address."""
+    """Return the IPv4 address if this is an IPv4-mapped IPv6 address, else the address."""
     mapped = getattr(address, "ipv4_mapped", None)
     return mapped or address

@@ -1,4 +1,4 @@
-"""Values that go into and out of the dispatcher: failures of requests, and actions that follow."""
+"""The dispatcher's inputs and outputs: failures of requests, and the actions to take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Action", "Deliver", "RequestFailure", "FailureKind", "GiveUp", "Send
 class FailureKind(enum.Enum):
     """Kinds of failed requests."""
 
-    LOST = "lost"  # the connection broke: nothing is said about the request
+    LOST = "lost"  # the connection broke, which says nothing about the request
     OVERLOADED = "overloaded"  # the teacher's queue is full
     TIMEOUT = "timeout"  # no answer within the request's deadline
     ERROR = "error"  # the teacher failed to compute it
@@ -24,14 +24,14 @@ class FailureKind(enum.Enum):
 
 @dataclass(frozen=True)
 class RequestFailure:
-    """Describe a failed request. Values only.
+    """A failed request.
 
     `message` is a single printable line of limited length, whatever text the teacher sent.
     """
 
-    kind: FailureKind  # decides what the dispatcher does about it
+    kind: FailureKind  # decides how the dispatcher reacts
     message: str  # for logs and errors
-    retry_after_s: float = 0.0  # seconds after which the teacher asks to be tried again; 0 without such a hint
+    retry_after_s: float = 0.0  # seconds after which the teacher asks to be retried; 0 without a hint
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message", shown(self.message))
@@ -45,7 +45,7 @@ class Send:
     task: int  # number of the task
     teacher: str  # the teacher's id
     timeout_s: float  # seconds until the attempt fails with TIMEOUT
-    extra: bool  # a hedge
+    extra: bool  # whether it is a hedge: a second attempt while the first is still pending
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class GiveUp:
     """Action: fail task `task`."""
 
     task: int  # number of the task
-    failures: tuple[tuple[str, RequestFailure], ...]  # (teacher, failure) in the order in which they came
+    failures: tuple[tuple[str, RequestFailure], ...]  # (teacher, failure) in order of arrival
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Decides which request goes to which teacher, when it goes elsewhere, and when it is given up. No I/O.
+"""Decides which request goes to which teacher, when it is sent to another one, and when it is given up. No I/O.
 
-`Dispatcher` is a plain state machine. Events come in with the time at which they happened; actions go out, for
-`edl.distill.engine` to carry out. It knows tasks by number and teachers by name, and neither tensors nor networks.
+`Dispatcher` is a plain state machine. It takes events with their time and returns actions, which `edl.distill.engine`
+carries out. It knows tasks by number and teachers by name, and nothing about tensors or networks.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ __all__ = ["Dispatcher"]
 
 
 _STARVING_S = 1.0
-"""Seconds of a standing training loop that are worth a hedge beyond the budget: a person notices from here on."""
+"""Seconds that the training loop may stand still before a hedge beyond the budget is allowed; people notice this
+long."""
 _BUSY_REQUESTS = 2
-"""Requests that keep a teacher busy: the first is computed while the second is received. With 1 it would idle between
-two; with more, work would wait at a teacher that may be lost."""
+"""Requests that keep a teacher busy: one is computed while the next is received. With 1, it would idle between two;
+with more, work would wait at a teacher that may be lost."""
 _LOW_LATENCY_S = 0.002
-"""Seconds below which the way there and back is most of a latency, on one host; see `edl.distill.engine.jobs`."""
+"""Latency in seconds below which most of it is the round trip, on one host; see `edl.distill.engine.jobs`."""
 _MIN_FULL_PAUSE_S = 0.01
-"""The shortest pause of a teacher that has no room, whatever it hints: a hundred refusals a second cost little."""
+"""Shortest pause of a full teacher, whatever it hints; a hundred refusals a second cost little."""
 _FULL_PAUSE_S = 0.05
-"""The first pause of a full teacher without a usable hint: a few batches' time. It doubles until there is room."""
+"""First pause of a full teacher that gives no usable hint: the time of a few batches. It doubles until there is
+room."""
 _MAX_FULL_PAUSE_S = 2.0
-"""The longest such pause: what a person waits for without asking why."""
+"""Longest such pause, which a person hardly notices."""
 _MAX_HEDGE_TOKENS = 4.0
-"""Hedges that may be saved up: enough for a burst of stragglers, and too few to double a teacher's load."""
+"""How many hedges may be saved up: enough for a burst of stragglers, and too few to double a teacher's load."""
 _HEDGE_EARNINGS = 0.9
-"""Share of the hedging budget that a request earns, so that with a full purse, too, extra requests stay below the
-budget in any thousand."""
+"""Share of the hedging budget that each request earns. It is below 1 so that even with all hedges saved up, extra
+requests stay below the budget in any thousand."""
 
 
 @dataclass
@@ -59,36 +61,37 @@ class _Task:
     lost: int = 0
     first_failed_at: float = 0.0
     again_at: float = 0.0
-    """From when on it may be sent where it failed, if it failed everywhere: an error may pass."""
+    """When it may be sent again to a teacher where it failed, if it failed everywhere, because errors may be
+    temporary."""
     no_room_at: dict[str, int] = field(default_factory=dict)
-    """The teachers that had no room for it, and how often, which then are the last to be asked: else it could go to and
-    fro among some of them for ever, while another has room."""
+    """How often each teacher had no room for it. These teachers are asked last; otherwise it could bounce between them
+    for ever while another teacher has room."""
 
     def failed_at(self, teacher: str) -> bool:
         return any(name == teacher for name, _ in self.failures)
 
 
 class Dispatcher:
-    """Keep the state of all open tasks and known teachers. Not thread-safe.
+    """Keeps the state of all open tasks and known teachers. Not thread-safe.
 
-    Every method takes the time `now` in seconds, of any clock that does not go back.
+    Methods take the time `now` in seconds, from any monotonic clock.
 
     Args:
-        policy: limits and deadlines; the defaults of `Policy` if None.
+        policy: Limits and deadlines; None for the defaults of `Policy`.
 
     Attributes:
-        resent: tasks sent again after a failure.
-        hedged: extra attempts for late tasks.
+        resent: Number of tasks that were sent again after a failure.
+        hedged: Number of extra attempts for late tasks.
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
         self.teachers: dict[str, TeacherState] = {}  # state by teacher id; read only
         self.sent = self.resent = self.hedged = 0  # attempts so far
-        # how often a teacher was given no work for a while, by the kind of its last failure
+        # how often a teacher was paused, by the kind of its last failure
         self.pauses: Counter[FailureKind] = Counter()
-        self.full = True  # whether, at the last event, no teacher could be given more
-        # whether, at the last event, every teacher that could be given more had enough to do until its next answer
+        self.full = True  # whether no teacher could take more at the last event
+        # whether every teacher that could take more had enough to do until its next answer, at the last event
         self.busy = True
         self._tasks: dict[int, _Task] = {}
         self._attempts: dict[int, _Attempt] = {}
@@ -99,15 +102,12 @@ class Dispatcher:
         self._connecting: set[str] = set()
         self._parked: list[int] = []  # tasks that failed at all teachers that can be reached; tried again later
         self._parked_until = math.inf
-        self._changed = False  # whether teachers came or went since the last look at what waits
+        self._changed = False  # whether teachers came or went since waiting tasks were last placed
 
     # Events
 
     def add_task(self, task: int, now: float, rows: int = 0, nbytes: int = 0, longest: int = 0) -> list[Action]:
-        """Take in a new task.
-
-        `longest`: rows of its longest sequence, 0 if its rows are not sequences.
-        """
+        """Add a task; `longest` is the number of rows in its longest sequence, 0 if its rows are not sequences."""
         self._tasks[task] = _Task(rows, nbytes, longest)
         heapq.heappush(self._waiting, task)
         return self._assign(now)
@@ -116,7 +116,7 @@ class Dispatcher:
         """Forget a task.
 
         Returns:
-            The attempts under way, which the caller should cancel and need not report.
+            The pending attempts, which the caller should cancel and need not report.
         """
         gone = self._tasks.pop(task, None)
         if gone is None:
@@ -127,11 +127,11 @@ class Dispatcher:
         return attempts
 
     def teacher_connecting(self, teacher: str) -> None:
-        """Note that a teacher is being connected to for the first time: tasks that failed at the others wait for it."""
+        """Note that a first connection to a teacher is being made; tasks that failed elsewhere wait for it."""
         self._connecting.add(teacher)
 
     def teacher_unreachable(self, teacher: str, now: float) -> list[Action]:
-        """Note that a first attempt to connect failed. It is repeated, and tasks no longer wait for the teacher."""
+        """Note that a first attempt to connect failed. It is repeated, but tasks no longer wait for the teacher."""
         self._connecting.discard(teacher)
         self._changed = True
         return self._assign(now)
@@ -147,7 +147,7 @@ class Dispatcher:
     ) -> list[Action]:
         """Note that a teacher is connected, for the first time or again.
 
-        The limits are those that the teacher announces, 0 for none; without `max_in_flight`, the policy's holds.
+        The limits are those that the teacher announces, or 0 for none. Without `max_in_flight`, the policy's applies.
         """
         self._connecting.discard(teacher)
         state = self.teachers.setdefault(teacher, TeacherState(Window(self.policy.window)))
@@ -198,7 +198,7 @@ class Dispatcher:
             state.why = why
 
     def attempt_answered(self, attempt: int, now: float) -> list[Action]:
-        """Take in a good answer.
+        """Handle a good answer.
 
         Returns:
             The actions to take, with a `Deliver` if this is the first answer to its task.
@@ -216,8 +216,8 @@ class Dispatcher:
             state.window.record_latency(now - ended.sent_at, ended.in_flight, now)
         task = self._tasks.pop(ended.task, None)
         if task is not None:
-            # Taking the task out makes this its only `Deliver`: a second answer finds none. Attempts at other teachers
-            # stay in flight, so that these teachers count as busy; what they answer is dropped.
+            # The task is removed, so a second answer cannot deliver it again. Attempts at other teachers stay in
+            # flight, so that these teachers count as busy, and their answers are dropped.
             for name, failure in task.failures:
                 if failure.kind is FailureKind.REJECTED:
                     self.set_aside(name, failure.kind, f"refused what {ended.teacher} accepted: {failure.message}", now)
@@ -225,7 +225,7 @@ class Dispatcher:
         return actions + self._assign(now)
 
     def attempt_failed(self, attempt: int, failure: RequestFailure, now: float) -> list[Action]:
-        """Send the task of a failed attempt elsewhere, or give it up, and treat its teacher accordingly."""
+        """Handle a failed attempt: send its task elsewhere or give it up, and pause its teacher if necessary."""
         ended = self._end(attempt)
         if ended is None:
             return []
@@ -244,8 +244,8 @@ class Dispatcher:
                 task.again_at = now + _doubled(self.policy.open_min_s, again, self.policy.open_max_s)
             elif failure.kind is FailureKind.OVERLOADED:
                 task.no_room_at[ended.teacher] = task.no_room_at.get(ended.teacher, 0) + 1
-            if not task.attempts:  # else another teacher has it as well, and may answer
-                # A failure that says nothing about the task does not make it hopeless.
+            if not task.attempts:  # otherwise another teacher has it too, and may answer
+                # A failure that says nothing about the task does not count against it.
                 counts = failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED)
                 if task.lost > self.policy.task_losses or (counts and self._is_hopeless(task, now)):
                     actions.append(self._give_up(ended.task))
@@ -255,11 +255,11 @@ class Dispatcher:
         return actions + self._assign(now)
 
     def tick(self, now: float) -> list[Action]:
-        """Hedge late tasks, and use teachers whose pause is over."""
+        """Hedge late tasks, and use teachers whose pause has ended."""
         return self._assign(now)
 
     def set_awaited(self, task: int, now: float) -> list[Action]:
-        """Note that the training loop waits for `task` now."""
+        """Note that the training loop now waits for `task`."""
         self._awaited_task = task
         return self._assign(now)
 
@@ -280,15 +280,15 @@ class Dispatcher:
         return min(times, default=None)
 
     def count_serving(self, now: float) -> int:
-        """Count the teachers that may be given work, now or when they have room."""
+        """Count the teachers that can take work, now or when they have room."""
         return sum(state.serves(now) for state in list(self.teachers.values()))
 
     def oversized_rows(self, now: float) -> int:
-        """Return the rows of the largest waiting task that no usable teacher takes; 0 without such a task."""
+        """Return the rows of the largest waiting task that no usable teacher accepts; 0 if there is none."""
         return max((task.rows for task in self._oversized(now)), default=0)
 
     def oversized_sequence(self, now: float) -> int:
-        """Return the rows of the longest sequence of such a task that is too long for all usable teachers; else 0."""
+        """Return the rows of such a task's longest sequence, if it is too long for all usable teachers; else 0."""
         usable = [state for state in list(self.teachers.values()) if state.is_usable(now)]
         takes = max((state.longest_sequence for state in usable), default=math.inf)
         return max((task.longest for task in self._oversized(now) if task.longest > takes), default=0)
@@ -306,23 +306,23 @@ class Dispatcher:
 
     @property
     def max_rows(self) -> int:
-        """Rows that every known teacher takes in a request, lost teachers included; 0 if any number."""
+        """Rows that every known teacher accepts in a request, including lost teachers; 0 for any number."""
         return min((state.max_rows for state in self.teachers.values() if state.max_rows), default=0)
 
     @property
     def max_nbytes(self) -> int:
-        """Bytes that every known teacher takes in a request, as `max_rows`."""
+        """Bytes that every known teacher accepts in a request, including lost teachers; 0 for any number."""
         return min((state.max_nbytes for state in self.teachers.values() if state.max_nbytes), default=0)
 
     @property
     def max_sequence(self) -> int:
-        """Rows of the longest sequence that some known teacher takes, lost teachers included; 0 if any number."""
+        """Rows of the longest sequence that some known teacher accepts, including lost teachers; 0 for any number."""
         longest = max((state.longest_sequence for state in self.teachers.values()), default=math.inf)
         return int(longest) if longest < math.inf else 0
 
     @property
     def low_latency(self) -> bool:
-        """Whether all live teachers answer so quickly that the way there and back is most of the latency."""
+        """Whether all live teachers answer so fast that most of the latency is the round trip."""
         states = self.teachers.values()
         return all(state.window.base_s < _LOW_LATENCY_S for state in states if state.live and not state.draining)
 
@@ -356,7 +356,7 @@ class Dispatcher:
                 pause_s = _doubled(_FULL_PAUSE_S, state.refusals_without_hint, _MAX_FULL_PAUSE_S)
                 state.refusals_without_hint += 1
             else:
-                pause_s = 0.0  # of those refused together, only the first counts
+                pause_s = 0.0  # of requests refused together, only the first counts
             if now + pause_s >= state.closed_until:
                 state.closed_until = state.no_room_until = now + pause_s
             state.why = failure.message
@@ -365,9 +365,9 @@ class Dispatcher:
             self.set_aside(teacher, failure.kind, failure.message, now)
             return
         if failure.kind is FailureKind.REJECTED:
-            return  # judged when another teacher has seen the same request
+            return  # decided once another teacher has seen the same request
         if now < state.closed_until or (failure.kind is FailureKind.LOST and not state.live):
-            return  # more of what was counted already: a connection breaks once, for all that is under way on it
+            return  # counted already: when a connection breaks, all its pending requests fail
         state.failures += 1
         if state.failures >= self.policy.failures_to_open or state.half_open:
             pause = _doubled(self.policy.open_min_s, state.opened, self.policy.open_max_s)
@@ -382,11 +382,11 @@ class Dispatcher:
         return GiveUp(number, tuple(self._tasks.pop(number).failures))
 
     def _awaits_teachers_until(self, task: _Task) -> float:
-        """Return until when a task that failed waits for teachers that are being connected to."""
+        """Return until when a failed task waits for teachers that are still connecting."""
         return task.first_failed_at + self.policy.coming_s if self._connecting else -math.inf
 
     def _is_hopeless(self, task: _Task, now: float) -> bool:
-        """Return whether a task that failed should be sent neither elsewhere nor once more."""
+        """Return whether a failed task should not be sent again, to any teacher."""
         if now < self._awaits_teachers_until(task):
             return False
         if len(task.failures) >= self.policy.task_failures:
@@ -398,7 +398,7 @@ class Dispatcher:
         return len(rejected) >= 2 or (bool(there) and rejected.issuperset(there))
 
     def _assign(self, now: float) -> list[Action]:
-        """Use the teachers that have room: for waiting tasks first, then for late tasks that other teachers have."""
+        """Give work to teachers that have room: first waiting tasks, then hedges of late tasks."""
         self._requeue_parked(now)
         actions, free = self._place_waiting(now)
         self.full = not free
@@ -408,7 +408,7 @@ class Dispatcher:
         return actions
 
     def _requeue_parked(self, now: float) -> None:
-        """Let parked tasks wait for a teacher again, if their time has come or teachers came or went."""
+        """Queue parked tasks again if their time has come or teachers have come or gone."""
         if self._parked and (self._changed or now >= self._parked_until):
             for number in self._parked:
                 heapq.heappush(self._waiting, number)
@@ -417,7 +417,7 @@ class Dispatcher:
         self._changed = False
 
     def _place_waiting(self, now: float) -> tuple[list[Action], list[tuple[str, TeacherState]]]:
-        """Send waiting tasks, the oldest first, to teachers that have room."""
+        """Send waiting tasks, oldest first, to teachers that have room."""
         actions: list[Action] = []
         put_back: list[int] = []
         free = [(name, state) for name, state in self.teachers.items() if state.has_room(now)]
@@ -428,7 +428,7 @@ class Dispatcher:
                 continue
             choice = self._choose(free, task, now)
             if choice is None and self._failed_everywhere(task, now):
-                if self._is_hopeless(task, now):  # since a teacher that was waited for did not come
+                if self._is_hopeless(task, now):  # because the teacher it waited for did not connect
                     actions.append(self._give_up(number))
                     continue
                 if self._park(number, task, now):
@@ -445,14 +445,14 @@ class Dispatcher:
         return actions, free
 
     def _failed_everywhere(self, task: _Task, now: float) -> bool:
-        """Return whether a task has failed at all teachers that it could be sent to soon."""
+        """Return whether a task has failed at all teachers that it could soon be sent to."""
         if not task.failures:
             return False
         reachable = self._reachable_soon(task, now)
         return bool(reachable) and all(task.failed_at(name) for name in reachable)
 
     def _park(self, number: int, task: _Task, now: float) -> bool:
-        """Let a task that failed everywhere wait until it may be sent where it failed; False if that is now."""
+        """Park a task that failed everywhere until it may be sent again; return False if that is now."""
         again_at = max(self._awaits_teachers_until(task), task.again_at)
         if now >= again_at:
             return False
@@ -463,8 +463,8 @@ class Dispatcher:
     def _reachable_soon(self, task: _Task, now: float) -> list[str]:
         """Return the teachers that a failed task may be sent to within the time that it waits for connections.
 
-        After that time, teachers that never had room for it are left out: they are asked whenever they are free, but
-        not waited for.
+        After that time, teachers that never had room for it are left out. They still get it if they become free, but
+        the task does not wait for them.
         """
         soon = now + self.policy.coming_s
         there = [
@@ -482,9 +482,9 @@ class Dispatcher:
     def _choose(
         self, free: list[tuple[str, TeacherState]], task: _Task, now: float, *, again: bool = False
     ) -> str | None:
-        """Return the free teacher that should answer a task first.
+        """Return the free teacher that should answer a task soonest.
 
-        A teacher that failed at the task is chosen only `again`, and a teacher that refused it never.
+        A teacher that failed at the task is chosen only with `again`, and one that refused it never.
         """
         fit = [
             (name, state)
@@ -518,7 +518,7 @@ class Dispatcher:
         return Send(attempt, number, teacher, self.policy.request_timeout_s, extra)
 
     def _late_at(self, attempt: _Attempt) -> float:
-        """Return from when on an attempt is late; never if its task has other attempts."""
+        """Return when an attempt becomes late; infinity if its task has other attempts."""
         task = self._tasks.get(attempt.task)
         if task is None or len(task.attempts) != 1:
             return math.inf
@@ -537,11 +537,11 @@ class Dispatcher:
         return max(self.policy.hedge_after * median, 1.2 * usual, self.policy.hedge_min_s)
 
     def _hedge(self, free: list[tuple[str, TeacherState]], now: float) -> Iterator[Send]:
-        """Send late tasks to a second teacher too.
+        """Send late tasks to a second teacher as well.
 
-        With no other work, tasks that a faster teacher would end sooner are sent there as well.
+        If no other work waits, so is the awaited task if an idle teacher would answer it sooner.
         """
-        old = now - self.policy.hedge_min_s  # attempts are in the order of their sending
+        old = now - self.policy.hedge_min_s  # attempts are ordered by time of sending
         candidates = itertools.takewhile(lambda entry: entry[1].sent_at <= old, self._attempts.items())
         late = [(attempt.task, number) for number, attempt in candidates if self._late_at(attempt) <= now]
         head_due = self._head_due() if self._hedge_tokens > _MAX_HEDGE_TOKENS / 2 else None
@@ -567,7 +567,7 @@ class Dispatcher:
                 yield head_due
 
     def _starving(self, number: int, attempt: int, now: float) -> bool:
-        """Return whether the training loop stands still for this task for so long that the budget does not matter."""
+        """Return whether the training loop has waited for this task so long that the hedging budget is ignored."""
         sent = self._attempts[attempt]
         late_s = self._late_s(self.teachers.get(sent.teacher))
         return (
@@ -575,7 +575,7 @@ class Dispatcher:
         )
 
     def _head_due(self) -> float | None:
-        """Return when an idle teacher is worth asking for the task that the training loop waits for."""
+        """Return when to ask an idle teacher, too, for the task that the training loop waits for; None for never."""
         head = self._tasks.get(self._awaited_task) if self._awaited_task is not None else None
         if head is None or len(head.attempts) != 1 or self._has_unassigned():
             return None
@@ -597,5 +597,5 @@ class Dispatcher:
 
 
 def _doubled(first_s: float, times: int, longest_s: float) -> float:
-    # Beyond a thousand times, which a teacher that is away overnight reaches, a float is too small for the power.
+    # A teacher that is away overnight is doubled more than a thousand times, which would overflow a float.
     return float(min(first_s * 2 ** min(times, 64), longest_s))

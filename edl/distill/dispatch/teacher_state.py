@@ -1,10 +1,10 @@
-"""What the dispatcher knows of a teacher: whether it can be given a request now, and how long that would take.
+"""The dispatcher's knowledge of a teacher: whether it can take a request now, and how long the answer would take.
 
-The `Window` says how many requests to keep in flight, from measured latencies. The rule is TCP Vegas's (Brakmo and
-Peterson, 1995), with requests in the place of packets. With `base` the latency of a request that found the teacher
-idle, w requests in flight that take `latency` each have w · (1 - base/latency) waiting in a queue. A single waiting
-request keeps a teacher busy; more only make a lost teacher dearer. Where service takes less than a few milliseconds,
-the queue may hold that much time instead of a single request, since scheduling is as slow.
+`Window` decides from measured latencies how many requests to keep in flight, by the rule of TCP Vegas (Brakmo and
+Peterson, 1995) with requests instead of packets. If `base` is the latency of a request that found the teacher idle, and
+w requests in flight take `latency` each, then w · (1 - base/latency) of them wait in the teacher's queue. One waiting
+request keeps a teacher busy; with more, losing the teacher costs more. If a request takes less than a few milliseconds,
+several may wait, because scheduling is just as slow.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ __all__ = ["TeacherState", "Window"]
 QUEUE_S = 0.010
 """Seconds of work that may wait at a teacher, if that is more than one request."""
 MOST_QUEUED = 4.0
-"""Requests that may wait at a teacher for that reason."""
+"""Largest number of requests that may wait at a teacher for that reason."""
 MOST_QUEUED_QUICK = 12.0
-"""The same where service takes less than `QUICK_S`. It is higher there, since the job queue sends up to half a window
-as one message (`edl.distill.engine.jobs`), which must be worth its cost. Where service takes longer, deeper
-windows only push warm memory out of the caches."""
+"""The same if a request takes less than `QUICK_S`. It is higher because the job queue sends up to half a window as one
+message (`edl.distill.engine.jobs`), which must be worth its cost. With slower requests, a larger window would only push
+warm memory out of the caches."""
 QUICK_S = 0.001
-"""Service time below which a message costs more than the request that it brings, on one host."""
+"""Service time below which, on one host, a message costs more than the request in it."""
 PROBE_EVERY_S = 10.0
-"""How long a measured base is trusted before one request is sent alone to measure it again."""
+"""How long a measured base is used before a request is sent alone to measure it again."""
 _KEPT = 32
-"""Latencies of which the median is taken: few enough to follow a change within a window, enough for quartiles."""
+"""Number of latencies kept for the median: few enough to follow changes quickly, and enough for quartiles."""
 
 
 @dataclass
 class Window:
-    """Window of a teacher."""
+    """How many requests a teacher may have in flight, and the measurements behind it."""
 
-    limit: int = 32  # most requests in flight
+    limit: int = 32  # largest number of requests in flight
     size: int = 1  # requests to keep in flight
     probing: bool = True  # wait until the teacher is idle, then send a single request
     base_s: float = float("inf")  # latency of a request that found the teacher idle
-    median_s: float | None = None  # median latency of the last answers, None before the first
-    usual_s: float | None = None  # a latency that three in four of the last answers stayed below, None before the third
-    # latency divided by the requests in flight, averaged: what a further request adds; 0 at first
+    median_s: float | None = None  # median latency of the last answers; None before the first
+    usual_s: float | None = None  # upper quartile of the last latencies; None before the third answer
+    # average of latency divided by requests in flight, which is what another request adds; 0 at first
     service_s: float = 0.0
     _probed_at: float = 0.0
     _since_change: int = 0
@@ -54,7 +54,7 @@ class Window:
         return 1 if self.probing else self.size
 
     def record_latency(self, latency_s: float, in_flight: int, now: float) -> None:
-        """Take in the latency of an answer."""
+        """Record the latency of an answer, and adjust the window."""
         self._latencies.append(latency_s)
         ordered = sorted(self._latencies)
         self.median_s = ordered[len(ordered) // 2]
@@ -86,12 +86,12 @@ class Window:
             self.size = max(self.size - 1, 1)
 
     def record_overload(self) -> None:
-        """Halve the window: the teacher refused a request for want of room."""
+        """Halve the window, because the teacher had no room for a request."""
         self.size = max(self.size // 2, 1)
         self._since_change = 0
 
     def reset(self) -> None:
-        """Forget what was measured: the teacher was away."""
+        """Forget all measurements, because the teacher was away."""
         self.size = 1
         self.probing = True
         self.base_s = float("inf")
@@ -107,27 +107,27 @@ class TeacherState:
 
     window: Window  # how many requests it may have in flight
     live: bool = True  # connected, and known to serve the right model
-    draining: bool = False  # takes no new requests
-    closed_until: float = 0.0  # no requests before this time, in seconds
-    no_room_until: float = 0.0  # the same where it has said that it has no room; it is live meanwhile
-    why: str = ""  # why it is closed, in words for a person
-    max_rows: int = 0  # most rows in a request, 0 if any number
-    max_nbytes: int = 0  # most bytes of tensors in a request, 0 if any number
-    max_sequence: int = 0  # most rows of a sequence, 0 if any number
-    in_flight: set[int] = field(default_factory=set)  # numbers of its attempts
-    last_progress_at: float = 0.0  # when it last answered, or began with something to do
+    draining: bool = False  # accepts no new requests
+    closed_until: float = 0.0  # gets no requests before this time, in seconds
+    no_room_until: float = 0.0  # the same, if it said that it has no room; it counts as live meanwhile
+    why: str = ""  # why it is closed, as text
+    max_rows: int = 0  # largest number of rows in a request; 0 for any
+    max_nbytes: int = 0  # largest number of tensor bytes in a request; 0 for any
+    max_sequence: int = 0  # largest number of rows in a sequence; 0 for any
+    in_flight: set[int] = field(default_factory=set)  # numbers of its pending attempts
+    last_progress_at: float = 0.0  # when it last answered, or got work while idle
     failures: int = 0  # failures in a row
-    opened: int = 0  # how often in a row it was closed for its failures
-    refusals_without_hint: int = 0  # how often in a row it had no room, without a hint when to come again
-    # whether it gets a single request until it has answered well (a circuit breaker's half-open state)
+    opened: int = 0  # how often in a row it was closed because of failures
+    refusals_without_hint: int = 0  # how often in a row it had no room and did not say when to retry
+    # whether it gets only one request until it answers well (a circuit breaker's half-open state)
     half_open: bool = False
 
     def is_usable(self, now: float) -> bool:
-        """Return whether it may be given work, now or when answers of its own have made room."""
+        """Return whether it can take work, now or as soon as its answers make room."""
         return self.live and not self.draining and now >= self.closed_until
 
     def serves(self, now: float) -> bool:
-        """Return whether it is usable, or is left alone for no other reason than that it has no room."""
+        """Return whether it is usable, or paused only because it has no room."""
         return self.live and not self.draining and (now >= self.closed_until or self.no_room_until >= self.closed_until)
 
     def accepts(self, rows: float, nbytes: float, longest: float = 0) -> bool:
@@ -144,15 +144,15 @@ class TeacherState:
         return min((limit for limit in (self.max_rows, self.max_sequence) if limit), default=math.inf)
 
     def has_room(self, now: float) -> bool:
-        """Return whether it may be given a request now."""
+        """Return whether it can take a request now."""
         allowed = 1 if self.half_open else self.window.allowed
         return self.is_usable(now) and len(self.in_flight) < allowed
 
     def expected_s(self, now: float) -> float:
-        """Return the expected seconds to an answer for a request sent now; 0 for a teacher not yet measured.
+        """Return the expected seconds until a request sent now is answered; 0 for a teacher not yet measured.
 
-        The silence of a teacher that has been silent for over 1.1 times its usual latency is added, so that new work
-        goes elsewhere: there it would have to be hedged, too.
+        If a teacher has been silent for more than 1.1 times its usual latency, the silence is added. So new work goes
+        to other teachers instead of having to be hedged later.
         """
         if self.window.median_s is None:
             return 0.0

@@ -1,8 +1,8 @@
 """Decides whether a teacher, and each of its answers, can be used.
 
-`lacking` compares a model with what the student asks for, `incompatibility` also with the teachers before it: inputs,
-outputs and rows must be like those of the first teacher. Only what a teacher lacks by itself can end a student's wait
-for its first teacher (`edl.distill.engine.connection`).
+`lacking` compares a model with what the student asks for. `incompatibility` also compares it with earlier teachers:
+inputs, outputs and rows must be like those of the first teacher. Only what a teacher lacks by itself can end a
+student's wait for its first teacher (`edl.distill.engine.connection`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _MOST_REMEMBERED = 1024
 
 
 class TeacherCompatibility:
-    """Remembers what the teachers of a service have in common.
+    """Remembers the properties that all teachers of a service must share.
 
     The first teacher's metadata says which dimensions of a row are fixed. Dimensions that it leaves open, such as the
-    length of a text, may differ from answer to answer.
+    length of a text, may differ between answers.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class TeacherCompatibility:
         self._row_types: dict[str, tuple[np.dtype[Any], int]] = {}  # dtype and number of dimensions of output rows
         self._row_shapes: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
         self._kept_shapes: dict[str, tuple[int, ...]] = {}
-        self._confirmed_by: set[str] = set()  # present teachers whose answers were like that
+        self._confirmed_by: set[str] = set()  # connected teachers whose answers had these types and shapes
         self._has_delivered = False  # whether there was such an answer in this epoch
-        self._tokenizer = ""  # of the first teacher that told it
+        self._tokenizer = ""  # hash from the first teacher that reports it
         # The first teacher's model, until `select_version` changes its version; None before the first teacher. All
         # teachers must have a model of this name.
         self.spec: ModelSpec | None = None
@@ -65,13 +65,13 @@ class TeacherCompatibility:
 
     @property
     def tokenizer(self) -> str:
-        """The hash of the tokenizer of all teachers that tell it; empty while none has."""
+        """The hash of the teachers' tokenizer; empty until a teacher reports it."""
         return self._tokenizer
 
     def lacking(self, instance: Instance, spec: ModelSpec) -> str:
-        """Return what this model lacks of what is asked for, whatever other teachers have; empty if nothing.
+        """Return what this model lacks of what the student asks for, regardless of other teachers; empty if nothing.
 
-        Versions are not among it: they change while students run, and are waited for.
+        Versions do not count, because they change while students run, and students wait for the right one.
         """
         missing = [name for name in self._output_spec.outputs if spec.outputs and name not in spec.outputs]
         if missing:
@@ -107,7 +107,7 @@ class TeacherCompatibility:
                 f"its model {spec.name!r} has tokenizer {tokenizer!r}, the teachers before it {before!r}: their token "
                 "ids mean different texts"
             )
-        if known is not None and spec.name != known.name:  # equal versions tell nothing: of any model "1" is the first
+        if known is not None and spec.name != known.name:  # equal versions prove nothing: most models start with "1"
             return (
                 f"it serves model {spec.name!r}, the teachers before it {known.name!r}, and labels of two models are "
                 "never mixed: name one of them with model=, or give each model its own --service"
@@ -116,7 +116,7 @@ class TeacherCompatibility:
             differing = [name for name in known.inputs if spec.inputs.get(name) != known.inputs[name]]
             if differing or len(spec.inputs) != len(known.inputs):
                 return f"its model {spec.name!r} takes other inputs than the teachers before it"
-        if known is not None and spec.sequences != known.sequences:  # requests are filled for one of the two
+        if known is not None and spec.sequences != known.sequences:  # requests are filled for one kind only
             return (
                 f"its model {spec.name!r} has {_rows_of(spec)}, the teachers before it {_rows_of(known)}: serve all "
                 f"with the same sequence_input ({names.SEQUENCES})"
@@ -157,7 +157,7 @@ class TeacherCompatibility:
         return ""
 
     def check_version(self, teacher: str, version: str) -> RequestFailure | None:
-        """Return why an answer of this version is not used, None if it is. Warns once of each mixture."""
+        """Return why an answer of this version cannot be used; None if it can. Warns once of each mixture."""
         known = self.spec
         if known is None or (version == known.version and not self.refuses_version(version)):
             return None
@@ -180,7 +180,7 @@ class TeacherCompatibility:
         return self._refuses and self.spec is not None and (not version or version != self.spec.version)
 
     def _version_refusal(self, version: str) -> str:
-        if not version:  # two unknown versions may be different ones
+        if not version:  # two unknown versions may differ
             return (
                 "the version of its model is unknown, and mixed_versions='refuse': give it one (edl serve "
                 "--model-version), or name the one that it has with version="
@@ -192,12 +192,12 @@ class TeacherCompatibility:
         )
 
     def select_version(self, live: Sequence[ModelSpec]) -> None:
-        """Select, before an epoch, the version that labels are kept under. It stays while a live teacher has it.
+        """Select, before an epoch, the version under which labels are cached. It stays while a live teacher has it.
 
-        The model's name is never changed: another name is another model, and not what is asked for.
+        The model's name never changes, because another name means another model than the student asked for.
 
         Args:
-            live: the models of all teachers that can be asked now. If empty, the version stays.
+            live: The models of all teachers that are in use. If empty, the version stays.
         """
         if self.spec is None:
             return
@@ -233,18 +233,18 @@ class TeacherCompatibility:
         self._reported_versions |= mixed
 
     def begin_epoch(self) -> None:
-        """Allow answers unlike those of earlier epochs, once the teachers that gave those have left."""
+        """Start an epoch: once the teachers of earlier answers have left, answers may have other shapes."""
         self._has_delivered = False
 
     def forget_teacher(self, teacher: str) -> None:
-        """Note that a teacher, or its connection, is gone: another teacher may come under its name."""
+        """Note that a teacher or its connection is gone. Another teacher may appear under the same name."""
         self._confirmed_by.discard(teacher)
 
     def check_output(self, teacher: str, inputs: InputTensors, outputs: Outputs) -> RequestFailure | None:
         """Check that an answer fits the answers before it."""
         why = self._difference(inputs, outputs)
         if why and not self._has_delivered and self._confirmed_by <= {teacher}:
-            self._reset_shapes()  # none of those that gave such answers is left to give more of them
+            self._reset_shapes()  # no other teacher that gave earlier answers is left
             why = self._difference(inputs, outputs)
         if why:
             return RequestFailure(FailureKind.BAD_OUTPUT, f"{teacher}: {why}")
@@ -277,14 +277,14 @@ class TeacherCompatibility:
 
     def _check_clamped(self, name: str, array: Array) -> None:
         spec = self.spec.outputs.get(name) if self.spec is not None else None
-        if spec is None or spec.datatype != "FP16":  # of a model that computes in float16, nothing was clamped
+        if spec is None or spec.datatype != "FP16":  # float16 outputs of the model itself are not clamped
             self._clamp_warnings.after(name, array)
 
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
-        """Check that labels found by a sample's id fit its inputs as they are now.
+        """Check that cached labels, which are looked up by a sample's id, fit the sample's current inputs.
 
-        Where the shape of a label follows that of the inputs, a sample that is padded to another length than when its
-        label was kept would get a label of the wrong length.
+        If the shape of a label follows the shape of the inputs, a sample that is now padded to another length would get
+        a cached label of the wrong length.
 
         Raises:
             SettingsError: Outputs have variable dimensions, and the inputs have other shapes than earlier inputs.
@@ -317,7 +317,7 @@ class TeacherCompatibility:
         """Return the row shape of an output; -1 is any size."""
         spec = self.spec.outputs.get(name) if self.spec is not None else None
         if spec is None:
-            # Nothing is known but earlier answers. Inputs of one shape should give outputs of one shape.
+            # Only earlier answers are known. Inputs of equal shape should give outputs of equal shape.
             if len(self._row_shapes) >= _MOST_REMEMBERED:
                 self._row_shapes.clear()
             return self._row_shapes.setdefault((name, tuple(of[1:] for _, _, of in inputs)), shape)
@@ -340,7 +340,7 @@ def _shapes_match(left: Sequence[int], right: Sequence[int]) -> bool:
 
 
 def outputs_disagreement(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> str:
-    """Return how the outputs of two services differ, where a batch may have labels of both; empty if they agree."""
+    """Return how the outputs of two services differ, whose labels may share a batch; empty if they agree."""
     if spec.tokenizer and known.tokenizer and spec.tokenizer != known.tokenizer:
         return (
             f"model {known.name!r} has tokenizer {known.tokenizer!r}, model {spec.name!r} {spec.tokenizer!r}: their "

@@ -1,10 +1,10 @@
-"""Keeps connections to the teachers of a service, from when discovery names them until their last request has ended.
+"""Keeps connections to the teachers of a service, from their appearance in discovery until their last request ends.
 
-A `TeacherConnection` connects, checks the model, and connects again until told to stop. The `ConnectionPool` has one
-for each teacher. A lapsed registration does not end a connection: only the teacher itself can tell whether it is alive.
-A teacher that answers stays in use even when the registry has forgotten it; a teacher that does not is tried again
-while it is listed. The pool also knows when waiting for a first teacher is useless, because all have answered and none
-fits (`ConnectionPool.lacking`).
+A `TeacherConnection` connects, checks the model, and reconnects until it is closed. The `ConnectionPool` has one for
+each teacher. A lapsed registration does not end a connection, because only the teacher itself can show whether it is
+alive. A teacher that answers stays in use even if the registry has forgotten it; one that does not answer is tried
+again while it is listed. The pool also detects when waiting for a first teacher is useless, because all have answered
+and none fits (`ConnectionPool.lacking`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ __all__ = ["ConnectionPool", "TeacherConnection"]
 logger = logging.getLogger("edl.distill")
 
 _CONNECT_TIMEOUT_S = 5.0
-"""Deadline of an attempt to connect: several round trips around the world. A dead host costs no more than this."""
+"""Deadline of an attempt to connect: enough for several round trips around the world, and the most a dead host
+costs."""
 _FIRST_BACKOFF_S = 0.1
-"""Pause before the second attempt to connect: a server that restarts is missed for a few batches at most."""
+"""Pause before the second attempt to connect, so that a restarting server is missed for at most a few batches."""
 _LAST_BACKOFF_S = 2.0
-"""Longest pause between attempts: a teacher that is back is found within that time."""
+"""Longest pause between attempts, within which a returning teacher is found."""
 _LAST_LAPSED_BACKOFF_S = 15.0
-"""The same for teachers that are probably dead: a SQLite file without a writer lists them until the next boot."""
-_NEEDS_ATTENTION = (FailureKind.REJECTED, FailureKind.BAD_OUTPUT)  # will an attempt to connect succeed later
+"""The same for teachers that are probably dead. A SQLite file without a writer lists them until the next boot."""
+_NEEDS_ATTENTION = (FailureKind.REJECTED, FailureKind.BAD_OUTPUT)  # waiting alone will not make connecting succeed
 _STEADY_S = 2.0
 """A connection that breaks sooner than this counts as a failed attempt to connect."""
 
@@ -57,7 +58,7 @@ class TeacherConnection:
     """Keeps a discovered instance connected, on the event loop.
 
     Args:
-        output_spec: What is asked for; where it names no model, the instance's is used.
+        output_spec: What the student asks for; if it names no model, the instance's is used.
         shared_memory: Whether to use shared memory if the teacher is on this host.
         on_connected: Called when requests may be sent.
         on_disconnected: Called when requests may no longer be sent.
@@ -98,20 +99,20 @@ class TeacherConnection:
         self._on_connect_failed = on_connect_failed
         self._client: TeacherClient | None = None
         self._names: RegionNames = {}
-        self._retired: weakref.WeakSet[TeacherClient] = weakref.WeakSet()  # their last requests may still succeed
+        self._retired: weakref.WeakSet[TeacherClient] = weakref.WeakSet()  # finish their last requests
         self._broken = asyncio.Event()
-        self._retry_now = asyncio.Event()  # cuts the wait before the next attempt short
+        self._retry_now = asyncio.Event()  # ends the pause before the next attempt
         self._attempted = asyncio.Event()  # whether an attempt to connect has ended since the connection was lost
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the teacher reads shared memory of this host."""
+        """Whether the teacher reads this student's shared memory."""
         return self._client is not None and self._client.shares_memory
 
     @property
     def takes_bundles(self) -> bool:
-        """Whether requests are small, and several of them can go in a message."""
+        """Whether requests are small and several can share a message."""
         return self._client is not None and self._client.takes_bundles
 
     @property
@@ -120,18 +121,18 @@ class TeacherConnection:
         return self._client.spec if self._client is not None else None
 
     def start(self, payload: Payload, timeout_s: float, done: Done) -> Callable[[], None] | None:
-        """Send a request; see `TeacherClient.start`. None while it is not connected."""
+        """Send a request; see `TeacherClient.start`. Returns None while not connected."""
         return self._client.start(payload, timeout_s, done) if self._client is not None else None
 
     def _lost(self, client: TeacherClient, why: str) -> None:
-        """Drop a connection that a request found lost, unless another one has taken its place."""
+        """Drop a connection that a request found lost, unless it has already been replaced."""
         if client is self._client:
             self.reconnect(why)
 
     async def refresh(self) -> None:
-        """Check that the model is unchanged, and reconnect if not. Returns when that has been tried.
+        """Check that the model is unchanged, and reconnect if not. Returns after the attempt to reconnect.
 
-        A server may load another model, and gRPC reconnects by itself to another server at the same address.
+        A server may load another model, and gRPC may silently reconnect to another server at the same address.
         """
         client = self._client
         self.changed_spec = None
@@ -144,7 +145,7 @@ class TeacherConnection:
                 changed = exc.failure.message
             if changed and client is self._client:
                 self.reconnect(changed)
-        elif self.state == "set aside":  # the reason may no longer hold
+        elif self.state == "set aside":  # the reason may no longer apply
             self._attempted.clear()
             self._retry_now.set()
         await self._attempted.wait()
@@ -157,7 +158,7 @@ class TeacherConnection:
         try:
             await client.check_ready(_CONNECT_TIMEOUT_S)
         except RequestFailed as exc:
-            # A teacher that has no room, or does not know the method, is alive.
+            # A teacher that is full, or does not know the method, is alive.
             if client is self._client and exc.failure.kind is FailureKind.LOST:
                 self.reconnect(exc.failure.message)
 
@@ -168,7 +169,7 @@ class TeacherConnection:
             self._disconnect()
 
     async def close(self) -> None:
-        """Disconnect; requests under way end with LOST."""
+        """Disconnect; pending requests end with LOST."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         last = self._client
@@ -179,7 +180,7 @@ class TeacherConnection:
             await last.close()
 
     def _disconnect(self) -> None:
-        """Stop using the present connection; its requests under way may still succeed."""
+        """Stop using the current connection; its pending requests may still succeed."""
         client = self._client
         self._client = None
         self.state = "connecting"
@@ -216,7 +217,7 @@ class TeacherConnection:
                 refused = why or exc.failure.message
                 self.state = "set aside" if why or exc.failure.kind in _NEEDS_ATTENTION else "connecting"
             except Exception as exc:
-                # Whatever it was, `refresh` and the dispatcher wait to hear that the attempt failed.
+                # Continue after any error, because `refresh` and the dispatcher wait for the attempt to end.
                 logger.debug("connecting to teacher %s failed in a way not foreseen", self.instance.id, exc_info=True)
                 refused = f"{self.instance.endpoint}: {type(exc).__name__}: {exc}"
                 self.state = "set aside"
@@ -236,7 +237,7 @@ class TeacherConnection:
                 await self._until_broken(version)
                 if time.monotonic() - connected_at > _STEADY_S:
                     backoff_s = _FIRST_BACKOFF_S
-                    continue  # at once: the process may be back already, and the next failure waits
+                    continue  # reconnect at once, since the process may be back; only the next failure waits
             elif refused != self.why:
                 level = logging.WARNING if self.state == "set aside" else logging.INFO
                 logger.log(level, "teacher %s is not used: %s", self.instance.id, refused)
@@ -250,7 +251,7 @@ class TeacherConnection:
             backoff_s = min(backoff_s * 2, _LAST_LAPSED_BACKOFF_S if self.lapsed else _LAST_BACKOFF_S)
 
     def _replacement_reason(self, spec: ModelSpec) -> str:
-        """Return why this may not be the server that registered; empty if it is."""
+        """Return why this may not be the server that was registered; empty if it is."""
         if not self.lapsed or (self._version and self._version in (spec.version, *spec.versions)):
             return ""
         if not self._version:
@@ -258,12 +259,12 @@ class TeacherConnection:
         return f"{self.instance.endpoint} has version {spec.version!r}, and version {self._version!r} registered"
 
     async def _until_broken(self, version: int) -> None:
-        """Wait until the connection is dropped; drop it when certificates or tokens have changed."""
+        """Wait until the connection is dropped, and drop it when certificates or tokens change."""
         if self._files is None:
             await self._broken.wait()
         while not self._broken.is_set():
             try:
-                # At random, so that a student does not lose all its teachers at the same moment.
+                # At random intervals, so that a student does not lose all its teachers at once.
                 await wait_within(self._broken.wait(), CHECK_EVERY_S * random.uniform(0.5, 2))
             except asyncio.TimeoutError:
                 assert self._files is not None
@@ -272,7 +273,7 @@ class TeacherConnection:
                     self._disconnect()
 
     async def _explain_handshake(self, words: str) -> str:
-        """Return what is wrong with certificates where an attempt to connect failed; empty if unknown."""
+        """Return which certificate problem made an attempt to connect fail; empty if unknown."""
         if not looks_like_handshake(words):
             return ""
         says_tls = self.instance.meta.get(names.TLS_META) == "1"
@@ -284,7 +285,7 @@ class TeacherConnection:
 
 
 def _complete_spec(output_spec: OutputSpec, instance: Instance) -> OutputSpec:
-    """Return what is asked for, completed by the teacher's registration where the student left it open."""
+    """Complete the student's specification with the model and priority that the teacher registered."""
     if not output_spec.model and instance.model:
         output_spec = replace(output_spec, model=instance.model)
     registered = instance.meta.get(names.PRIORITY_META, "")
@@ -297,16 +298,16 @@ def _complete_spec(output_spec: OutputSpec, instance: Instance) -> OutputSpec:
 
 
 _CHECK_S = 2.0
-"""How often a teacher whose registration lapsed is asked whether it is ready, as the registry no longer tells."""
-_MOST_NAMES = 3  # teachers named in a line of the log
+"""How often a teacher whose registration lapsed is asked whether it is ready, since the registry no longer knows."""
+_MOST_NAMES = 3  # teachers named in a log line
 _MOST_TEACHERS = 20  # teachers described in an error
 
 
 class ConnectionPool:
-    """Connections of a service, on the event loop. Tells the dispatcher which teachers drain, are lost, or are gone.
+    """The connections of a service, on the event loop. Tells the dispatcher which teachers drain, are lost or left.
 
     Args:
-        on_dropped: Called with a connection that is no longer needed, to close it.
+        on_dropped: Called with a connection that is no longer needed and should be closed.
     """
 
     def __init__(
@@ -332,7 +333,7 @@ class ConnectionPool:
 
     @property
     def stale(self) -> str:
-        """The reason why discovery does not work; empty if it does. Any thread."""
+        """Why discovery does not work; empty if it does. Callable from any thread."""
         kept = sorted(
             connection.instance.id
             for connection in list(self.connections.values())
@@ -347,9 +348,9 @@ class ConnectionPool:
         return "; ".join(filter(None, [self._stale, lapsed]))
 
     def apply_snapshot(self, snapshot: Snapshot, near: str = "", whole: bool = True) -> None:
-        """Connect to new teachers, and let go of those that left.
+        """Connect to new teachers, and retire those that left.
 
-        `near`: "; did you mean …?" where the service may be misspelled, for errors.
+        `near` is "; did you mean …?" for error messages if the service may be misspelled.
         """
         self._is_whole = False
         self._near = near
@@ -373,7 +374,7 @@ class ConnectionPool:
                 and name not in draining
                 and name not in snapshot.revoked
             ):
-                self._unlisted.add(name)  # the registry has forgotten it, and the teacher answers
+                self._unlisted.add(name)  # the registry has forgotten the teacher, but it answers
             else:
                 self._retire(name, "draining" if name in draining else "left")
         for name, instance in ready.items():
@@ -389,7 +390,7 @@ class ConnectionPool:
         return name not in self._leaving and self.connections.get(name) is connection
 
     def connection_lost(self, connection: TeacherConnection) -> None:
-        """Note that a connection broke; it connects again by itself."""
+        """Note that a connection broke. It reconnects by itself."""
         level = logging.INFO if connection.instance.id in self._leaving else logging.WARNING
         logger.log(level, "teacher %s of %s is lost: %s", connection.instance.id, self._service, connection.why)
         self._dispatcher.teacher_down(connection.instance.id)
@@ -398,18 +399,18 @@ class ConnectionPool:
             self._drop(connection.instance.id)
 
     def end_if_idle(self, name: str) -> None:
-        """Drop the connection to a leaving teacher whose last request has ended."""
+        """Drop the connection to a leaving teacher if its last request has ended."""
         state = self._dispatcher.teachers.get(name)
         if name in self._leaving and (state is None or not state.in_flight):
             self._drop(name)
 
     def teacher_state(self, name: str) -> tuple[str, str]:
-        """Return a teacher's state, and the reason for people."""
+        """Return a teacher's state, and the reason as text."""
         connection = self.connections.get(name)
         return self._state(connection) if connection is not None else ("gone", "")
 
     def describe(self) -> str:
-        """Describe all teachers, for errors. Any thread."""
+        """Describe all teachers for error messages. Callable from any thread."""
         known = [
             f"{each.instance.id}: {_LAPSED + '; ' if each.lapsed else ''}{self._state(each)[1] or 'connecting'}"
             for each in list(self.connections.values())
@@ -419,11 +420,11 @@ class ConnectionPool:
         return found + (f"; discovery: {self.stale}" if self.stale else "")
 
     def lacking(self) -> str:
-        """Return what each teacher lacks, once all have answered and none has what is asked for. Any thread.
+        """Return what each teacher lacks, once all have answered and none has what is asked for.
 
-        The result is empty while a teacher may still come: one is being connected to, cannot be reached, drains or is
-        left to other students, or the registry is away. A teacher that is being replaced drains first, so a rolling
-        update is waited for.
+        The result is empty while a suitable teacher may still appear: while one is connecting, unreachable, draining or
+        left to other students, or while the registry does not answer. In a rolling update a teacher drains before it is
+        replaced, so students wait. Callable from any thread.
         """
         connections = list(self.connections.values())
         if not self._is_whole or not connections or not all(connection.lacks for connection in connections):
@@ -442,7 +443,7 @@ class ConnectionPool:
             self._dispatcher.teacher_connecting(name)
 
     def _mark_renewed(self, name: str) -> None:
-        """Note that a teacher is registered, perhaps again."""
+        """Note that a teacher is registered, possibly after its registration had lapsed."""
         connection = self.connections.get(name)
         if connection is None or not connection.lapsed:
             return
@@ -454,7 +455,7 @@ class ConnectionPool:
             logger.info("teacher %s of %s is registered again", name, self._service)
 
     def _keep_lapsed(self, lapsed: Mapping[str, Instance]) -> None:
-        """Keep teachers that answer though their registration lapsed; try those that are new or do not answer."""
+        """Keep teachers whose registration lapsed but which answer, and try those that are new or do not answer."""
         kept = []
         for name, instance in lapsed.items():
             if self._leaving.get(name) == "draining":

@@ -1,7 +1,8 @@
-"""Runs the requests of a service: carries out what the dispatcher decides, on the reader's event loop.
+"""`Engine`, which runs the requests of a service on the event loop, as the dispatcher decides.
 
-`Engine` methods below "Any thread" may be called from anywhere; the rest runs on the loop. The user's data source, the
-order of delivery, the set of teachers (`connection_pool`) and decisions (`edl.distill.dispatch`) do not belong here.
+Methods of `Engine` below "Any thread" may be called from anywhere; the rest runs on the loop. The set of teachers is in
+`connection`, decisions are in `edl.distill.dispatch`, and the data source and the order of delivery in
+`edl.distill.pipeline`.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ __all__ = ["Engine"]
 logger = logging.getLogger("edl.distill")
 
 _POLL_EVERY_S = 0.002
-"""Shortest interval between two looks at deadlines and gauges: under load each would cost more than a request."""
+"""Shortest interval between checks of deadlines and gauges, because under load each costs more than a request."""
 _REFRESH_TIMEOUT_S = 1.0
-"""How long the begin of an epoch waits for teachers' versions: a live teacher answers in milliseconds."""
+"""How long the start of an epoch waits for the teachers' versions. A live teacher answers within milliseconds."""
 
 
 class Engine:
-    """All teachers of a service.
+    """Sends the requests of one service to its teachers.
 
     Args:
-        arena: Shared memory of the reader; None without.
-        files: Certificates and tokens, None for neither.
+        arena: The reader's shared memory; None to use none.
+        files: Certificates and tokens; None for neither.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Engine:
         self._jobs: dict[int, LabelJob] = {}
         self._spec_known = Notifier()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._attempts: dict[int, Callable[[], object]] = {}  # what cancels each
+        self._attempts: dict[int, Callable[[], object]] = {}  # functions that cancel them
         self._timer: asyncio.TimerHandle | None = None
         self._polled_at = 0.0
         self._job_queue = JobQueue(thread, self, self._submit)
@@ -87,8 +88,8 @@ class Engine:
         self._counters = EngineCounters()
         self._closed = False
         self.limits = ServiceLimits()  # Limits of the live teachers. Replaced on the loop, read in any thread.
-        # Number of jobs that no longer wait for their first send: sent, cancelled or failed. Counted on the loop,
-        # read in any thread; apart from `limits`, which is not replaced for each request.
+        # Number of jobs that no longer wait for their first send: sent, cancelled or failed. Counted on the loop, read
+        # in any thread. Not part of `limits`, which would otherwise be replaced for each request.
         self.dispatched = 0
 
     # Any thread
@@ -104,12 +105,12 @@ class Engine:
 
     @property
     def full(self) -> bool:
-        """Whether no teacher could be given more, and an answer is on its way."""
+        """Whether no teacher can take more requests and an answer is pending."""
         return self._dispatcher.full and bool(self._attempts)
 
     @property
     def busy(self) -> bool:
-        """Whether all teachers have something to do, and an answer is on its way."""
+        """Whether all teachers have enough to do and an answer is pending."""
         return self._dispatcher.busy and bool(self._attempts)
 
     def await_spec(self, timeout_s: float) -> ModelSpec | None:
@@ -123,18 +124,18 @@ class Engine:
 
     @property
     def weights_versions(self) -> Collection[str]:
-        """The versions that are hashes of the weights, as teachers have said so far; grows while the engine runs."""
+        """The versions that teachers have so far declared to be hashes of the weights; grows while the engine runs."""
         return self._compatibility.weights_versions
 
     @property
     def tokenizer(self) -> str:
-        """The hash of the teachers' tokenizer; empty while neither a teacher nor its registration has told it."""
+        """The hash of the teachers' tokenizer; empty until a teacher or its registration reports it."""
         return self._compatibility.tokenizer
 
     def select_version(self) -> None:
-        """Find out, before an epoch whose labels are kept, which version of the model the teachers have by now.
+        """Ask the teachers, before an epoch whose labels are cached, which version of the model they have.
 
-        Takes milliseconds where teachers answer, and a second at most.
+        Takes milliseconds if the teachers answer, and about a second otherwise.
         """
         if self._compatibility.spec is not None:
             with contextlib.suppress(TimeoutError):  # then the version stays for this epoch
@@ -146,14 +147,15 @@ class Engine:
         return any(connection.spec is None for connection in list(self._pool.connections.values()))
 
     def wait_changed(self, timeout_s: float) -> None:
-        """Wait until a teacher has come, or `timeout_s` have passed."""
+        """Wait until the teachers' limits change, as when one connects, or `timeout_s` have passed."""
         before = self.limits
         self._spec_known.wait_for(lambda: self.limits != before, timeout_s)
 
     def lacking(self) -> SettingsError | None:
-        """Return the error for teachers that all lack what is asked for; None while a teacher that fits may come.
+        """Return the error if all teachers lack what is asked for; None while a suitable teacher may still appear.
 
-        Once a teacher was used, others like it are waited for: it shows that what is asked for exists.
+        Once a teacher has been used, there is no error: it proves that such teachers exist, so students wait for
+        others.
         """
         found = self._pool.lacking() if self._compatibility.spec is None else ""
         if not found:
@@ -165,7 +167,7 @@ class Engine:
         return self._pool.describe()
 
     def no_teacher(self, oversized_rows: int = 0, oversized_sequence: int = 0) -> NoTeacherError:
-        """Return the error for a wait that has reached its deadline, with what is known of all teachers.
+        """Return the error for a wait that has reached its deadline, with the state of all teachers.
 
         Args:
             oversized_rows: Rows of a request that is too large for the live teachers; 0 without such a request.
@@ -207,13 +209,13 @@ class Engine:
     # On the loop
 
     def set_teachers(self, snapshot: Snapshot, near: str = "", whole: bool = True) -> None:
-        """Connect to new teachers, and let go of those that left; see `TeacherWatcher` for the arguments."""
+        """Connect to new teachers, and retire those that left; `TeacherWatcher` describes the arguments."""
         if not self._closed:
             self._pool.apply_snapshot(snapshot, near, whole)
             self._set_timer()
 
     def begin_epoch(self) -> None:
-        """Allow answers unlike those of the epoch before; see `TeacherCompatibility.begin_epoch`."""
+        """Start an epoch; see `TeacherCompatibility.begin_epoch`."""
         self._compatibility.begin_epoch()
 
     def _submit(self, job: LabelJob) -> None:
@@ -288,7 +290,7 @@ class Engine:
     def _connection_dropped(self, connection: TeacherConnection) -> None:
         self._counters.remove_teacher(connection.instance.id)
         self._compatibility.forget_teacher(connection.instance.id)
-        if self._dispatcher.teachers:  # else the last one may come back, and take no more than before
+        if self._dispatcher.teachers:  # otherwise keep the limits, since the last teacher may come back
             self._update_request_limits()
         self._spawn(connection.close())
         self._set_timer()
@@ -383,7 +385,7 @@ class Engine:
         return lambda: None
 
     def _attempt_ended(self, send: Send, job: LabelJob, result: Reply | RequestFailure | None) -> None:
-        """Take in the end of an attempt: a reply, a failure, or None where it was cancelled."""
+        """Handle the end of an attempt: a reply, a failure, or None if it was cancelled."""
         actions: list[Action] = []
         self._attempts.pop(send.attempt, None)
         try:
@@ -434,7 +436,7 @@ class Engine:
         self._release(job)
 
     def _release(self, job: LabelJob) -> None:
-        """Give the job's memory back when no request reads it any longer."""
+        """Return the job's slot of shared memory once no request reads it."""
         if job.finished and not job.open_attempts:
             slot = job.payload.slot
             job.payload.slot = None
@@ -444,7 +446,7 @@ class Engine:
     # Time
 
     def _set_timer(self) -> None:
-        """Have the dispatcher asked again in time. Under load the time is computed every few milliseconds only."""
+        """Schedule the dispatcher's next event. Under load, its time is computed only every few milliseconds."""
         if self._closed:
             return
         now = self._now()
@@ -476,7 +478,7 @@ class Engine:
         self._job_queue.drain()
 
     def _check_outage(self, now: float) -> float | None:
-        """Keep track of a time without teachers or answers; fail all open jobs when it gets too long."""
+        """Track how long there have been no teachers or answers, and fail all open jobs when it is too long."""
         if not self._jobs:
             self._outage.finish_work()
             return None

@@ -1,9 +1,9 @@
 """Runs the event loop that all readers of a process share, in a background thread.
 
-It starts with the first reader and ends with the last. grpc.aio wants all its channels on a single loop, and a forked
-child inherits neither thread nor loop: what belongs to the parent raises `ClosedError` there. So does the attempt to
-have a loop in the child where the parent has had one, be it closed: gRPC stays initialized for the life of a process,
-and waits in the child for threads that only the parent has.
+The thread starts with the first reader and ends with the last. grpc.aio needs all its channels on one loop. A forked
+child inherits neither the thread nor the loop, so using the parent's reader there raises `ClosedError`. A child also
+cannot start a loop of its own for gRPC if the parent has ever had one: gRPC stays initialized for the life of a
+process, and in the child it would wait for threads that only the parent has.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ logger = logging.getLogger("edl.distill")
 T = TypeVar("T")
 
 _LINGER_S = 0.05
-"""For callbacks that gRPC schedules as it closes, before the loop does: milliseconds on a busy machine."""
+"""How long the loop runs on for callbacks that gRPC schedules while it closes: milliseconds on a busy machine."""
 _STOP_S = 10.0
-"""How long the last user waits for the loop's thread. It ends within milliseconds, unless what it logs has to wait."""
+"""How long the last user waits for the loop's thread. It ends within milliseconds unless logging blocks."""
 _REMEDY = (
     "gRPC does not work in a process that is forked from one that has used it. Start this process with "
     'multiprocessing.get_context("spawn") or ("forkserver") and make its reader there, or fork it before the first '
@@ -37,23 +37,23 @@ _REMEDY = (
 
 
 class EventLoopThread:
-    """A counted reference to the process's event loop. `acquire` takes a reference, `release` gives it back."""
+    """The process's event loop, with a reference count: `acquire` adds a reference and `release` removes it."""
 
-    _lock = threading.Lock()  # of what follows, and of `_users`
+    _lock = threading.Lock()  # guards the following fields and `_users`
     _shared: EventLoopThread | None = None
-    used = False  # whether a loop was ever taken for gRPC, in this process or in a process that it was forked from
-    inherited = False  # whether that was before a fork
+    used = False  # whether a loop was ever acquired for gRPC, in this process or one that it was forked from
+    inherited = False  # whether that happened before a fork
 
     def __init__(self) -> None:
         self._users = 0
         self._pid = os.getpid()
         self.loop = asyncio.new_event_loop()
-        # Not a `BackgroundLoop`: what it runs is asyncio's loop, which has wake-ups and an end of its own.
+        # Not a `BackgroundLoop`, because asyncio's loop has its own ways to wake up and to end.
         self._thread = threading.Thread(target=self._run, name="edl-distill", daemon=True)
 
     @classmethod
     def acquire(cls, *, for_grpc: bool = True) -> EventLoopThread:
-        """Return the process's loop, and start it if need be."""
+        """Return the process's loop, starting it if necessary."""
         if for_grpc and cls.inherited:
             raise ClosedError(
                 f"a reader cannot connect in process {os.getpid()}: a process that it was forked from has used a "
@@ -68,7 +68,7 @@ class EventLoopThread:
             return cls._shared
 
     def release(self) -> None:
-        """Give the reference back; the last user stops the loop and waits for its thread."""
+        """Remove the reference. The last user stops the loop and waits for its thread."""
         if self._pid != os.getpid():
             return
         with self._lock:
@@ -83,7 +83,7 @@ class EventLoopThread:
                 logger.warning("the event loop of the readers has not ended after %g s; left alone", _STOP_S)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run a function on the loop soon, from any thread. Takes no lock: finalizers call it as well."""
+        """Schedule a function on the loop, from any thread. It takes no lock, because finalizers call it too."""
         self.check()
         try:
             self.loop.call_soon_threadsafe(function, *args)
@@ -96,7 +96,7 @@ class EventLoopThread:
         """Run a coroutine on the loop and wait for its result.
 
         Raises:
-            TimeoutError: it took longer than `timeout_s`; it is cancelled then.
+            TimeoutError: It took longer than `timeout_s`, and was cancelled.
         """
         self.check()
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -118,8 +118,8 @@ class EventLoopThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
-            # gRPC still has events of closed channels on their way to this loop; behind a closed one they would be
-            # tracebacks in the log of the next reader.
+            # gRPC may still deliver events of closed channels to this loop. If it were closed, they would appear as
+            # tracebacks in the next reader's log.
             self.loop.run_until_complete(asyncio.sleep(_LINGER_S))
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:
@@ -133,14 +133,14 @@ class EventLoopThread:
 class _GarbageGuard:
     """Keeps a forked child from collecting the parent's garbage.
 
-    A gRPC channel that waits for the parent's collector would be taken apart by the child's, which then waits for ever
-    for a thread that only the parent has. Frozen, what is inherited is left alone; the child's own garbage is not.
+    If the child collected an unreachable gRPC channel of the parent, it would wait for ever for a thread that only the
+    parent has. So inherited objects are frozen (`gc.freeze`), and only the child's own garbage is collected.
 
-    Several threads may fork at once: the first turns the parent's collector off, the last turns it on again.
+    Several threads may fork at once: the first turns the parent's collector off, and the last turns it on again.
     """
 
     lock = threading.Lock()
-    forks = 0  # under way
+    forks = 0  # number of forks in progress
     turned_off = False
 
     @classmethod
@@ -161,7 +161,7 @@ class _GarbageGuard:
 
     @classmethod
     def after_in_child(cls) -> None:
-        cls.lock = threading.Lock()  # another thread of the parent may hold those inherited
+        cls.lock = threading.Lock()  # another thread of the parent may hold the inherited lock
         EventLoopThread._lock = threading.Lock()
         EventLoopThread._shared = None  # its thread is not here
         turned_off = cls.turned_off

@@ -1,9 +1,9 @@
-"""Jobs of a service: their way from the feeding thread to the event loop, their counts, and how long they may wait.
+"""The jobs of a service: the queue from the feeding thread to the event loop, counters, and limits on waiting.
 
-Where a teacher on the same host answers within a millisecond, waking the loop and sending a message cost more than the
-job itself. There, jobs gather for a moment in the `JobQueue` while the feeding thread prepares the next ones, and are
-sent together. `ServiceLimits` is what the other threads read of the live teachers in return. `Outage` decides, without
-I/O, when work has waited too long for a teacher. Sending, retrying and answering jobs is the `engine`'s.
+If a teacher on the same host answers within a millisecond, waking the loop and sending a message cost more than the job
+itself. In this case, jobs gather briefly in the `JobQueue` while the feeding thread prepares more, and are sent
+together. In the other direction, `ServiceLimits` tells other threads the limits of the live teachers. `Outage` decides,
+without I/O, when work has waited too long for a teacher. The `engine` sends, retries and answers jobs.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 __all__ = ["EngineCounters", "JobQueue", "LabelJob", "Outage", "OutageStatus", "ServiceLimits", "give_up_error"]
 
 MOST_GATHERED = 8
-"""Largest number of jobs that are sent together, however many the teachers have room for."""
+"""Largest number of jobs that are sent together, even if the teachers have room for more."""
 _PATIENCE_S = 0.001
-"""How long jobs may gather. No job waits for the next one where jobs come further apart than this."""
-_LONGEST_GAP_S = 4 * _PATIENCE_S  # longer gaps count as this, so that one hiccup is soon forgotten
+"""How long jobs may gather. If jobs arrive at longer intervals, they do not wait for one another."""
+_LONGEST_GAP_S = 4 * _PATIENCE_S  # longer gaps count as this, so that a single pause is soon forgotten
 
 
 @dataclass(eq=False)
 class LabelJob:
-    """A request's worth of rows."""
+    """The rows of one request, to be labelled by one service."""
 
     number: int  # Number of the job, rising in the order of delivery
     payload: Payload  # The tensors
     # Called on the loop, once, with the outputs or an error, and the model's version
     on_done: Callable[[Outputs | EDLError, str], None]
     on_started: Callable[[], None]  # Called on the loop when the job is sent for the first time
-    open_attempts: int = 0  # Number of its requests under way
+    open_attempts: int = 0  # Number of its pending requests
     sent: bool = False  # Whether it was sent at least once
     finished: bool = False  # Whether `on_done` was called, or never will be
 
@@ -63,26 +63,26 @@ def give_up_error(action: GiveUp) -> PermanentError:
 class ServiceLimits:
     """Limits of the live teachers of a service at one moment.
 
-    It is replaced as a whole, so that other threads never see half of a change.
+    It is replaced as a whole, so that other threads never see a partial change.
     """
 
     capacity: int = 0  # Requests that the teachers together want in flight, as of some milliseconds ago
-    # Number of jobs worth sending together, where all teachers are quick and on this host; else 0
+    # Number of jobs worth sending together if all teachers are fast and on this host; else 0
     gather_limit: int = 0
-    # Most rows in a request that every teacher accepts, as of when the last teacher came or left; 0 without a limit
+    # Rows that every teacher accepts in a request, as of the last change of teachers; 0 without a limit
     max_rows: int = 0
-    max_nbytes: int = 0  # Most bytes of tensors in a request that every teacher accepts; 0 without a limit
+    max_nbytes: int = 0  # Bytes of tensors that every teacher accepts in a request; 0 without a limit
     # Rows of the longest sequence that at least one teacher accepts, since a long sequence is sent to a teacher that
     # accepts it; 0 without a limit
     max_sequence: int = 0
 
 
 class JobQueue:
-    """Jobs that the loop has not taken yet.
+    """Jobs on their way from the feeding thread to the loop.
 
     Args:
-        take: Called with every job, on the loop.
-        clock: Returns the time in seconds, from which the gap between jobs is measured.
+        take: Called on the loop with every job.
+        clock: Returns the time in seconds, to measure the gaps between jobs.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class JobQueue:
         self._gap_s += (min(now - self._put_at, _LONGEST_GAP_S) - self._gap_s) / 4
         self._put_at = now
         self._jobs.append(job)
-        # The loop looks at the queue after it has changed `demand`, so that neither side misses the other.
+        # The loop checks the queue after it changes `demand`, so neither side misses the other.
         if self._woken or self._demand.full:
             return
         if self._gathering and (self._timer is not None or self._demand.busy):
@@ -117,7 +117,7 @@ class JobQueue:
         self._thread.call(self._wake)
 
     def drain_if_due(self) -> None:
-        """Send the jobs in the queue, unless more are worth waiting for. On the loop, whenever an answer has come."""
+        """Send the queued jobs unless it is worth waiting for more. Called on the loop after each answer."""
         if not self._jobs:
             return
         if not self._gathering:
@@ -126,7 +126,7 @@ class JobQueue:
             self._timer = self._thread.loop.call_later(_PATIENCE_S, self.drain)
 
     def drain(self) -> None:
-        """Send all jobs in the queue. On the loop."""
+        """Send all queued jobs. Called on the loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -143,7 +143,7 @@ class JobQueue:
 
 
 _MOST_GONE = 100
-"""Teachers that left and are remembered by name: enough to read what became of them, where pods come and go."""
+"""How many departed teachers are remembered by name: enough to see what became of each where pods come and go."""
 
 
 @dataclass
@@ -155,17 +155,17 @@ class _Counts:
 
 
 class EngineCounters:
-    """Rows, by what became of them. Written on the event loop only, read from any thread."""
+    """Counts rows by their outcome. Written on the event loop only, read from any thread."""
 
     def __init__(self) -> None:
         self.asked = self.received = self.resent = self.hedged = 0
-        self._lock = threading.Lock()  # so that the counts of a teacher that leaves are neither doubled nor missing
+        self._lock = threading.Lock()  # so that a leaving teacher's counts are neither doubled nor missing
         self._present: dict[str, _Counts] = {}
-        self._gone: dict[str, _Counts] = {}  # of those that left last
-        self._departed = _Counts("")  # sums over all that left
+        self._gone: dict[str, _Counts] = {}  # the teachers that left last
+        self._departed = _Counts("")  # sums over all teachers that left
 
     def add_teacher(self, teacher: str, endpoint: str) -> None:
-        """Count for a teacher that comes, from 0 on."""
+        """Start counting for a new teacher."""
         with self._lock:
             self._gone.pop(teacher, None)
             self._present[teacher] = _Counts(endpoint)
@@ -191,7 +191,7 @@ class EngineCounters:
         return self._present.get(teacher, self._departed)
 
     def stats(self, dispatcher: Dispatcher, state_of: Callable[[str], tuple[str, str]], stale: str) -> ReaderStats:
-        """Return all counters, with the dispatcher's gauges. `stale` says what is wrong with discovery."""
+        """Return all counters and the dispatcher's gauges; `stale` says what is wrong with discovery."""
         with self._lock:
             teachers = {name: _seen(counts) for name, counts in self._gone.items()}
             present, departed = self._present.copy(), _seen(self._departed)
@@ -200,7 +200,7 @@ class EngineCounters:
             status, why = state_of(name)
             teachers[name] = TeacherStats(
                 endpoint=counts.endpoint,
-                state=status if status != "gone" else "draining",  # it is about to be
+                state=status if status != "gone" else "draining",  # it is about to be removed
                 why=why,
                 rows=counts.rows,
                 requests=counts.requests,
@@ -228,24 +228,24 @@ def _seen(counts: _Counts) -> TeacherStats:
 
 
 _REMIND_S = 10.0
-"""Between two warnings of an outage: often enough for a person who watches, and six lines a minute in a log."""
+"""Pause between two warnings of an outage: often enough for a person who watches, and only six log lines a minute."""
 _SILENT_S = 5.0
-"""Silence of live teachers that is worth a warning: longer than most models compute a batch."""
+"""How long live teachers may be silent before a warning: longer than most models need for a batch."""
 
 
 @dataclass(frozen=True)
 class OutageStatus:
     """State of open work during an outage."""
 
-    expired: bool  # whether the work has waited for too long, and fails
+    expired: bool  # whether the work has waited too long and fails
     check_at: float  # when to check again, in seconds
-    message: str = ""  # how long the work waits for a live teacher, in words for a person; empty without news
-    # seconds for which live teachers have not answered; 0 where that is not worth a word, or was reported
+    message: str = ""  # text about the wait for a live teacher; empty if there is nothing new to report
+    # seconds for which live teachers have not answered; 0 if that is not worth a warning or was reported
     silent_s: float = 0.0
 
 
 class Outage:
-    """Keeps track of a time without teachers, or without an answer. Every method takes the time `now` in seconds."""
+    """Tracks how long there have been no teachers or no answers. Every method takes the time `now` in seconds."""
 
     def __init__(self, timeout_s: float, request_timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -253,17 +253,17 @@ class Outage:
         self._outage_since: float | None = None
         self._reminded_at = 0.0
         self._progress_at = 0.0
-        self._longest_silence_s = 0.0  # silence of live teachers that was followed by an answer, and so may be usual
+        self._longest_silence_s = 0.0  # longest silence of live teachers that ended with an answer, so it is normal
         self._silence_reported = self._had_outage = False
 
     def start_work(self, now: float) -> None:
-        """Start the clock: there is work, after a time without."""
+        """Start the clock, because there is work again."""
         self._progress_at = now
         self._outage_since = None
         self._silence_reported = self._had_outage = False
 
     def record_answer(self, now: float) -> None:
-        """Note that an answer came."""
+        """Note that an answer arrived."""
         if not self._had_outage:
             self._longest_silence_s = max(self._longest_silence_s, now - self._progress_at)
         self._progress_at = now

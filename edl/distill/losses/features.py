@@ -36,11 +36,11 @@ def feature_mse(
     Source: Romero et al., "FitNets: Hints for Thin Deep Nets", 2015.
 
     Args:
-        student: features, floating-point [rows, ...].
-        teacher: features [rows, ...].
-        projection: brings the student's features to the teacher's shape, for example `torch.nn.Linear(128, 512)`. It is
-            learned with the student: give its parameters to the optimizer, and throw it away after training.
-        reduction: see the module.
+        student: Features of the student, floating-point [rows, ...].
+        teacher: Features of the teacher, [rows, ...].
+        projection: Module that maps the student's features to the teacher's shape, for example `torch.nn.Linear(128,
+            512)`. It learns with the student: give its parameters to the optimizer, and discard it after training.
+        reduction: Reduction over rows; see `edl.distill.losses`.
 
     Returns:
         The loss, or losses [rows] with reduction "none".
@@ -64,10 +64,10 @@ def feature_cosine(
     Source: the cosine embedding loss of Sanh et al., "DistilBERT", 2019.
 
     Args:
-        student: embeddings, floating-point [rows, ..., features].
-        teacher: embeddings of the same number of features.
-        projection: see `feature_mse`.
-        reduction: "mean" over rows and positions, "sum", or "none" for [rows, ...].
+        student: Embeddings of the student, floating-point [rows, ..., features].
+        teacher: Embeddings of the teacher with the same number of features.
+        projection: Module for the student's features; see `feature_mse`.
+        reduction: Reduction: "mean" over rows and positions, "sum", or "none" for [rows, ...].
 
     Returns:
         The loss, from 0 to 2, or losses [rows, ...] with reduction "none". An embedding of zeros has cosine 0.
@@ -90,20 +90,21 @@ def contrastive(
 ) -> Tensor:
     """Compute the cross-entropy of finding the teacher's embedding of the same row among those of all rows (InfoNCE).
 
-    Similarities are cosines divided by `temperature`. Of CRD, for which it is often taken, it has the aim (the mutual
-    information of both embeddings) but not the estimator: CRD compares with thousands of negatives of a memory by noise
-    contrastive estimation.
+    Similarities are cosines divided by `temperature`. This loss is often mistaken for CRD. Both maximize the mutual
+    information of the embeddings, but CRD estimates it by noise contrastive estimation with thousands of negatives from
+    a memory.
 
     Sources: van den Oord et al., "Representation Learning with Contrastive Predictive Coding", 2018; Tian,
     Krishnan, Isola, "Contrastive Representation Distillation", 2020.
 
     Args:
-        student: embeddings, floating-point [rows, features], at least two rows unless there are negatives.
-        teacher: embeddings [rows, features].
-        projection: see `feature_mse`.
-        temperature: of the similarities, above 0.
-        negatives: more embeddings of the teacher [any number, features], of other rows: a queue, or other processes'.
-        reduction: see the module.
+        student: Embeddings of the student, floating-point [rows, features]; at least two rows unless there are
+            negatives.
+        teacher: Embeddings of the teacher, [rows, features].
+        projection: Module for the student's features; see `feature_mse`.
+        temperature: Temperature of the similarities, above 0.
+        negatives: More teacher embeddings of other rows, [any number, features], from a queue or from other processes.
+        reduction: Reduction over rows; see `edl.distill.losses`.
 
     Returns:
         The loss, or losses [rows] with reduction "none".
@@ -132,18 +133,20 @@ def attention_transfer(student: Tensor, teacher: Tensor | Array, *, reduction: R
     """Compute the squared difference of spatial attention maps, averaged over positions.
 
     The map of features [rows, channels, ...] is the sum of squares over the channels, scaled to length 1, so that
-    teacher and student may have different numbers of channels. The mean of squares is what the authors' program has;
-    their text has the length of the difference.
+    teacher and student may have different numbers of channels. The mean of squares is what the authors' program uses;
+    their paper uses the length of the difference.
 
     Source: Zagoruyko and Komodakis, "Paying More Attention to Attention", 2017.
 
     Args:
-        student: features of a layer, floating-point [rows, channels, height, width] or with other spatial axes.
-        teacher: features [rows, channels, height, width] of the same height and width.
-        reduction: see the module.
+        student: Features of a layer of the student, floating-point [rows, channels, height, width] or with other
+            spatial axes.
+        teacher: Features of the teacher, [rows, channels, height, width], of the same height and width.
+        reduction: Reduction over rows; see `edl.distill.losses`.
 
     Returns:
-        The loss, or losses [rows] with reduction "none". Sum it over layers, times about 1,000 beside a hard loss.
+        The loss, or losses [rows] with reduction "none". Sum it over layers, with a weight of about 1,000 next to a
+        hard loss.
 
     Raises:
         SettingsError: The shapes do not agree.
@@ -192,20 +195,21 @@ def decoupled_kl(
 ) -> Tensor:
     """Compute T² times (`alpha` TCKD + `beta` NCKD), decoupled knowledge distillation (DKD).
 
-    TCKD is the KL of whether it is the true class or another, NCKD that of which of the other classes it is. With
-    `alpha` 1 and, for each row, `beta` 1 minus the teacher's probability of the true class, this would be the KL of the
-    whole distributions: a sure teacher's knowledge of the other classes then weighs next to nothing.
+    TCKD is the KL divergence over two classes (the true class, and all others together). NCKD is the KL divergence
+    among the other classes. With `alpha` 1 and, for each row, `beta` equal to 1 minus the teacher's probability of the
+    true class, this would be the KL of the whole distributions, in which a confident teacher's knowledge of the other
+    classes has almost no weight.
 
     Source: Zhao et al., "Decoupled Knowledge Distillation", 2022, with weights as in the authors' program.
 
     Args:
-        student_logits: floating-point [rows, ..., classes], at least two classes.
-        teacher_logits: of the same shape.
-        labels: true classes, whole numbers [rows, ...].
-        alpha: weight of TCKD, at least 0.
-        beta: weight of NCKD, at least 0.
-        temperature: T, above 0.
-        reduction: see the module.
+        student_logits: Logits of the student, floating-point [rows, ..., classes], at least two classes.
+        teacher_logits: Logits of the teacher, of the same shape.
+        labels: True classes, whole numbers [rows, ...].
+        alpha: Weight of TCKD, at least 0.
+        beta: Weight of NCKD, at least 0.
+        temperature: Temperature T, above 0.
+        reduction: Reduction over rows; see `edl.distill.losses`.
 
     Returns:
         The loss, or losses [rows, ...] with reduction "none".
@@ -231,7 +235,7 @@ def decoupled_kl(
         rest = scaled.scatter(-1, true, lowest)
         rest_lse = rest.logsumexp(dim=-1, keepdim=True)
         binary.append(torch.cat([scaled.gather(-1, true), rest_lse], dim=-1).log_softmax(dim=-1))
-        # The true class has no part in either; 0 in place of the lowest number, which T² would make infinite.
+        # The true class does not count in either; use 0 instead of the lowest number, which T² would make infinite.
         others.append((rest - rest_lse).scatter(-1, true, 0.0))
     of_others = torch.ones_like(teacher).scatter(-1, true, 0.0)
     tckd = expected(binary[0], binary[0] - binary[1])
@@ -250,22 +254,23 @@ def correlation_loss(
 ) -> Tensor:
     """Compute T² times (`beta` (1 - inter) + `gamma` (1 - intra)), DIST.
 
-    Inter is Pearson's correlation of the two models' probabilities over the classes, averaged over rows; intra is that
-    over the rows, averaged over classes. So the student matches which class is likelier than which, and in which row a
-    class is likelier, but not the probabilities: easier than KL where the teacher is much stronger.
+    Inter is Pearson's correlation of the two models' probabilities over the classes, averaged over rows; intra is the
+    correlation over the rows, averaged over classes. So the student learns which classes, and in which rows a class,
+    are more likely, but not the exact probabilities. That is easier than KL if the teacher is much stronger.
 
     Source: Huang et al., "Knowledge Distillation from A Stronger Teacher", 2022.
 
     Args:
-        student_logits: floating-point [rows, classes]. Rows whose probabilities are all equal have correlation 0, and
-            so have classes with the same probability in all rows, as in a batch of a single row.
-        teacher_logits: of the same shape.
-        beta: weight of the relation between classes, at least 0.
-        gamma: weight of the relation within classes, at least 0.
-        temperature: T, above 0.
+        student_logits: Logits of the student, floating-point [rows, classes]. Rows whose probabilities are all equal
+            have correlation 0, and so have classes with the same probability in all rows, as in a batch of a single
+            row.
+        teacher_logits: Logits of the teacher, of the same shape.
+        beta: Weight of the relation between classes, at least 0.
+        gamma: Weight of the relation within classes, at least 0.
+        temperature: Temperature T, above 0.
 
     Returns:
-        The loss of the batch, from 0 to 2 T² (`beta` + `gamma`); rows have none of their own.
+        The loss of the batch, from 0 to 2 T² (`beta` + `gamma`). There is no loss per row.
 
     Raises:
         SettingsError: A shape, type or value is invalid.

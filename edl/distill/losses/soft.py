@@ -39,15 +39,15 @@ def soft_cross_entropy(
 ) -> Tensor:
     """Compute T² times the cross-entropy between the teacher's and the student's distributions at temperature T.
 
-    Its gradient is that of `kl_divergence`; the value is larger by the entropy of the teacher.
+    It has the same gradient as `kl_divergence`; its value is larger by the teacher's entropy.
 
     Args:
-        student_logits: floating-point [rows, ..., classes].
-        teacher: of the same shape.
-        temperature: T, above 0.
-        teacher_is: what the teacher's outputs are. Probabilities p become p^(1/T), scaled to sum to 1, which is what
-            their logits would give. On the CPU it is checked that they are probabilities.
-        reduction: see the module.
+        student_logits: Logits of the student, floating-point [rows, ..., classes].
+        teacher: Outputs of the teacher, of the same shape.
+        temperature: Temperature T, above 0.
+        teacher_is: Kind of the teacher's outputs. Probabilities p become p^(1/T), scaled to sum to 1, as their logits
+            would give. On the CPU, an error is raised if they are not probabilities.
+        reduction: Reduction over rows; see `edl.distill.losses`.
 
     Returns:
         The loss, or losses [rows, ...] with reduction "none".
@@ -70,11 +70,11 @@ def kl_divergence(
     """Compute T² times KL(teacher ‖ student) of the distributions at temperature T.
 
     Args:
-        student_logits: floating-point [rows, ..., classes].
-        teacher: of the same shape.
-        temperature: T, above 0.
-        teacher_is: see `soft_cross_entropy`.
-        reduction: see the module.
+        student_logits: Logits of the student, floating-point [rows, ..., classes].
+        teacher: Outputs of the teacher, of the same shape.
+        temperature: Temperature T, above 0.
+        teacher_is: Kind of the teacher's outputs; see `soft_cross_entropy`.
+        reduction: Reduction over rows; see `edl.distill.losses`.
 
     Returns:
         The loss, or losses [rows, ...] with reduction "none".
@@ -87,19 +87,20 @@ def kl_divergence(
 
 
 def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "mean") -> Tensor:
-    """Compute T² times KL(teacher ‖ student) over the k classes kept and one more, which stands for all those left out.
+    """Compute T² times KL(teacher ‖ student) over the k kept classes and one class for all the others.
 
-    T is the temperature at which the labels were made. With every class kept this is `kl_divergence`; otherwise it is
-    smaller by what the two distributions differ by within the tail. Without the extra class the student could move its
-    whole mass out of the k classes, or into them, at no cost.
+    T is the temperature at which the labels were made. If every class is kept, this is `kl_divergence`; otherwise it is
+    smaller by the divergence within the tail. Without the extra class, the student could move its whole probability out
+    of the k classes, or into them, at no cost.
 
-    The forward direction only: KL(student ‖ teacher) grows without bound where the teacher's mass is near 0, and a
-    teacher that is sure of its top k leaves a tail of almost none, on which an untrained student puts nearly all.
+    Only the forward direction is offered, because KL(student ‖ teacher) grows without bound where the teacher's
+    probability is near 0. A teacher that is confident in its top k leaves almost nothing for the tail, where an
+    untrained student has nearly all of its probability.
 
     Args:
-        student_logits: floating-point [rows, ..., classes].
-        teacher: labels of as many rows, of numpy arrays or tensors.
-        reduction: see the module.
+        student_logits: Logits of the student, floating-point [rows, ..., classes].
+        teacher: Labels of as many rows, as numpy arrays or tensors.
+        reduction: Reduction over rows; see `edl.distill.losses`.
 
     Returns:
         The loss, or losses [rows, ...] with reduction "none".
@@ -118,9 +119,9 @@ def logit_mse(student_logits: Tensor, teacher_logits: Tensor | Array, *, reducti
     Divergence and Mean Squared Error Loss in Knowledge Distillation", 2021.
 
     Args:
-        student_logits: floating-point [rows, ..., classes].
-        teacher_logits: of the same shape.
-        reduction: see the module.
+        student_logits: Logits of the student, floating-point [rows, ..., classes].
+        teacher_logits: Logits of the teacher, of the same shape.
+        reduction: Reduction over rows; see `edl.distill.losses`.
 
     Returns:
         The loss, or losses [rows, ...] with reduction "none".
@@ -135,16 +136,16 @@ def logit_mse(student_logits: Tensor, teacher_logits: Tensor | Array, *, reducti
 
 
 _NO_LABEL = -100
-"""The label of a row that has no part in the hard loss: PyTorch's `ignore_index`."""
+"""The label of a row that does not count in the hard loss, as PyTorch's `ignore_index`."""
 
 
 def mix(hard: Tensor, soft: Tensor, alpha: float) -> Tensor:
     """Return `alpha` of the soft loss and 1 - `alpha` of the hard loss.
 
     Args:
-        hard: loss against the true labels.
-        soft: loss against the teacher.
-        alpha: from 0 to 1.
+        hard: Loss against the true labels.
+        soft: Loss against the teacher.
+        alpha: Share of the soft loss, from 0 to 1.
 
     Raises:
         SettingsError: `alpha` is out of range.
@@ -163,12 +164,12 @@ class DistillLoss(nn.Module):
         loss(student(images), soft_labels, labels).backward()
 
     Args:
-        temperature: T of the soft loss; not used by "mse". With `TopK` labels it must be the temperature that they were
-            made with.
-        alpha: share of the soft loss, from 0 to 1.
-        soft: "kl", "cross_entropy" or "mse" (of logits).
-        teacher_is: see `soft_cross_entropy`.
-        reduction: see the module.
+        temperature: Temperature T of the soft loss; "mse" does not use it. It must be the temperature at which `TopK`
+            labels were made.
+        alpha: Share of the soft loss, from 0 to 1.
+        soft: Kind of soft loss: "kl", "cross_entropy" or "mse" (of logits).
+        teacher_is: Kind of the teacher's outputs; see `soft_cross_entropy`.
+        reduction: Reduction over rows; see `edl.distill.losses`.
 
     Raises:
         SettingsError: A value is invalid.
@@ -205,17 +206,18 @@ class DistillLoss(nn.Module):
         """Compute the loss.
 
         Args:
-            student_logits: [rows, ..., classes].
-            teacher: of the same shape, or `TopK`. None, as batches without teachers have it, for the hard loss alone.
-            labels: int64 [rows, ...], or probabilities of the shape of the logits; wanted unless `alpha` is 1 and there
-                is a teacher. Rows with label -100 have no part in the hard loss, which is 0 for a batch of such rows
-                only.
+            student_logits: Logits of the student, [rows, ..., classes].
+            teacher: Outputs of the teacher, of the same shape, or `TopK`. None for the hard loss alone, as in batches
+                without teachers.
+            labels: True classes, int64 [rows, ...], or probabilities of the shape of the logits; required unless
+                `alpha` is 1 and there is a teacher. Rows with label -100 do not count in the hard loss, which is 0 if
+                all rows have it.
 
         Returns:
             The loss, or losses [rows, ...] with reduction "none".
 
         Raises:
-            SettingsError: labels that are missing, or shapes that do not agree.
+            SettingsError: Labels are missing, or the shapes do not match.
         """
         if self.alpha == 1 and teacher is not None:
             return self._soft(student_logits, teacher)

@@ -1,4 +1,4 @@
-"""What all losses are made of: types, conversions, expectations, top-k labels as distributions, and checks."""
+"""Shared parts of all losses: types, conversions, expectations, top-k labels as distributions, and checks."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ __all__ = [
 ]
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
-"""What is made of the losses of a batch's rows, as in torch; with `none` they are returned one by one."""
+"""How the losses of a batch's rows are reduced, as in torch; with `none` they are returned one by one."""
 
 TeacherIs: TypeAlias = Literal["logits", "probabilities"]
-"""What the teacher's output holds."""
+"""Kind of the teacher's output."""
 
 _LEAST_ELEMENT = 1e-8
-"""Vectors without a larger element have no direction, and no gradient, which would be as large as they are small. A
-smaller bound lets rounding errors pass for directions: those of probabilities around 0.01 in float32 are some 1e-9."""
+"""Vectors without a larger element count as zero and get no gradient, which would be as large as they are small. With a
+smaller bound, rounding errors would count as directions; for probabilities around 0.01 in float32 they are about
+1e-9."""
 
-_SUM_TOLERANCE = 0.02  # float16 probabilities of many classes sum to 1 only so nearly
+_SUM_TOLERANCE = 0.02  # float16 probabilities of many classes sum to 1 only with this accuracy
 
 
 def expected(log_p: Tensor, values: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ def bucket_log_probabilities(
         tail = torch.logaddexp(tail, kept.masked_fill(known, -torch.inf).logsumexp(dim=-1))
         log_p = torch.cat([kept.masked_fill(~known, -torch.inf), tail.unsqueeze(-1)], dim=-1).log_softmax(dim=-1)
         log_q = (scaled.gather(-1, ids) - total).masked_fill(~known, -torch.inf)
-        # Counted, not set: an id that stands for an unknown class must not undo what a known one set.
+        # Counted instead of set, so that the id that replaces an unknown class does not undo what a known one set.
         times = torch.zeros(scaled.shape, dtype=torch.int32, device=scaled.device).scatter_add(-1, ids, known.int())
         left_out = scaled.masked_fill(times > 0, lowest)
     else:

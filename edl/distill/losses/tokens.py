@@ -1,8 +1,8 @@
 """Losses over the tokens of sequences: row t holds token t and the prediction of token t + 1.
 
-`token_loss` takes the student's logits; `chunked_token_loss` takes its states, and applies the head to some tokens at a
-time, so that the logits of all tokens never exist together. `sampled_kl` and `target_labels` are for tokens that the
-student chose: those that it sampled, or its own likeliest.
+`token_loss` takes the student's logits. `chunked_token_loss` takes its hidden states and applies the head to some
+tokens at a time, so that the logits of all tokens never exist at once. `sampled_kl` and `target_labels` are for tokens
+that the student chose: those that it sampled, or those that it finds most likely.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NO_LABEL = -100
 """The label of a token without a hard label: PyTorch's `ignore_index`."""
 
 TokenCount = int | float | Tensor | None
-"""What a sum over tokens is divided by: None for the tokens of this call that the mask keeps."""
+"""Divisor of a sum over tokens; None for the number of tokens in this call that the mask keeps."""
 
 FLOOR = 1e-6
-"""Least probability of the teacher in the reverse direction: a token costs at most 14 nats. Sums of float32
-probabilities are off by some 1e-7, so that a smaller floor would have a student learn rounding errors of the tail; a
-larger one forgives tokens that the teacher finds improbable."""
+"""Smallest probability of the teacher in the reverse direction, so that a token costs at most 14 nats. Sums of float32
+probabilities have errors of about 1e-7, so with a smaller floor a student would learn the tail's rounding errors. A
+larger floor would tolerate tokens that the teacher finds improbable."""
 
 
 def token_loss(
@@ -77,27 +77,27 @@ def token_loss(
     with every token kept, or where the two distributions differ by a factor within the tail.
 
     Args:
-        student_logits: floating-point [rows, ..., vocabulary].
-        labels: of as many rows, of numpy arrays or tensors.
-        mask: bool or integer [rows, ...], 0 for tokens that do not count (below 0, as -100 in labels, is refused
-            on the CPU). Whatever stands in their logits and labels, also NaN, they add nothing and get a gradient of 0.
-            None for all that are there.
-        beta: from 0 to 1.
-        hard_labels: with `hard_weight`, what each row is to predict, whole numbers [rows, ...]: token t + 1 at row t.
-            Rows with -100 have no cross-entropy, and count as the others do.
-        hard_weight: share of the cross-entropy with `hard_labels`, from 0 to 1; 1 less it is that of the divergence.
-            Each token's loss is the mixture of the two, so that both are divided by the same count.
-        temperature: T, which must be the labels'; None for whatever that is.
-        token_count: what the sum over tokens is divided by with reduction "mean": None for the tokens kept here. With
+        student_logits: Logits of the student, floating-point [rows, ..., vocabulary].
+        labels: Labels of as many rows, as numpy arrays or tensors.
+        mask: Token mask, bool or integer [rows, ...], 0 for tokens that do not count. Such tokens add nothing and get a
+            gradient of 0, even if their logits or labels are NaN. Values below 0, such as -100 in labels, are refused
+            on the CPU. None if all tokens count.
+        beta: Direction of the divergence, from 0 (forward KL) to 1 (reverse KL).
+        hard_labels: Targets for `hard_weight`, whole numbers [rows, ...]: token t + 1 at row t. Rows with -100 have no
+            cross-entropy, but count in the divisor like the others.
+        hard_weight: Share of the cross-entropy with `hard_labels`, from 0 to 1; the divergence has the rest. The two
+            are mixed token by token, so both are divided by the same count.
+        temperature: Temperature T, which must equal that of the labels; None to use theirs.
+        token_count: Divisor of the sum over tokens with reduction "mean"; None for the tokens kept here. With
             gradient accumulation, or several processes, give the number of tokens of the whole optimizer step, such
             as `num_items_in_batch` of Hugging Face's Trainer, so that each token weighs the same.
-        floor: of the reverse direction, above 0 and below 1.
-        padded_vocabulary: whether student and teacher may have different numbers of classes, as models with the same
-            tokenizer and different padding of the vocabulary have. What one does not have counts in the other's tail.
-        reduction: "mean" over tokens, "sum", or "none" for [rows, ...].
+        floor: Smallest teacher probability in the reverse direction, above 0 and below 1.
+        padded_vocabulary: Whether student and teacher may have different numbers of classes, as models with the same
+            tokenizer but different padding of the vocabulary do. Classes that one lacks count in the other's tail.
+        reduction: Reduction: "mean" over tokens, "sum", or "none" for [rows, ...].
 
     Returns:
-        The loss, or losses [rows, ...] with reduction "none"; 0 where the mask keeps nothing.
+        The loss, or losses [rows, ...] with reduction "none"; 0 if the mask keeps no token.
 
     Raises:
         SettingsError: A shape, type or value is invalid.
@@ -268,25 +268,25 @@ def chunked_token_loss(
     padded_vocabulary: bool = False,
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Compute `token_loss` of `head(hidden)`, while the logits of a chunk of tokens alone exist at a time.
+    """Compute `token_loss` of `head(hidden)`, with the logits of only one chunk of tokens at a time.
 
     The logits of 8,192 tokens over 152,000 are 5 GB in float32, and a loss keeps several copies of them. Here each
     chunk's are computed, and computed again for the backward pass. Tokens that the mask leaves out cost nothing, not
     even the head. The idea: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024.
 
     Args:
-        hidden: states before the head, floating-point [rows, ..., features].
-        head: weight [vocabulary, features], or what makes logits of states, such as `model.lm_head`.
-        labels: of as many rows.
-        mask: see `token_loss`.
-        beta: see `token_loss`.
-        hard_labels: see `token_loss`.
-        hard_weight: see `token_loss`.
-        temperature: see `token_loss`.
-        token_count: see `token_loss`.
-        floor: see `token_loss`.
-        padded_vocabulary: see `token_loss`.
-        chunk_tokens: tokens at a time; None for as many as have 33 million logits together.
+        hidden: Hidden states before the head, floating-point [rows, ..., features].
+        head: Weight of the head, [vocabulary, features], or a function from states to logits, such as `model.lm_head`.
+        labels: Labels of as many rows.
+        mask: Token mask; see `token_loss`.
+        beta: Direction of the divergence; see `token_loss`.
+        hard_labels: Targets for `hard_weight`; see `token_loss`.
+        hard_weight: Share of the cross-entropy; see `token_loss`.
+        temperature: Temperature of the labels; see `token_loss`.
+        token_count: Divisor of the sum over tokens; see `token_loss`.
+        floor: Smallest teacher probability; see `token_loss`.
+        padded_vocabulary: Whether the vocabularies may differ in size; see `token_loss`.
+        chunk_tokens: Number of tokens per chunk; None for as many as have about 33 million logits.
 
     Returns:
         The sum over tokens divided by their count, as `token_loss` with reduction "mean".
@@ -354,10 +354,10 @@ def token_log_probabilities(student_logits: Tensor, targets: Tensor, *, temperat
     """Return the student's log-probabilities of `targets`.
 
     Args:
-        student_logits: floating-point [rows, ..., vocabulary].
-        targets: whole numbers [rows, ...], or [rows, ..., m] for m tokens each. What is negative, as -100 of padding,
-            is taken for token 0: leave it out by the loss's mask.
-        temperature: T, at which the student sampled them.
+        student_logits: Logits of the student, floating-point [rows, ..., vocabulary].
+        targets: Token ids, whole numbers [rows, ...], or [rows, ..., m] for m tokens each. Negative values, such as
+            -100 for padding, count as token 0; exclude them with the loss's mask.
+        temperature: Temperature at which the student sampled the tokens.
 
     Returns:
         Of the shape of `targets`, float32 at least.
@@ -393,16 +393,17 @@ def sampled_kl(
     The gradient is (log Q - log P) ∇log Q with either, whose expectation over tokens of Q is the gradient of the KL at
     that position. Differentiating the values would give another: that of k1 has expectation 0, that of k3 is the
     gradient of the forward KL(teacher ‖ student). Source: Tang and Munos, "On a few pitfalls in KL divergence gradient
-    estimation for RL", 2025. What a token does to the ones after it is left out, as in on-policy distillation by token.
+    estimation for RL", 2025. The effect of a token on later tokens is ignored, as in token-level on-policy
+    distillation.
 
     Args:
-        student: log-probabilities of the sampled tokens, floating-point [rows, ...]: `token_log_probabilities`.
-        teacher: the teacher's of the same tokens, at the same temperature. -inf is as improbable as e^-20 times the
-            student's probability, and so is anything below.
-        estimator: "k1" or "k3".
-        mask: see `token_loss`.
-        token_count: see `token_loss`.
-        reduction: "mean" over tokens, "sum", or "none" for [rows, ...].
+        student: Log-probabilities of the sampled tokens, floating-point [rows, ...]; see `token_log_probabilities`.
+        teacher: The teacher's log-probabilities of the same tokens, at the same temperature. -inf, and anything below
+            e^-20 times the student's probability, counts as that much.
+        estimator: Estimator of the value: "k1" or "k3".
+        mask: Token mask; see `token_loss`.
+        token_count: Divisor of the sum over tokens; see `token_loss`.
+        reduction: Reduction: "mean" over tokens, "sum", or "none" for [rows, ...].
 
     Returns:
         The estimate, or estimates [rows, ...] with reduction "none".
@@ -431,7 +432,7 @@ def sampled_kl(
 
 
 def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *, classes: int | None = None) -> TopK:
-    """Return labels for tokens that the student chose, such as its own likeliest: `token_loss` takes them as any.
+    """Return labels for tokens that the student chose, such as those it finds most likely, for `token_loss`.
 
     ::
 
@@ -439,21 +440,21 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
         labels = target_labels(targets, target_logprobs)
         token_loss(student_logits, labels, mask=mask, beta=1).backward()
 
-    In the reverse direction it is the student's mass that weighs, so its own likeliest tokens tell more than the
-    teacher's. The tail is what the teacher's probabilities leave of 1. They are float32, so that a tail below 1e-6
-    or so is rounding error; the reverse direction's floor is no smaller. Half precision, by which a tail below 1e-3
-    would be, is refused.
+    In the reverse direction the student's probabilities are the weights, so its own most likely tokens matter more than
+    the teacher's. The tail is 1 minus the sum of the teacher's probabilities. They are float32, so a tail below about
+    1e-6 is rounding error; the floor of the reverse direction is not smaller than that. Half precision is refused,
+    because a tail below 1e-3 would be rounding error.
 
     Args:
-        targets: tokens, whole numbers [rows, ..., m], none twice in a row.
-        log_probabilities: the teacher's, at temperature 1, of the same shape; float32 or wider.
-        classes: how many tokens there are, None if unknown. With all of them as targets, the tail is empty.
+        targets: Token ids, whole numbers [rows, ..., m], each at most once in a row.
+        log_probabilities: The teacher's log-probabilities at temperature 1, of the same shape; float32 or wider.
+        classes: Size of the vocabulary; None if unknown. If all its tokens are targets, the tail is empty.
 
     Returns:
         Labels of tensors with temperature 1, on the device of `targets`.
 
     Raises:
-        SettingsError: shapes that do not agree, or log-probabilities of half precision.
+        SettingsError: The shapes do not match, or log-probabilities have half precision.
     """
     ids = as_tensor(targets, targets.device if isinstance(targets, Tensor) else torch.device("cpu"))
     values = as_tensor(log_probabilities, ids.device).detach()

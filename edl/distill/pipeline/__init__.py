@@ -1,12 +1,12 @@
-"""Takes the user's data from its source to the training loop: read ahead, labelled, and delivered in order.
+"""Takes the user's data from its source to the training loop: reads ahead, gets labels, and delivers in order.
 
-- `request` says what is asked for, and of whom;
-- `session` has a reader's epochs, one after the other, and its `chunk_labeller`;
-- `chunk_labeller` outlives epochs: engines, shared memory and the cache in one place; `teacher_limits` says what the
-  teachers take, once there are some;
-- `epoch` is a pass over the data: a thread feeds the teachers ahead of the training loop, within bounds;
-- `answers` puts answers together for an item, and estimates what answers will take in memory;
-- `label_cache` asks the soft-label cache before the teachers, and puts their answers into it.
+- `request` describes which labels to get and which teachers to ask;
+- `session` runs a reader's epochs, one after the other, and owns its `chunk_labeller`;
+- `chunk_labeller` outlives epochs and holds engines, shared memory and the cache; `teacher_limits` knows the limits of
+  the teachers once some are connected;
+- `epoch` is one pass over the data, in which a thread feeds the teachers ahead of the training loop, within bounds;
+- `answers` assembles the answers for an item, and estimates their size;
+- `label_cache` looks labels up in the soft-label cache before teachers are asked, and stores their answers.
 
-What does not belong here: which teacher answers, and the formats of the cache.
+The choice of teachers is in `edl.distill.dispatch`, and the cache's formats are in `edl.distill.cache`.
 """

@@ -1,4 +1,4 @@
-"""Answers of teachers: their bytes, their shapes before they come, and what the training loop gets of them."""
+"""Teachers' answers: their size, their shapes before the first arrives, and their assembly for the training loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _FORGET = 0.05
-"""Share by which an estimate falls with each answer that is smaller: one row in twenty that is large keeps it up."""
+"""Share by which the estimate falls with each smaller answer, so that one large row in twenty keeps it up."""
 
 
 def outputs_nbytes(outputs: Outputs) -> int:
@@ -43,21 +43,21 @@ class AnswerSizeEstimator:
         self._row_nbytes: float | None = None
 
     def expected(self, rows: int, spec: ModelSpec | None) -> int | None:
-        """Return the bytes of an answer to `rows` rows; None while that is unknown."""
+        """Return the expected bytes of an answer for `rows` rows; None while unknown."""
         if self._row_nbytes is not None:
             return math.ceil(rows * self._row_nbytes)
         row_nbytes = _specified_nbytes(spec, self._output_spec) if spec is not None else None
         return rows * row_nbytes if row_nbytes is not None else None
 
     def came(self, rows: int, nbytes: int) -> None:
-        """Take in the size of an answer."""
+        """Record the size of an answer."""
         row_nbytes = nbytes / rows
         before = row_nbytes if self._row_nbytes is None else self._row_nbytes
         self._row_nbytes = max(row_nbytes, before + _FORGET * (row_nbytes - before))
 
 
 def _specified_nbytes(spec: ModelSpec, output_spec: OutputSpec) -> int | None:
-    """Return the bytes of a row by what the model says of its outputs; None where that leaves them open."""
+    """Return the bytes of a row according to the model's metadata; None if the metadata leaves sizes open."""
     try:
         outputs = empty_outputs(spec, output_spec).values()
     except SourceError:
@@ -74,7 +74,7 @@ def _specified_nbytes(spec: ModelSpec, output_spec: OutputSpec) -> int | None:
 
 
 def empty_like(outputs: Outputs) -> Outputs:
-    """Return outputs of no rows with the types and shapes of others, whose memory they do not hold."""
+    """Return outputs of no rows with the types and shapes of others, without keeping their memory alive."""
     return {
         name: output.map(_empty) if isinstance(output, TopK) else _empty(np.asarray(output))
         for name, output in outputs.items()
@@ -82,7 +82,7 @@ def empty_like(outputs: Outputs) -> Outputs:
 
 
 def empty_outputs(spec: ModelSpec, output_spec: OutputSpec) -> Outputs:
-    """Return outputs of no rows, by what the model says of them."""
+    """Return outputs of no rows, according to the model's metadata."""
     return {name: _empty_output(name, spec.outputs.get(name), output_spec) for name in output_spec.outputs}
 
 
@@ -119,8 +119,8 @@ Combine: TypeAlias = Literal["each", "mean", "mean_probabilities"] | Callable[[S
 def item_outputs(item: Item, service: int) -> Outputs:
     """Return an item's outputs from a service: writable arrays [rows, ...] of its own, or `TopK`.
 
-    `TopK` of rows may share an answer's memory; that of sequences has its own, since a user may keep a text of each
-    request.
+    `TopK` of rows may share the memory of an answer. `TopK` of sequences are copied, because a user who keeps one text
+    of each request would otherwise keep all answers.
     """
     pieces: list[Outputs] = []
     for chunk, start, stop in item.parts:
@@ -146,11 +146,11 @@ def _joined(name: str, pieces: Sequence[Array | TopK]) -> Array | TopK:
         return (
             pieces[0] if len(pieces) == 1 else TopK.concatenate([piece for piece in pieces if isinstance(piece, TopK)])
         )
-    return np.concatenate([np.asarray(piece) for piece in pieces])  # copies: what is delivered is the user's own
+    return np.concatenate([np.asarray(piece) for piece in pieces])  # copies, because the user may modify the result
 
 
 class Combiner:
-    """Makes a single value of each output from the answers of several services."""
+    """Combines the answers of several services into one value for each output."""
 
     def __init__(self, how: Combine, weights: Sequence[float]) -> None:
         if not callable(how) and how not in ("each", "mean", "mean_probabilities"):

@@ -1,6 +1,6 @@
-"""Labels chunks of rows, from one or several services: engines, shared memory and the cache behind a single front.
+"""Labels chunks of rows from one or several services, and hides the engines, shared memory and cache behind one class.
 
-A `ChunkLabeller` belongs to a reader and lives across its epochs, of which it knows nothing but when they begin.
+A `ChunkLabeller` belongs to a reader and lives across its epochs; it only needs to know when each begins.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ __all__ = ["ChunkLabeller"]
 logger = logging.getLogger("edl.distill")
 
 _CLOSE_S = 10.0
-"""How long `close` waits for the connections of a service: gRPC takes milliseconds, a stuck host is left alone."""
+"""How long `close` waits for the connections of a service. gRPC takes milliseconds; a hanging host is abandoned."""
 
 
 @dataclass(eq=False)
 class _Service:
-    """A service that is asked."""
+    """A service, with its engine and the state for its labels."""
 
     engine: Engine
     labels: CacheKeyTemplate  # the key of its labels in the cache, but for the version
@@ -69,7 +69,7 @@ class _Service:
 
 
 class ChunkLabeller:
-    """Connections, shared memory and cache of a reader. `submit` is for the feeding thread, the rest for any."""
+    """Connections, shared memory and cache of a reader. Only the feeding thread calls `submit`; any calls the rest."""
 
     def __init__(self, request: LabelRequest) -> None:
         options = request.options
@@ -77,7 +77,7 @@ class ChunkLabeller:
         self.services = request.services  # how many answers a chunk gets
         self.memory_bytes, self.linger_s = options.memory_bytes, options.linger_s
         credentials = Credentials.of() if options.credentials is None else options.credentials
-        # What is wrong with them shows here and now.
+        # Wrong credentials raise here, in the constructor.
         self._files = CredentialFiles.of(credentials) if request.teachers else None
         self.thread = EventLoopThread.acquire(for_grpc=bool(request.teachers))
         self._offline: CacheView | None = None
@@ -90,7 +90,7 @@ class ChunkLabeller:
         self._wait_s = self._source_wait_s = 0.0
         self._progress_at = time.monotonic() + options.progress_s
         self._progress_rows = 0
-        keep_freed_memory(min(options.memory_bytes, 512 << 20))  # who bounds memory does not want it kept either
+        keep_freed_memory(min(options.memory_bytes, 512 << 20))  # the user's memory limit applies to freed memory too
         self._engines: list[Engine] = []
         self._services: list[_Service] = []
         self.limits = TeacherLimits(request.teachers, self._engines, options.teacher_timeout_s)
@@ -135,16 +135,15 @@ class ChunkLabeller:
 
     @property
     def depth(self) -> int:
-        """Chunks to have open: enough that a teacher four times slower than the rest does not stop them."""
+        """Number of chunks to keep open: enough that a teacher four times slower than the rest does not stop them."""
         capacities = [engine.limits.capacity for engine in self._engines]
         return max(8, 4 * (sum(capacities) if self.request.router is not None else max(capacities, default=0)))
 
     def backlog(self, route: int | None) -> float:
-        """Return the chunks of a route, or of any, that wait to be sent, as a share of what is enough.
+        """Return how many chunks of a route (None: of any) wait to be sent, as a share of the number that is enough.
 
-        From 1 on the feeding thread stops. More would only push warm memory out of the caches.
-
-        Where chunks gather to be sent together, it is enough when the next chunks are there by then.
+        At 1 the feeding thread pauses, because more would only push warm memory out of the caches. If chunks gather to
+        be sent together, enough means that the next ones are ready by then.
         """
         asked = self.limits.asked(route)
         waiting = max((self._services[at].submitted - self._engines[at].dispatched for at in asked), default=0)
@@ -152,28 +151,27 @@ class ChunkLabeller:
         return waiting / max(2 + self.depth // 16, 1 + together)
 
     def check(self) -> None:
-        """Raise `ClosedError` if closed, or in a forked child."""
+        """Raise `ClosedError` if this is closed or used in a forked child."""
         if self.closed:
             raise ClosedError("the reader is closed")
         self.thread.check()
 
     def estimate_answers(self, chunk: Chunk) -> None:
-        """Estimate the bytes of the answers to a chunk, as far as can be told."""
+        """Estimate the bytes of the answers to a chunk, as far as they are known."""
         for answer, index in enumerate(self.limits.asked(chunk.route)):
             nbytes = self._services[index].sizes.expected(chunk.rows, self._engines[index].await_spec(0.0))
             chunk.answers_nbytes[answer] = nbytes or 0
             chunk.foreseen = chunk.foreseen and nbytes is not None
 
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
-        """Ask every service, or that of its route, for the chunk's labels.
+        """Ask every service, or the service of the chunk's route, for the chunk's labels.
 
-        `changed`: called when the chunk may be done, or was sent; for an answer, with the bytes beyond the
-        estimate.
+        `changed` is called when the chunk was sent or may be done; for an answer, with the bytes beyond the estimate.
 
         Raises:
-            NoTeacherError: no teacher told what its model looks like within `teacher_timeout_s`.
-            SettingsError: services of different routes have outputs that are not alike.
-            SourceError: the model cannot take these inputs.
+            NoTeacherError: No teacher reported its model within `teacher_timeout_s`.
+            SettingsError: The services of different routes have different outputs.
+            SourceError: The model does not accept these inputs.
         """
         if self._offline is not None and chunk.ids is not None:
             self._store_cached(chunk, 0, None, look_up_offline(self._offline, chunk).outputs)
@@ -200,7 +198,7 @@ class ChunkLabeller:
                 fields = {name: array[wanted] for name, array in fields.items()}
                 if isinstance(missing.ids, SequenceIds) and missing.ids.lengths is not None:
                     longest_sequence = int(missing.ids.lengths.max())
-            # A label that is kept must be that of the bytes which came with the id, whenever they are sent.
+            # A cached label must belong to the bytes that came with the id, so they are copied before a later send.
             copy = missing is not None and not chunk.copied
             payload = Payload.of(fields, self._arena if engine.wants_arena else None, copy=copy)
             payload.traceparent = self._traceparent
@@ -213,7 +211,7 @@ class ChunkLabeller:
         changed()
 
     def _check_agreement(self, index: int, spec: ModelSpec) -> None:
-        """Check that a route's outputs are like those of other routes: a batch may have rows of both."""
+        """Check that a route's outputs are like those of the other routes, because a batch may have rows of both."""
         service = self._services[index]
         tokenizer = service.engine.tokenizer
         for other, known in enumerate(self._services):
@@ -227,7 +225,7 @@ class ChunkLabeller:
         service.agreed = spec, tokenizer
 
     def _values_of(self, route: int) -> str:
-        """Return the values of a route, for people."""
+        """Return the values of a route for messages."""
         return listed([repr(value) for value, index in (self.request.routes or {}).items() if index == route])
 
     def _store_cached(self, chunk: Chunk, slot: int, service: _Service | None, outputs: Outputs) -> None:
@@ -235,19 +233,19 @@ class ChunkLabeller:
         chunk.outputs[slot] = outputs
 
     def follow_version(self, service: int) -> None:
-        """Follow a service's version, where no epoch does: all requests have been answered."""
+        """Follow the teachers' version where there are no epochs. Call it when all requests have been answered."""
         engine = self._engines[service]
-        with contextlib.suppress(ClosedError):  # by another thread, meanwhile
+        with contextlib.suppress(ClosedError):  # another thread may close this meanwhile
             self.thread.call(engine.begin_epoch)
             engine.select_version()
 
     def has_live_teacher(self, service: int) -> bool:
-        """Return whether a teacher of a service may be given work."""
+        """Return whether a service has a teacher that can take work."""
         return bool(self._engines[service].stats().teachers_live)
 
     @property
     def refuses_versions(self) -> bool:
-        """Whether labels of several versions are not mixed."""
+        """Whether labels of different versions must not be mixed."""
         return self.request.options.mixed_versions == "refuse"
 
     def _look_up_cache(
@@ -291,13 +289,13 @@ class ChunkLabeller:
             )
 
     def view(self, cache: SoftLabelCache, inputs: tuple[str, ...]) -> CacheView:
-        """Return where the labels of the only service are kept; waits for its first teacher.
+        """Return the cache view of the only service's labels; waits for its first teacher.
 
         `inputs` names all inputs that may be sent.
 
         Raises:
-            NoTeacherError: no teacher told within `teacher_timeout_s` what its model is.
-            SettingsError: it does not say the model's version.
+            NoTeacherError: No teacher reported its model within `teacher_timeout_s`.
+            SettingsError: The teacher does not report the model's version.
         """
         spec, service = self.model_spec(), self._services[0]
         if not spec.version:
@@ -308,10 +306,10 @@ class ChunkLabeller:
         return open_view(cache, replace(service.labels, inputs=inputs).key(spec, spec.version), ())
 
     def model_spec(self, service: int = 0) -> ModelSpec:
-        """Return what the teachers of a service say of their model; waits for the first of them.
+        """Return the metadata of a service's model; waits for its first teacher.
 
         Raises:
-            NoTeacherError: no teacher told within `teacher_timeout_s`.
+            NoTeacherError: No teacher reported its model within `teacher_timeout_s`.
         """
         spec = self.limits.await_spec(service, lambda: self.closed)
         if spec is None:
@@ -319,7 +317,7 @@ class ChunkLabeller:
         return spec
 
     def prepare_epoch(self) -> None:
-        """Let the cache take in the answers of the epoch before, and follow the teachers' version."""
+        """Wait until the previous epoch's answers are in the cache, and follow the teachers' version."""
         if self._cache_queue is not None:
             self._cache_queue.drain()
         elif not self.refuses_versions:
@@ -330,7 +328,7 @@ class ChunkLabeller:
                 engine.select_version()
 
     def note_outputs(self, service: int, outputs: Outputs) -> None:
-        """Note what outputs of a service look like, for `empty_outputs`."""
+        """Remember the types and shapes of a service's outputs for `empty_outputs`."""
         if service not in self._empty:
             self._empty[service] = empty_like(outputs)
 
@@ -338,8 +336,8 @@ class ChunkLabeller:
         """Return a service's outputs of no rows, for an item without tokens; may wait for the first teacher.
 
         Raises:
-            NoTeacherError: no teacher told within `teacher_timeout_s` what its model is.
-            SourceError: there was no answer yet, and the model does not say how large its outputs are.
+            NoTeacherError: No teacher reported its model within `teacher_timeout_s`.
+            SourceError: There was no answer yet, and the model's metadata does not give the size of its outputs.
         """
         found = self._empty.get(service)
         if found is not None:
@@ -347,7 +345,7 @@ class ChunkLabeller:
         if self._offline is not None:
             layout = self._offline.layout
             return {} if layout is None else layout.restore(layout.unpack([])[0])
-        if self.request.router is not None:  # their outputs are alike, and not all of them have a teacher
+        if self.request.router is not None:  # all routes have the same outputs, but some may have no teacher yet
             known = self.limits.await_any(lambda: self.closed)
             service = service if known is None else known
         return empty_outputs(self.model_spec(service), self._services[service].labels.output_spec)
@@ -365,12 +363,12 @@ class ChunkLabeller:
                 numbers.setdefault(index, []).append(number)
         if self.closed or os.getpid() != self._pid:
             return
-        with contextlib.suppress(ClosedError):  # by another thread, meanwhile
+        with contextlib.suppress(ClosedError):  # another thread may close this meanwhile
             for index, gone in numbers.items():
                 self.thread.call(self._engines[index].cancel, gone)
 
     def record_delivery(self, rows: int) -> None:
-        """Count rows that went to the training loop, and log progress now and then."""
+        """Count rows delivered to the training loop, and log progress every `progress_s`."""
         self._delivered += rows
         now = time.monotonic()
         if now >= self._progress_at:
@@ -399,7 +397,7 @@ class ChunkLabeller:
         return sorted(name for name, teacher in teachers.items() if teacher.state == "ready")
 
     def stats(self) -> ReaderStats:
-        """Return the counters of this reader, but for what an epoch holds."""
+        """Return the counters of this reader, except those of the current epoch."""
         services = [engine.stats() for engine in self._engines]
         return replace(
             merged(services),
@@ -413,16 +411,16 @@ class ChunkLabeller:
         )
 
     def begin_epoch(self) -> None:
-        """Note that an epoch begins, in the thread that begins it: the spans of its requests are that thread's."""
+        """Note that an epoch begins. Call it in the thread that begins it, whose trace span the requests get."""
         self._epoch_begins = True
         self._traceparent = current_traceparent()
         for engine in self._engines:
             self.thread.call(engine.begin_epoch)
 
     def close(self) -> None:
-        """End connections, threads and shared memory. Is called once, in the process that made this."""
+        """End connections, threads and shared memory. Call it once, in the process that created this."""
         self.closed = True
-        with contextlib.ExitStack() as stack:  # each step is taken, whatever becomes of those before it
+        with contextlib.ExitStack() as stack:  # every step runs, even if an earlier one fails
             if self._arena is not None:
                 stack.callback(self._arena.close)
             if self._cache_queue is not None:
@@ -439,7 +437,7 @@ class ChunkLabeller:
 
 @dataclass(frozen=True)
 class _AnswerHandler:
-    """Puts a job's outputs into its chunk, in its slot, on the loop, and has them kept."""
+    """Stores a job's outputs in its chunk, on the event loop, and queues them for the cache."""
 
     chunk: Chunk
     slot: int
@@ -457,7 +455,7 @@ class _AnswerHandler:
         self.changed(surplus_nbytes)
 
     def _take(self, outputs: Outputs, version: str) -> int:
-        """Hand the outputs over; return by how many bytes they exceed the estimate."""
+        """Store the outputs; return by how many bytes they exceed the estimate."""
         try:
             whole = outputs if self.missing is None else self.missing.completed(outputs)
         except SettingsError as exc:
@@ -483,7 +481,7 @@ class _AnswerHandler:
 def _count_answer_nbytes(
     chunk: Chunk, service: int, outputs: Outputs, size_estimator: AnswerSizeEstimator | None
 ) -> int:
-    """Note the bytes of an answer, before it is there to be taken; return by how many they exceed the estimate."""
+    """Count the bytes of an answer before it is delivered; return by how many they exceed the estimate."""
     nbytes = outputs_nbytes(outputs)
     surplus_nbytes = nbytes - chunk.answers_nbytes[service]
     chunk.answers_nbytes[service] = nbytes

@@ -1,7 +1,7 @@
-"""Runs a pass over the user's data: a thread feeds the teachers ahead of the training loop, which takes items in order.
+"""One pass over the user's data: a thread feeds the teachers ahead of the training loop, which takes items in order.
 
-An abandoned iterator is closed wherever the garbage collector runs, so nothing here takes a lock: every piece of state
-has a single writer, or is changed by single steps that Python makes atomic, and threads wait on a `Notifier`.
+The garbage collector may close an abandoned iterator in any thread at any time, so nothing here takes a lock. Every
+piece of state has a single writer or is changed by atomic operations, and threads wait on a `Notifier`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ logger = logging.getLogger("edl.distill")
 
 
 class SourceClock:
-    """Adds up the seconds that a data source takes to make its values.
+    """Adds up the seconds that a data source takes to produce its values.
 
-    `begin` and `end` are for the thread that draws from the source, `read` is for any: its two numbers are replaced
-    together, so that no reader finds a second counted twice or not at all.
+    `begin` and `end` are for the thread that reads the source, and `read` is for any thread. The two numbers are
+    replaced together, so that no second is counted twice or not at all.
     """
 
     def __init__(self) -> None:
@@ -41,19 +41,19 @@ class SourceClock:
         self._drawing = (self._drawing[0], now)
 
     def end(self) -> None:
-        """Note that the source has made the value, or has failed."""
+        """Note that the source has returned a value or failed."""
         before_s, began = self._drawing
         if began is not None:
             self._drawing = (before_s + time.monotonic() - began, None)
 
     def read(self) -> float:
-        """Return the seconds so far, with those of the value that the source makes now."""
+        """Return the seconds so far, including those of the value in progress."""
         before_s, began = self._drawing
         return before_s if began is None else before_s + time.monotonic() - began
 
 
 def source_wait_s(waited_s: float, source_s: float, clock: SourceClock, chunks: Collection[Chunk]) -> float:
-    """Return how much of a wait was for the data source: until the last of the chunks was sent."""
+    """Return how many seconds of a wait the data source caused, which is until the last of the chunks was sent."""
     if chunks and all(chunk.sent for chunk in chunks):
         until_s = max(chunk.source_s for chunk in chunks)
     else:
@@ -62,7 +62,7 @@ def source_wait_s(waited_s: float, source_s: float, clock: SourceClock, chunks: 
 
 
 class OpenChunks:
-    """Counts open chunks. Every number has a single thread that writes it, so that no lock is needed."""
+    """Counts open chunks. Each number is written by a single thread, so no lock is needed."""
 
     def __init__(self) -> None:
         self._opened = self._opened_nbytes = 0  # by the thread that sends
@@ -71,12 +71,12 @@ class OpenChunks:
 
     @property
     def chunks(self) -> int:
-        """Chunks that are open."""
+        """Number of open chunks."""
         return self._opened - self._taken
 
     @property
     def nbytes(self) -> int:
-        """Bytes of their inputs and answers, answers to come as they are estimated."""
+        """Bytes of their inputs and answers; pending answers are estimated."""
         return max(self._opened_nbytes + self._answers_nbytes - self._taken_nbytes, 0)
 
     def add(self, chunk: Chunk) -> None:
@@ -85,11 +85,11 @@ class OpenChunks:
         self._opened += 1
 
     def add_cached(self, chunk: Chunk) -> None:
-        """Count what a cache had of it."""
+        """Count the bytes by which a chunk's cached answers exceed the estimate."""
         self._opened_nbytes += chunk.surplus_nbytes
 
     def add_answer(self, surplus_nbytes: int) -> None:
-        """Count an answer, by what it weighs more than was estimated."""
+        """Count the bytes by which an answer exceeds the estimate."""
         self._answers_nbytes += surplus_nbytes
 
     def remove(self, chunk: Chunk) -> None:
@@ -102,10 +102,10 @@ T = TypeVar("T")
 
 
 class EpochIterator(Iterator[T], Generic[T]):
-    """The values of a generator. Once it has raised an error, every further `next` is a ClosedError.
+    """The values of a generator. Once it has raised an error, every further `next` raises ClosedError.
 
-    A generator says StopIteration after an error: to a loop that catches the error and goes on, as after a signal
-    handler's timeout, the epoch would seem complete.
+    A plain generator raises StopIteration after an error. To a loop that catches the error and goes on (after a signal
+    handler's timeout, say) the epoch would seem complete.
     """
 
     __slots__ = ("__weakref__", "_failed", "_values")
@@ -122,39 +122,40 @@ class EpochIterator(Iterator[T], Generic[T]):
         except StopIteration:
             raise
         except BaseException as exc:
-            if not self._failed:  # in words: the error itself would keep alive whatever its traceback holds
+            if not self._failed:  # as text, because the error's traceback would keep objects alive
                 self._failed = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
                 self._values.close()  # a signal handler may raise when the generator has just handed over a value
             raise
 
     def close(self) -> None:
-        """End the epoch, and drop what is under way."""
+        """End the epoch, and drop pending requests."""
         self._values.close()
 
 
 _LOW = 0.6
-"""Backlog at which the feeding thread is woken. It fills it up then: to be woken for each chunk costs more than one."""
+"""Backlog at which the feeding thread is woken to fill it up. Waking it for every chunk would cost more than a
+chunk."""
 _PATIENCE_S = 0.01
 """How long the training loop waits before it tells the engine which chunk it is waiting for."""
 _SHORTEST_LOOK_S = 0.001
-"""Between two looks whether the source is silent; with less, a `linger_s` of 0 would keep a processor busy."""
+"""Pause between checks whether the source is silent; with less, a `linger_s` of 0 would keep a processor busy."""
 _SHORTEST_WAIT_S = 0.0001
-"""Below, a wait is the work of handing an item over, and is not asked what it was for: there are thousands a second."""
+"""A shorter wait is just the hand-over of an item; its cause is not determined, since there are thousands a second."""
 
 
 class Epoch:
-    """An iterator over items whose chunks are done. Closing it drops what is under way.
+    """An iterator over items whose chunks are done. Closing it drops pending requests.
 
-    The feeding thread takes from `source` only while fewer chunks are open than the teachers can use, and less memory
-    is held than the session allows. It lends the cutter out while the source makes the next value. Where the training
-    loop waits for a request that is not full, and the source has been silent for `linger_s`, the training loop's thread
-    seals and sends it.
+    The feeding thread reads from `source` only while fewer chunks are open than the teachers can use, and less memory
+    is held than the session allows. While the source produces the next value, the thread lends out the cutter. If the
+    training loop then waits for a request that is not full, and the source has been silent for `linger_s`, the training
+    loop's thread seals and sends the request.
 
-    The session keeps its epoch, and the finalizer of a reader keeps the session. So an epoch that has ended may hold no
-    object of the user's, which may hold the reader: neither the source, which only the thread has, nor an error that
-    was raised in the training loop, whose traceback leads to the reader.
+    The session refers to its epoch, and the finalizer of a reader refers to the session. So an epoch that has ended
+    must not hold the user's objects, which may refer to the reader: neither the source (only the thread has it), nor an
+    error that was raised in the training loop, whose traceback leads to the reader.
 
-    `end_source` ends a source that waits for the training loop. `close` calls it, so it neither waits nor locks.
+    `end_source` ends a source that waits for the training loop. `close` calls it, so it must neither wait nor lock.
     """
 
     def __init__(
@@ -183,14 +184,14 @@ class Epoch:
         self._fed = False
         self._failure: BaseException | None = None
         self._closed = False
-        # Not a `BackgroundLoop`: the source is the user's code, and what it raises belongs into the training loop.
+        # Not a `BackgroundLoop`: the source is the user's code, and its errors must be raised in the training loop.
         self._feeder = threading.Thread(target=self._feed, args=(source, cutter), name="edl-feed", daemon=True)
 
     def start(self) -> None:
-        """Begin to read the source, unless the epoch was closed before.
+        """Start to read the source, unless the epoch is already closed.
 
-        Apart from `__init__` since the source runs at once, in its own thread: it may use its reader, which has to know
-        this epoch by then.
+        Separate from `__init__` because the source starts to run at once in its own thread. It may use its reader,
+        which must know this epoch by then.
         """
         if not self._closed:
             self._feeder.start()
@@ -209,7 +210,7 @@ class Epoch:
             raise
         finally:
             waited = self._split_wait(*waiting)
-            self._waiting = None  # before it is recorded: counted twice, it would be believed
+            self._waiting = None  # before it is recorded, so that the wait is never counted twice
             self._labeller.record_wait(*waited)
         if isinstance(found, Item):
             return found
@@ -217,10 +218,10 @@ class Epoch:
         try:
             raise found
         finally:
-            del found  # this frame, which the error's traceback holds, would hold the error
+            del found  # otherwise this frame, which the error's traceback holds, would hold the error: a cycle
 
     def taken(self, item: Item) -> None:
-        """Let an item's memory go: its outputs have been read."""
+        """Release an item's memory after its outputs have been read."""
         for chunk, start, stop in item.parts:
             chunk.left -= stop - start
             if not chunk.left and chunk in self._open:
@@ -232,17 +233,17 @@ class Epoch:
 
     @property
     def rows(self) -> int:
-        """Rows that were sent, and that the training loop has not taken."""
+        """Rows that were sent and not yet taken by the training loop."""
         return 0 if self._closed else sum(chunk.left for chunk in self._open.copy())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the inputs of these rows, and of their answers; answers to come as they are estimated."""
+        """Bytes of these rows' inputs and answers; pending answers are estimated."""
         return 0 if self._closed else self._open_chunks.nbytes
 
     @property
     def waiting_s(self) -> tuple[float, float]:
-        """Seconds that the training loop has waited by now for the next item, and how many of them for the source."""
+        """Seconds that the training loop has waited for the next item so far, and how many of them for the source."""
         waiting = self._waiting
         return (0.0, 0.0) if waiting is None else self._split_wait(*waiting)
 
@@ -253,9 +254,9 @@ class Epoch:
         return waited_s, source_wait_s(waited_s, source_s, self._source_clock, self._needed)
 
     def close(self) -> None:
-        """Drop what is under way. May be called twice; has no effect in a forked child, whose parent goes on.
+        """Drop pending requests. May be called twice; has no effect in a forked child, whose parent goes on.
 
-        Never waits, and takes no lock: the garbage collector calls it as well, in the middle of anything.
+        It never waits and takes no lock, because the garbage collector may call it at any time.
         """
         if os.getpid() != self._pid:
             return
@@ -265,7 +266,7 @@ class Epoch:
         self._for_loop.notify()
         self._for_feeder.notify()
         chunks = self._open.copy()
-        self._open.clear()  # what came between these two lines is cancelled by the thread that sent it
+        self._open.clear()  # a chunk added between these two lines is cancelled by the thread that sent it
         self._items.clear()
         self._needed = frozenset()
         self._reuse.clear()
@@ -282,7 +283,7 @@ class Epoch:
     def join(self, timeout_s: float) -> bool:
         """Wait, after `close`, until the feeding thread no longer uses the source; return False if it still does.
 
-        Returns at once in the feeding thread itself, where the source closes its own reader.
+        Returns at once in the feeding thread itself, in which a source may close its own reader.
         """
         if self.is_feeding() or os.getpid() != self._pid:
             return True
@@ -293,7 +294,7 @@ class Epoch:
     # The training loop's thread
 
     def _next_done(self) -> Item | BaseException:
-        """Return the next item once all of its chunks are done, or the error that comes in its place."""
+        """Return the next item once all its chunks are done, or the error to raise instead."""
         self._reuse.release()
         self._needed = frozenset()
         item = self._next_item()
@@ -311,7 +312,7 @@ class Epoch:
     def _next_item(self) -> Item | BaseException:
         while True:
             self._check_open()
-            fed = self._fed  # before the look at the items: all of them were there by then
+            fed = self._fed  # read before the items: if it is set, all items are in the queue
             with contextlib.suppress(IndexError):
                 return self._items.popleft()
             if fed:
@@ -320,7 +321,7 @@ class Epoch:
             self._for_loop.wait_for(lambda: self._items or self._fed or self._closed)
 
     def _await(self, chunk: Chunk) -> BaseException | None:
-        """Wait until a chunk is done; return why it never will be."""
+        """Wait until a chunk is done; return the error if it failed."""
         self._awaited = chunk
 
         def ended() -> bool:
@@ -331,16 +332,16 @@ class Epoch:
             if not chunk.sent:
                 self._for_feeder.notify()
                 self._await_sent(chunk)
-            # The source ends or fails in its own time. The engine answers every chunk that was sent, with an error
-            # at the latest when its own deadlines have passed.
+            # No deadline here: the source ends or fails at some time, and the engine answers every chunk that was sent,
+            # with an error if its own deadlines pass.
             self._for_loop.wait_for(ended)
         self._awaited = None
         self._check_open()
-        # Where there is no answer, and no error in its place, the source failed before the chunk was full.
+        # Without an answer or an error of its own, the source failed before the chunk was full.
         return chunk.error if chunk.done else self._failure
 
     def _await_sent(self, chunk: Chunk) -> None:
-        """Wait until a request that is not full was sent, and send it here where the source is silent for long."""
+        """Wait until a request that is not full is sent; send it from here if the source stays silent."""
 
         def over() -> bool:
             return chunk.sent or self._closed or self._fed
@@ -352,7 +353,7 @@ class Epoch:
             self._for_loop.wait_for(over, max(left_s, _SHORTEST_LOOK_S))
 
     def _flush(self, chunk: Chunk) -> None:
-        """Send a request that is not full, unless the feeding thread is at work."""
+        """Send a request that is not full, unless the feeding thread has the cutter."""
         try:
             cutter = self._lent.pop()
         except IndexError:
@@ -404,7 +405,7 @@ class Epoch:
                     self._submit(cutter, cutter.finish())
                 return
             except BaseException:
-                self._take_back()  # what is being sent goes before the error
+                self._take_back()  # a chunk that the training loop is sending goes before the error
                 raise
             if not self._take_back():
                 return
@@ -418,10 +419,10 @@ class Epoch:
                 return
 
     def _set_limits(self, cutter: Cutter, cutters: Mapping[int | None, Cutter], reading: Reading) -> bool:
-        """Have the cutter know what the teachers of a value take; return False if the epoch is closed.
+        """Tell the cutter the limits of a value's teachers; return False if the epoch is closed.
 
-        What came before, for teachers that are there, waits neither for the first teacher of a route nor for one that
-        takes a longer sequence: it is sent before.
+        This may wait for the first teacher of a route, or for one that accepts a longer sequence. Earlier rows, whose
+        teachers are connected, are sent first so that they need not wait.
         """
         limits = self._labeller.limits
         for route, longest in reading.longest.items():
@@ -452,7 +453,7 @@ class Epoch:
                 return not self._closed
 
     def _end(self, failure: BaseException | None) -> None:
-        """End the feeding, be it that the source is at its end or that it failed."""
+        """End the feeding, because the source has ended or failed."""
         if failure is not None:
             self._failure = failure
             self._drop_unsent()
@@ -468,7 +469,7 @@ class Epoch:
             self._for_loop.notify()
 
     def _drop_unsent(self) -> None:
-        """Items with rows that were never sent come behind the failure."""
+        """Remove the last items with rows that were never sent, because the failure is raised before them."""
         with contextlib.suppress(IndexError):  # the training loop takes from the other end
             while True:
                 item = self._items.pop()
@@ -477,7 +478,7 @@ class Epoch:
                     return
 
     def _submit(self, cutter: Cutter, chunks: list[Chunk]) -> bool:
-        """Send chunks, when there is room; return False if the epoch is closed. For the thread that has the cutter."""
+        """Send chunks as room permits; return False if the epoch is closed. Only the holder of the cutter calls it."""
         unsent = list(chunks)
         while unsent and not self._closed:
             chunk = self._next_chunk(cutter, unsent)
@@ -493,17 +494,17 @@ class Epoch:
                 chunk.error = _failure_of(exc)
                 raise
             self._open_chunks.add_cached(chunk)
-            if self._closed:  # maybe before the chunk was among those that are open
+            if self._closed:  # possibly before the chunk was added to the open ones
                 self._labeller.cancel([chunk])
             elif self._awaited is chunk:
                 self._labeller.set_awaited(chunk)
         return not self._closed
 
     def _next_chunk(self, cutter: Cutter, unsent: list[Chunk]) -> Chunk | None:
-        """Wait for room for the first of these chunks, and take it out; return None if the epoch is closed.
+        """Wait for room for the first of these chunks, and remove it; return None if the epoch is closed.
 
-        What the training loop waits for goes before the others, also where it is not full: with several routes a
-        request may be full before one that was begun earlier.
+        The chunk that the training loop waits for goes first, even if it is not full. With several routes, a request
+        may be full before one that was begun earlier.
         """
         while not self._closed:
             awaited = self._awaited
@@ -527,14 +528,14 @@ class Epoch:
         return None
 
     def _awaits_other(self, chunk: Chunk, before: Chunk | None) -> bool:
-        """Return whether the training loop has come to wait for another chunk that was not sent."""
+        """Return whether the training loop now waits for another chunk that was not sent."""
         awaited = self._awaited
         return awaited is not None and awaited is not before and awaited is not chunk and not awaited.sent
 
     def _has_room(self, chunk: Chunk, backlog: float = 1.0) -> bool:
         if self._open_chunks.chunks < 2 or chunk in self._needed:
             return True
-        # Of answers whose size is unknown, one at a time is asked for ahead, until the first of them is there.
+        # While the size of answers is unknown, only one is requested ahead, until the first arrives.
         if not chunk.foreseen or self._open_chunks.nbytes + chunk.weight > self._labeller.memory_bytes:
             return False
         return self._labeller.backlog(chunk.route) < backlog and self._open_chunks.chunks < self._labeller.depth
@@ -545,8 +546,8 @@ class Epoch:
         """Wake threads that wait for a chunk that was sent, or answered with this many bytes more than estimated."""
         if surplus_nbytes:
             self._open_chunks.add_answer(surplus_nbytes)
-        # A waiting thread has said what for before it looked whether that is so, so this look misses none. Most of the
-        # time there is none to wake.
+        # A waiting thread sets `_awaited` before it checks the condition, so this check misses none. Usually no thread
+        # has to be woken.
         awaited = self._awaited
         if awaited is not None and awaited.done:
             self._for_loop.notify()
@@ -559,7 +560,7 @@ class Epoch:
 
 
 def _failure_of(error: BaseException) -> BaseException:
-    """Return what to raise in the training loop: `StopIteration` would pass for the source's end there."""
+    """Return the error to raise in the training loop, where a `StopIteration` would look like the source's end."""
     if not isinstance(error, StopIteration):
         return error
     failure = SourceError("StopIteration was raised while an item of the source was taken apart")

@@ -1,7 +1,7 @@
-"""The soft-label cache as a reader uses it: where labels are looked up before teachers are asked, and kept afterwards.
+"""A reader's use of the soft-label cache: labels are looked up before teachers are asked, and stored afterwards.
 
-A `CacheQueue` puts answers into the cache in a thread of its own, so that training never waits for a disk. What waits
-is bounded in bytes. What is left out is counted, and asked for again in the next epoch.
+A `CacheQueue` writes answers into the cache in a thread of its own, so that training never waits for a disk. The queue
+has a limit in bytes. Rows beyond it are dropped and counted, and teachers are asked again for them in the next epoch.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ logger = logging.getLogger("edl.distill")
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Which cache, and what its ids mean."""
+    """A cache, and the data set that its ids refer to."""
 
     cache: SoftLabelCache
-    dataset: str = ""  # tells data sets, their versions and augmentations apart; see `CacheKey`
+    dataset: str = ""  # distinguishes data sets, their versions and augmentations; see `CacheKey`
 
 
 @dataclass(frozen=True)
 class CacheKeyTemplate:
-    """Key of a service's labels, but for the model's version."""
+    """Key of a service's labels without the model's version."""
 
-    output_spec: OutputSpec  # what is asked for
+    output_spec: OutputSpec  # what the student asks for
     dataset: str  # see `CacheKey`
     service: str  # see `CacheKey`
     inputs: tuple[str, ...] = ()  # names of all inputs that may be sent
-    # versions that are hashes of the weights, as teachers of the service have said
+    # versions that teachers of the service declared to be hashes of the weights
     weights_versions: Collection[str] = ()
 
     def key(self, spec: ModelSpec, version: str) -> CacheKey:
@@ -74,7 +74,7 @@ class CacheKeyTemplate:
 
 
 def open_view(cache: SoftLabelCache, key: CacheKey, own: Collection[str]) -> CacheView:
-    """Return the rows of a key. If there are none yet, warn of labels of the same model from another service."""
+    """Return the view of a key. If it has no rows yet, warn of labels of the same model from another service."""
     there = cache.keys()
     beside = [other for other in there if replace(other, service=key.service) == key and other.service not in own]
     if beside and key not in there:
@@ -91,12 +91,12 @@ def open_view(cache: SoftLabelCache, key: CacheKey, own: Collection[str]) -> Cac
 
 
 def offline_view(cache_config: CacheConfig, output_spec: OutputSpec) -> CacheView:
-    """Return the only rows in the cache that fit what is asked, for a student without teachers.
+    """Return the only view in the cache that matches the specification, for a student without teachers.
 
-    Without a dtype in `output_spec` any fits; but labels that teachers would be asked for in the same words go first.
+    Without a dtype in `output_spec` any dtype matches, but labels with exactly the same specification go first.
 
     Raises:
-        SettingsError: there are none, or labels of several models or versions.
+        SettingsError: There are no matching labels, or they are from several models or versions.
     """
     fitting = [
         key
@@ -130,8 +130,8 @@ def look_up_offline(view: CacheView, chunk: Chunk) -> Found:
     """Return the labels of all rows from the cache alone.
 
     Raises:
-        NoTeacherError: some are not there.
-        SettingsError: labels are of sequences and the chunk is not, or of other inputs.
+        NoTeacherError: Some labels are missing.
+        SettingsError: The labels are for sequences and the chunk is not, or they are for other inputs.
     """
     ids = chunk_ids(chunk, chunk.fields, POSITION, view.layout.sequence_inputs if view.layout is not None else None)
     found = view.get(ids)
@@ -146,9 +146,9 @@ def look_up_offline(view: CacheView, chunk: Chunk) -> Found:
 def chunk_ids(
     chunk: Chunk, fields: Mapping[str, Array], position: str, inputs: Sequence[str] | None = None
 ) -> Sequence[Any] | SequenceIds:
-    """Return what a chunk's labels are looked up by.
+    """Return the ids to look up a chunk's labels.
 
-    `inputs`: of sequences, the names that labels were kept for; None for all of `fields`.
+    For sequences, `inputs` are the names of the inputs that the cached labels belong to; None for all of `fields`.
     """
     assert chunk.ids is not None
     if chunk.lengths is None:
@@ -166,40 +166,40 @@ def chunk_ids(
 
 @dataclass(frozen=True)
 class CacheMiss:
-    """Rows, or sequences, of a chunk that the cache does not have, to be completed with their answer."""
+    """The rows or sequences of a chunk that the cache lacks, to be completed with an answer."""
 
     found: Found  # rows that the cache has
     view: CacheView  # where they were looked up
-    ids: Sequence[Any] | SequenceIds  # of those that it does not have
-    cache: SoftLabelCache  # of the view
-    labels: CacheKeyTemplate  # key of the labels, but for the version
+    ids: Sequence[Any] | SequenceIds  # the missing ones
+    cache: SoftLabelCache  # the view's cache
+    labels: CacheKeyTemplate  # key of the labels without the version
     spec: ModelSpec  # the model for whose version the rows were looked up; labels of another version are kept apart
 
     def key(self, version: str) -> CacheKey:
-        """Return the key that an answer of this version is kept under."""
+        """Return the key under which an answer of this version is stored."""
         return self.labels.key(self.spec, version)
 
     def completed(self, answer: Outputs) -> Outputs:
-        """Return the outputs of all rows: those of the cache and the answer's."""
+        """Return the outputs of all rows, from the cache and the answer."""
         return dict(self.found.filled(answer)) if self.found.outputs else answer
 
 
 _SETTLE_S = 60.0
-"""The longest that an epoch's begin, or `close`, waits for a disk. With more, training stands still unseen."""
+"""How long the start of an epoch, or `close`, waits for a disk. With more, training would stand still unnoticed."""
 
 _ENTRY_NBYTES = 512
-"""What an answer takes in memory besides its arrays: the objects around it. Without it, tiny answers had no bound."""
+"""Memory of an answer in addition to its arrays. Without counting it, the number of tiny answers would be unbounded."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """Rows to put into a view."""
+    """Rows to store in a view."""
 
     view: CacheView
     ids: Sequence[Any] | SequenceIds
     outputs: Outputs
     nbytes: int
-    # cache and key of another view to put them in, as far as it does not have them
+    # cache and key of another view in which to store the rows that it lacks
     of: tuple[SoftLabelCache, CacheKey] | None
 
     @property
@@ -208,18 +208,18 @@ class _Entry:
 
 
 class CacheQueue:
-    """A thread that puts answers into the cache, and the queue before it: of `limit_bytes`, or one larger answer."""
+    """A thread that stores answers in the cache, and its queue, which holds `limit_bytes` or a single larger answer."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.failed = False  # whether the thread met an unforeseen error: no rows are put from then on
-        self.queued_bytes = 0  # of the answers that wait, including the answer that is being put
-        self.dropped_rows = 0  # that were not put, for any reason
+        self.failed = False  # whether the thread hit an unexpected error, after which no rows are stored
+        self.queued_bytes = 0  # bytes of the queued answers, including the one being stored
+        self.dropped_rows = 0  # rows that were not stored, for any reason
         self._changed = threading.Condition()
         self._entries: deque[_Entry] = deque()
         self._closing = self._reported_full = False
         self._reported: set[str] = set()
-        # Not a `BackgroundLoop`, which goes on after errors and ends without a last step: this thread puts what waits.
+        # Not a `BackgroundLoop`, which goes on after errors and ends without a last step; this must store the queue.
         self._thread = threading.Thread(target=self._run, name="edl-cache", daemon=True)
         self._thread.start()
 
@@ -230,12 +230,12 @@ class CacheQueue:
         outputs: Outputs,
         of: tuple[SoftLabelCache, CacheKey] | None = None,
     ) -> None:
-        """Put rows into the cache soon.
+        """Queue rows for the cache, without waiting.
 
-        Never waits: when the disk cannot follow, rows are dropped, and asked for again later.
+        If the disk cannot keep up, rows are dropped and requested again later.
 
-        `of`: cache and key of the view to put them in, if it is not `view`: labels of another version of the model than
-        was looked up. Rows that it has are left alone: they would be written in every epoch.
+        `of` is the cache and key of another view to store them in, if their version differs from the one looked up.
+        Rows that this view already has are skipped, because they would be written again in every epoch.
         """
         entry = _Entry(view, ids, outputs, _ENTRY_NBYTES + outputs_nbytes(outputs), of)
         with self._changed:
@@ -255,12 +255,12 @@ class CacheQueue:
             )
 
     def count_dropped(self, rows: int) -> None:
-        """Count rows that cannot be put."""
+        """Count rows that cannot be stored."""
         with self._changed:
             self.dropped_rows += rows
 
     def drain(self) -> bool:
-        """Wait until all rows given before are in the cache, for a minute at most; return whether they are."""
+        """Wait for up to a minute until all queued rows are in the cache; return whether they are."""
         with self._changed:
             settled = self._changed.wait_for(lambda: not self.queued_bytes, _SETTLE_S)
         if not settled:
@@ -272,7 +272,7 @@ class CacheQueue:
         return settled and not self.failed
 
     def close(self) -> None:
-        """Put what waits, and end the thread. May be called twice."""
+        """Store the queued rows and end the thread. May be called twice."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -327,7 +327,7 @@ class CacheQueue:
         except (EDLError, OSError) as exc:
             self.count_dropped(_rows(ids))
             words = str(exc)
-            if words not in self._reported and len(self._reported) < 64:  # as many as a person reads
+            if words not in self._reported and len(self._reported) < 64:  # more would not be read
                 self._reported.add(words)
                 logger.warning("labels are not kept in the cache: %s", words)
 

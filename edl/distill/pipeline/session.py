@@ -1,7 +1,7 @@
-"""A reader's epochs, one after the other, over its connections, and the end of both.
+"""`LabelSession`, which runs a reader's epochs one after the other over shared connections, and closes both.
 
-A `LabelSession` belongs to a reader and lives across its epochs. The first epoch starts it and `close` ends it. It
-publishes what the reader asks of each service, and how long training waits, for scaling (docs/scaling.md).
+A session belongs to a reader and lives across its epochs. The first epoch starts it and `close` ends it. It publishes
+how many rows the reader asks of each service, and how long training waits, for scaling (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load_publishers(
     """Start publishing a reader's load: a record for each of its services, in that service's discovery.
 
     Returns:
-        The publishers, which the caller closes; none where teachers are fixed endpoints.
+        The publishers, which the caller closes; none for fixed endpoints.
     """
     if not settings.publish:
         return []
@@ -57,10 +57,10 @@ def _source(
     label_s = total_source_s = 0.0
 
     def read() -> Mapping[str, float]:
-        """Return seconds that never fall.
+        """Return counters that never decrease.
 
-        In this order a wait that ends between the two looks is missing for a moment, and counts at the next read; in
-        the other order it would count twice, for good.
+        The order matters: a wait that ends between the two reads is missing now and counted next time. In the other
+        order it would be counted twice, permanently.
         """
         nonlocal label_s, total_source_s
         waited_s, source_s = labeller.waits_s
@@ -76,14 +76,14 @@ def _source(
 
 
 _SOURCE_STOP_S = 5.0
-"""How long `close` waits for the source to be let go: longer than a batch takes to load, and shorter than the time that
-a scheduler gives a process to end."""
+"""How long `close` waits until the source is no longer in use: longer than a batch takes to load, and shorter than a
+scheduler's grace period."""
 _SAY_AFTER_S = 5.0
-"""Waiting for a busy source that is worth a warning: a person begins to wonder."""
+"""How long to wait for a busy source before a warning, which is when a person begins to wonder."""
 
 
 class LabelSession:
-    """The epochs of a reader, of which a single one runs at a time."""
+    """The epochs of a reader, one at a time."""
 
     def __init__(self, request: LabelRequest) -> None:
         load = LoadSettings.of(request.options.publish_load)
@@ -111,11 +111,11 @@ class LabelSession:
     def begin(
         self, source: Callable[[], Iterable[Any]], cutter: Cutter, end_source: Callable[[], None] | None = None
     ) -> Epoch:
-        """Start an epoch, with an iterator made in the calling thread, after the epoch before it has ended.
+        """End the previous epoch and start a new one; the source's iterator is made in the calling thread.
 
         Raises:
-            ClosedError: the reader is closed, or this is its own source.
-            TemporaryError: the source is still busy with the epoch before after `source_timeout_s`.
+            ClosedError: The reader is closed, or this is called by its own source.
+            TemporaryError: The source is still busy with the previous epoch after `source_timeout_s`.
         """
         self.labeller.check()
         if self._epoch is not None:
@@ -131,7 +131,7 @@ class LabelSession:
         for route, part in cutter.by_route():
             part.fit = functools.partial(self.labeller.limits.rows_that_fit, route=route)
         epoch = self._epoch = Epoch(self.labeller, source, cutter, end_source)
-        # By another thread, before the epoch was there to be closed as well.
+        # Another thread may have closed the labeller before it could see and close this epoch.
         if self.labeller.closed:
             epoch.close()
             self.labeller.check()
@@ -139,9 +139,9 @@ class LabelSession:
         return epoch
 
     def _end_epoch(self, epoch: Epoch) -> None:
-        """End an epoch whose source is about to be used again: two threads in one iterator would share its values out.
+        """End an epoch and wait until its source is free, because two threads in one iterator would split its values.
 
-        A loader may give the same iterator every time, as torch's does with `persistent_workers`.
+        A loader may return the same iterator every time, as torch's does with `persistent_workers`.
         """
         if epoch.is_feeding():
             raise ClosedError(
@@ -165,14 +165,14 @@ class LabelSession:
             )
 
     def close_without_waiting(self) -> None:
-        """Close from a finalizer, which may run in any thread and in the middle of any function."""
+        """Close from a finalizer, which may run in any thread at any time."""
         if not self.labeller.closed and os.getpid() == self._pid:
             with contextlib.suppress(ClosedError):  # by another thread, meanwhile
                 self.labeller.thread.call(self._close_apart)
 
     def _close_apart(self) -> None:
-        """Close in another thread, since the loop, which this runs on, is needed for that."""
-        # Not `start_call`, whose thread is a daemon: a program that ends meanwhile waits for this.
+        """Close in another thread, because this runs on the loop, which closing needs."""
+        # Not `start_call`, whose thread is a daemon: the end of the program must wait for this thread.
         threading.Thread(target=self.close, name="edl-close").start()
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class LabelSession:
         _OPEN_SESSIONS.discard(self)
         for publisher in self._load_publishers:
             publisher.begin_close()
-        with contextlib.ExitStack() as stack:  # each step is taken, whatever becomes of those before it
+        with contextlib.ExitStack() as stack:  # every step runs, even if an earlier one fails
             for publisher in self._load_publishers:
                 stack.callback(publisher.close)
             stack.callback(self.labeller.close)

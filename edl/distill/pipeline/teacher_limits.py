@@ -1,6 +1,6 @@
-"""Waits for the first teacher of each service, and tells what the teachers accept.
+"""Waits for the first teacher of each service, and reports the teachers' limits.
 
-A wait ends with a teacher, with `NoTeacherError` at its deadline, or at once where all teachers lack what is asked for
+A wait ends with a teacher, with `NoTeacherError` at its deadline, or at once if all teachers lack what is asked for
 (`Engine.lacking`).
 """
 
@@ -21,17 +21,17 @@ __all__ = ["TeacherLimits"]
 logger = logging.getLogger("edl.distill")
 
 _SAY_AFTER_S = 5.0
-"""How long a wait for a first teacher lasts before it is logged: a person begins to wonder."""
+"""How long to wait for a first teacher before logging it, which is when a person begins to wonder."""
 _LOOK_S = 0.2
 """How often a wait checks whether it should go on."""
 
 
 class TeacherLimits:
-    """Limits of what teachers accept, known once the first of them is there.
+    """The limits of the teachers, known once the first of them is connected.
 
-    A route is the number of the only service that labels a row; None where all services do. `stopped` returns whether
-    the work was ended, which ends all waiting. A wait that is over, or can only be useless, raises `NoTeacherError`, or
-    `SettingsError` where all teachers have answered and none has what is asked for.
+    A route is the number of the only service that labels a row; None if all services do. `stopped` returns whether the
+    work was ended, which ends all waiting. A wait raises `NoTeacherError` at its deadline, and `SettingsError` as soon
+    as all teachers have answered and none has what is asked for.
     """
 
     def __init__(self, teachers: Sequence[Teachers], engines: Sequence[Engine], timeout_s: float) -> None:
@@ -40,7 +40,7 @@ class TeacherLimits:
         self._timeout_s = timeout_s
 
     def asked(self, route: int | None) -> range:
-        """Return the numbers of the services that are asked for a chunk."""
+        """Return the numbers of the services that label a chunk of a route."""
         return range(len(self._engines)) if route is None else range(route, route + 1)
 
     def knows_teacher(self, route: int | None) -> bool:
@@ -48,18 +48,18 @@ class TeacherLimits:
         return all(self._engines[index].await_spec(0.0) is not None for index in self.asked(route))
 
     def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
-        """Return the most rows in a request that the teachers of a route accept, 0 if any number."""
+        """Return the largest number of rows in a request that the teachers of a route accept; 0 for any."""
         known = [index for index in self.asked(route) if self.await_spec(index, stopped) is not None]
         limits = [self._engines[index].limits.max_rows for index in known]
         return min((limit for limit in limits if limit), default=0)
 
     def max_sequence(self, route: int | None = None) -> int:
-        """Return the rows of the longest sequence that each service of a route has a teacher for, 0 if any number."""
+        """Return the length of the longest sequence that some teacher of every service accepts; 0 for any."""
         limits = [self._engines[index].limits.max_sequence for index in self.asked(route)]
         return min((limit for limit in limits if limit), default=0)
 
     def rows_that_fit(self, fields: Mapping[str, Array], route: int | None = None) -> int:
-        """Return how many rows of this size fit a request to any teacher of a route, 0 if any number."""
+        """Return how many rows of this size fit into a request to any teacher of a route; 0 for any number."""
         fitting = [
             rows_that_fit(fields, spec, max_nbytes)
             for engine in (self._engines[index] for index in self.asked(route))
@@ -68,10 +68,10 @@ class TeacherLimits:
         return min(fitting, default=0)
 
     def awaits_sequence(self, rows: int, since: float, route: int | None = None) -> bool:
-        """Return whether to wait for a teacher that accepts a sequence, where no known teacher does.
+        """Return whether to wait for a teacher that accepts a sequence which is too long for all known ones.
 
-        One may come while teachers of a fixed list are still being connected to, and at any moment to a service, whose
-        teachers come and go.
+        For a fixed list, that makes sense while some teachers are still connecting. For a service it always does,
+        because its teachers come and go.
         """
         services = [(self._teachers[index], self._engines[index]) for index in self.asked(route)]
         short = [
@@ -112,7 +112,7 @@ class TeacherLimits:
         return False
 
     def _check_wait(self, index: int, since: float) -> None:
-        """Raise the error for a wait for a service's first teacher that is over, or can only be useless."""
+        """Raise if the wait for a service's first teacher has reached its deadline or has become useless."""
         engine = self._engines[index]
         error = engine.lacking()
         if error is not None:
@@ -124,7 +124,7 @@ class TeacherLimits:
         """Wait for the first teacher of any service; return the service's number, None if there was none in time.
 
         Args:
-            stopped: Returns whether the work was ended, which ends all waiting.
+            stopped: Function that returns whether the work was ended, which ends the wait.
         """
         begin = time.monotonic()
         while not stopped():

@@ -1,9 +1,9 @@
-"""Cuts the user's data into requests, and checks that it does not change while its labels are on their way.
+"""Cuts the user's data into requests, and checks that it does not change while its labels are pending.
 
-- `iterator` goes through a source so that no error passes for its end;
-- `cutters` makes a `chunk` of rows from samples and batches, `sequence_cutters` from sequences, and `routes` chunks for
-  several services where samples go to different ones;
-- `fingerprint` tells whether an item has changed.
+- `iterator` iterates over a source such that no error is mistaken for its end;
+- `cutters` makes a `chunk` of rows from samples and batches, `sequence_cutters` from sequences, and `routes` if samples
+  go to different services;
+- `fingerprint` detects whether an item has changed.
 
-What does not belong here: threads, teachers and networks.
+There are no threads, teachers or networks here.
 """

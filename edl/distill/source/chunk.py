@@ -1,4 +1,4 @@
-"""Rows that are asked for together, the items of the source that they belong to, and items whose memory is reused."""
+"""Chunks of rows that form a request, the source's items that they belong to, and the detection of reused memory."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["Chunk", "Item", "Reading", "ReuseDetector"]
 
 @dataclass(eq=False)
 class Chunk:
-    """Rows that are asked for together, and their answers."""
+    """The rows of one request, and their answers."""
 
-    services: int  # how many services are asked
-    rows: int = 0  # of the request
+    services: int  # number of services that label it
+    rows: int = 0  # rows of the request
     left: int = 0  # rows that the training loop has not taken yet
-    nbytes: int = 0  # of its inputs
-    rest_nbytes: int = 0  # of what its items hold besides, which waits for the training loop as well
+    nbytes: int = 0  # bytes of its inputs
+    rest_nbytes: int = 0  # bytes of its items' other parts, which also wait for the training loop
     fields: dict[str, Array] = field(default_factory=dict)  # inputs [rows, ...] by name
-    positions: Array | None = None  # int32 [rows], of each row in its sequence; None if the rows are not sequences
+    positions: Array | None = None  # int32 [rows], position of each row in its sequence; None without sequences
     longest_sequence: int = 0  # rows of the longest sequence, 0 if the rows are not sequences
     ids: Sequence[Any] | None = None  # of the samples, [rows] or [sequences]; None without a cache
     lengths: Array | None = None  # int64 [sequences], rows of each sequence; None if the rows are not sequences
     outputs: list[Outputs | None] = field(default_factory=list)  # by service, None until its answer is there
     jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, number of the job there)
-    error: BaseException | None = None  # why there are no outputs; then the chunk counts as done
-    sent: bool = False  # whether teachers were, or are being, asked for it
+    error: BaseException | None = None  # why it has no outputs; it then counts as done
+    sent: bool = False  # whether it was sent or is being sent
     copied: bool = False  # whether `fields` are the chunk's own, and not the source's arrays
     # bytes of each service's answer, estimated until it is there
     answers_nbytes: list[int] = field(default_factory=list)
@@ -47,16 +47,16 @@ class Chunk:
 
     @property
     def weight(self) -> int:
-        """Bytes that its items and answers hold, or will."""
+        """Bytes of its items and its answers, pending answers included."""
         return self.nbytes + self.rest_nbytes + sum(self.answers_nbytes)
 
     @property
     def done(self) -> bool:
-        """Whether all answers are there, or an error in their place."""
+        """Whether it has all its answers or an error."""
         return self.error is not None or all(outputs is not None for outputs in self.outputs)
 
     def release(self) -> None:
-        """Let the memory of inputs and answers go; all rows have been taken."""
+        """Release the memory of inputs and answers, after all rows have been taken."""
         self.fields = {}
         self.positions = self.lengths = None
         self.outputs = [{} for _ in self.outputs]
@@ -88,23 +88,23 @@ class Item:
 
 @dataclass(frozen=True)
 class Reading:
-    """A value that the source yielded, and what a cutter has read of it before it cuts it."""
+    """A value that the source yielded, and what a cutter reads from it before cutting it."""
 
     value: Any  # as the source yielded it
     # by route, rows of the longest sequence that goes there; 0 if the rows are not sequences
     longest: Mapping[int | None, int] = field(default_factory=lambda: {None: 0})
-    found: Any = None  # for the cutter that has read it
+    found: Any = None  # private to the cutter that read it
 
 
 class ReuseDetector:
-    """Tells whether a source refills the memory of an item that the training loop works with.
+    """Detects a source that refills the memory of an item while the training loop uses it.
 
-    A source that fills a single buffer again and again does so while the training loop works with the item before, if
-    the loop is the quicker of the two. An item that has changed then is not accused for that alone, since the training
-    loop may work in place; but it is if the source yields the same memory, list or dictionary again.
+    If the training loop is faster than a source that reuses a single buffer, the source overwrites the item in use. A
+    changed item alone is not an error, because the training loop may modify it in place. It is one if the source yields
+    the same memory, list or dictionary again.
 
-    No lock: `begin_draw` and `check_drawn` are for the feeding thread, `release` and `check_delivered` for the training
-    loop's, `clear` for any.
+    There is no lock: `begin_draw` and `check_drawn` are for the feeding thread, `release` and `check_delivered` for the
+    training loop's thread, and `clear` for any.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class ReuseDetector:
 
     def check_drawn(self, item: Item) -> None:
         """Check that a new item does not share changed memory with items in use."""
-        current = self._current  # before those released: `release` puts it there before it lets go of it
+        current = self._current  # read before `_released`, to which `release` adds it before clearing `_current`
         earlier = [*self._released, *([current] if current is not None else [])]
         self._at_work = False
         if not earlier:
@@ -158,6 +158,6 @@ class ReuseDetector:
             fingerprint.check()
 
     def clear(self) -> None:
-        """Let go of all items."""
+        """Forget all items."""
         self._current = self._error = None
         self._released.clear()

@@ -1,7 +1,7 @@
-"""Cuts the user's data into requests: gathers samples, splits batches, and notes where the rows of an item went.
+"""Cuts the user's data into requests: gathers samples, splits batches, and records where the rows of each item are.
 
-Pure: no threads and no network. A value that cannot be sent is a `SourceError` that names the item, the field and the
-remedy.
+There are no threads and no network here. A value that cannot be sent raises a `SourceError` that names the item, the
+field and the remedy.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _OTHER_SHAPE = (
 
 Getter = Callable[[Any], Any]
 
-_CHECKING_SHARE = 0.02  # what training does not notice; from 20 ms a batch on, all of 4.8 MB is looked at within it
+_CHECKING_SHARE = 0.02  # training does not notice it; at 20 ms a batch, it suffices to check all of 4.8 MB
 
 
 class Cutter(abc.ABC):
-    """Turns what a source yields into items and the chunks that are ready to be sent.
+    """Turns the values of a source into items and chunks that are ready to be sent.
 
     Args:
-        chunk_rows: rows of a request; None for as many as is good, which is never more than teachers take.
-        ids: how to find the sample ids, None without a cache.
+        chunk_rows: Rows of a request; None for a suitable number that all teachers accept.
+        ids: Function that finds the sample ids; None without a cache.
 
     Attributes:
-        max_rows: rows that teachers take in a request, 0 if any number.
-        max_sequence: rows of the longest sequence that teachers take, 0 if any number.
+        max_rows: Largest number of rows in a request that teachers accept; 0 for any.
+        max_sequence: Largest number of rows in a sequence that teachers accept; 0 for any.
     """
 
-    # returns how many rows like its argument teachers take in a request, by their bytes; 0 if any number
+    # returns how many rows like its argument fit into a request, by their bytes; 0 for any number
     fit: Callable[[Mapping[str, Array]], int] = staticmethod(lambda _: 0)
-    usual_rows: int  # most rows of a request where the user does not say
+    usual_rows: int  # largest number of rows in a request if the user sets none
 
     def __init__(
         self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
@@ -67,24 +67,24 @@ class Cutter(abc.ABC):
         return min(self.chunk_rows, fitting or self.chunk_rows)
 
     def read(self, value: Any) -> Reading:
-        """Look at a further item of the source, as far as must be known before it is cut; `cut` follows with that.
+        """Read what must be known about the source's next item before `cut`, which is called with the result.
 
         Raises:
-            SourceError: it cannot be sent, or no teachers are named for it.
+            SourceError: The item cannot be sent, or no teachers are named for it.
         """
         return Reading(value)
 
     @abc.abstractmethod
     def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
-        """Take in an item that was read."""
+        """Cut an item that was read; return it with the chunks that are full now."""
 
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
-        """Read and cut a further item of the source, where teachers' limits are known."""
+        """Read and cut the source's next item, if the teachers' limits are already set."""
         return self.cut(self.read(value))
 
     @property
     def wants_limits(self) -> bool:
-        """Whether `max_rows` and `max_sequence` must be set before the next item; that takes its time."""
+        """Whether `max_rows` and `max_sequence` must be updated before the next item, which takes time."""
         return self.empty
 
     @property
@@ -106,7 +106,7 @@ class Cutter(abc.ABC):
         return []
 
     def seal(self, chunk: Chunk) -> list[Chunk]:
-        """Seal a request that is not full; what comes of it may be more, and is nothing where it is sealed already."""
+        """Seal a request that is not full; return the sealed chunks, none if it was sealed before."""
         return self.finish() if self.open_chunk is chunk else []
 
     def _get(self, name: str, getter: Getter, value: Any, what: str) -> Any:
@@ -120,7 +120,7 @@ class Cutter(abc.ABC):
     def _read_fields(
         self, value: Any, what: str, getters: Mapping[str, Getter] | None = None
     ) -> tuple[ItemFingerprint, dict[str, Array]]:
-        """Return the arrays of a sample or batch, and what tells whether it changes."""
+        """Return the fingerprint and the arrays of a sample or batch."""
         getters = self.getters if getters is None else getters
         found = {name: self._get(name, getter, value, what) for name, getter in getters.items()}
         fingerprint = ItemFingerprint(what, value, found, self.time_budget)
@@ -148,7 +148,7 @@ class Cutter(abc.ABC):
 class BatchCutter(Cutter):
     """Cuts batches, whose fields are arrays [rows, ...]. A batch may be split into requests, and is never merged."""
 
-    usual_rows = 256  # a quarter of what `edl serve` lets wait, and four times what it computes at once
+    usual_rows = 256  # a quarter of what `edl serve` queues, and four times what it computes at once
 
     def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
         """Take in a batch."""
@@ -159,7 +159,7 @@ class BatchCutter(Cutter):
         return Item(reading.value, [(chunk, 0, chunk.rows) for chunk in chunks], (fingerprint,)), chunks
 
     def fields_of(self, value: Any) -> tuple[dict[str, Array], Sequence[Any] | None, ItemFingerprint]:
-        """Return a batch's fields, its sample ids, and what tells whether it changes."""
+        """Return a batch's fields, its sample ids and its fingerprint."""
         what = f"batch {self.seen}"
         fingerprint, fields = self._read_fields(value, what)
         ids = self._ids_of_batch(value, what, _common_rows(fields, what), "rows")
@@ -257,7 +257,7 @@ class SampleListCutter(_SampleGatherer):
         ready: list[Chunk] = []
         parts: list[tuple[Chunk, int, int]] = []
         fingerprints: list[ItemFingerprint] = []
-        if not isinstance(value, Collection):  # also a generator, which could not be gone through again at the end
+        if not isinstance(value, Collection):  # a generator, say, which could not be iterated again on delivery
             raise SourceError(
                 f"after {self.seen} samples the source yielded {type(value).__name__}, which is no list of samples"
             )

@@ -1,13 +1,13 @@
-"""Tells whether an item is delivered as it was when its rows were sent to the teachers.
+"""Detects whether an item changed between sending its rows to the teachers and its delivery.
 
-A source runs ahead of the training loop. If it fills a buffer again, or puts other arrays into the same list, the
-training loop gets another input than the teacher saw. So what an item holds is looked at twice: when it is cut into
-requests, and when it is delivered. `ReuseDetector` looks once more where the source yields the same memory again
-meanwhile. Inputs that hold objects of unknown types can be looked at only by making arrays of them again.
+A source runs ahead of the training loop. If it refills a buffer, or puts other arrays into the same list, the training
+loop gets another input than the teacher saw. So the contents of an item are checked twice: when it is cut into
+requests, and when it is delivered. `ReuseDetector` checks again if the source yields the same memory in between. Inputs
+with objects of unknown types can be checked only by converting them to arrays again.
 
-A look costs a small part of a copy. Small arrays are copied. Of larger arrays a `Checksum` has the sums of 509 columns,
-into which all of the array goes, and words from random places. Above 64 KiB it has the words alone where there is no
-time for more (`TimeBudget`).
+A check costs a small part of a copy. Small arrays are copied. For larger arrays, a `Checksum` holds the sums of 509
+columns, which cover the whole array, and words from random positions. Above 64 KiB it may hold only the words, if there
+is no time for more (`TimeBudget`).
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ def arrays_nbytes(arrays: Iterable[Array]) -> int:
 
 
 def object_nbytes(value: Any) -> int:
-    """Return the bytes that an object of any type holds, or its attributes, as far as they say.
-
-    Pictures are counted as Pillow has them.
-    """
+    """Return the bytes that an object or its attributes report to hold; images are counted as Pillow's."""
     nbytes = _own_nbytes(value)
     if nbytes is None:
         attributes = getattr(value, "__dict__", None)
@@ -79,32 +76,32 @@ def _weight_of_objects(array: Array) -> int:
 
 
 SMALL_NBYTES = 32 << 10
-"""So much is copied in a microsecond or two, less than any sum would take."""
+"""This much is copied in a microsecond or two, which is less than any sum would take."""
 _COLUMNS = 509  # prime, so that rows which change places change columns too; enough for SIMD, and fits the L1 cache
 _WHOLE_NBYTES = 64 << 10  # summed up in the time that some words at random take, which are not in any cache
 _WORDS_SHARE, _LEAST_WORDS, _MOST_WORDS = 512, 64, 384
-"""One word of so many, within limits: each is a miss of all caches. 1,024 of them cost a tenth of the rate at which
-requests of 4.8 MB go through shared memory; 384 are still twelve in each of 32 images."""
-_MOST_SIZES = 64  # as many as padded texts may have; beyond, places are drawn more often
+"""One word in this many is checked, within limits, since each misses all caches. 1,024 of them would cost a tenth of
+the rate at which requests of 4.8 MB go through shared memory; 384 still give twelve in each of 32 images."""
+_MOST_SIZES = 64  # sizes whose positions are kept, as many as padded texts may have
 _GRACE_S = 0.02
-"""So long the first arrays of an epoch are looked at whole: some fifty of 4.8 MB, and a source that fills a buffer
-again does so from its second item on."""
+"""Time in which the first arrays of an epoch are checked completely: about fifty of 4.8 MB. A source that reuses a
+buffer does so from its second item on."""
 
 _WORDS_AT_ONCE = 500
-"""Words, for which numpy keeps the GIL. To get it back behind other threads takes ten times as long as to read them."""
+"""Words read at a time, so few that numpy keeps the GIL. Getting it back takes ten times as long as reading them."""
 _ARRAYS_PER_DRAW = 16
-"""So many arrays are looked at in the same places, which take as long to draw as to look at."""
+"""How many arrays are checked at the same positions, because drawing positions takes as long as checking them."""
 
 _random = np.random.default_rng()  # another seed in each process, so that no data can be as the places want it
 
 
 class TimeBudget:
-    """Tells whether there is time to look at whole arrays, and where to look if not.
+    """Decides whether there is time to check whole arrays, and which positions to check if not.
 
-    The time is a share of all that has passed since this was made. `positions` is for a single thread at a time.
+    The budget is a share of the time since this was created. `positions` is for a single thread at a time.
 
     Args:
-        share: of the time, from 0 to 1.
+        share: Share of the elapsed time, from 0 to 1.
     """
 
     def __init__(self, share: float, *, always: bool = False) -> None:
@@ -116,7 +113,7 @@ class TimeBudget:
 
     @property
     def available(self) -> bool:
-        """Whether there is time left. What an epoch that waits does not use is not saved up for when it goes on."""
+        """Whether there is time left. Time that passes while an epoch waits is not saved up."""
         now = time.perf_counter()
         self._left_s = min(_GRACE_S, self._left_s + self._share * (now - self._left_at))
         self._left_at = now
@@ -127,7 +124,7 @@ class TimeBudget:
         self._left_s -= seconds
 
     def positions(self, words: int) -> Array:
-        """Return where to look at an array of so many words: a random position in each of as many equal pieces."""
+        """Return the positions to check in an array of `words` words: a random one in each of equal pieces."""
         left, positions = self._positions.get(words, (0, None))
         if not left or positions is None:
             left, positions = _ARRAYS_PER_DRAW, _draw_positions(words)
@@ -139,7 +136,7 @@ class TimeBudget:
 
 @dataclass(frozen=True, eq=False)
 class Checksum:
-    """What an array was like."""
+    """A summary of an array's bytes, to detect changes."""
 
     nbytes: int  # in all
     content: bytes  # all bytes of a small array, the last few of a larger array
@@ -277,10 +274,10 @@ def _converted_part(
 
 
 class ItemFingerprint:
-    """What an item was like.
+    """A summary of an item's contents, to detect changes.
 
     Args:
-        inputs: what was found in it for the teachers, by name; no longer looked at where only this mapping holds it.
+        inputs: The teachers' inputs found in it, by name. An array that only this mapping holds is not checked.
     """
 
     __slots__ = ("_inputs", "_parts", "_time", "_what", "conversions_matter", "rest_nbytes")

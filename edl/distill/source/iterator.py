@@ -1,8 +1,8 @@
-"""Goes through the user's data so that no error in it passes for its end.
+"""Iterates over the user's data such that no error in it is mistaken for its end.
 
-Python ends a `for` loop at the first `StopIteration`, and a loop over an object that has only `__getitem__` at the
-first `IndexError` as well, wherever they were raised. In a sample's `__getitem__`, a transform or a collate function
-they are bugs, and the rest of the epoch would be missing without a word.
+Python ends a `for` loop at any `StopIteration`, and a loop over an object that has only `__getitem__` also at any
+`IndexError`, wherever it was raised. In a sample's `__getitem__`, a transform or a collate function these are bugs, and
+the rest of the epoch would be missing silently.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sources whose samples go to different services: which service labels what, and a cutter for each.
+"""Routing of samples to different services: `Router` finds the service of each sample, and each service has a cutter.
 
-A request is of one service. Items come in the source's order, each with its rows where it has them.
+A request goes to one service. Items keep the source's order, and each knows where its rows are.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ def _plain(value: Any) -> Any:
 
 
 _MOST_OVERTAKING = 4
-"""Full requests of other services that go before one that is not full. Readers keep eight open at least, so that it has
-the time of four until the training loop is there; with fewer, the requests of rare routes would hold a row or two."""
+"""How many full requests of other services may overtake one that is not full. Readers keep at least eight open, so it
+still has the time of four until the training loop needs it. With fewer, requests of rare routes would hold a row or
+two."""
 
 C = TypeVar("C", bound=Cutter)
 

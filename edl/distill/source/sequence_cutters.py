@@ -1,7 +1,7 @@
-"""Cuts sequences of any length into requests: rows of several sequences fill a request, and none is split.
+"""Cuts sequences of any length into requests. Several sequences fill a request, and no sequence is split.
 
-A sequence of T tokens is T rows; row t holds token t and the teacher's prediction of token t + 1 (the last row predicts
-what would follow).
+A sequence of T tokens is T rows. Row t holds token t and the teacher's prediction of token t + 1; the last row predicts
+what would follow.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = [
     "sequence_fields",
 ]
 
-_MASK = "tokens"  # as the user calls the mask
-_REQUESTS_WAITING = 4  # that a teacher has room for, so that the next one is there when it has computed some
+_MASK = "tokens"  # the user's name for the mask
+_REQUESTS_WAITING = 4  # requests that a teacher's queue should hold, so that the next one is ready when it needs it
 _OTHER_SHAPE = "the rows of all sequences must have one shape; only the number of rows may differ"
 
 
@@ -41,8 +41,8 @@ def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
     """Return a chunk's fields, with the positions of its rows where the source has none.
 
     Raises:
-        SourceError: the chunk holds sequences, and the model does not say that its rows belong to some; or it does, and
-            these rows do not begin one.
+        SourceError: The chunk holds sequences but the model's rows are not declared as tokens of sequences; or they
+            are, but the chunk's rows do not start one.
     """
     name = spec.sequences
     if chunk.positions is not None:
@@ -81,7 +81,7 @@ class SequenceReading:
     rows: int  # its tokens
     sample_id: Any = None  # None without a cache
     rest_nbytes: int = 0  # bytes of its item that are not sent
-    # what tells whether it changes; None where that is looked at for all of a batch, or not at all
+    # detects changes; None if the whole batch has one, or nothing is checked
     fingerprint: ItemFingerprint | None = None
 
 
@@ -97,7 +97,7 @@ class PaddedReading:
 class SequenceCutter(Gatherer):
     """Gathers sequences: samples whose fields are arrays [tokens, ...], of as many tokens as a sample has."""
 
-    usual_rows = 2048  # tokens; on an accelerator a batch of that many is busy enough, and its top 64 are 1 MB
+    usual_rows = 2048  # tokens, which keep an accelerator busy; their top-64 labels take 1 MB
 
     def __init__(
         self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
@@ -162,7 +162,7 @@ class SequenceCutter(Gatherer):
                 f"{what} is a sequence of {rows} tokens, and teachers take messages of at most {fitting} tokens like "
                 "these: cut it in your source, or serve the model with a larger --max-message"
             )
-        # What a teacher takes at most is all that it lets wait: it would refuse every second request of that size.
+        # A teacher's largest request fills its whole queue, so it would refuse every second request of that size.
         usual = min(self.usual_rows, max(self.max_rows // _REQUESTS_WAITING, 1) if self.max_rows else self.usual_rows)
         return min(filter(None, (self._chunk_rows or usual, self.max_rows, fitting)))
 
@@ -192,11 +192,11 @@ class PaddedBatchCutter(SequenceCutter):
     """Gathers sequences out of batches that are padded to one length; a request may hold sequences of several batches.
 
     Args:
-        mask: how to find what is a token in a batch, [sequences, length], of any type: 1 where one is, else 0.
-        ids: how to find the ids of a batch's sequences, None without a cache.
+        mask: Function that finds a batch's token mask, [sequences, length], of any type: 1 for tokens, else 0.
+        ids: Function that finds the ids of a batch's sequences; None without a cache.
 
     Attributes:
-        whole_batches: whether a request holds sequences of a single batch, since the next one may be long in coming.
+        whole_batches: Whether a request holds sequences of a single batch only, because the next one may come late.
     """
 
     whole_batches = False

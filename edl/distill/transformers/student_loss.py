@@ -1,4 +1,4 @@
-"""What a `DistillTrainer` learns (`DistillArguments`), and its loss: sums over the rows of a whole optimizer step."""
+"""`DistillArguments`, the settings of a `DistillTrainer`, and its loss, a sum over the rows of an optimizer step."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ class DistillArguments:
     """How a `DistillTrainer` learns from its teachers.
 
     Attributes:
-        task: what a row is: "causal-lm" (row t holds token t and the prediction of token t + 1), "masked-lm" (row t
+        task: Meaning of a row: "causal-lm" (row t holds token t and the prediction of token t + 1), "masked-lm" (row t
             predicts token t itself) or "classification" (a row is a sample, with the logits of its classes).
-        top_k: largest log-probabilities of a row that are asked for. None: 64 of tokens, and whole logits of classes.
-        beta: of `edl.distill.losses.token_loss`: 0 forward KL, 1 reverse KL, Jensen-Shannon between.
-        temperature: of the teachers' labels and the loss, which is multiplied by its square.
-        hard_weight: the share of the cross-entropy with the batch's own labels, from 0 to 1; the loss with the
+        top_k: Number of largest log-probabilities to request for a row. None for 64 with tokens, and for whole logits
+            with classes.
+        beta: Direction of the divergence, as in `edl.distill.losses.token_loss`: 0 for forward KL, 1 for reverse KL,
+            Jensen-Shannon in between.
+        temperature: Temperature of the teachers' labels and of the loss, which is multiplied by its square.
+        hard_weight: The share of the cross-entropy with the batch's own labels, from 0 to 1; the loss with the
             teachers' labels has the rest.
-        chunked_head: compute the logits of some tokens at a time, so that those of all tokens never exist together
-            while training. Models that change logits behind their head are refused.
-        padded_vocabulary: whether student and teacher may have different numbers of tokens, as padding makes them.
-        eval_teachers: whether evaluations ask the teachers as well, and `eval_loss` is the training's loss. If not, it
-            is the cross-entropy alone, and no teacher is needed.
-        outputs: the teachers' output. Empty: "logprobs" of tokens, "logits" of classes.
-        tokenizer: path or hash of the student's tokenizer: teachers of another are refused. None: that of
-            `processing_class`, if it has one. Empty: any.
-        ahead: batches that are read, and labelled, while the present step is trained.
+        chunked_head: Whether to compute the logits of some tokens at a time while training, so that those of all tokens
+            never exist at once. Models that change logits after their head are refused.
+        padded_vocabulary: Whether student and teacher may have vocabularies of different size because of padding.
+        eval_teachers: Whether evaluations ask the teachers too, so that `eval_loss` is the training loss. If not, it is
+            the cross-entropy, and no teacher is needed.
+        outputs: Name of the teachers' output. Empty: "logprobs" of tokens, "logits" of classes.
+        tokenizer: Path or hash of the student's tokenizer; teachers with another one are refused. None for that of
+            `processing_class`, if it has one; empty for any.
+        ahead: Number of batches that are read and labelled while the current step is trained.
     """
 
     task: Task = "causal-lm"

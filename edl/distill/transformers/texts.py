@@ -1,4 +1,4 @@
-"""Finds the texts in a batch that a collator has made: padded on either side, or one behind the other.
+"""Finds the texts in a collator's batch, padded on either side or packed end to end.
 
 A batch without an attention mask whose position ids begin again holds several texts in a row, as
 `DataCollatorWithFlattening` makes it, and transformers' attention keeps them apart by these position ids.
@@ -23,7 +23,7 @@ IGNORED = -100
 """The label of a token that is not to be learned, in transformers and torch."""
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens", "seq_idx", "segment_ids")
-"""What collators without padding call the places of texts, beside position ids."""
+"""Names that padding-free collators use for the boundaries of texts, in addition to position ids."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`DistillTrainer`: Hugging Face's `Trainer` that learns from teachers' labels.
 
-The `Trainer` makes, shards, skips and resumes its loaders as ever. Labels come in where it takes batches out of an
-epoch's iterator, so that a rank asks for the labels of what it is about to train, and of nothing else.
+The `Trainer` creates, shards, skips and resumes its loaders as usual. Labels are added where it takes batches from an
+epoch's iterator, so that a rank requests labels only for batches that it is about to train on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DistillTrainer(transformers.Trainer):
         trainer.train()
 
     Attributes:
-        distill_args: as given.
+        distill_args: The arguments, as given.
     """
 
     loss_is_scaled_for_ga = True  # it is the sum over rows, divided by those of the whole step
@@ -65,20 +65,20 @@ class DistillTrainer(transformers.Trainer):
         """Make a trainer; no teacher is asked before it trains.
 
         Args:
-            *args: of `transformers.Trainer`.
-            teachers: see `edl.distill.torch.distill`.
-            discovery: URL of the registry that `teachers` names a service of.
-            route: see `edl.distill.torch.distill`: a column of the dataset by whose value teachers are found, each row
-                of a batch having one. The student does not get it.
-            distill_args: what is learned; None for a causal language model's forward KL.
-            inputs: see `edl.distill.torch.distill`; None for the texts of the batch (`input_ids`), as `edl serve --hf`
-                takes them.
-            columns: of the dataset, that functions among `inputs`, or `route`, look at and the student does not.
-            options: deadlines, memory, hedging.
-            **kwargs: of `transformers.Trainer`.
+            *args: Positional arguments of `transformers.Trainer`.
+            teachers: Teachers to ask; see `edl.distill.torch.distill`.
+            discovery: URL of the registry for the service in `teachers`.
+            route: Column of the dataset whose value selects the teachers of each row; see `edl.distill.torch.distill`.
+                The student does not get it.
+            distill_args: What is learned; None for forward KL with a causal language model.
+            inputs: Inputs of the teachers; see `edl.distill.torch.distill`. None for the texts of the batch
+                (`input_ids`), as `edl serve --hf` takes them.
+            columns: Columns of the dataset that functions in `inputs` or `route` read, and the student does not get.
+            options: Deadlines, memory and hedging.
+            **kwargs: Keyword arguments of `transformers.Trainer`.
 
         Raises:
-            SettingsError: an argument, or a way of training, that labels do not fit.
+            SettingsError: An argument is invalid, or the way of training does not support labels.
         """
         if no_teachers(teachers):
             raise SettingsError("teachers is an empty list: a training without teachers is transformers.Trainer's")
@@ -109,11 +109,11 @@ class DistillTrainer(transformers.Trainer):
         return self._labelled.stats() if self._labelled is not None else None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as `transformers.Trainer` does; let go of the teachers at the end, whatever it is.
+        """Train as `transformers.Trainer` does, and disconnect from the teachers at the end, even after an error.
 
         Args:
-            *args: of `transformers.Trainer.train`.
-            **kwargs: of `transformers.Trainer.train`.
+            *args: Positional arguments of `transformers.Trainer.train`.
+            **kwargs: Keyword arguments of `transformers.Trainer.train`.
 
         Returns:
             What `transformers.Trainer.train` returns.
@@ -131,12 +131,12 @@ class DistillTrainer(transformers.Trainer):
         """Take the batches of an optimizer step, with labels, and count their rows.
 
         Args:
-            epoch_iterator: of a prepared loader, behind the batches that were trained before a restart.
-            num_batches: to take.
-            device: for the count.
+            epoch_iterator: Iterator of a prepared loader, past the batches that were trained before a restart.
+            num_batches: Number of batches to take.
+            device: Device of the count.
 
         Returns:
-            The batches, and the rows of them that are learned, over all processes.
+            The batches, and the number of their rows that are learned, summed over all processes.
         """
         if self._epoch is None or self._epoch_source is not epoch_iterator:
             if self._labelled is None:
@@ -149,10 +149,10 @@ class DistillTrainer(transformers.Trainer):
         """Evaluate as `transformers.Trainer` does, with teachers' labels if `eval_teachers` says so.
 
         Args:
-            dataloader: prepared.
-            description: of `transformers.Trainer.evaluation_loop`.
-            *args: of `transformers.Trainer.evaluation_loop`.
-            **kwargs: of `transformers.Trainer.evaluation_loop`.
+            dataloader: Prepared loader.
+            description: Argument of `transformers.Trainer.evaluation_loop`.
+            *args: Positional arguments of `transformers.Trainer.evaluation_loop`.
+            **kwargs: Keyword arguments of `transformers.Trainer.evaluation_loop`.
 
         Returns:
             What `transformers.Trainer.evaluation_loop` returns.
@@ -166,13 +166,13 @@ class DistillTrainer(transformers.Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss of a batch with teachers' labels; of one without, as an evaluation's, the Trainer's own.
+        """Compute the loss with teachers' labels; for a batch without them, as in evaluations, the Trainer's own loss.
 
         Args:
-            model: the student, wrapped.
-            inputs: a batch.
-            return_outputs: whether to return the student's outputs as well.
-            num_items_in_batch: rows of the whole optimizer step that are learned, and those with labels of their own.
+            model: The wrapped student.
+            inputs: A batch.
+            return_outputs: Whether to return the student's outputs as well.
+            num_items_in_batch: Learned rows of the whole optimizer step, and rows with labels of their own.
 
         Returns:
             The loss; with `return_outputs` a pair of it and the student's outputs.

@@ -1,10 +1,10 @@
 """Sends a request to a teacher: KServe v2 over gRPC, with tensors in the message or in shared memory.
 
-- `schema` holds what is asked for and what models take and give; `request` a request's tensors;
-- `client` is the connection to a teacher, `stream` its bidirectional stream;
-- `calls` is the channel with its single calls and their errors; `probe` finds out by them what a server is;
-- `replies` makes labels of answers, and checks them;
+- `schema` describes requested labels, and the inputs and outputs of models; `request` holds a request's tensors;
+- `client` is the connection to a teacher, and `stream` its bidirectional stream;
+- `calls` is the channel with its unary calls and their errors; `probe` uses them to inspect a server;
+- `replies` checks answers and converts them to labels;
 - `shm` is the memory that teachers on this host read.
 
-What does not belong here: which teacher gets a request, and connecting again (`edl.distill.engine`).
+The choice of teachers and reconnecting are in `edl.distill.dispatch` and `edl.distill.engine`.
 """

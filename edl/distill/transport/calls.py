@@ -2,8 +2,8 @@
 
 Every error leaves here as `RequestFailed`, with a `RequestFailure` that the dispatcher understands.
 
-gRPC inflates compressed messages, and takes any size, before this program sees a byte of them: a few hundred bytes
-could become gigabytes here. So compression is off, and a channel takes no more than answers to what is asked can be.
+gRPC decompresses messages before this program sees them, so a few hundred bytes could become gigabytes here. So
+compression is off, and a channel accepts messages only up to the largest possible answer.
 
 W3C Trace Context (https://www.w3.org/TR/trace-context/): `traceparent` is `00-TRACE-PARENT-FLAGS`, of 32, 16 and 2
 hexadecimal digits. A request's id has 16 as well, so that it can stand for a span.
@@ -51,18 +51,18 @@ __all__ = [
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", -1),
-    ("grpc.use_local_subchannel_pool", 1),  # readers do not share, and so do not break, each other's connections
+    ("grpc.use_local_subchannel_pool", 1),  # readers do not share connections, so they cannot break each other's
     ("grpc.enable_retries", 0),  # the dispatcher decides that
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # of gRPC's own pings, which keepalive waits behind: by default a minute
+    ("grpc.http2.ping_timeout_ms", 10_000),  # keepalive waits for gRPC's own pings, whose default is a minute
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
 
 class RequestIds(Iterator[str]):
-    """Ids of the requests over a connection: 8 hexadecimal digits drawn for it, and the request's number in 8."""
+    """Ids of the requests over a connection: 8 random hexadecimal digits, and the request's number in 8 digits."""
 
     def __init__(self) -> None:
         self._prefix = f"{secrets.randbelow(2**32 - 1) + 1:08x}"  # not 0, which is no valid span
@@ -101,27 +101,27 @@ def current_traceparent() -> str:
 
 _FIRST_ANSWER_NBYTES = 64 << 20
 """Largest answer that a channel accepts before the model is known. Most models need no larger one."""
-HEADER_NBYTES = 64 << 10  # of a request beside its tensors: names, shapes and options, a few hundred bytes mostly
-_METADATA_NBYTES = 4 << 20  # of an answer about the server or its model: gRPC's own default for any message
+HEADER_NBYTES = 64 << 10  # room for a request's names, shapes and options, which usually take a few hundred bytes
+_METADATA_NBYTES = 4 << 20  # limit of answers about the server or its model: gRPC's own default for any message
 _MARGIN = 4
-"""Answers may be so many times as large as their model's outputs: top-k labels of all classes take three times the
-bytes of FP16 outputs (INT32 ids beside FP32 values), and FP32 asked for in place of FP16 twice."""
-_BESIDE_NBYTES = 4 << 20  # of headers, and of a bundle of answers
-_MOST_OF_CHARACTER = 4  # bytes in UTF-8
+"""How many times larger than the model's outputs an answer may be. Top-k labels of all classes take three times the
+bytes of FP16 outputs (INT32 ids and FP32 values), and FP32 instead of FP16 takes twice."""
+_BESIDE_NBYTES = 4 << 20  # room for headers, and for a bundle of answers
+_MOST_OF_CHARACTER = 4  # bytes of a character in UTF-8
 _METADATA = ("ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "RepositoryIndex")
 _SHARED_MEMORY = ("SystemSharedMemoryRegister", "SystemSharedMemoryUnregister")
 
 
 def max_answer_nbytes(spec: ModelSpec, limit: int) -> int:
-    """Return the bytes that an answer of this model may have, for the most rows in a request.
+    """Return the largest size in bytes of this model's answers, at the largest number of rows in a request.
 
-    That is `limit` where the model's metadata leave it open, and never more.
+    It is `limit` if the model's metadata leaves the size open, and never more.
     """
     row = 0.0
     for output in spec.outputs.values():
         try:
             dtype = tensors.dtype_of(output.datatype)
-        except ProtocolError:  # of an output that nobody asks for, or the answers will say so
+        except ProtocolError:  # an output that is not requested; otherwise the answers will show the error
             return limit
         if dtype.kind == "O" or -1 in output.shape:
             return limit
@@ -162,7 +162,7 @@ def _channel_options(nbytes: int) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", min(nbytes, 2**31 - 1)),
         ("grpc.service_config", json.dumps({"methodConfig": [few]})),
         ("grpc.service_config_disable_resolution", 1),
-        # Say that none is understood, which servers keep to, and inflate nothing of those that do not.
+        # Announce no compression, which servers respect, and do not decompress messages of those that do not.
         ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.per_message_decompression", 0),
     ]
@@ -175,17 +175,17 @@ _REJECTED = {
     grpc.StatusCode.OUT_OF_RANGE,
 }
 _ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
-"""The teacher refuses this student, whatever it asks: another teacher may answer the request."""
+"""The teacher refuses any request of this student, so another teacher may answer it."""
 
 
 _NOT_TAKEN_HERE = ("CLIENT: Received message larger than max", "Decompressed message larger", "Compression algorithm")
-"""What gRPC says on this side of an answer that it refuses; its code is one that the teacher could have sent, too."""
+"""gRPC's local messages for an answer that it refuses. The status code alone could also have come from the teacher."""
 _REMEDY = (
     "answers must not be compressed, nor be larger than the model's metadata say, where they say it, nor larger than "
     "Options(max_answer_bytes=...)"
 )
 _LONGEST_HINT_S = 60.0
-"""Longest pause that a teacher may ask for: a full queue is worked off sooner, or never."""
+"""Longest pause that a teacher may ask for. A full queue is processed sooner than this, or never."""
 
 
 class RequestFailed(Exception):
@@ -197,7 +197,7 @@ class RequestFailed(Exception):
 
 
 class TeacherLacks(RequestFailed):
-    """Raised for a teacher that answered and cannot serve this student: only a change of either would help."""
+    """Raised for a teacher that answers but cannot serve this student, unless one of the two is changed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(FailureKind.REJECTED, message)
@@ -206,10 +206,7 @@ class TeacherLacks(RequestFailed):
 def failure_from_status(
     code: grpc.StatusCode, details: str, retry_after_ms: str | bytes | int | None, endpoint: str
 ) -> RequestFailed:
-    """Return the failure that a status stands for.
-
-    `retry_after_ms`: milliseconds that the teacher sent beside the status, None if it sent none.
-    """
+    """Return the failure for a gRPC status; `retry_after_ms` is the teacher's hint, None without one."""
     message = f"{endpoint}: {details or code.name}"
     if any(words in details for words in _NOT_TAKEN_HERE):
         return RequestFailed(FailureKind.BAD_OUTPUT, f"{message}; {_REMEDY}")
@@ -226,7 +223,7 @@ def failure_from_status(
             FailureKind.LOST, f"{endpoint} refuses this student ({code.name}): {details or 'no words'}"
         )
     if code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.NOT_FOUND):
-        # The model, or the version that is asked for, is gone: that says nothing about the request.
+        # The model or the requested version is gone, which says nothing about the request.
         return RequestFailed(FailureKind.LOST, message)
     if code in _REJECTED or code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return RequestFailed(FailureKind.REJECTED, message)
@@ -243,14 +240,14 @@ def _hinted_s(milliseconds: str | bytes | int) -> float:
 
 
 def failure_of_call(exc: grpc.aio.AioRpcError, endpoint: str, number: str = "") -> RequestFailed:
-    """Return the failure that the error of a call stands for."""
+    """Return the failure for the error of a call."""
     hint = dict(exc.trailing_metadata() or ()).get(names.RETRY_AFTER_MS)
     details = exc.details() or exc.code().name
     return failure_from_status(exc.code(), f"{details} (request {number})" if number else details, hint, endpoint)
 
 
 def compression_hint(data: codec.Buffer) -> str:
-    """Return words for an answer that is no message because it is compressed; empty if it is not."""
+    """Return a hint for error messages if an answer does not parse because it is compressed; else an empty string."""
     compressed = codec.is_compressed(data)
     return " (it is compressed, which this student never asks for, and does not take)" if compressed else ""
 
@@ -260,7 +257,7 @@ class UnknownModel(RequestFailed):
 
 
 _RESTRICTED = "protocol is restricted"
-"""Triton's words for a method that is closed to others (`--grpc-restricted-protocol`); its code says UNAVAILABLE."""
+"""Triton's message for a restricted method (`--grpc-restricted-protocol`), whose status code is UNAVAILABLE."""
 
 
 class ServerCalls:
@@ -269,7 +266,7 @@ class ServerCalls:
     def __init__(self, endpoint: str, files: CredentialFiles | None = None, options: Options | None = None) -> None:
         self.endpoint = endpoint
         self.options = options or Options()
-        self.metadata: Metadata = ()  # of every call
+        self.metadata: Metadata = ()  # sent with every call
         self._files = files
         self._answer_nbytes = min(_FIRST_ANSWER_NBYTES, self.options.max_answer_bytes)
         self.channel = self._open_channel()
@@ -278,14 +275,14 @@ class ServerCalls:
         return aio_channel(self.endpoint, self._files, [*_OPTIONS, *_channel_options(self._answer_nbytes)])
 
     def authorize(self) -> None:
-        """Show the token of this student with every call from now on."""
+        """Send this student's token with every call from now on."""
         try:
             self.metadata = call_metadata(self.endpoint, self._files)
         except SettingsError as exc:
             raise TeacherLacks(str(exc)) from exc
 
     async def allow_answers(self, nbytes: int) -> bool:
-        """Accept answers of `nbytes`; return whether that needed another channel, whose limit is fixed."""
+        """Accept answers of up to `nbytes`; return whether this needed a new channel, whose limit is fixed."""
         if nbytes <= self._answer_nbytes:
             return False
         await self.channel.close()
@@ -316,19 +313,19 @@ class ServerCalls:
             raise RequestFailed(FailureKind.REJECTED, what) from exc
 
     def _refusal(self, method: str, exc: grpc.aio.AioRpcError) -> RequestFailed:
-        """Return the error for a method that the server refuses: whether waiting may help, and what to do."""
+        """Return the error for a method that the server refuses; its type says whether waiting may help."""
         code, words = exc.code(), str(failure_of_call(exc, self.endpoint))
         remedy = ": name the model, Teachers(model=...)" if method == "RepositoryIndex" else ""
         if code is grpc.StatusCode.UNIMPLEMENTED:  # whose details, "Method not implemented!", name none
             what = f"{self.endpoint} does not implement {method}{remedy}"
-            # A load balancer says that, too, while no server is behind it.
+            # A load balancer returns this, too, while it has no server.
             return RequestFailed(FailureKind.REJECTED, what) if method == "ServerReady" else TeacherLacks(what)
         if _RESTRICTED in (exc.details() or "") or (remedy and code is grpc.StatusCode.PERMISSION_DENIED):
             return TeacherLacks(f"{words} ({method}){remedy}")
         if code is grpc.StatusCode.UNAUTHENTICATED and (self._files is None or not self._files.settings.token_file):
             what = f"{words}: this student shows no token (EDL_TOKEN_FILE, token_file=, --token-file)"
             return TeacherLacks(f"{what}{remedy}")
-        if code in _ACCESS_DENIED:  # said aloud, where a teacher that is merely away is not
+        if code in _ACCESS_DENIED:  # REJECTED is logged as a warning; an unreachable teacher is not
             return RequestFailed(FailureKind.REJECTED, f"{words}{remedy}")
         if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
             return UnknownModel(FailureKind.REJECTED, words)

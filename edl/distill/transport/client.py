@@ -1,11 +1,10 @@
-"""`TeacherClient`: a connection to a teacher, over which requests go and answers come. KServe v2 over gRPC.
+"""`TeacherClient`, a connection to a teacher that sends requests and receives answers: KServe v2 over gRPC.
 
-A request goes over the stream of a server of ours, else as a call of its own; its tensors lie in shared memory where
-the server is on this host, else in the message. What fails in shared memory, which the server may have lost, or in
-fragments is sent once more in the other way. Every error is a `RequestFailure` that the dispatcher understands.
+With EDL's own server, a request goes over a stream, otherwise it is a unary call. Its tensors are in shared memory if
+the server is on this host, otherwise in the message. A request that fails in shared memory (which the server may have
+lost) or in fragments is sent once more in the other way. Every error is a `RequestFailure` for the dispatcher.
 
-What the server is, `probe` finds out; `replies` checks the answers. What does not belong here: retries, or any choice
-between teachers.
+`probe` inspects the server, and `replies` checks the answers. Retries and the choice of teachers are made elsewhere.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ __all__ = ["Done", "TeacherClient"]
 
 logger = logging.getLogger("edl.distill")
 
-_PLACEHOLDER_ID = "-" * 16  # as long as a stream's, so that a call of its own is as large
-_SMALL_NBYTES = 4096  # bytes; no server refuses a message for that
+_PLACEHOLDER_ID = "-" * 16  # as long as an id on the stream, so that a unary call has the same size
+_SMALL_NBYTES = 4096  # no server refuses a message of this size
 _MOST_HEADERS = 1024
-"""Headers of requests that are kept: one for each shape and slot of shared memory."""
+"""Number of cached request headers, one for each shape and slot of shared memory."""
 
 Done: TypeAlias = Callable[[Reply | RequestFailure | None], None]
-"""Called once, on the event loop, with what became of a request; with None if it was cancelled."""
+"""Called once on the event loop with the result of a request, or None if it was cancelled."""
 
 
 @dataclass(eq=False)
@@ -64,7 +63,7 @@ class _Request:
     region: str | None = None  # the name of the shared memory that its tensors lie in; None in the message
     in_fragments: bool = False
     number: str = ""  # on the stream
-    task: asyncio.Task[Reply] | None = None  # where it needs one: for calls of its own, and to be sent otherwise
+    task: asyncio.Task[Reply] | None = None  # for unary calls, and for sending it again in another way
     cancelled: bool = False
 
 
@@ -73,9 +72,9 @@ class TeacherClient:
 
     Args:
         endpoint: `host:port`, or `unix:` and a path.
-        output_spec: What is asked for.
-        shared_memory: Whether to use it if the teacher is on this host.
-        region_names: Under which the teacher knows shared memory, on connections before this as well.
+        output_spec: What the student asks for.
+        shared_memory: Whether to use shared memory if the teacher is on this host.
+        region_names: Names under which the teacher knows shared memory, from earlier connections too.
         files: Certificates and tokens, None for neither.
         options: Says how large messages may be.
         on_lost: Called with this client and the reason when a request finds the connection lost.
@@ -113,20 +112,20 @@ class TeacherClient:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model, with the version that its last answer named."""
+        """The model, with the version named in its last answer."""
         return self._replies.spec
 
     @property
     def takes_bundles(self) -> bool:
-        """Whether requests name shared memory, and several of them can go in a message."""
+        """Whether requests refer to shared memory and several can share a message."""
         return self.shares_memory and self._server.streams and names.EXTENSION_BUNDLE in self._server.extensions
 
     async def open(self, timeout_s: float) -> ModelSpec:
-        """Connect, and see that the server is ready and what its model looks like.
+        """Connect, check that the server is ready, and fetch its model's metadata.
 
         Raises:
-            RequestFailed: LOST if it cannot be reached or is not ready.
-            TeacherLacks: It has no such model, does not say which it has, or wants a token that this student lacks.
+            RequestFailed: LOST if the server cannot be reached or is not ready.
+            TeacherLacks: It lacks the model, does not say which it has, or requires a token that this student lacks.
         """
         deadline = time.monotonic() + timeout_s
         self._calls.authorize()
@@ -168,12 +167,12 @@ class TeacherClient:
         return await fetch_spec(self._calls, self.output_spec, self._server, self.spec, deadline)
 
     def start(self, payload: Payload, timeout_s: float, done: Done) -> Callable[[], None]:
-        """Ask for the outputs of `payload`; return what cancels the request.
+        """Ask for the outputs of `payload`; return a function that cancels the request.
 
-        `done` is called once, not before this returns: with the outputs, [rows, ...] and read-only, or `TopK` where
-        `output_spec.top_k` is set; with why there are none; or with None if the request was cancelled.
+        `done` is called once, after this returns: with the outputs (read-only [rows, ...], or `TopK` if
+        `output_spec.top_k` is set), with a failure, or with None if the request was cancelled.
 
-        Most requests go over the stream without a task of their own, which spares the event loop some of its turns.
+        Most requests go over the stream without a task of their own, which saves the event loop some turns.
         """
         request = _Request(payload, timeout_s, time.monotonic() + timeout_s, done)
         self._requests.add(request)
@@ -182,14 +181,14 @@ class TeacherClient:
         return functools.partial(self._cancel, request)
 
     def retire(self) -> None:
-        """Close the connection when its last request has ended. Another one goes on using the shared memory."""
+        """Close the connection once its last request has ended. A new connection goes on using the shared memory."""
         self._retired = True
         self._close_if_idle()
 
     async def close(self, *, unregister: bool = True) -> None:
-        """Close the connection; requests under way end with LOST. May be called twice.
+        """Close the connection; pending requests end with LOST. May be called twice.
 
-        `unregister`: whether the teacher is to let go of shared memory; not if another connection goes on using it.
+        `unregister` says whether to unregister shared memory, which must stay if another connection uses it.
         """
         if self._closing is not None and self._closing is not asyncio.current_task():
             await self._closing
@@ -238,7 +237,7 @@ class TeacherClient:
             self._stream.cancel(request.number)
 
     def _answered(self, request: _Request, answer: RawResponse | RequestFailure | None) -> None:
-        """Take an answer from the stream, or send the request otherwise where that may succeed."""
+        """Handle an answer from the stream, or send the request in another way if that may succeed."""
         result: Reply | RequestFailure | None = None
         if isinstance(answer, tuple):
             try:
@@ -246,7 +245,7 @@ class TeacherClient:
             except RequestFailed as exc:
                 result = replace(exc.failure, message=f"{exc.failure.message} (request {request.number})")
             except Exception as exc:
-                # Whatever it was, the request has ended; it must not take the stream, and itself, along.
+                # End only this request, whatever the error; the stream must survive it.
                 logger.exception("an answer of %s was not understood, in a way not foreseen", self.endpoint)
                 result = RequestFailure(FailureKind.ERROR, f"{self.endpoint}: {type(exc).__name__}: {exc}")
         elif answer is not None and self._may_succeed_otherwise(request, answer):
@@ -284,7 +283,7 @@ class TeacherClient:
             self._closing = asyncio.get_running_loop().create_task(self.close(unregister=False))
 
     async def _send(self, request: _Request) -> Reply:
-        """Send a request that cannot simply go over the stream: the first of its size, or to a server without one."""
+        """Send a request that cannot go over the stream directly: the first of its size, or to a server without one."""
         if self._is_lost:
             raise RequestFailed(
                 FailureKind.LOST, f"{self.endpoint}: the connection was lost or closed before this request"
@@ -302,10 +301,10 @@ class TeacherClient:
         return await self._send_otherwise(request, failure)
 
     async def _send_otherwise(self, request: _Request, failure: RequestFailure) -> Reply:
-        """Send what failed in shared memory, which the teacher may have lost, or in fragments.
+        """Send a request again that failed in shared memory, which the teacher may have lost, or in fragments.
 
-        In memory that is registered once more if that is what the teacher says; else, and after that, in the message.
-        What failed in fragments is sent whole.
+        If the teacher does not know the memory, it is registered again first. Otherwise, or if that fails, the tensors
+        are sent in the message. A request that failed in fragments is sent whole.
         """
         slot, region = request.payload.slot, request.region
         if region is not None and slot is not None and is_about_memory(failure, region):
@@ -338,10 +337,10 @@ class TeacherClient:
         return self._replies.read(answer, request.payload.rows)
 
     async def _send_whole(self, request: _Request) -> Reply:
-        """Send a request that was refused in fragments as a call of its own.
+        """Send a request that was refused in fragments as a unary call.
 
-        Behind a load balancer, or after a connection that gRPC made anew, the stream may lead to an older server than
-        the one that announced fragments. If the request is taken now, no others go in fragments.
+        Behind a load balancer, or after gRPC has reconnected, the stream may lead to an older server than the one that
+        announced fragments. If the request succeeds now, no more requests are sent in fragments.
         """
         reply = await self._call(request, *self._message(request))
         if self._takes_fragments:
@@ -382,7 +381,7 @@ class TeacherClient:
 
     @staticmethod
     def _may_succeed_otherwise(request: _Request, failure: RequestFailure) -> bool:
-        """Return whether what failed in shared memory, or in fragments, may succeed otherwise: it was refused."""
+        """Return whether a request was refused because of shared memory or fragments, so another way may succeed."""
         if request.region is None and not request.in_fragments:
             return False
         about_memory = request.region is not None and is_about_memory(failure, request.region)
@@ -390,7 +389,7 @@ class TeacherClient:
 
     @property
     def _is_lost(self) -> bool:
-        """Whether the stream has ended: another server may answer at this address now, and know no region of ours."""
+        """Whether the stream has ended, so that another server without our regions may now be at this address."""
         return self._closed or (self._stream is not None and self._stream.broken and not self._stream.refused)
 
     def _open_stream(self) -> InferStream:
@@ -406,7 +405,7 @@ class TeacherClient:
         return self._stream
 
     def _fits_proven_size(self, header: bytes, raw: Sequence[codec.Buffer]) -> bool:
-        """Return whether the server takes messages of this size. A refused message would end the whole stream."""
+        """Return whether the server has accepted a message of this size. A refused one would end the whole stream."""
         return _nbytes(header, raw) <= self._proven_nbytes
 
     def _message(self, request: _Request) -> tuple[bytes, Sequence[codec.Buffer]]:

@@ -1,7 +1,7 @@
-"""Finds out what a server and its model are: what they take, give and can do, before the first request.
+"""Inspects a server and its model before the first request: inputs, outputs, limits and extensions.
 
-Whatever a server says is read without trust: it may answer anything. `RequestFailed` says whether waiting may help,
-`TeacherLacks` that only a change of the server or the student would.
+A server's answers are not trusted, because it may answer anything. `RequestFailed` says whether waiting may help, and
+`TeacherLacks` that the server or the student must be changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes labels of a teacher's answers, and checks what can be checked: model, version, names, types, shapes, NaN."""
+"""Converts a teacher's answers to labels, and checks model, version, names, types, shapes and NaN."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class ReplyReader:
         if spec is not None and not spec.fits(array.shape[1:]):
             raise self.unusable(f"output {name!r} has rows of shape {list(array.shape[1:])}, not {list(spec.shape)}")
         if array.dtype.kind == "f":
-            # `min` hands NaN on, and is done in half the time of a look at each.
+            # `min` propagates NaN, and takes half the time of checking each value.
             if self._checks_nan and array.size and np.isnan(array.min()):
                 row = int(np.argwhere(np.isnan(array))[0][0])
                 raise self.unusable(f"output {name!r} is NaN in row {row} of {rows}")

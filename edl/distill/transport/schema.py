@@ -1,10 +1,10 @@
-"""What is asked of teachers, what their models take and give, and what they answer. Values and decisions only.
+"""Descriptions of requests, models and answers, and the choice of a request's priority. Values and decisions only.
 
 Triton's extension "schedule_policy" has a request parameter `priority`: 1 is the highest, larger numbers are lower, and
 0, or a number beyond the model's `priority_levels`, is the model's default
 (https://docs.nvidia.com/deeplearning/triton-inference-server/user-guide/docs/protocol/extension_schedule_policy.html).
-A server that is executing goes on with it, so that even a request of the highest priority waits for what of ours is
-being executed: hence the limits beside it (`choose_priority`).
+A server does not interrupt a running batch, so even a request of the highest priority waits for a batch of ours. This
+is why `choose_priority` also limits rows and requests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ rows: with an eighth the p99 of the server's own clients was 1.3 times that with
 
 @dataclass(frozen=True)
 class RequestPriority:
-    """With which priority a model is asked, and how much of it is taken."""
+    """The priority of requests to a model, and limits on their size and number."""
 
     level: int = 0  # the parameter of requests; 0 for none
     max_rows: int = 0  # most rows of a request, 0 for no limit of this kind
@@ -110,7 +110,7 @@ def check_version(version: object) -> None:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """What a student asks teachers for."""
+    """The outputs that a student requests, and their form."""
 
     outputs: tuple[str, ...]  # names of the model's outputs
     model: str = ""  # the model's name in KServe v2 requests; empty for the only model of the server

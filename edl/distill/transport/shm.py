@@ -1,11 +1,11 @@
-"""Shared memory that a student writes its inputs to once, for teachers on the same host to read where they are.
+"""Shared memory into which a student writes its inputs once, and from which teachers on the same host read them.
 
 An `Arena` hands out slots of POSIX shared memory and takes them back. Slots are reused, so their pages are faulted in
-once. A region's file is locked for as long as this process, or a child that it forked, has it mapped: what a killed
-process left behind is swept by the next reader, and a locked file has a living owner, even in another container, where
-process ids mean something else.
+only once. The file of a region stays locked while this process, or a child that it forked, has it mapped. So a locked
+file has a living owner, even in another container with other process ids, and the next reader removes the unlocked
+files of killed processes.
 
-`ShmRegistrations` tells a teacher of the memory, and keeps the names under which the teacher knows it.
+`ShmRegistrations` registers the memory with a teacher, and keeps the names under which the teacher knows it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ShmRegion:
         self.path = SHM_FOLDER / self.name  # of the file
         file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            # Of the open file, which the mapping keeps: the kernel lets go of it with the last process that has it.
+            # The lock belongs to the open file, which the mapping keeps open; the last process to unmap it releases it.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file).st_nlink == 0:
                 raise FileNotFoundError(f"{self.path} was swept before it was locked")
@@ -129,7 +129,7 @@ class Arena:
                 self._free[slot.region.slot_nbytes].append(slot)
 
     def close(self) -> None:
-        """Remove all shared memory from the system. Teachers that mapped it keep their mapping until they let go."""
+        """Remove all shared memory from the system. Teachers that mapped it keep their mapping until they unmap it."""
         with self._lock:
             self._closed = True
             regions = self._regions
@@ -175,7 +175,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 _UNREGISTER_S = 0.5
-"""How long the end of a connection waits for the teacher to let go: a teacher of ours sweeps what is left then."""
+"""How long closing a connection waits for the teacher to unregister memory. EDL's own server sweeps the rest later."""
 _UNREGISTER_AGAIN_S = 0.02  # Triton refuses while it computes a request in the region, which takes about as long
 
 RegionNames = dict[str, str]
@@ -230,7 +230,7 @@ class ShmRegistrations:
             return await self._register(region, deadline)
 
     async def close(self) -> None:
-        """Have the teacher let go of the memory, as far as it does within half a second."""
+        """Unregister all memory from the teacher, as far as it answers within half a second."""
         names = list(self._known.values())
         self._known = {}
         self._names.clear()
@@ -274,7 +274,7 @@ def is_about_memory(failure: RequestFailure, name: str) -> bool:
     Servers use various codes, but say what it is about: "Unable to find shared memory region: 'edl-…'" (Triton).
     """
     words = failure.message.lower()
-    if failure.kind is FailureKind.LOST:  # so is a request for a model that is not there any more, of the same code
+    if failure.kind is FailureKind.LOST:  # a request for a missing model has the same status code
         return name in words
     return failure.kind in (FailureKind.REJECTED, FailureKind.ERROR) and (name in words or "shared memory" in words)
 

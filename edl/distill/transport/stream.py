@@ -1,6 +1,6 @@
-"""Sends requests to a teacher over a bidirectional stream: half the cost of calls of their own.
+"""Sends requests to a teacher over a bidirectional stream, which costs half as much as unary calls.
 
-Answers come in any order and are matched by id. What does not belong here: what is in a request or an answer.
+Answers arrive in any order and are matched by id. The contents of requests and answers are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _CLOSE_S = 0.5
 """How long `close` waits for the call's status, which comes within milliseconds or never."""
 _BUNDLE_NBYTES = 4000  # of one bundle; with what is around it, no server refuses a message of that size
 _LEAST_FRAGMENTED_NBYTES = 8 << 20
-"""A request from here on goes in fragments: of those with 19 MB a tenth more in a second, of those with 5 MB none."""
+"""Requests of this size and more are sent in fragments. That gives a tenth more requests a second at 19 MB, and none at
+5 MB."""
 _FRAGMENT_NBYTES = 4 << 20
-"""Of a fragment: the five copies of it between two processes stay in the caches. Of one of 1 MB the message costs more
-than the caches save, and with one of 8 MB half of that is lost."""
-_FRAMING = 24  # bytes that a message of a bundle takes beside itself: its id, a tag and its length
+"""Size of a fragment, whose five copies between two processes stay in the caches. At 1 MB the messages cost more than
+the caches save, and at 8 MB half of the gain is lost."""
+_FRAMING = 24  # bytes that a bundle adds to a message: its id, a tag and its length
 _CANCEL = kserve.ModelInferRequest(
     parameters={names.CANCEL: kserve.InferParameter(bool_param=True)}
 ).SerializeToString()
@@ -59,13 +60,13 @@ class _PendingRequest:
 class InferStream:
     """An open `ModelStreamInfer` of a server with `names.EXTENSION_STREAM`. Used on the event loop.
 
-    Requests are joined to messages when their turn to be written comes, so no more than one lies in memory at a time.
-    They have neither a task nor a timer of their own, which would cost a turn of the loop per request. Large requests
-    go in fragments. Small requests that are there when that turn comes, such as requests that name shared memory, go
-    into a single message; none waits for another.
+    A request is serialized only when it is written, so at most one message is in memory at a time. Requests have
+    neither a task nor a timer of their own, which would cost a turn of the loop each. Large requests are sent in
+    fragments. Small ones that wait at the same time, such as requests that refer to shared memory, share a message;
+    none waits for another.
 
     Args:
-        ids: for its requests; new ids if left out.
+        ids: Ids for its requests; None for new ids.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class InferStream:
         for message in fragments.fragment_request(header, waiting.raw, number, _FRAGMENT_NBYTES):
             await self._call.write(message)
             if number not in self._waiting:
-                return  # its tensors may be others by now; a cancellation follows, by which the server forgets it
+                return  # its tensors may have changed; a cancellation follows, so the server discards the fragments
 
     def _next_message(self) -> bytes:
         """Return the next request, or as many as fit into a bundle."""
@@ -254,7 +255,7 @@ class InferStream:
         try:
             while (data := await self._call.read()) is not grpc.aio.EOF:
                 self._receive(data)
-                data = b""  # the next one may be long in coming: an answer that was taken would stay for as long
+                data = b""  # otherwise a delivered answer would stay in memory until the next one arrives
         except grpc.aio.AioRpcError as exc:
             failure = RequestFailure(_kind_of(exc.code()), f"{self._endpoint}: {exc.details() or exc.code().name}")
             hint = dict(exc.trailing_metadata() or ()).get(names.RETRY_AFTER_MS)
@@ -302,5 +303,5 @@ def _set_result(
 
 
 def _kind_of(code: grpc.StatusCode) -> FailureKind:
-    """Return what the end of a stream is to its requests, none of which needs to have caused it."""
+    """Return the failure kind of a stream's requests when it ends, which none of them need have caused."""
     return FailureKind.ERROR if code is grpc.StatusCode.UNKNOWN else FailureKind.LOST

@@ -1,11 +1,12 @@
 """Models that the teacher server can serve: their loaders, found by name and imported when used.
 
-A module here turns a family of models into a `Backend`: `callable` Python functions over numpy arrays, `torch` PyTorch
-in three formats, `paddle` inference models of PaddlePaddle, `hf` models of transformers. All but `hf`, whose inputs are
-token ids, pass one conformance suite. `model_version` computes the version of a model that Python code makes.
+Each module turns one family of models into a `Backend`: `callable` serves Python functions over numpy arrays, `torch`
+PyTorch models in three formats, `paddle` PaddlePaddle inference models, and `hf` models of transformers. All but `hf`,
+whose inputs are token ids, pass one conformance suite. `model_version` computes the version of a model that is built by
+Python code.
 
-What does not belong here: batching, requests, sockets. A backend sees arrays and gives arrays.
-A model of another family needs no change here: a `--factory` may return a `Backend` of its own.
+A backend takes arrays and returns arrays; batching, requests and sockets are handled elsewhere. To serve another family
+of models, write a `--factory` that returns your own `Backend`; nothing here needs to change.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ MODEL_LOADERS = {
     ),
     "paddle": ("paddle:PaddleBackend", _ANY_MODEL | {"device", "threads"}),
 }
-"""By flag: the function in this package that makes a `Backend` of a `ModelSource`, and the fields that it takes."""
+"""For each flag: the function in this package that turns a `ModelSource` into a `Backend`, and the fields it
+accepts."""
 
 
 def open_backends(source: ModelSource) -> list[Backend]:
-    """Load the model that `source` names, an instance for each device that it names; the caller closes them.
+    """Load the model that `source` names, once per device; the caller closes the backends.
 
-    Raises `SettingsError`, which names the flag, and what the user's own code raises while it builds the model.
+    Raises `SettingsError`, which names the flag, and anything that the user's code raises while it builds the model.
     """
     loader, takes = MODEL_LOADERS[source.kind]
     for field in fields(source):

@@ -1,10 +1,10 @@
-"""The interface of a model to the teacher server, and the common part of backends that run a model of the user's.
+"""`Backend`, the interface between the teacher server and a model, and `DescribedBackend` for models of the user's.
 
-Inputs are views of memory that is not the model's own. numpy refuses writes to them by the array's flag. torch and
-native code do not look at it, and a process that writes to read-only shared memory is killed by SIGSEGV: so a model
-that writes is found out before there are students, on memory that may be written to.
+Inputs are views of memory that does not belong to the model. numpy refuses to write to an array that is flagged
+read-only. torch and native code ignore the flag, and writing to read-only shared memory kills the process with SIGSEGV.
+So the warm-up checks on writable memory whether a model writes to its inputs, before any student is served.
 
-Names, types and shapes of a user's model come from text, from files, from a sample batch, or from what it answers
+The names, types and shapes of a user's model come from text, from files, from a sample batch, or from calling the model
 (`DescribedBackend`).
 """
 
@@ -30,13 +30,13 @@ _COMPLAINTS = ("read-only", "readonly", "not writeable", "not writable")  # nump
 
 
 def modifies_inputs(predict: Callable[[Mapping[str, Array]], object], batch: Mapping[str, Array]) -> bool:
-    """Call a model, and find out whether it tries to change the batch."""
+    """Call a model on a copy of the batch, and return whether it tries to change its inputs."""
     given = {name: np.array(array, order="C") for name, array in batch.items()}
     before = {name: array.copy() for name, array in given.items()}
     for array in given.values():
         array.flags.writeable = False
     try:
-        predict(dict(given))  # which the model may empty
+        predict(dict(given))  # a copy, since the model may remove entries
     except Exception as exc:
         if is_read_only_error(exc):
             return True
@@ -45,15 +45,15 @@ def modifies_inputs(predict: Callable[[Mapping[str, Array]], object], batch: Map
 
 
 def is_read_only_error(exc: BaseException) -> bool:
-    """Return whether an error is the refusal to write to an array, rather than to a file."""
+    """Return whether an error says that an array, rather than a file, is read-only."""
     text = str(exc).lower()
     return isinstance(exc, ValueError | TypeError | RuntimeError) and any(words in text for words in _COMPLAINTS)
 
 
 def with_nonzero_floats(zeros: Mapping[str, Array]) -> dict[str, Array]:
-    """Return a batch with other floats in place of zeros: times two, or cut off at 0 or 1, a zero stays what it is.
+    """Return the batch with floats other than zero, since doubling or clamping a zero in place would go unnoticed.
 
-    Whole numbers stay zeros: they may be indices, and a GPU whose kernel was given a larger index than it has is lost.
+    Integers stay zero. They may be indices, and an index out of range makes a GPU unusable for the process.
     """
     batch = dict(zeros)
     for name, array in zeros.items():
@@ -63,7 +63,7 @@ def with_nonzero_floats(zeros: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def warn_of_copies() -> None:
-    """Log a warning that the model gets copies of its inputs, and how to save them."""
+    """Warn that the model gets copies of its inputs, and say how to avoid them."""
     _log.warning(
         "the model writes to its inputs, which are read-only: from now on it gets copies. Have it write to arrays of "
         "its own to save them"
@@ -73,7 +73,7 @@ def warn_of_copies() -> None:
 def _same(array: Array, before: Array) -> bool:
     if array.dtype == object:
         return bool(array.tolist() == before.tolist())
-    return array.tobytes() == before.tobytes()  # as it lies: NaN is not equal to itself
+    return array.tobytes() == before.tobytes()  # as bytes, since NaN is not equal to itself
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class TensorSpec:
     """Name, type and shape of an input or output.
 
     Attributes:
-        name: Its name on the wire.
+        name: Name of the tensor in requests and responses.
         datatype: KServe's name of the type ("UINT8", "FP32", "INT64", "BYTES", ...).
         shape: Shape of a row, without the batch dimension; -1 is a dimension of any size.
 
     Raises:
-        SettingsError: an empty name, an unknown datatype, or a dimension that is neither -1 nor above 0.
+        SettingsError: The name is empty, the datatype is unknown, or a dimension is neither -1 nor above 0.
     """
 
     name: str
@@ -106,12 +106,12 @@ class TensorSpec:
 
 
 class TopKArrays(NamedTuple):
-    """The k largest values of each row of an output, and what the others add to a softmax.
+    """The k largest values of each row of an output, and what the remaining classes add to a softmax.
 
     Attributes:
         ids: Ids of the classes, INT32 `[rows, k]`, by falling value; equal values by rising id.
-        values: Their values, `[rows, k]` in the output's datatype.
-        tail: log(sum(exp(value / temperature))) over the classes left out, FP32 `[rows]`; -inf if there are none.
+        values: Values of these classes, `[rows, k]` in the output's datatype.
+        tail: log(sum(exp(value / temperature))) over the remaining classes, FP32 `[rows]`; -inf if there are none.
     """
 
     ids: Array
@@ -122,48 +122,48 @@ class TopKArrays(NamedTuple):
 class Backend(abc.ABC):
     """An instance of a model.
 
-    The server calls `warm_up`, `predict` and `close` of a backend from a single worker thread, never at the same time;
-    the constructor runs in the caller's. The properties must be there, and stay the same, from construction on; a
-    subclass may have plain attributes in their place.
+    The server calls `warm_up`, `predict` and `close` one at a time from a single worker thread; the constructor runs in
+    the caller's thread. The properties must be available after construction and must not change. A subclass may define
+    plain attributes instead.
     """
 
     @property
     @abc.abstractmethod
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """What `predict` takes."""
+        """The inputs of `predict`."""
 
     @property
     @abc.abstractmethod
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """What `predict` returns."""
+        """The outputs of `predict`."""
 
     version_if_unnamed = "1"
-    """What `version` is where a subclass does not say. `edl serve --factory` puts a hash here."""
+    """`version` of a backend that does not define its own. `edl serve --factory` stores a hash here."""
 
     writes_inputs = False
-    """Whether `predict` changes the arrays that it is given: then it gets copies. `warm_up` finds it out."""
+    """Whether `predict` changes its input arrays, in which case it gets copies. `warm_up` detects this."""
 
     @property
     def version(self) -> str:
-        """The version of the weights, which students key their cache of labels by: two models must differ in it."""
+        """The version of the weights. Students key their label caches by it, so it must differ between models."""
         return self.version_if_unnamed
 
     @property
     def names_its_version(self) -> bool:
-        """Whether `version` comes from the model, and not from outside."""
+        """Whether the backend itself defines `version`."""
         return type(self).version is not Backend.version
 
     @property
     def platform(self) -> str:
-        """What `ModelMetadata` calls the platform."""
+        """The platform that `ModelMetadata` reports."""
         return "python"
 
     @property
     def inline(self) -> bool:
-        """Whether `predict` takes microseconds, as a look-up does: the server calls it on its event loop.
+        """Whether `predict` takes only microseconds (a look-up, say), so that the server calls it on its event loop.
 
-        That saves the way to a worker thread and back. Everything else (health checks, other requests) waits for it,
-        and requests are not batched, so no real model may say so.
+        This saves the switch to a worker thread and back. But all other work, such as health checks and other requests,
+        waits for the call, and requests are not batched, so a real model must not set it.
         """
         return False
 
@@ -172,88 +172,90 @@ class Backend(abc.ABC):
         """Compute outputs for a batch.
 
         Args:
-            inputs: every name in `inputs` (optional ones where they were sent), `[rows, *shape]` in the dtype of its
-                datatype (BYTES: object arrays of bytes), C-contiguous. They are views of the network's buffers or of
-                shared memory, so they may be read-only and not aligned, and they must not be kept: the memory is used
-                again after `predict` returns. With `writes_inputs` they may be written to.
+            inputs: Arrays `[rows, *shape]` for every name in `inputs` (optional ones only if they were sent), in the
+                dtype of the input's datatype (BYTES: object arrays of bytes), C-contiguous. They are views of network
+                buffers or of shared memory, so they may be read-only and unaligned. Do not keep them: the memory is
+                reused after `predict` returns. With `writes_inputs` you may write to them.
 
         Returns:
-            Every name in `outputs`, `[rows, *shape]` with the same number of rows and in the same order, in the dtype
-            of its datatype. The server has read them before it calls `predict` again, so a backend may return the same
-            arrays every time. More names than that are ignored.
+            Arrays `[rows, *shape]` for every name in `outputs`, with the same rows in the same order, in the dtype of
+            the output's datatype. The server reads them before it calls `predict` again, so a backend may return the
+            same arrays each time. Additional names are ignored.
 
         Raises:
-            Exception: any; the students of this batch are told its type and message, and the server serves on.
+            Exception: Anything. The students of this batch get its type and message, and the server keeps running.
         """
 
     @property
     def max_top_k(self) -> int | None:
-        """The largest k of `predict_top_k`; None for a model that is called by `predict` alone."""
+        """The largest k that `predict_top_k` accepts; None for a model that has only `predict`."""
         return None
 
     @property
     def top_k_outputs(self) -> frozenset[str]:
-        """The outputs that `predict_top_k` returns as `TopKArrays`; those with a last dimension of a known size."""
+        """The outputs that `predict_top_k` returns as `TopKArrays`; by default, all whose last dimension is known."""
         return frozenset(spec.name for spec in self.outputs if spec.shape and spec.shape[-1] != -1)
 
     def predict_top_k(
         self, inputs: Mapping[str, Array], k: int, temperature: float
     ) -> Mapping[str, Array | TopKArrays]:
-        """Compute outputs for a batch, where `max_top_k` is not None; the whole outputs never come to the host.
+        """Compute outputs for a batch without copying whole outputs to the host.
+
+        Called instead of `predict` if `max_top_k` is not None.
 
         Args:
-            inputs: as for `predict`.
+            inputs: The same arrays as for `predict`.
             k: How many values to return, from 1 to `max_top_k`.
             temperature: Temperature of the tails.
 
         Returns:
-            As `predict`, but `TopKArrays` for `top_k_outputs`.
+            The same as `predict`, but `TopKArrays` for each of `top_k_outputs`.
 
         Raises:
-            Exception: as for `predict`.
+            Exception: Anything, as for `predict`.
         """
         raise NotImplementedError(f"{type(self).__name__} has max_top_k={self.max_top_k} and no predict_top_k")
 
     @property
     def sequence_input(self) -> str | None:
-        """The INT32 input of shape () that is 0 where a sequence begins, and then rises by 1 from row to row.
+        """The INT32 input of shape () that is 0 in the first row of a sequence and rises by 1 from row to row.
 
-        Batches hold whole sequences then. None where rows have nothing to do with one another.
+        Batches then hold whole sequences. None if rows are independent of one another.
         """
         return None
 
     @property
     def max_sequence(self) -> int | None:
-        """The most rows of a sequence; None for as many as a batch has."""
+        """The largest number of rows in a sequence; None for as many as fit in a batch."""
         return None
 
     @property
     def optional_outputs(self) -> Mapping[str, str]:
-        """The outputs that are there only if the request has an optional input: the input's name by the output's."""
+        """Optional outputs, each with the name of the optional input that a request must send to get it."""
         return {}
 
     @property
     def instance_meta(self) -> Mapping[str, str]:
-        """Metadata that students find in discovery beside the server's own."""
+        """Metadata to publish in discovery in addition to the server's own."""
         return {}
 
     def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:  # noqa: B027 - most take any
-        """Refuse a request before it waits. Called on the server's event loop: microseconds only.
+        """Refuse a bad request before it is queued. Called on the server's event loop, so it must take microseconds.
 
         Args:
-            inputs: as for `predict`, of the request alone.
+            inputs: The arrays of this request alone, as for `predict`.
             temperature: Temperature that the request asks for.
 
         Raises:
-            RequestError: the request cannot be computed (`request_error.invalid_argument`). `predict` may raise it as
-                well, where it shows only then.
+            RequestError: The request cannot be computed (`request_error.invalid_argument`). `predict` may also raise
+                it for faults that show only during the computation.
         """
 
     def find_fault(self) -> str:
-        """Return why the model cannot be asked now, empty if it can.
+        """Return why the model cannot take requests now; empty if it can.
 
-        The server calls this every second on its event loop, so it must answer at once. While there is a fault the
-        server is not ready, and is out of discovery.
+        The server calls this every second on its event loop, so it must return at once. While it returns a fault, the
+        server is not ready and is not in discovery.
         """
         return ""
 
@@ -261,22 +263,23 @@ class Backend(abc.ABC):
         """Return a batch to try the model with; zeros by default.
 
         Args:
-            rows: Rows of the batch.
+            rows: Number of rows in the batch.
 
         Returns:
-            Every name in `inputs` that is not optional, `[rows, *shape]`.
+            Arrays `[rows, *shape]` for every name in `inputs` that is not optional.
         """
         optional = {*self.optional_outputs.values()}
         return {spec.name: zeros(spec, rows) for spec in self.inputs if spec.name not in optional}
 
     def warm_up(self, max_rows: int) -> None:
-        """Make the first request as fast as the rest; called before the server is ready.
+        """Call the model before the server is ready, so that the first request is as fast as later ones.
 
-        By default, the model is called twice on `sample`. The first call finds out whether it writes to its inputs:
-        with floats that are not 0 where the sample is made up, unless the model does not take those.
+        By default, the model is called on `sample` with one row and with `max_rows`. The first call detects whether the
+        model writes to its inputs. For this, a sample of zeros gets floats other than 0, unless the model fails on
+        them.
 
         Args:
-            max_rows: Most rows that `predict` will be given at once.
+            max_rows: The largest number of rows that `predict` will get at once.
         """
         if self.max_top_k is not None:
             for rows in sorted({1, max_rows}):
@@ -288,7 +291,7 @@ class Backend(abc.ABC):
             self.predict(self.sample(max_rows))
 
     def _look_for_writes(self) -> bool:
-        """Set `writes_inputs`; return whether the model has been called, and did not fail."""
+        """Call the model to set `writes_inputs`; return False if it still has to be called with writable inputs."""
         batch = self.sample(1)
         changed = with_nonzero_floats(batch) if self._sample_is_made_up else batch
         try:
@@ -296,7 +299,7 @@ class Backend(abc.ABC):
         except Exception as exc:
             if changed is batch:
                 raise
-            # Zeros are what it is promised.
+            # Zeros are a valid sample, so the failure is not the model's fault.
             _log.debug("the model does not take floats other than zeros: %s: %s", type(exc).__name__, exc)
             self.writes_inputs = modifies_inputs(self.predict, batch)
         if self.writes_inputs:
@@ -308,7 +311,7 @@ class Backend(abc.ABC):
         return type(self).sample is Backend.sample
 
     def close(self) -> None:  # noqa: B027 - most models have nothing to release
-        """Release what the model holds. Called once, after the last `predict`."""
+        """Release the model's resources. Called once, after the last `predict`."""
 
 
 def zeros(spec: TensorSpec, rows: int, free: int = 1) -> Array:
@@ -350,11 +353,11 @@ def _datatype(name: str) -> str:
     try:
         return datatype_of(np.dtype(name.lower()))
     except (TypeError, ProtocolError):
-        return name  # TensorSpec refuses it, and lists what there is
+        return name  # TensorSpec refuses it, and lists the known types
 
 
 def parse_specs(texts: Sequence[str | TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Parse tensors whose names must differ."""
+    """Parse tensors, and refuse duplicate names."""
     specs = tuple(text if isinstance(text, TensorSpec) else parse_spec(text) for text in texts)
     names = [spec.name for spec in specs]
     for name in names:
@@ -364,7 +367,7 @@ def parse_specs(texts: Sequence[str | TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def read_sample(path: str) -> dict[str, Array]:
-    """Read the arrays of an `.npz` file, a batch of an input for every name."""
+    """Read the arrays of an `.npz` file, one batch per input name."""
     try:
         with np.load(existing_file(path, "--sample"), allow_pickle=False) as file:
             arrays: dict[str, Array] = {name: file[name] for name in file.files}
@@ -384,10 +387,10 @@ def spec_of(name: str, batch: Array) -> TensorSpec:
 def infer_outputs(
     predict: Predict, inputs: Sequence[TensorSpec], sample: Mapping[str, Array] | None
 ) -> list[TensorSpec]:
-    """Find a model's outputs by calling it: with a sample, or twice with zeros.
+    """Find a model's outputs by calling it, once with the sample or twice with zeros.
 
-    Dimensions of any size are 1 in the first batch of zeros and 2 in the second; where the outputs differ in a size,
-    that is of any size too.
+    A dimension of any size is 1 in the first batch of zeros and 2 in the second. An output dimension whose size differs
+    between the two calls is of any size too.
     """
     made_up = ({spec.name: zeros(spec, rows, free) for spec in inputs} for rows, free in ((2, 1), (3, 2)))
     batches = [sample] if sample else [*made_up]
@@ -407,7 +410,7 @@ def complete_outputs(
     inputs: Sequence[TensorSpec],
     sample: Mapping[str, Array] | None,
 ) -> tuple[TensorSpec, ...]:
-    """Complete the specs of outputs, of which some may be given by name alone, by calling the model."""
+    """Complete the specs of outputs that are given by name only, by calling the model."""
     if given and all(isinstance(text, TensorSpec) or ":" in text for text in given):
         return parse_specs(given)
     found = {spec.name: spec for spec in infer_outputs(predict, inputs, sample)}
@@ -426,12 +429,12 @@ def complete_outputs(
 
 
 def default_output_names(count: int) -> list[str]:
-    """Return names for the outputs of a model that gives them none."""
+    """Return default names for the outputs of a model that does not name them."""
     return ["output"] if count == 1 else [f"output_{index}" for index in range(count)]
 
 
 def select_outputs(answers: Mapping[str, T], names: Sequence[str]) -> Mapping[str, T]:
-    """Select outputs of a model by name, or in order if the model gives them no names."""
+    """Select outputs of a model by name, or by position if the model does not name them."""
     if all(name in answers for name in names):
         return answers
     if list(answers) == default_output_names(len(answers)) and len(names) <= len(answers):
@@ -450,7 +453,7 @@ def _merge(name: str, arrays: Sequence[Array]) -> TensorSpec:
 
 
 def cast_to_spec(spec: TensorSpec, value: object) -> Array:
-    """Cast an array to the dtype of a spec; raise TypeError if that would change values beyond rounding."""
+    """Cast an array to a spec's dtype; raise TypeError if that would change values by more than rounding."""
     try:
         array = array_of(value)
     except ProtocolError as exc:
@@ -468,7 +471,7 @@ def cast_to_spec(spec: TensorSpec, value: object) -> Array:
 
 
 def _refuse_overflow(spec: TensorSpec, array: Array, converted: Array) -> None:
-    """Refuse whole numbers that wrapped around, and finite numbers that became infinite."""
+    """Refuse a cast in which integers wrapped around or finite numbers became infinite."""
     if array.dtype.kind in "iu" and converted.dtype.kind in "iu":
         limits = np.iinfo(converted.dtype)
         low, high = int(array.min()), int(array.max())
@@ -489,10 +492,10 @@ class BatchSizeRange:
 
 
 def predict_in_parts(predict: Predict, inputs: Mapping[str, Array], accepted: BatchSizeRange) -> dict[str, Array]:
-    """Call `predict` with batches of sizes that it accepts.
+    """Call `predict` with batch sizes that the model accepts.
 
-    A batch that is too large is cut. A batch that is too small is filled up with copies of its last row, whose answers
-    are dropped.
+    A batch that is too large is split. A batch that is too small is padded with copies of its last row, and the outputs
+    for the padding are dropped.
     """
     rows = len(next(iter(inputs.values())))
     most = accepted.most or rows
@@ -532,10 +535,10 @@ class DescribedBackend(Backend):
         sample: Mapping[str, Array] | None,
         unknown: str,
     ) -> None:
-        """Set the specs of inputs and outputs; `unknown` says what to do if neither inputs nor sample are given.
+        """Set the specs of inputs and outputs; `unknown` is the error text if neither inputs nor sample are given.
 
-        Outputs may be names alone; without any they are all that the model answers. The model is called with the
-        sample, to find its outputs and to warm up, or else with zeros.
+        Outputs may be names only; if none are given, all outputs of the model are used. The model is called with the
+        sample, or else with zeros, to find its outputs and to warm it up.
         """
         self.inputs = parse_specs(inputs)
         if sample and not self.inputs:
@@ -560,12 +563,12 @@ class DescribedBackend(Backend):
         return bool(self._version)
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return the outputs, cast to their specs."""
+        """Call the model, and return its outputs cast to their specs."""
         answers = select_outputs(self._run_model(inputs), [spec.name for spec in self.outputs])
         return {spec.name: cast_to_spec(spec, answers[spec.name]) for spec in self.outputs}
 
     def sample(self, rows: int) -> Mapping[str, Array]:
-        """Return rows of the sample, over and over; zeros without a sample."""
+        """Repeat the rows of the sample until there are enough; zeros without a sample."""
         if self._sample is None:
             return super().sample(rows)
         return {name: array[np.arange(rows) % len(array)] for name, array in self._sample.items()}

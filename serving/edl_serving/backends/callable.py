@@ -1,14 +1,16 @@
-"""A Python function over numpy arrays as a model.
+"""Serves a Python function over numpy arrays as a model.
 
 The function takes a dictionary of arrays, `{input name: [rows, *shape]}`, and returns a dictionary of outputs, with the
-same number of rows in the same order; a single output may come as the bare array. It may carry, as attributes:
+same number of rows in the same order; a single output may be returned as the bare array. The function may have these
+attributes:
 
-- `inputs`, `outputs`: tensors as text, `["image:uint8[3,224,224]"]`, where the command line does not say;
-- `version`: identifies its weights;
-- `inline = True`: it takes microseconds, so the server may call it on its event loop;
-- `warm_up(max_rows)` in place of the two calls on zeros, and `close()`;
+- `inputs`, `outputs`: tensors as text, `["image:uint8[3,224,224]"]`, unless the command line gives them;
+- `version`: identifies the weights;
+- `inline = True`: a call takes microseconds, so the server may make it on its event loop;
+- `warm_up(max_rows)`, called instead of the two calls on zeros, and `close()`;
 - `sequence_input`, `max_sequence`: see `Backend`;
-- `writes_inputs = True` where it changes its inputs, and `warm_up` is its own: then it gets copies.
+- `writes_inputs = True`: the function changes its inputs, so it gets copies. Needed only with its own `warm_up`,
+  because the default warm-up detects this.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from edl_serving.backends.source import ModelSource, import_target, module_of
 
 
 class CallableBackend(DescribedBackend):
-    """A function over numpy arrays; see the module."""
+    """A function over numpy arrays; the module's docstring describes the function."""
 
     inline: bool = False
     sequence_input: str | None = None
@@ -71,7 +73,7 @@ class CallableBackend(DescribedBackend):
         raise TypeError(f"the function returned {type(answer).__name__}, not a dictionary of arrays, nor an array")
 
     def warm_up(self, max_rows: int) -> None:
-        """Call the function's own `warm_up`, or else warm up as by default."""
+        """Call the function's own `warm_up` if it has one, else the default."""
         own = getattr(self._function, "warm_up", None)
         if own is not None:
             own(max_rows)
@@ -79,14 +81,14 @@ class CallableBackend(DescribedBackend):
             super().warm_up(max_rows)
 
     def close(self) -> None:
-        """Call the function's own `close`, if it has any."""
+        """Call the function's own `close` if it has one."""
         close = getattr(self._function, "close", None)
         if close is not None:
             close()
 
 
 def from_function(source: ModelSource) -> Backend:
-    """Load `--callable`: the function itself."""
+    """Load the function that `--callable` names."""
     function = import_target(source.target, "--callable")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(function, torch.nn.Module):
@@ -98,7 +100,7 @@ def from_function(source: ModelSource) -> Backend:
 
 
 def from_factory(source: ModelSource) -> Backend:
-    """Load `--factory`: a callable that returns the function (or a `Backend`) when called with the options."""
+    """Load `--factory`, a callable that takes the options and returns the function or a `Backend`."""
     factory = import_target(source.target, "--factory")
     if not callable(factory):
         raise SettingsError(f"--factory {source.target!r}: {type(factory).__name__} cannot be called")
@@ -123,7 +125,7 @@ def call_factory(factory: Callable[..., Any], source: ModelSource, flag: str) ->
     except TypeError as exc:
         raise SettingsError(f"{flag} {source.target!r} does not take these options: {exc}") from exc
     except ValueError:
-        pass  # written in C, without a signature
+        pass  # functions written in C may have no signature
     return factory(**source.options)
 
 

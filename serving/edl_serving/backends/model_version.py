@@ -1,19 +1,19 @@
-"""The version of a model that Python code makes, where the user names none: a hash of its weights and code.
+"""Computes the version of a model that Python code builds, if the user names none: a hash of its weights and code.
 
-Hashed are
+The hash covers
 
-- the weights: parameters, buffers and attributes of a PyTorch module, or what a function's closure and defaults hold;
-- the source of the user's modules: the module that is named, and those that it imports;
-- which functions of that source are used, with the closures and defaults of methods as of functions;
+- the weights: parameters, buffers and attributes of a PyTorch module, or values in a function's closure and defaults;
+- the source of the user's modules: the named module and the modules it imports;
+- which functions of that source are used, including the closures and defaults of methods and functions;
 - the arrays, numbers and text in the globals of those modules.
 
-A version that stays the same although the model has changed would let students reuse labels of the old model. So where
-a model holds anything else (an object, a container that is filled later, code without source), its version is unknown
-until `--model-version` names it. Not seen, and for `--model-version` as well: files and environment variables that a
-function reads when it is called, and the versions of installed libraries.
+If the version stayed the same after the model had changed, students would reuse labels of the old model. So if a model
+holds anything else (an object, a container that is filled later, code without source), its version is unknown until you
+set `--model-version`. The hash cannot see files and environment variables that a function reads when it is called, nor
+the versions of installed libraries; set `--model-version` for these too.
 
-`UserModules` finds the modules, `ContentHash` hashes values. Versions of files that hold a whole model are the hashes
-of these files, and do not belong here.
+`UserModules` finds the modules and `ContentHash` hashes values. A model that is a file is versioned by the hash of the
+file instead (`source.digest`).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _log = logging.getLogger(__name__)
 
 
 def compute_version(source: ModelSource, module: types.ModuleType, model: Any) -> str:
-    """Hash the model that the user's code has made.
+    """Hash the model that the user's code has built.
 
     Returns:
-        16 hexadecimal digits; empty, with a warning in the log that says why, if the model holds what cannot be hashed.
+        16 hexadecimal digits. Empty if the model holds something that cannot be hashed; the log then says why.
     """
     modules = UserModules(module)
     content = ContentHash(modules)
@@ -60,7 +60,7 @@ def compute_version(source: ModelSource, module: types.ModuleType, model: Any) -
         for found in modules.drain():
             content.update(modules.read_source(found))
             content.add_globals(found)
-    except Exception as exc:  # noqa: BLE001 - objects of the user's may raise anything when they are looked at
+    except Exception as exc:  # noqa: BLE001 - the user's objects may raise anything when they are inspected
         reason = str(exc) if isinstance(exc, UnknownStateError) else f"{type(exc).__name__}: {exc}"
         _log.warning(
             "the version of the model is unknown: %s. Students keep no labels of it in caches: name the version by "
@@ -89,7 +89,7 @@ class UserModules:
         self._whole: set[str] = set()  # names of packages whose submodules are queued
 
     def queue(self, module: types.ModuleType | None, *, submodules: bool = True) -> None:
-        """Have `drain` yield a module of the user's, with the packages around it; leave out installed modules."""
+        """Queue a module of the user's and its parent packages for `drain`; ignore installed modules."""
         if module is None:
             return
         if module.__name__ in (self._whole if submodules else self._found):
@@ -109,12 +109,12 @@ class UserModules:
                     self.queue(value)
 
     def drain(self) -> Iterator[types.ModuleType]:
-        """Yield the queued modules once, with those that are queued in the meantime."""
+        """Yield each queued module once, including those that are queued during the iteration."""
         while self._unread:
             yield self._unread.popleft()
 
     def find(self, name: str) -> types.ModuleType | None:
-        """Return the module of that name; a file that the user named may have the name of another module."""
+        """Return a module by name; found modules go first, since a user's file may share an imported module's name."""
         return self._found.get(name) or sys.modules.get(name)
 
     def read_source(self, module: types.ModuleType) -> bytes:
@@ -141,7 +141,7 @@ class UserModules:
         return module is self._named or (file is not None and not self.is_library(file))
 
     def is_namespace(self, module: types.ModuleType) -> bool:
-        """Return whether a module is a package of the user's without `__init__.py`."""
+        """Return whether a module is a user's package without `__init__.py`."""
         folders = list(getattr(module, "__path__", ()))
         if getattr(module, "__file__", None) is not None:
             return False
@@ -150,13 +150,13 @@ class UserModules:
     def is_library(self, file: str) -> bool:
         """Return whether a file of code is installed."""
         if file.startswith("<"):
-            return file.startswith("<frozen ")  # other such names are those of `exec`
+            return file.startswith("<frozen ")  # other names in angle brackets come from `exec`
         if any(in_package(file, name) for name in _OWN_PACKAGES):
             return file != self._named.__file__
         return is_library(file) and not in_package(file, self._package)
 
     def is_library_object(self, value: Any) -> bool:
-        """Return whether a value is what an installed module has under the value's own name, such as `numpy.dot`."""
+        """Return whether an installed module holds this value under the value's own name, such as `numpy.dot`."""
         module = sys.modules.get(getattr(value, "__module__", None) or "")
         if module is None or self.is_users(module):
             return False
@@ -170,7 +170,7 @@ class UserModules:
             raise UnknownStateError(f"two modules have the name {module.__name__}")
 
     def _may_be_loaded_later(self, name: str) -> bool:
-        """Return whether `name` is a module of the user's that is there and not loaded."""
+        """Return whether `name` is a user's module that exists but is not loaded yet."""
         package = name.rpartition(".")[0]
         if package and package not in sys.modules:
             return self._may_be_loaded_later(package)
@@ -182,13 +182,13 @@ class UserModules:
 
 
 def is_submodule(module: types.ModuleType, variable: str, value: Any) -> bool:
-    """Return whether a variable of a package holds the package's own module of that name."""
+    """Return whether a variable of a package holds its submodule of the same name."""
     return isinstance(value, types.ModuleType) and value.__name__ == f"{module.__name__}.{variable}"
 
 
 def _imported_names(node: ast.AST, package: str | None) -> list[str]:
     """Return the modules that an import statement may name."""
-    if isinstance(node, ast.Import):  # without `as`, the name of the package around it is what is bound
+    if isinstance(node, ast.Import):  # without `as`, `import a.b` binds the name of the top package
         bound = [top_name(alias.name) for alias in node.names if not alias.asname]
         return [*(alias.name for alias in node.names), *bound]
     if not isinstance(node, ast.ImportFrom):
@@ -205,9 +205,9 @@ _SCALARS = (
     *(type(None), types.EllipsisType, types.NotImplementedType),
 )
 _NAMED = (np.dtype, types.GenericAlias, types.UnionType)
-"""Types whose values are told apart by their text."""
+"""Types whose values are hashed by their text."""
 _STATELESS = (logging.Logger, PurePath, type(os.environ))
-"""Types of which no value is part of a model: paths and environments differ between hosts that serve the same model."""
+"""Types whose values are not hashed, because paths and environments differ between hosts that serve the same model."""
 _OF_BUILTIN_CLASSES = (
     *(types.MethodDescriptorType, types.ClassMethodDescriptorType),
     *(types.WrapperDescriptorType, types.GetSetDescriptorType),
@@ -223,12 +223,12 @@ _SET_ON_CLASSES = {
 }
 _SET_ON_ENUMS = {"__new__", *(name for name in vars(enum.Flag("_Sample", "A")) if not name.startswith("__"))}
 _SET_ON_MEMBERS = {"_value_", "_name_", "_sort_order_", "__objclass__"}
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in another's text: differs between processes
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE of CPython: a type made at run time, as by a class statement
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # addresses of objects in a repr, which differ between processes
+_HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: a type created at run time, for example by a class statement
 
 
 class _WithoutSlots:
-    """Measures an object whose state is all in `vars`: others have a larger `__basicsize__`, or no `__dict__`."""
+    """Gives the `__basicsize__` of objects whose state is all in `vars`; others are larger, or have no `__dict__`."""
 
 
 class ContentHash:
@@ -237,7 +237,7 @@ class ContentHash:
     def __init__(self, modules: UserModules) -> None:
         self._modules = modules
         self._hash = hashlib.sha256()
-        self._seen: dict[int, tuple[int, Any]] = {}  # by address, which no other object gets while this one is held
+        self._seen: dict[int, tuple[int, Any]] = {}  # by address; holding the object keeps the address unique
 
     def digest(self) -> str:
         """Return 16 hexadecimal digits."""
@@ -246,11 +246,11 @@ class ContentHash:
     def update(self, *parts: bytes | memoryview) -> None:
         """Hash bytes."""
         for part in parts:
-            self._hash.update(len(part).to_bytes(8, "little"))  # so that no two lists of parts have the same bytes
+            self._hash.update(len(part).to_bytes(8, "little"))  # otherwise different lists of parts could hash alike
             self._hash.update(part)
 
     def add_globals(self, module: types.ModuleType) -> None:
-        """Hash the variables of a module, but for those that Python sets and its submodules."""
+        """Hash the variables of a module, except those that Python sets and its submodules."""
         for variable, value in vars(module).items():
             if variable not in _SET_BY_PYTHON and not is_submodule(module, variable, value):
                 self.update(variable.encode())
@@ -262,7 +262,7 @@ class ContentHash:
         self.add(where, value)
 
     def add(self, where: str, value: Any) -> None:
-        """Hash a value."""
+        """Hash a value; `where` names it in the error if it cannot be hashed."""
         torch = sys.modules.get("torch")
         kind = type(value)
         if isinstance(value, np.generic) and not value.dtype.hasobject:
@@ -275,7 +275,7 @@ class ContentHash:
         elif kind.__module__ == "typing":
             self.update(kind.__name__.encode(), _ADDRESS.sub("", repr(value)).encode())
         elif torch is not None and isinstance(value, torch.device):
-            self.update(b"device")  # which differs between hosts that serve the same model
+            self.update(b"device")  # the device itself differs between hosts that serve the same model
         elif id(value) in self._seen:
             self.update(f"object {self._seen[id(value)][0]}".encode())
         elif isinstance(value, types.ModuleType):
@@ -335,7 +335,7 @@ class ContentHash:
             raise UnknownStateError(f"{where} is or holds a {type(value).__module__}.{type(value).__qualname__}")
 
     def _add_container(self, where: str, value: Any) -> None:
-        """Hash entries, and what a subclass adds to them."""
+        """Hash the entries of a container, and the attributes that a subclass adds."""
         kind = type(value)
         entries: list[Any]
         if isinstance(value, dict):
@@ -391,7 +391,7 @@ class ContentHash:
                 self._add_variable(held, content)
 
     def _has_library_state(self, value: Any) -> bool:
-        """Whether a value is an object of an installed class with all of its state in `vars`, such as `no_grad()`."""
+        """Return whether all state of an installed class's object is in `vars`, as with `no_grad()`."""
         kind = type(value)
         return (
             bool(kind.__flags__ & _HEAP_TYPE)
@@ -463,7 +463,7 @@ class ContentHash:
 
 
 def _refuse_slots(where: str, kind: type) -> None:
-    """Raise if objects of a class may have attributes that are not in `vars`."""
+    """Raise if a class has slots, because then `vars` does not show all attributes."""
     if kind.__flags__ & _HEAP_TYPE and any(vars(base).get("__slots__") for base in kind.__mro__):
         raise UnknownStateError(f"{where} is or holds a {kind.__module__}.{kind.__qualname__}, which has slots")
 
@@ -473,8 +473,8 @@ class _SamplePair(NamedTuple):
 
 
 def _generated_code(kind: type, value: Any) -> types.CodeType | None:
-    """Return the code of a method that a dataclass or named tuple makes of its fields, which are hashed themselves."""
-    value = value.__func__ if isinstance(value, staticmethod) else value  # as Python keeps `__new__`
+    """Return the code of a method that a dataclass or named tuple generated from its fields, else None."""
+    value = value.__func__ if isinstance(value, staticmethod) else value  # `__new__` is a staticmethod
     if not isinstance(value, types.FunctionType) or not value.__name__.startswith("__"):
         return None
     if value.__code__.co_filename in (dataclasses.__file__, reprlib.__file__):
@@ -484,7 +484,7 @@ def _generated_code(kind: type, value: Any) -> types.CodeType | None:
 
 
 def _code_text(code: types.CodeType) -> str:
-    """Tell functions of the same name in the same source apart: by line and by what the compiler made of them."""
+    """Return a text that distinguishes functions of the same name in one source file, by line and by bytecode."""
     constants = [_constant_text(constant) for constant in code.co_consts]
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     return repr((code.co_name, code.co_firstlineno, code.co_flags, code.co_code, names, constants))
@@ -495,12 +495,12 @@ def _constant_text(constant: Any) -> str:
         return _code_text(constant)
     if isinstance(constant, (tuple, frozenset)):
         texts = map(_constant_text, constant)
-        return repr(sorted(texts) if isinstance(constant, frozenset) else list(texts))  # whose order is random
+        return repr(sorted(texts) if isinstance(constant, frozenset) else list(texts))  # a set's order is random
     return repr(constant)
 
 
 def _ufunc_name(where: str, function: np.ufunc) -> str:
-    for name, module in {"numpy": np, **sys.modules}.items():  # numpy's first, whatever else is imported
+    for name, module in {"numpy": np, **sys.modules}.items():  # numpy first, so that other imports do not matter
         if is_library(getattr(module, "__file__", None) or "") and vars(module).get(function.__name__) is function:
             return f"{name}.{function.__name__}"
     raise UnknownStateError(
@@ -513,16 +513,16 @@ def _tensor_parts(where: str, torch: Any, tensor: Any) -> Iterable[bytes | memor
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
             raise TypeError(f"no plain tensor, but a {type(tensor).__qualname__}, {tensor.layout}")
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        # As bytes, since numpy has no bfloat16. A tensor of one element may have any stride until here.
+        # As bytes, since numpy has no bfloat16. `as_strided`, since a tensor of one element may have any stride.
         flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
         return f"{tensor.dtype} {list(tensor.shape)}".encode(), flat
-    except Exception as exc:  # quantized, nested, on the meta device: what it is raised by differs
+    except Exception as exc:  # quantized, nested and meta tensors raise different errors
         raise UnknownStateError(f"{where} is a tensor that cannot be read ({exc})") from exc
 
 
 def _is_path(text: str) -> bool:
-    """Whether a text is a place on this host, which may differ on others that serve the same model."""
+    """Return whether a text is an existing path, which may differ on other hosts that serve the same model."""
     try:
-        return Path(text).is_absolute() and Path(text).exists() and text.strip("/") != ""  # the root is everywhere
-    except (OSError, ValueError):  # no path can be so long, or has a zero byte
+        return Path(text).is_absolute() and Path(text).exists() and text.strip("/") != ""  # every host has the root
+    except (OSError, ValueError):  # too long for a path, or contains a zero byte
         return False

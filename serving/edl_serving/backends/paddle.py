@@ -1,7 +1,7 @@
-"""PaddlePaddle inference models, as `paddle.jit.save` and `paddle.static.save_inference_model` write them.
+"""Serves PaddlePaddle inference models, as written by `paddle.jit.save` or `paddle.static.save_inference_model`.
 
-The files say the names, types and shapes of the inputs. Outputs bear names that the export made up (`fetch_name_0`);
-`--output logits` renames them, in their order.
+The files give the names, types and shapes of the inputs. Outputs have names that the export generated (`fetch_name_0`);
+`--output logits` renames them by position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from edl_serving.backends.backend import (
 from edl_serving.backends.source import ModelSource, digest
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Paddle warns at import that ccache is missing, which serving has no use for
+    warnings.simplefilter("ignore")  # Paddle warns at import that ccache is missing, but serving does not need it
     import paddle
     import paddle.inference
 
@@ -58,7 +58,7 @@ class PaddleBackend(DescribedBackend):
         self._resolve_specs(specs, source.outputs, sample, "the model has no inputs")
 
     def _declared(self, program: Path) -> tuple[tuple[TensorSpec, ...], BatchSizeRange]:
-        """Return inputs and batch sizes as the files have them; empty where this version of Paddle cannot tell."""
+        """Return inputs and batch sizes from the files; empty if this version of Paddle cannot read them."""
         try:
             found = _shapes_of(program, self._input_names)
             declared = tuple(_spec(name, dtype, shape) for name, (dtype, shape) in found.items())
@@ -110,7 +110,7 @@ def _config(program: Path, weights: Path, source: ModelSource) -> Any:
     if kind == "cuda" and int(index or 0) >= gpus:
         raise SettingsError(f"--device {device!r}: PaddlePaddle sees {gpus} GPUs here")
     if kind == "cuda" or (kind == "auto" and gpus):
-        config.enable_use_gpu(256, int(index or 0))  # MiB to begin with; the pool grows
+        config.enable_use_gpu(256, int(index or 0))  # initial memory pool in MiB; it grows
     else:
         config.disable_gpu()
         if source.threads is not None:
@@ -119,15 +119,15 @@ def _config(program: Path, weights: Path, source: ModelSource) -> Any:
 
 
 def _shapes_of(program: Path, names: Sequence[str]) -> dict[str, tuple[Any, list[int]]]:
-    """Return types and shapes of a model's inputs. The predictor would tell them only after a first call."""
+    """Return types and shapes of a model's inputs, which the predictor knows only after a first call."""
     if program.suffix == ".pdmodel":
-        # The old format: what the public API would read it with is not there while the new one is in force.
-        # The program owns its blocks, and a block its variables; Paddle's bindings do not keep the owner alive.
+        # The public API cannot read the old format while the new one is enabled. A program owns its blocks and a block
+        # its variables, but Paddle's bindings do not keep the owner alive.
         parsed = paddle.base.core.ProgramDesc(program.read_bytes())
         block = parsed.block(0)
         variables = {name: block.find_var(name.encode()) for name in names}
         found = {name: (variable.dtype(), list(variable.shape())) for name, variable in variables.items()}
-        del variables, block, parsed  # in this order
+        del variables, block, parsed  # in this order: owners last
         return found
     specs = {spec.name: spec for spec in paddle.jit.load(str(program.with_suffix("")))._input_spec()}
     return {name: (specs[name].dtype, list(specs[name].shape)) for name in names}

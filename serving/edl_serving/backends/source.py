@@ -1,4 +1,4 @@
-"""The model as the user names it: its files, what identifies them, and imports of `package.module:name`."""
+"""`ModelSource`, the model that the command line names; hashes of its files, and imports of `package.module:name`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from edl.errors import SettingsError
 from edl.quoting import did_you_mean
 
 DEFAULT_MAX_TOKENS = 8192
-"""Tokens of a batch of sequences: enough to keep a GPU busy, and twice the longest sequences that students train on."""
+"""Tokens in a batch of sequences: enough to keep a GPU busy, and twice the length of long training sequences."""
 
 
 class WeightsVersion(str):
-    """A version that is a hash of weights and code: equal versions are equal models, whichever teacher serves them.
+    """A version that is a hash of weights and code, so that equal versions mean equal models on any teacher.
 
-    A type of its own, since a version that a person chose may look like a hash.
+    It is a separate type because a version chosen by a person may look like a hash.
     """
 
     __slots__ = ()
@@ -36,10 +36,10 @@ class WeightsVersion(str):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model by the flags of `edl serve`; fields have the flags' names.
+    """A model as described by the flags of `edl serve`; the fields have the flags' names.
 
-    `kind` is the flag that names the model, a key of `MODEL_LOADERS`, and `target` what it says. What is None, empty or
-    False was not given.
+    `kind` is the flag that names the model, a key of `MODEL_LOADERS`, and `target` is the flag's value. A field that is
+    None, empty or False was not given.
     """
 
     kind: str
@@ -62,19 +62,19 @@ class ModelSource:
 
     @property
     def module(self) -> str:
-        """The module or file of a target with a name."""
+        """The module or file of a target `module:name`."""
         return self.target.rpartition(":")[0]
 
     @property
     def package(self) -> str:
-        """The top package of `module`, or the name that a file has as a module."""
+        """The top package of `module`, or a file's name without its suffix."""
         return top_name(self.module)
 
     def settings(self) -> bytes:
-        """Return what changes a model's answers without being in its weights; part of its version.
+        """Return the settings that change a model's outputs without being in its weights; part of its version.
 
-        An option that names a file or folder counts with the content, wherever that lies. Inputs and outputs count in
-        their order, by which a model may take and return them.
+        An option that names a file or folder is hashed by content, not by path. The order of inputs and outputs counts,
+        because a model may take and return them by position.
         """
         options = [(key, _content(value)) for key, value in sorted(self.options.items())]
         names = self.inputs or (_sample_names(self.sample) if self.sample else ())
@@ -82,7 +82,7 @@ class ModelSource:
 
 
 def top_name(module: str) -> str:
-    """Return the top package of a module, or the name of a file as a module."""
+    """Return the top package of a module, or a file's name without its suffix."""
     return Path(module).stem if module.endswith(".py") else module.partition(".")[0]
 
 
@@ -119,12 +119,12 @@ def _content(value: Any) -> Any:
         if path is None or not path.exists():
             return value
         return f"folder {_folder(path)}" if path.is_dir() else f"file {digest([path])}" if path.is_file() else value
-    except (OSError, ValueError, RuntimeError):  # no path at all, or a file that only the model can read
+    except (OSError, ValueError, RuntimeError):  # not a valid path, or a file that this process cannot read
         return value
 
 
 def _folder(path: Path) -> str:
-    """Hash the names within a folder and the files' contents, but for what tools leave there: dates, mostly."""
+    """Hash the names and contents of the files in a folder, except hidden files and caches that tools leave there."""
     parts: list[bytes | Path] = []
     for folder, folders, files in os.walk(path):
         folders[:] = sorted(name for name in folders if not _by_tools(name))
@@ -143,7 +143,7 @@ _loaded: dict[str, ModuleType] = {}
 
 
 def import_target(target: str, flag: str) -> Any:
-    """Import an object; the current folder counts as a place for modules, as with `python -m`."""
+    """Import an object. Modules are also searched in the current folder, as with `python -m`."""
     where, _, name = target.rpartition(":")
     if not where or not name:
         raise SettingsError(f"{flag} {target!r}: expected package.module:name or path/file.py:name")
@@ -159,7 +159,7 @@ def import_target(target: str, flag: str) -> Any:
 
 
 def module_of(target: str) -> ModuleType:
-    """Return the module in which `import_target` found `target` last."""
+    """Return the module in which `import_target` last found `target`."""
     return _loaded[target.rpartition(":")[0]]
 
 
@@ -168,9 +168,9 @@ def _load_file(where: str, flag: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
     if spec is None or spec.loader is None:
         raise SettingsError(f"{flag}: there is no file {where!r} (in {Path.cwd()})")
-    _search_first(path.parent)  # modules beside the file, as when Python runs it
+    _search_first(path.parent)  # so that the file can import its neighbours, as when Python runs it
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickles look their module up
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look up an object's module here
     spec.loader.exec_module(module)
     return module
 

@@ -1,7 +1,7 @@
-"""PyTorch models: a module built by a factory, a TorchScript file, a `torch.export` program.
+"""Serves PyTorch models: a module built by a factory, a TorchScript file, or a `torch.export` program.
 
-A model takes a tensor for an input: by keyword if the inputs bear the names of its parameters, by position in the order
-of the inputs otherwise. It returns a tensor, a tuple, or a mapping (as Hugging Face's models do) of outputs.
+A model gets one tensor per input, by keyword if the inputs are named like its parameters, otherwise by position in the
+order of the inputs. It returns a tensor, a tuple, or a mapping of outputs, as Hugging Face's models do.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _IMAGENET = "0.485,0.456,0.406/0.229,0.224,0.225"
 
 
 def to_tensor(array: Array, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return an array as a tensor, which shares memory where it can.
+    """Return an array as a tensor that shares its memory if possible.
 
-    A read-only or unaligned array is copied: a model may work in place, and torch cannot protect memory.
+    A read-only or unaligned array is copied, because a model may work in place and torch cannot protect memory.
     """
     if not (array.flags.writeable and array.flags.aligned):
-        # On the CPU in one go. Towards a GPU the type is changed there: fewer bytes travel.
+        # On the CPU, copy and convert in one step. For a GPU, convert there, so that fewer bytes are transferred.
         tensor = torch.tensor(array, dtype=dtype if device.type == "cpu" else None)
     else:
         tensor = torch.from_numpy(array)
@@ -60,8 +60,8 @@ def to_tensor(array: Array, device: torch.device, dtype: torch.dtype | None = No
 class Normalization:
     """`(pixel / 255 - mean) / deviation` for the channels of uint8 images `[rows, channels, ...]`.
 
-    Students thus send a quarter of the bytes that floats would take. A pixel is multiplied by `scale`, and `shift` is
-    added, both `[channels, 1, ...]`.
+    Students then send a quarter of the bytes that floats would take. Each pixel is multiplied by `scale` and `shift` is
+    added, both of shape `[channels, 1, ...]`.
     """
 
     scale: torch.Tensor
@@ -69,7 +69,7 @@ class Normalization:
 
     @classmethod
     def parse(cls, text: str, inputs: Sequence[TensorSpec], device: torch.device) -> Normalization:
-        """Parse "imagenet", or "m,m,m/s,s,s"; a single value stands for all channels."""
+        """Parse "imagenet" or "m,m,m/s,s,s"; a single value applies to all channels."""
         means, slash, deviations = (_IMAGENET if text == "imagenet" else text).partition("/")
         try:
             mean = torch.tensor([float(value) for value in means.split(",")], dtype=torch.float64)
@@ -104,12 +104,12 @@ class Normalization:
         return to_tensor(array, self.scale.device, torch.float32).mul_(self.scale).add_(self.shift)
 
 
-# Where common trainers put the weights in a checkpoint that holds more than them.
+# Keys under which common trainers store the weights in a larger checkpoint.
 _NESTED = ("state_dict", "model_state_dict", "model")
 
 
 def load_state(module: torch.nn.Module, path: Path) -> None:
-    """Load weights into a module. Files cannot run code: pickles are read with `weights_only`."""
+    """Load weights into a module. Pickles are read with `weights_only`, so that a file cannot run code."""
     state = _read(path)
     for key in _NESTED:
         if isinstance(state.get(key), Mapping):
@@ -147,9 +147,9 @@ def _read(path: Path) -> Mapping[str, Any]:
 def exported_specs(
     program: torch.export.ExportedProgram, *, normalized: bool
 ) -> tuple[list[TensorSpec], list[TensorSpec], BatchSizeRange]:
-    """Return inputs, outputs and batch sizes of an exported program, whose dimension 0 is the batch.
+    """Return inputs, outputs and batch sizes of an exported program whose dimension 0 is the batch.
 
-    With `normalized` its four-dimensional float inputs are fed from uint8.
+    With `normalized`, its four-dimensional float inputs are declared as uint8.
     """
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     signature = program.graph_signature
@@ -200,9 +200,9 @@ _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TorchBackend(DescribedBackend):
-    """A PyTorch module or function over tensors, called in inference mode; see the module's text.
+    """A PyTorch module or function over tensors, called in inference mode; see the module's docstring.
 
-    The model must be on the device, in evaluation mode. `rows` are the batch sizes that it accepts.
+    The model must be on the device and in evaluation mode. `rows` gives the batch sizes that it accepts.
     """
 
     def __init__(
@@ -257,14 +257,14 @@ class TorchBackend(DescribedBackend):
         return to_tensor(array, self._device)
 
     def close(self) -> None:
-        """Release the model and cached memory of the GPU."""
+        """Release the model and the GPU's cached memory."""
         del self._model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return a device by name."""
+    """Return a device by name; "auto" or None is the GPU if there is one, else the CPU."""
     if name in (None, "auto"):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -277,7 +277,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def from_factory(source: ModelSource) -> Backend:
-    """Load `--torch-factory`, with `--checkpoint` or weights that the factory loads."""
+    """Load `--torch-factory`, with the weights of `--checkpoint` or those that the factory loads."""
     factory = import_target(source.target, "--torch-factory")
     built = call_factory(factory, source, "--torch-factory")
     if not isinstance(built, torch.nn.Module):
@@ -292,11 +292,11 @@ def from_factory(source: ModelSource) -> Backend:
 
 
 def from_torchscript(source: ModelSource) -> Backend:
-    """Load `--torchscript`."""
+    """Load the file that `--torchscript` names."""
     path = existing_file(source.target, "--torchscript")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript as a whole; files of it are about
+            warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is deprecated, but its files are in use
             model = torch.jit.load(str(path), map_location=device_of(source.device))  # type: ignore[no-untyped-call]
     except RuntimeError as exc:
         raise SettingsError(f"--torchscript {str(path)!r}: {_first_line(exc)}") from exc
@@ -304,7 +304,7 @@ def from_torchscript(source: ModelSource) -> Backend:
 
 
 def from_export(source: ModelSource) -> Backend:
-    """Load `--torch-export`; inputs and outputs are the program's own."""
+    """Load `--torch-export`; by default, inputs and outputs are those of the program."""
     path = existing_file(source.target, "--torch-export")
     try:
         program = torch.export.load(str(path))
@@ -322,7 +322,7 @@ def from_export(source: ModelSource) -> Backend:
 
 
 def _flat(program: torch.export.ExportedProgram) -> Callable[..., Any]:
-    """Return the program as a function of its tensors, in whichever arguments it was exported."""
+    """Return the program as a function of its tensors, which are put back into the arguments it was exported with."""
     module = program.module()
     structure = program.call_spec.in_spec
     assert structure is not None

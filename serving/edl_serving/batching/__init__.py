@@ -1,4 +1,4 @@
 """Dynamic batching: the queue of jobs, the worker threads, and the execution of a batch on a backend.
 
-What does not belong here: gRPC calls and streams. A job comes in as a decoded request, and leaves with its response.
+A job enters as a decoded request and leaves with its response. gRPC calls and streams are handled in `inference`.
 """

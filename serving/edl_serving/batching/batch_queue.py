@@ -1,9 +1,9 @@
-"""The queue of requests and the choice of the next batch: a plain state machine without clock, thread or lock.
+"""Queues requests and chooses the next batch. A plain state machine without thread or lock.
 
-Clients take turns by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows in the place of bytes: a
-client's tag is virtual time. It begins at the tag that is served now, and grows by the rows that the client is served;
-the least tag goes next. So a client with a few requests waits for the batch that is being computed and for its
-own, however many requests another client has queued.
+Clients take turns by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows instead of bytes. Each
+client has a tag in virtual time. The tag starts at the tag being served now and grows by the number of rows served to
+the client, and the client with the smallest tag goes next. So a client with few requests waits only for the current
+batch and its own, however many requests another client has queued.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from edl_serving.request import DecodedRequest
 from edl_serving.request_error import RequestError
 
 Shapes: TypeAlias = tuple[Hashable, ...]
-"""Shapes of a job's inputs without the rows, and all else that jobs of one batch share (`RequestPlan.shapes`)."""
+"""Shapes of a job's inputs without the rows, and all else that jobs in one batch share (`RequestPlan.shapes`)."""
 
 
 @dataclass(eq=False)
 class InferenceJob:
-    """A request on its way through the server.
+    """A request being processed by the server.
 
     Attributes:
-        shapes: Jobs of the same shapes can share a batch.
-        arrived: When it arrived, in seconds of a monotonic clock.
-        deadline: When its client stops waiting, on the same clock.
-        reply: Future of a job in the queue, done when `answer` is set.
-        id_bytes: For a response on a stream, the id that it carries (`codec.id_field`); None for a unary call.
-        nbytes: Bytes of its message, of Python objects made of it, and of its answer.
-        answer_nbytes: Bytes of its answer alone.
-        done: Rows computed so far, of a job with more rows than a batch holds.
+        shapes: Jobs with equal shapes can share a batch.
+        arrived: When the request arrived, in seconds on a monotonic clock.
+        deadline: When the client stops waiting, on the same clock.
+        reply: Future of a queued job; it is done once `answer` is set.
+        id_bytes: Id for a response on a stream (`codec.id_field`); None for a unary call.
+        nbytes: Bytes of the message, of the Python objects made from it, and of the answer.
+        answer_nbytes: Bytes of the answer alone.
+        done: Number of rows computed so far, for a job with more rows than a batch holds.
         partial: Outputs of these rows.
-        started: When its computation began; 0 until then.
-        ended: When its computation ended; 0 until then.
+        started: When the computation began; 0 until then.
+        ended: When the computation ended; 0 until then.
         answer: The response's bytes, or the error; None until computed.
     """
 
@@ -63,7 +63,7 @@ class InferenceJob:
 
     @property
     def origin(self) -> str:
-        """Id and client, for the end of a log line; empty without an id."""
+        """Id and client, to append to a log line; empty without an id."""
         of = f" of {self.client}" if self.client else ""
         return f" (request {quote(self.id)}{of})" if self.id else ""
 
@@ -76,7 +76,7 @@ class InferenceJob:
 
     @property
     def unfinished(self) -> bool:
-        """Whether it was computed in part, and its client waits for the rest."""
+        """Whether the job was partly computed and its client still waits for the rest."""
         return self.answer is None and not self.cancelled and 0 < self.done < self.rows
 
     @classmethod
@@ -89,7 +89,7 @@ class InferenceJob:
         request_id: str,
         id_bytes: bytes | None = None,
     ) -> InferenceJob:
-        """Make a job of a request that arrives now."""
+        """Create a job for a request that arrives now."""
         now = time.monotonic()
         deadline = float("inf") if timeout_s is None else now + timeout_s
         plan = request.plan
@@ -108,13 +108,13 @@ class InferenceJob:
 
 
 _MOST_REMEMBERED = 1024
-"""Clients without a job whose tags are remembered: the default number of clients. One that is forgotten gains one turn
-at most."""
+"""How many clients without a job are remembered by their tags: the default number of clients. A forgotten client gains
+at most one turn."""
 
 
 @dataclass(frozen=True)
 class PoppedBatch:
-    """The next batch, empty if none is due; jobs whose deadline has passed; and in how long a batch will be due."""
+    """The next batch (empty if none is due), jobs whose deadline has passed, and seconds until a batch is due."""
 
     jobs: list[InferenceJob] = field(default_factory=list)
     expired: list[InferenceJob] = field(default_factory=list)
@@ -139,16 +139,17 @@ class _Backlog:
 class BatchQueue:
     """Jobs by client, grouped by the shapes that can share a batch.
 
-    A batch holds at most `max_batch_rows`. A single job that is larger by itself goes alone, and counts as one batch:
-    it is computed in parts, and put back for the next one (`requeue_job`). Jobs of one client and shape never
-    overtake each other; whose turn it is decides which shape is next, and of a client's shapes the one that has waited
+    A batch holds at most `max_batch_rows` rows. A job with more rows is a batch by itself: it is computed in parts, and
+    requeued after each part (`requeue_job`). Jobs of one client and shape never overtake each other. The next batch has
+    the shape of the client whose turn it is; if that client has jobs of several shapes, the one that has waited
     longest.
 
-    Where there is no room for a job, the latest jobs of the client that has most give way to it, as long as that client
-    keeps no less than the other one gets: so one client may use the whole queue, and cannot keep others out of it.
+    If there is no room for a job, the latest jobs of the client with the largest share of the queue are evicted, as
+    long as that client keeps at least as much as the new job's client gets. So a single client may use the whole queue,
+    but cannot keep others out of it.
 
-    An answer does not exist yet while its job waits: a job that is too large because of it takes all bytes of the
-    queue, and waits alone.
+    The answer of a waiting job does not exist yet. So a job that exceeds the queue's bytes only because of its answer
+    is accepted; it takes all bytes of the queue and waits alone.
     """
 
     def __init__(
@@ -159,8 +160,8 @@ class BatchQueue:
         self._max_queue_rows = max_queue_rows
         self._max_queue_bytes = max_queue_bytes
         self._clients: dict[str, _Backlog] = {}
-        self._virtual_time = 0  # of the job that was taken last
-        self._finish_tags: dict[str, int] = {}  # of clients without a job that were served more than their share
+        self._virtual_time = 0  # tag of the job that was popped last
+        self._finish_tags: dict[str, int] = {}  # clients without a job that were served more than their share
         self._numbers = itertools.count()
         self.rows = 0
         self.nbytes = 0
@@ -169,7 +170,7 @@ class BatchQueue:
         return sum(len(line) for client in self._clients.values() for line in client.lines.values())
 
     def push_job(self, job: InferenceJob) -> list[InferenceJob]:
-        """Queue a job; return the jobs without room: none, the job itself, or jobs of others evicted for it."""
+        """Queue a job; return the jobs that have no room: none, the job itself, or other jobs evicted for it."""
         evicted: list[InferenceJob] = []
         nbytes = self.nbytes + self.charged_nbytes(job)
         if self.rows + job.rows > self._max_queue_rows or nbytes > self._max_queue_bytes:
@@ -183,11 +184,11 @@ class BatchQueue:
         return evicted
 
     def charged_nbytes(self, job: InferenceJob) -> int:
-        """Return the bytes of the queue that a job takes: with its answer no more than all of them."""
+        """Return the bytes of the queue that a job takes; its answer counts only up to the size of the queue."""
         return max(min(job.nbytes, self._max_queue_bytes), job.nbytes - job.answer_nbytes)
 
     def requeue_job(self, job: InferenceJob) -> None:
-        """Queue the rest of a job that was computed in part: it is its client's next job."""
+        """Queue the rest of a partly computed job as its client's next job."""
         self._queue_for(job).appendleft(job)
 
     def remove_job(self, job: InferenceJob) -> bool:
@@ -201,7 +202,7 @@ class BatchQueue:
         return True
 
     def pop_batch(self, now: float) -> PoppedBatch:
-        """Remove the next batch, if one is due, and expired jobs."""
+        """Remove and return the next batch, if one is due, and expired jobs."""
         expired = self._drop_expired(now)
         if not self._clients:
             return PoppedBatch(expired=expired)
@@ -212,7 +213,7 @@ class BatchQueue:
         return PoppedBatch(expired=expired, wait_s=min(heads) + self._max_delay_s - now)
 
     def clear(self) -> list[InferenceJob]:
-        """Empty the queue; return what was in it."""
+        """Remove and return all jobs."""
         jobs = [job for client in self._clients.values() for line in client.lines.values() for job in line]
         self._clients.clear()
         self.rows = self.nbytes = 0
@@ -221,7 +222,7 @@ class BatchQueue:
     # In and out
 
     def _queue_for(self, job: InferenceJob) -> deque[InferenceJob]:
-        """Count a job, and return the queue that it belongs to."""
+        """Count a job, and return the line that it belongs to."""
         client = self._clients.get(job.client)
         if client is None:
             tag = max(self._virtual_time, self._finish_tags.pop(job.client, 0))
@@ -237,7 +238,7 @@ class BatchQueue:
         client.nbytes += sign * nbytes
 
     def _account_removal(self, client: _Backlog, line: deque[InferenceJob], job: InferenceJob) -> None:
-        """Stop counting a job that has been removed from its queue."""
+        """Stop counting a job that was removed from its line."""
         self._count(client, job, -1)
         if line:
             return
@@ -252,7 +253,7 @@ class BatchQueue:
                 self._finish_tags[client.name] = client.tag
 
     def _evictions_for(self, job: InferenceJob) -> list[InferenceJob] | None:
-        """Return the jobs to evict so that a job fits; None if it has no right to that."""
+        """Return the jobs to evict so that a job fits; None if evicting them would be unfair."""
         rows = self.rows + job.rows - self._max_queue_rows
         charged = self.charged_nbytes(job)
         nbytes = self.nbytes + charged - self._max_queue_bytes
@@ -326,7 +327,7 @@ class BatchQueue:
             line = client.lines[shapes]
             left = line[0].rows - line[0].done
             if jobs and rows + left > most:
-                heapq.heappop(turns)  # so its turn is the first of the next batch
+                heapq.heappop(turns)  # the client keeps its tag, so it goes first in the next batch
                 continue
             job = line.popleft()
             jobs.append(job)

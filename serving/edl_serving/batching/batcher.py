@@ -1,7 +1,7 @@
-"""The batcher between the event loop and the model: jobs go in, worker threads take batches, responses come back.
+"""The batcher between the event loop and the model: it queues jobs, worker threads compute batches, answers come back.
 
-The workers take the next batch themselves, so the model never waits for the event loop, which may be busy receiving. A
-canary finds readiness out by a row of the sample, which it sends through the queue and the model.
+Workers take the next batch themselves, so the model never waits for the event loop, which may be busy receiving. The
+canary tests readiness by sending a sample row through the queue and the model.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _log = logging.getLogger(__name__)
 class Worker:
     """Warms a backend up, computes batches until the batcher closes, and closes it, all in one thread.
 
-    Some models must be warmed up, called and closed in a single thread. It is a daemon thread: a model that hangs must
-    not keep the process alive.
+    Some models must be warmed up, called and closed in a single thread. It is a daemon thread, so that a hanging model
+    does not keep the process alive.
 
     Attributes:
-        warm: Done once the backend is warmed up; carries what it raised.
-        closed: Done once the backend is closed; None before `start`.
+        warm: Future that is done once the backend is warmed up; it raises what the warm-up raised.
+        closed: Future that is done once the backend is closed; None before `start`.
     """
 
     def __init__(self, batcher: Batcher, executor: Executor) -> None:
@@ -47,7 +47,7 @@ class Worker:
         self._executor = executor
         self._metrics = executor.metrics
         self.warm: Future[None] = Future()
-        self.warm.set_running_or_notify_cancel()  # no waiter that is cancelled takes it along
+        self.warm.set_running_or_notify_cancel()  # so that a cancelled waiter cannot cancel it
         self.closed: Future[None] | None = None
 
     def start(self, *, discard: bool = False) -> Future[None]:
@@ -59,7 +59,7 @@ class Worker:
         if not discard and self._warm_up():
             while (jobs := self._batcher.next_batch()) is not None:
                 self._compute(jobs)
-                jobs = []  # what was computed last is not held while it waits: it may lie in a student's shared memory
+                jobs = []  # release the last batch before waiting: its inputs may be in a student's shared memory
         try:
             self._executor.backend.close()
         except Exception as exc:  # noqa: BLE001 - the user's code, and no caller is left
@@ -76,7 +76,7 @@ class Worker:
                 exit_if_forked(pid)
         except BaseException as exc:  # noqa: BLE001 - raised again where the server is started
             failure: BaseException = exc
-            # A model's SystemExit is a failure to start, not an order; and no asyncio future can carry a StopIteration.
+            # A model's SystemExit means that starting failed, and asyncio futures cannot hold a StopIteration.
             if not isinstance(exc, Exception) or isinstance(exc, StopIteration):
                 failure = RuntimeError(f"warming up raised {type(exc).__name__}: {exc}")
                 failure.__cause__ = exc
@@ -105,15 +105,16 @@ class Worker:
 
 
 _FIRST_HINT_MS = 100
-"""When to retry, before a batch was computed: some batches of a large model on a GPU."""
+"""Retry hint before the first batch is computed: as long as a large model needs for some batches on a GPU."""
 _LONGEST_HINT_MS = 10_000
-"""For a model that takes minutes for its queue: with more, a teacher that joins later finds its students asleep."""
+"""Longest retry hint, for a model that needs minutes for its queue. If students slept longer, a teacher that joins
+later would get no requests at first."""
 _SLOW_INLINE_S = 0.005
-"""An inline `predict` should take microseconds; other requests notice one that takes this long."""
+"""An inline `predict` should take microseconds; one that takes this long delays other requests, so it is logged."""
 
 
 class Batcher:
-    """The queue and the threads of a model. To be made, and used, on the event loop."""
+    """The queue and the worker threads of a model. Create and use it on the event loop."""
 
     def __init__(
         self, settings: ServerSettings, model: ServedModel, backends: Sequence[Backend], metrics: Metrics
@@ -134,7 +135,7 @@ class Batcher:
 
     @property
     def computed_rows(self) -> int:
-        """Rows that the model was called with, in calls that have ended."""
+        """Number of rows in all finished calls of the model."""
         return sum(executor.metrics.rows for executor in self._executors)
 
     async def warm_up(self) -> None:
@@ -144,7 +145,7 @@ class Batcher:
         await asyncio.gather(*[asyncio.wrap_future(worker.warm) for worker in self._workers])
 
     async def compute(self, job: InferenceJob) -> bytes:
-        """Compute a job. Cancelling takes it out of the queue; if it is being computed, its outputs are dropped."""
+        """Compute a job. Cancelling removes it from the queue; if it is being computed, its outputs are dropped."""
         if self._inline:
             self._compute_inline(job)
         else:
@@ -153,7 +154,7 @@ class Batcher:
             return job.answer
         if job.answer is None:
             raise RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before it was computed")
-        raise job.answer.copy()  # the traceback's frames hold the job, and with the job's own answer it held them
+        raise job.answer.copy()  # a copy, because its traceback's frames hold the job: a reference cycle
 
     def _compute_inline(self, job: InferenceJob) -> None:
         if self._closing:
@@ -195,7 +196,7 @@ class Batcher:
     def _queue_full_error(self, job: InferenceJob) -> RequestError:
         settings, queue = self._settings, self.queue
         nbytes = queue.charged_nbytes(job)
-        if nbytes > settings.max_queue_bytes:  # a hint when to come again would have it come for ever
+        if nbytes > settings.max_queue_bytes:  # it never fits, so a hint would make the client retry for ever
             return invalid_argument(
                 f"this request takes {nbytes:,} bytes, with the objects that its strings become, and "
                 f"{settings.max_queue_bytes:,} is all that may wait: send fewer rows (edl serve --max-queue-bytes)"
@@ -210,7 +211,7 @@ class Batcher:
         return RequestError(grpc.StatusCode.UNAVAILABLE, f"the queue is full: {full}", hint_ms, "queue")
 
     def _estimate_ms(self, rows: int) -> int:
-        """Estimate how long the model takes for these rows, from all that it has computed."""
+        """Estimate how long the model needs for these rows, from its average speed so far."""
         done = self.computed_rows
         if done == 0:
             return _FIRST_HINT_MS
@@ -218,7 +219,7 @@ class Batcher:
         return max(1, min(_LONGEST_HINT_MS, round(1000 * rows * busy_s / done)))
 
     def next_batch(self) -> list[InferenceJob] | None:
-        """Wait for a batch that is due, in a worker's thread; None when the batcher closes."""
+        """Wait in a worker's thread for a batch that is due; None when the batcher closes."""
         while True:
             with self._wake:
                 if self._closing:
@@ -235,7 +236,7 @@ class Batcher:
                 return popped.jobs
 
     def finish_jobs(self, jobs: list[InferenceJob]) -> None:
-        """Pass on the answers of a batch, from a worker's thread; requeue the rest of a partly computed job."""
+        """Deliver the answers of a batch from a worker's thread, or requeue the rest of a partly computed job."""
         if len(jobs) == 1 and jobs[0].unfinished:
             with self._wake:
                 if not self._closing:
@@ -244,11 +245,11 @@ class Batcher:
             jobs[0].answer = _stopping_error()
         try:
             self._loop.call_soon_threadsafe(_wake_waiters, jobs)
-        except RuntimeError:  # the loop is closed: nothing waits for them
+        except RuntimeError:  # the loop is closed, so nothing waits for the answers
             _log.debug("%d answers came after the event loop was closed", len(jobs))
 
     async def close(self, timeout_s: float) -> None:
-        """Refuse what is queued, let the workers finish their batch, and close the backends."""
+        """Refuse queued jobs, let each worker finish its batch for up to `timeout_s`, and close the backends."""
         with self._wake:
             self._closing = True
             left = self.queue.clear()
@@ -259,7 +260,7 @@ class Batcher:
         ending = [asyncio.wrap_future(worker.closed or worker.start(discard=True)) for worker in self._workers]
         _, late = await asyncio.wait(ending, timeout=timeout_s)
         for closed in late:
-            closed.cancel()  # a thread that ends after the loop is closed has nothing to wake there
+            closed.cancel()  # so that a thread that ends later does not try to wake a closed loop
         if late and timeout_s > 0:
             _log.warning("%d of %d backends still compute after %.1f s: left", len(late), len(self._workers), timeout_s)
 
@@ -274,12 +275,12 @@ def _stopping_error() -> RequestError:
     return RequestError(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
 
 
-_LOOKS = 20  # within the time for an answer: a model that computes is asked again soon, and a look costs nothing
-_NAME = "canary"  # as a client: it takes its turn like any other
+_LOOKS = 20  # checks within the canary's timeout; a check is cheap, and progress is noticed soon
+_NAME = "canary"  # its name as a client; it takes turns with the other clients
 
 
 class Canary:
-    """Sends a row to the model at intervals, and awaits `changed` whenever the model begins or ceases to answer."""
+    """Sends a sample row to the model at intervals, and calls `changed` when the model starts or stops answering."""
 
     def __init__(
         self,
@@ -319,7 +320,7 @@ class Canary:
             await self._changed(self.healthy)
 
     async def _ask(self) -> str | None:
-        """Send a row; return what is wrong, empty if the model answered, None where that cannot be known now."""
+        """Send a row; return what is wrong, empty if the model answered, None if that cannot be determined now."""
         job = InferenceJob.of(self._request, self._timeout_s, _NAME, 0, _NAME)
         try:
             await wait_within(self._batcher.compute(job), self._timeout_s)
@@ -336,7 +337,7 @@ class Canary:
         return ""
 
     async def _stuck(self) -> str | None:
-        """Return what is wrong if no row is computed while the queue is full; None as soon as a row has been."""
+        """While the queue is full, return a fault if no row is computed within the timeout; None once one is."""
         before = self._batcher.computed_rows
         for _ in range(_LOOKS):
             await asyncio.sleep(self._timeout_s / _LOOKS)

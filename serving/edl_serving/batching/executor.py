@@ -1,4 +1,4 @@
-"""The execution of a batch, from inputs to responses: merge, predict, check, split, encode."""
+"""Executes a batch: merges the inputs, calls the model, checks and splits the outputs, and encodes the responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class ModelFault(Exception):
-    """A failure of the model, rather than of the request: "exception", "output" or "nan"."""
+    """A fault of the model rather than of the request; `kind` is "exception", "output" or "nan"."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -50,17 +50,17 @@ class Executor:
         self._pid = os.getpid()
 
     def run_jobs(self, jobs: Sequence[InferenceJob]) -> None:
-        """Set the answers of all jobs that are not cancelled. Raise no exception.
+        """Set the answers of all jobs that are not cancelled. Does not raise.
 
-        When the model fails on several requests together, they are computed once more by themselves, so that only the
-        requests at fault are answered with the error.
+        If the model fails on several requests together, each is computed again alone, so that only the requests at
+        fault get the error.
         """
         self.run_next_part(jobs)
         while len(jobs) == 1 and jobs[0].unfinished:
             self.run_next_part(jobs)
 
     def run_next_part(self, jobs: Sequence[InferenceJob]) -> None:
-        """Compute as `run_jobs` does, of a job with more rows than a batch only the next part (`job.unfinished`)."""
+        """Do as `run_jobs`, but compute only the next part of a job that is larger than a batch (`job.unfinished`)."""
         jobs = [job for job in jobs if not job.cancelled]
         if not jobs:
             return
@@ -73,8 +73,8 @@ class Executor:
             if outputs is None:
                 return
         except RequestError as error:
-            # UNAVAILABLE is about the backend: asked again for each, a full engine would be fuller. All else may be
-            # about a request, whose neighbours are not at fault.
+            # UNAVAILABLE concerns the backend: asking again for each job would only load a full engine more. Any other
+            # error may be caused by one request, and the others in the batch should still be answered.
             if len(jobs) > 1 and error.code is not grpc.StatusCode.UNAVAILABLE:
                 self._run_alone(jobs)
                 return
@@ -103,10 +103,10 @@ class Executor:
             except ModelFault as fault:
                 job.answer = self._report_fault(fault, job)
             except RequestError as error:
-                job.answer = error.with_traceback(None)  # whose frames hold the job
+                job.answer = error.with_traceback(None)  # the traceback's frames hold the job
 
     def _run_alone(self, jobs: Sequence[InferenceJob]) -> None:
-        """Compute jobs one by one that failed together."""
+        """Compute jobs that failed together one by one, except those whose deadline has passed."""
         for job in jobs:
             if job.deadline > time.monotonic():
                 self.run_jobs([job])
@@ -122,16 +122,16 @@ class Executor:
         return self._predict(self._merge(jobs, rows), rows, plan, k)
 
     def _part_end(self, job: InferenceJob) -> int:
-        """Return where the next part of a job ends: after a full batch, or before the sequence that would not fit."""
+        """Return the end of a job's next part: a full batch, or less to keep the last sequence whole."""
         end = min(job.done + self._max_batch_rows, job.rows)
         if self._model.sequence_input is None or end == job.rows:
             return end
         index = [tensor.spec.name for tensor in job.request.plan.inputs].index(self._model.sequence_input)
         starts = np.flatnonzero(job.request.arrays[index][job.done + 1 : end + 1] == 0)
-        return job.done + 1 + int(starts[-1])  # there is one, since no sequence is longer than a batch
+        return job.done + 1 + int(starts[-1])  # never empty, since no sequence is longer than a batch
 
     def _compute_part(self, job: InferenceJob) -> Mapping[str, Array] | None:
-        """Compute the next part of a job that is larger than a batch; return None if there are parts to come."""
+        """Compute the next part of a job that is larger than a batch; return None unless it was the last part."""
         at = job.done
         end = self._part_end(job)
         part = [array[at:end] for array in job.request.arrays]
@@ -150,7 +150,7 @@ class Executor:
         return whole
 
     def _merge(self, jobs: Sequence[InferenceJob], rows: int) -> list[Array]:
-        """Concatenate the jobs' inputs in buffers that are used again: fresh buffers would cost page faults."""
+        """Concatenate the jobs' inputs in buffers that are reused, because new buffers would cost page faults."""
         merged = []
         for index, first in enumerate(jobs[0].request.arrays):
             shape = (rows, *first.shape[1:])
@@ -165,7 +165,7 @@ class Executor:
         return merged
 
     def _predict_views(self, arrays: Sequence[Array], rows: int, plan: RequestPlan) -> Mapping[str, Array]:
-        """Compute as `_predict` does, on memory that belongs to a message or a student."""
+        """Do as `_predict`, on arrays that are views of a message or of a student's memory."""
         k = plan.options.top_k or 1
         if self.backend.writes_inputs:
             return self._predict([array.copy() for array in arrays], rows, plan, k)
@@ -174,12 +174,12 @@ class Executor:
         except ModelFault as fault:
             if fault.__cause__ is None or not is_read_only_error(fault.__cause__):
                 raise
-        self.backend.writes_inputs = True  # which its warm-up did not show
+        self.backend.writes_inputs = True  # the warm-up did not show this
         warn_of_copies()
         return self._predict([array.copy() for array in arrays], rows, plan, k)
 
     def _predict(self, arrays: Sequence[Array], rows: int, plan: RequestPlan, k: int) -> Mapping[str, Array]:
-        """Call the model with the inputs of `plan`, or of several plans that can share a batch with it."""
+        """Call the model with the inputs of `plan`, or the merged inputs of plans that share a batch with it."""
         inputs = {tensor.spec.name: array for tensor, array in zip(plan.inputs, arrays, strict=True)}
         started = time.perf_counter()
         self.metrics.computing_since_s = time.monotonic()
@@ -216,7 +216,7 @@ class Executor:
             wanted = (wanted - {name}) | {*names.top_k_names(name)}
         for name in wanted:
             array = outputs[name]
-            # `min` hands NaN on, and is done in half the time of a look at each.
+            # `min` propagates NaN, and takes half the time of checking each value.
             if array.dtype.kind == "f" and array.size and np.isnan(array.min()):
                 row = int(np.isnan(array).reshape(len(array), -1).any(1).argmax())
                 raise ModelFault("nan", f"output {name!r} has NaN in row {row} of {len(array)}")
@@ -231,7 +231,7 @@ class Executor:
 
 
 def _check_top_k(spec: TensorSpec, output: object, rows: int, k: int) -> dict[str, Array]:
-    """Return the parts of a top-k output by their names on the wire, if they are what the model promised."""
+    """Return the parts of a top-k output by their names in the response; raise if they do not match the spec."""
     if output is not None and not isinstance(output, TopKArrays):
         raise ModelFault("output", f"output {spec.name!r} is a {type(output).__name__}, not TopKArrays")
     leading = spec.shape[:-1]
@@ -244,7 +244,7 @@ def _check_top_k(spec: TensorSpec, output: object, rows: int, k: int) -> dict[st
 
 
 def _check_output(spec: TensorSpec, output: object, rows: int) -> Array:
-    """Return the output, if it is what the model promised."""
+    """Return the output; raise if it does not match the spec."""
     if output is None:
         raise ModelFault("output", f"output {spec.name!r} is missing")
     if not isinstance(output, np.ndarray):
@@ -270,10 +270,10 @@ def _check_output(spec: TensorSpec, output: object, rows: int) -> Array:
 
 
 def exit_if_forked(pid: int) -> None:
-    """End this process at once if it is not the server's: a child whose work left the model.
+    """End this process at once if the model forked it and the child returned from the model's code.
 
-    It has the server's sockets and none of its other threads. It would go on as a worker that is never stopped, and
-    exit handlers would tear down what is the parent's.
+    The child has the server's sockets but none of its other threads. It would go on as a worker that nothing stops, and
+    its exit handlers would tear down the parent's resources.
     """
     if os.getpid() == pid:
         return
@@ -284,11 +284,11 @@ def exit_if_forked(pid: int) -> None:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-_EVERY_S = 10.0  # 9,000 lines a day at most, while a person who watches sees that it goes on
+_EVERY_S = 10.0  # at most 9,000 lines a day, but often enough to see that the fault persists
 
 
 class LogThrottle:
-    """Logs the first fault of a kind in full, and then a line every ten seconds with how many there were since."""
+    """Logs the first fault of each kind in full, and then at most one line with a count every ten seconds."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
@@ -296,7 +296,7 @@ class LogThrottle:
         self._logged: dict[str, tuple[float, int]] = {}  # kind -> when a line was written, faults since
 
     def log_error(self, kind: str, message: str, exc: BaseException | None = None) -> None:
-        """Log a fault, or count it."""
+        """Log a fault, or only count it if its kind was logged in the last ten seconds."""
         now = self._clock()
         if kind not in self._logged:
             self._logged[kind] = (now, 0)

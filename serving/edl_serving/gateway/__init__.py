@@ -1,8 +1,9 @@
-"""A gateway to a language model that an engine serves already: vLLM or SGLang, asked over their own HTTP protocols.
+"""A gateway to a language model that vLLM or SGLang already serves, through the engine's own HTTP protocol.
 
-The gateway is a teacher server like any other (KServe v2, batches, drain, metrics, discovery), whose backend asks the
-engine for the prompt's log-probabilities. It runs beside the engine: JSON is read here, and students get arrays.
+The gateway is a teacher server like any other (KServe v2, batching, draining, metrics, discovery). Its backend asks the
+engine for the log-probabilities of prompts. It should run next to the engine: the bulky JSON stays local, and students
+get arrays.
 
-What does not belong here: how a model is served (`edl_serving.server`), students, and starting or stopping engines.
-Importing this package imports no HTTP library.
+Serving is in `edl_serving.server`; engines are neither started nor stopped here. Importing this package does not import
+an HTTP library.
 """

@@ -1,4 +1,8 @@
-"""The backend that asks an engine, a request a sequence, side by side; and the engine's health, checked beside them."""
+"""The backend that asks an engine for labels, and the check of the engine's health.
+
+Each sequence is one HTTP request, and all sequences of a batch are asked concurrently. A thread of its own checks the
+engine's health.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +37,11 @@ _log = logging.getLogger(__name__)
 
 
 class EngineHealth:
-    """Asks an engine for its health, and whether its model is still the one that it was at the start.
+    """Checks an engine's health, and whether it still serves the same model as at the start.
 
-    An engine that comes back may have been started with other settings: it is asked about a short prompt then, and so
-    is one that has refused a request as if it had been. `fault` is why the engine cannot be asked; empty if it can.
+    An engine that comes back may have been restarted with other settings. So it is probed with a short prompt, as is an
+    engine that refuses a request for a reason that suggests other settings. `fault` says why the engine cannot be used;
+    it is empty if it can.
     """
 
     def __init__(
@@ -46,18 +51,18 @@ class EngineHealth:
         self.facts = facts
         self.k = k
         self._doubts = ""
-        self._doubted = 0  # how often; of equal words, those that come during a probe are not answered by it
+        self._doubted = 0  # number of doubts so far, so that a probe does not clear a doubt raised while it ran
         self._every_s = every_s
         self._timeout_s = timeout_s
         self._tracker = ReadinessTracker(failures)
         self._tracker.record_probe(ProbeStatus.READY)
         self._changed = ""
-        self._lock = threading.Lock()  # of the fault and its causes: requests find them beside the looks
+        self._lock = threading.Lock()  # guards the fault and its causes, which requests set as well as this thread
         self.fault = ""
         self._loop = BackgroundLoop("edl-engine-health", self._look)
 
     def set_changed(self, why: str) -> str:
-        """Say that the engine serves other weights than at the start, and cannot be used any longer."""
+        """Record that the engine's weights have changed since the start, so that it can no longer be used."""
         changed = (
             f"{self.engine.address} is not what it was: {why}; labels of both would be mixed. Start this gateway "
             "again, with another --model-version"
@@ -70,7 +75,7 @@ class EngineHealth:
         return changed
 
     def set_doubtful(self, why: str) -> str:
-        """Say that the engine does not give what it gave at the start: no request is sent until it does again."""
+        """Record that the engine no longer answers as at the start; no request is sent until a probe succeeds."""
         with self._lock:
             if why != self._doubts:
                 _log.error("%s", why)
@@ -80,7 +85,7 @@ class EngineHealth:
         return why
 
     def close(self) -> None:
-        """Stop asking. May be called twice."""
+        """Stop checking. May be called twice."""
         self._loop.close(self._timeout_s + 1.0)
 
     def _look(self) -> float:
@@ -96,7 +101,7 @@ class EngineHealth:
         return self._every_s
 
     async def _ask(self) -> tuple[ProbeStatus, str]:
-        """Return what the engine's health is, and what is wrong."""
+        """Return the engine's status, and what is wrong with it."""
         name = str(self.engine.address)
         try:
             connection = EngineConnection(self.engine)
@@ -137,14 +142,14 @@ class EngineHealth:
 
 
 _TEMPERATURE = 1.0
-"""At which engines give log-probabilities of a prompt; the tail at another one is not in what they answer."""
+"""The temperature of the engines' prompt log-probabilities. The tail at another one cannot be computed from them."""
 
 
 class GatewayBackend(Backend):
     """Asks an engine for the log-probabilities of prompts.
 
-    An instance has all sequences of a batch in flight at a time, over connections of its own, and computes in the
-    thread that calls it. Batches bound the tokens in flight. The instances share a health, which the caller closes.
+    An instance sends all sequences of a batch at once over its own connections, in the thread that calls it. The batch
+    size limits the tokens in flight. Instances share an `EngineHealth`, which the caller closes.
     """
 
     inputs: tuple[TensorSpec, ...] = (
@@ -176,7 +181,7 @@ class GatewayBackend(Backend):
         self._connection: EngineConnection | None = None
 
     def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
-        """Refuse another temperature than 1, ids that are no token's, and targets that an engine says nothing of."""
+        """Refuse temperatures other than 1, negative token ids, and targets that an engine does not report."""
         if temperature != _TEMPERATURE:
             raise invalid_argument(
                 f"parameter {names.TEMPERATURE}={temperature:g}: {self.platform} gives log-probabilities of a prompt "
@@ -191,7 +196,7 @@ class GatewayBackend(Backend):
             self._check_targets(inputs[names.IDS], inputs[names.POSITION], inputs[names.TARGETS][:, 0])
 
     def _check_targets(self, ids: Array, position: Array, targets: Array) -> None:
-        """Refuse other targets than the next token, of which alone engines give the log-probability."""
+        """Refuse targets other than the next token, because engines report no other log-probability."""
         wrong = (targets[:-1] != ids[1:]) & (position[1:] != 0)
         if wrong.any():
             row = int(wrong.argmax())
@@ -203,26 +208,26 @@ class GatewayBackend(Backend):
             )
 
     def find_fault(self) -> str:
-        """Return why the engine cannot be asked."""
+        """Return why the engine cannot be used; empty if it can."""
         return self._health.fault
 
     def sample(self, rows: int) -> Mapping[str, Array]:
-        """Return sequences of token 0, which is in every vocabulary."""
+        """Return sequences of token 0, which every vocabulary has."""
         position = np.arange(rows, dtype=np.int32) % self.max_sequence
         return {names.IDS: np.zeros(rows, np.int32), names.POSITION: position}
 
     def warm_up(self, max_rows: int) -> None:
-        """Ask about a single token: a borrowed engine is warm, or its own users have it warmed up."""
+        """Ask about a single token. The engine warms itself up, or other clients have done so."""
         self.predict_top_k(self.sample(1), self.max_top_k, _TEMPERATURE)
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Raise NotImplementedError: an engine gives the largest values alone."""
+        """Raise NotImplementedError, because an engine returns only the largest values."""
         raise NotImplementedError("an engine gives the largest log-probabilities alone: predict_top_k")
 
     def predict_top_k(
         self, inputs: Mapping[str, Array], k: int, temperature: float
     ) -> Mapping[str, Array | TopKArrays]:
-        """Ask the engine about each sequence."""
+        """Ask the engine about all sequences of a batch."""
         if self._health.fault:
             raise _unavailable(self._health.fault, "engine-lost")
         sequences = _prompts(inputs[names.IDS], inputs[names.POSITION], inputs.get(names.TARGETS))
@@ -244,7 +249,7 @@ class GatewayBackend(Backend):
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
-                task.cancel()  # the engine drops requests whose connection ends
+                task.cancel()  # this closes its connection, so the engine drops the request
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _score_sequence(
@@ -289,9 +294,9 @@ def _unavailable(why: str, reason: str) -> RequestError:
 
 
 def _prompts(ids: Array, position: Array, targets: Array | None) -> list[list[int]]:
-    """Return the tokens of each sequence, with another behind them: what its last row is asked about, or any.
+    """Return the tokens of each sequence and one more: the target of its last row, or any token without targets.
 
-    A causal model's predictions depend on the tokens before alone.
+    The additional token does not change the labels, because a causal model's predictions depend on earlier tokens only.
     """
     starts = np.flatnonzero(position == 0)
     ends = [*(starts[1:] - 1).tolist(), len(ids) - 1]

@@ -1,4 +1,4 @@
-"""`edl register vllm://HOST:PORT` and `sglang://…`: a language model that an engine serves becomes a teacher."""
+"""`edl register vllm://HOST:PORT` and `sglang://…`: make a teacher of a language model that an engine serves."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from edl_serving.serve_config import TeacherConfig, pick, prepare_process, refus
 _log = logging.getLogger(__name__)
 
 BATCHES = 2
-"""Batches in flight: while the last sequences of one are computed, the engine has those of the next."""
+"""Batches in flight, so that the engine has the next batch while it computes the last sequences of this one."""
 _TOKENS_IN_FLIGHT = 16_384
-"""As many as vLLM takes in two steps of a large GPU; beyond it requests only hold memory there. A sequence may have
-half of them."""
+"""As many tokens as vLLM processes in two steps on a large GPU; more would only occupy memory there. A sequence may
+have up to half of them."""
 _QUEUED_BATCHES = 4
-"""As many as `edl serve` has waiting: with fewer an engine waits for students, with more its labels are late."""
+"""Batches that may wait, as with `edl serve`. With fewer the engine may idle, with more its labels arrive late."""
 _ENGINE = OptionGroup(
     "the engine",
     (
@@ -48,7 +48,7 @@ _ENGINE = OptionGroup(
     ),
 )
 _NOT_OURS = ("max-batch", "max-delay")
-"""Options of `edl serve` that follow from `--max-tokens` here."""
+"""Options of `edl serve` that the gateway derives from `--max-tokens`."""
 GATEWAY_GROUPS = (
     _ENGINE,
     *[
@@ -56,14 +56,14 @@ GATEWAY_GROUPS = (
         for group in SERVE_GROUPS[1:]
     ],
 )
-"""The options: the engine's in place of those of a model, and `edl serve`'s others."""
+"""The options of the gateway: those of `edl serve`, with the engine's in place of the model's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(TeacherConfig):
     """The settings of `edl register vllm://…`: those of a teacher, and the engine.
 
-    Unless `exact_model`, an engine's only model is taken whatever its name is. `tokenizer` is empty if not given.
+    Unless `exact_model` is set, the only model of an engine is used under any name. `tokenizer` is empty if not given.
     """
 
     engine: EngineAccess
@@ -79,7 +79,7 @@ class GatewayConfig(TeacherConfig):
 
     @classmethod
     def of(cls, endpoint: str, given: Mapping[str, Any]) -> GatewayConfig:
-        """Build the settings from values of `GATEWAY_GROUPS`."""
+        """Build the settings from the values of the options in `GATEWAY_GROUPS`."""
         address = EngineAddress.parse(endpoint)
         if "model_version" not in given:
             raise SettingsError(
@@ -120,7 +120,7 @@ class GatewayConfig(TeacherConfig):
         )
 
 
-_EXIT_ENGINE = 3  # as `edl serve` has it for a model that fails to warm up
+_EXIT_ENGINE = 3  # the same code as when a model fails to warm up in `edl serve`
 _DESCRIPTION = """\
 Makes a teacher of a language model that vLLM or SGLang serves: runs beside the engine, asks it for
 log-probabilities over HTTP, and answers students over KServe v2 as `edl serve` does: row t holds
@@ -149,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
     prepare_process("edl register", given)
     from edl_serving.gateway.backend import EngineHealth, GatewayBackend
     from edl_serving.gateway.engine import find_facts
-    from edl_serving.server import serve  # what these need is an extra, and `--help` needs none of it
+    from edl_serving.server import serve  # here, because the dependencies are an extra that `--help` does not need
 
     meta = {names.TOKENIZER_META: hash_tokenizer(config.tokenizer)} if config.tokenizer else {}
     with config.registering() as registration:

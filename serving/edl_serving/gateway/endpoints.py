@@ -1,17 +1,17 @@
-"""The endpoints of engines that score prompts: what they are asked for a sequence, and how their answers are read.
+"""The engines' endpoints that score prompts: how a request for a sequence is made, and how the answer is read.
 
-There are vLLM's `/inference/v1/generate` (tokens in, tokens out, no text is made) and `/v1/completions`, and SGLang's
-`/generate`. They are asked with temperature 1 and without penalties, although prompt log-probabilities ignore both: a
-model's own generation settings would otherwise join in where an engine minds them.
+The endpoints are vLLM's `/inference/v1/generate` (token ids in and out, no detokenization) and `/v1/completions`, and
+SGLang's `/generate`. Requests set temperature 1 and no penalties. Prompt log-probabilities should ignore both, but an
+engine might otherwise apply the model's own generation settings.
 
-An engine's position p holds its prediction OF token p; row t of ours holds the prediction of token t + 1. So a sequence
-of T tokens is asked with another token behind it, and row t is position t + 1. Which token that is does not matter:
-what a causal model predicts depends on the tokens before.
+An engine's position p holds its prediction OF token p, while our row t holds the prediction of token t + 1. So a
+sequence of T tokens is sent with one more token at its end, and row t is position t + 1. Any token will do, because a
+causal model's predictions depend only on the tokens before.
 
-Labels of another position must not pass for those of this one. vLLM lists the prompt's own token in every position: it
-must be there and, where it makes a list longer than k, be the smallest. SGLang names the prompt's tokens with their
-log-probabilities beside the lists: a token must have the same one in its list, or one that is not above the list's
-smallest.
+Labels of one position must not be mistaken for those of another. vLLM lists the prompt's own token at every position:
+it must be in the list and, if it makes the list longer than k, be the smallest. SGLang reports the prompt's tokens with
+their log-probabilities separately: the value must equal that in the list or, if the token is not in the list, not
+exceed the list's smallest.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ import numpy as np
 from edl_serving.backends.backend import Array, TopKArrays
 
 _MASS_TOLERANCE = 1e-2
-"""By how much the k probabilities may exceed 1 together: those of bfloat16 logits do by some thousandths, and logits or
-values of another temperature by far more."""
+"""How far the sum of the k probabilities may exceed 1. With bfloat16 logits it does so by a few thousandths; if the
+values were logits or had another temperature, by far more."""
 _AGREEMENT = 1e-3
-"""By how much two log-probabilities of one token may differ: an engine takes both from the same numbers."""
+"""How far two log-probabilities of one token may differ. It is small, since an engine takes both from the same
+numbers."""
 _RESOLUTION = 2.0**-24
-"""Half of the distance from 1 to the next float32. An engine computes in float32, so of what is left of 1 nothing below
-is known."""
+"""Half the distance from 1 to the next float32. An engine computes in float32, so a remainder of 1 - p below this is
+not known any more precisely."""
 
 
 class EngineAnswerError(Exception):
-    """Raised where an engine's answer is not what was asked for; says what it has instead."""
+    """Raised for an engine's answer that is not what was asked for; the message says what it has instead."""
 
 
 def top_k_rows(ids: Array, values: Array, k: int) -> TopKArrays:
-    """Return the k largest entries of each row, equal ones by rising id, and the log of the others' probability.
+    """Return the k largest entries of each row, equal ones by rising id, and the log of the remaining probability.
 
-    `ids` (int64) and `values` (float64 log-probabilities at temperature 1) are `[rows, entries]`, at least k entries a
-    row; shorter rows end with an id of -1 and a value of -inf.
+    `ids` (int64) and `values` (float64 log-probabilities at temperature 1) have shape `[rows, entries]`, with at least
+    k entries in each row. Shorter rows are padded with an id of -1 and a value of -inf.
     """
     order = np.lexsort((ids, -values), axis=-1)
     ids = np.take_along_axis(ids, order, -1)
@@ -59,10 +60,10 @@ def top_k_rows(ids: Array, values: Array, k: int) -> TopKArrays:
 
 
 def _left_out(kept: Array) -> Array:
-    """Return the probability that is left of 1, `[rows]`, from log-probabilities by falling value."""
-    # 1 - p of the largest by `expm1`, which is exact where p is nearly 1; the others are added from the smallest.
+    """Return the remaining probability of each row, `[rows]`, from log-probabilities in falling order."""
+    # `expm1` gives 1 - p of the largest exactly even if p is nearly 1; the others are summed from the smallest.
     left: Array = -np.expm1(kept[:, 0]) - np.exp(kept[:, :0:-1]).sum(-1)
-    # Where rounding left nothing: each token that is left out has the last one's probability at most.
+    # If rounding leaves nothing: a token that is left out has at most the probability of the last one in the list.
     least = np.minimum(np.exp(kept[:, -1]), _RESOLUTION)
     return np.maximum(left, np.maximum(least, np.finfo(np.float32).tiny))
 
@@ -86,35 +87,36 @@ def _check_entries(ids: Array, values: Array) -> None:
 
 
 def _first_row(wrong: Array) -> int:
-    """Return the engine's position of the first row in which `wrong` is true."""
+    """Return the engine's position for the first row in which `wrong` is true."""
     return int(wrong.any(-1).argmax()) + 1
 
 
 _ABOVE_CERTAIN = 0.01
-"""Largest accepted log-probability: those of bfloat16 logits exceed 0 by some thousandths, logits by far more."""
+"""Largest accepted log-probability. With bfloat16 logits it may exceed 0 by some thousandths; logits are far larger."""
 
 
 Entries: TypeAlias = tuple[list[list[int]], list[list[Any]], list[Any]]
-"""Ids and values of each position but the first, and the values of the prompt's own tokens there."""
+"""Ids and values at each position except the first, and the values of the prompt's own tokens at these positions."""
 
 
 class ScoringEndpoint(abc.ABC):
-    """An endpoint, at `path`, that gives log-probabilities of a prompt's positions."""
+    """An endpoint at `path` that returns log-probabilities for the positions of a prompt."""
 
     path: str
 
     @abc.abstractmethod
     def body(self, model: str, tokens: Sequence[int], k: int) -> dict[str, Any]:
-        """Make the request for a prompt, with the token behind the sequence."""
+        """Make the request for a prompt, which is a sequence and one more token."""
 
     @abc.abstractmethod
     def entries(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Entries:
         """Read the answer to `body`."""
 
     def read(self, answer: Mapping[str, Any], tokens: Sequence[int], k: int) -> tuple[TopKArrays, Array]:
-        """Read the answer to `body`: a row for each token but the last, and float32 log-probabilities of the next ones.
+        """Read the answer to `body`.
 
-        Raises `EngineAnswerError` if the answer is anything else.
+        Returns a row for each token but the last, and the float32 log-probabilities of the next tokens. Raises
+        `EngineAnswerError` if the answer is anything else.
         """
         ids, values, own = self.entries(answer, tokens)
         for place, row in enumerate(ids, 1):
@@ -133,24 +135,24 @@ class ScoringEndpoint(abc.ABC):
         return rows, own_values
 
     def weight_version(self, answer: Mapping[str, Any]) -> str:
-        """Return what the answer says about the version of the weights, empty if nothing."""
+        """Return the version of the weights that the answer names; empty if it names none."""
         return ""
 
     def model(self, answer: Mapping[str, Any]) -> str:
-        """Return the model that the answer names, which a router between may have chosen; empty if it names none."""
+        """Return the model that the answer names, which a router may have chosen; empty if it names none."""
         name = answer.get("model")
         return name if isinstance(name, str) else ""
 
 
 def _check_positions(ids: Array, values: Array, tokens: Array, own: Array, smallest: Array) -> None:
-    """Refuse lists of other positions than those of the prompt's own tokens; `smallest` is the k-th of each list."""
+    """Refuse lists that belong to other positions; `smallest` is the k-th value of each list."""
     is_own = ids == tokens[:, None]
     listed = np.where(is_own, values, -np.inf).max(-1)
     with np.errstate(invalid="ignore"):  # -inf beside -inf
         wrong = np.where(is_own.any(-1), np.abs(listed - own) > _AGREEMENT, own > smallest + _AGREEMENT)
     wrong |= (ids[:, -1] >= 0) & ~(
         is_own.any(-1) & (listed <= smallest + _AGREEMENT)
-    )  # who but it makes a list longer?
+    )  # only the prompt's own token can make a list longer than k
     if wrong.any():
         place = int(wrong.argmax())
         raise EngineAnswerError(
@@ -160,7 +162,7 @@ def _check_positions(ids: Array, values: Array, tokens: Array, own: Array, small
 
 
 class CompletionsEndpoint(ScoringEndpoint):
-    """vLLM's `/v1/completions`, the protocol that every vLLM speaks."""
+    """vLLM's `/v1/completions`, which every vLLM server has."""
 
     path = "/v1/completions"
 
@@ -177,7 +179,7 @@ class CompletionsEndpoint(ScoringEndpoint):
 
 
 class GenerateEndpoint(ScoringEndpoint):
-    """vLLM's `/inference/v1/generate`, which is there with `--enable-scale-out`."""
+    """vLLM's `/inference/v1/generate`, which needs `--enable-scale-out`."""
 
     path = "/inference/v1/generate"
 
@@ -190,7 +192,7 @@ class GenerateEndpoint(ScoringEndpoint):
         return _read_positions(answer.get("prompt_logprobs"), tokens)
 
     def weight_version(self, answer: Mapping[str, Any]) -> str:
-        """Return the tag of the weights, which vLLM changes when a trainer sends it others."""
+        """Return the tag of the weights, which vLLM changes when a trainer sends it new weights."""
         try:
             return str(answer["choices"][0]["weight_versions"][0]["version"])
         except (KeyError, IndexError, TypeError):
@@ -203,7 +205,7 @@ class SGLangEndpoint(ScoringEndpoint):
     path = "/generate"
 
     def body(self, model: str, tokens: Sequence[int], k: int) -> dict[str, Any]:
-        """Make the request for a prompt; SGLang serves a single model, whose name it does not ask for."""
+        """Make the request for a prompt. SGLang serves a single model, so the request does not name it."""
         return {
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0},
@@ -237,11 +239,11 @@ ENDPOINTS: Mapping[str, tuple[type[ScoringEndpoint], ...]] = {
     "vllm": (GenerateEndpoint, CompletionsEndpoint),
     "sglang": (SGLangEndpoint,),
 }
-"""By the kind of the engine, those that are preferred first."""
+"""The endpoints of each kind of engine, in order of preference."""
 
 
 def _sampling(k: int) -> dict[str, Any]:
-    """Return vLLM's sampling parameters: a token must be generated, and is thrown away."""
+    """Return vLLM's sampling parameters. At least one token must be generated; it is ignored."""
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     no_penalty = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     return {"max_tokens": 1, "prompt_logprobs": k, **neutral, **no_penalty}

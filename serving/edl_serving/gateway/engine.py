@@ -1,7 +1,7 @@
-"""An engine: its address, requests over HTTP with deadlines, what its refusals mean, and what it can do.
+"""An engine: its address, HTTP requests with deadlines, the meaning of its refusals, and its abilities.
 
-What it can do is found out before students come; what it cannot is refused with what to change. aiohttp is imported
-where it is used.
+The abilities are checked before students are served. If the engine lacks one, the error says what to change. aiohttp is
+imported only where it is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _URL = re.compile(
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where an engine listens, and what it speaks: "vllm" or "sglang", over HTTP or, with `tls`, HTTPS."""
+    """The address of an engine, and its kind: "vllm" or "sglang". With `tls` it speaks HTTPS, else HTTP."""
 
     kind: str
     host: str
@@ -61,7 +61,7 @@ class EngineAddress:
 
     @property
     def base_url(self) -> str:
-        """The beginning of the engine's URLs, without a slash at the end."""
+        """The start of the engine's URLs, without a trailing slash."""
         return f"http{'s' if self.tls else ''}://{self.authority}"
 
     def __str__(self) -> str:
@@ -69,24 +69,25 @@ class EngineAddress:
 
 
 def names_engine(text: str) -> bool:
-    """Return whether `text` is meant as the address of an engine."""
+    """Return whether `text` looks like the address of an engine."""
     return re.match(r"(vllm|sglang)(\+\w+)?://", text) is not None
 
 
 _CONNECT_S = 5.0
-"""For an engine beside the gateway or in its data centre: with less, one packet lost twice looks like a dead engine."""
+"""Timeout to connect to an engine in the same data centre. With less, an engine would look dead when a packet is lost
+twice."""
 _ATTEMPTS = 2
-"""A connection that the engine has closed while it was idle shows when it is used; what breaks twice is broken."""
-_FIRST_WAIT_S, _LAST_WAIT_S = 0.05, 0.5  # a new connection is there within this, and students wait meanwhile
+"""A second attempt is needed if the engine has closed an idle connection. A request that fails twice is an error."""
+_FIRST_WAIT_S, _LAST_WAIT_S = 0.05, 0.5  # long enough for a new connection; students wait meanwhile
 _CONNECTIONS = 256  # more would wait in the engine instead of here
-"""Requests that are sent side by side, as many sequences as vLLM computes at a time unless told otherwise."""
-_FULL_HINT_MS = 500  # for an engine that says it is full, and not for how long
+"""Requests in flight at a time: as many sequences as vLLM computes at once by default."""
+_FULL_HINT_MS = 500  # retry hint if a full engine does not send one
 _LONGEST_HINT_MS = 60_000
-"""As long as students believe; a longer wait would have them asleep when the engine is free again."""
+"""Longest retry hint that students accept. With a longer one they would still wait when the engine is free again."""
 
 
 class EngineRefusal(Exception):
-    """Raised for an answer with another status of HTTP than 200, with the engine's words, cut."""
+    """Raised for an answer whose HTTP status is not 200, with the engine's message, shortened."""
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"{status}: {message}")
@@ -95,7 +96,7 @@ class EngineRefusal(Exception):
         self.retry_after_s = retry_after_s
 
     def as_request_error(self, engine: str) -> RequestError:
-        """Return what a student is told."""
+        """Return the error to send to a student."""
         words = f"{engine} answers {self.status}: {quote(self.message)}"
         if self.status in (400, 413, 422):
             return invalid_argument(words)
@@ -104,7 +105,7 @@ class EngineRefusal(Exception):
             return RequestError(
                 grpc.StatusCode.UNAVAILABLE, words, max(1, min(_LONGEST_HINT_MS, hint_ms)), "engine-full"
             )
-        if self.status in (401, 403, 404):  # it was not so at the start: another engine, or another key
+        if self.status in (401, 403, 404):  # it worked at the start, so the engine or its key has changed
             return RequestError(grpc.StatusCode.UNAVAILABLE, words, reason="engine-changed")
         return RequestError(grpc.StatusCode.INTERNAL, words, reason="engine-failed")
 
@@ -115,8 +116,9 @@ class EngineAccess:
 
     Attributes:
         address: The engine's address.
-        ca: Path of a file with the CAs of its certificate, PEM; "" or "system" for the system's.
-        token_file: Path of a file whose first token is sent as a bearer token; "" for none. Read for each request.
+        ca: Path of a PEM file with the CAs that verify its certificate; "" or "system" for the system's CAs.
+        token_file: Path of a file whose first token is sent as a bearer token; "" for none. It is read for each
+            request.
         timeout_s: Seconds to wait for an answer.
     """
 
@@ -126,7 +128,7 @@ class EngineAccess:
     timeout_s: float = 120.0
 
     def read_token(self) -> str:
-        """Return the token, empty for none."""
+        """Return the token; empty without a token file."""
         if not self.token_file:
             return ""
         try:
@@ -135,7 +137,7 @@ class EngineAccess:
             raise SettingsError(f"--engine-token-file: {exc}") from exc
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return what an engine with TLS is verified by; None without TLS."""
+        """Return the TLS settings that verify the engine; None without TLS."""
         if not self.address.tls:
             return None
         try:
@@ -145,7 +147,7 @@ class EngineAccess:
 
 
 class EngineConnection:
-    """Connections to an engine, of one event loop; to be closed on it."""
+    """Connections to an engine on one event loop; close them on the same loop."""
 
     def __init__(self, engine: EngineAccess) -> None:
         self._engine = engine
@@ -153,15 +155,15 @@ class EngineConnection:
         self._session = _open_session(engine)
 
     async def close(self) -> None:
-        """Close all connections; requests under way are aborted."""
+        """Close all connections; pending requests are aborted."""
         await self._session.close()
 
     async def get(self, path: str, timeout_s: float, limit: int = 1 << 20) -> Any:
-        """Ask once; return the JSON value, None for an empty answer."""
+        """Send a GET request once; return the JSON value, or None for an empty answer."""
         return await self._ask("GET", path, None, timeout_s, limit)
 
     async def is_healthy(self) -> bool:
-        """Return whether the engine says that it is healthy: a vLLM that is dying answers 500 to requests under way."""
+        """Return whether the engine is healthy; a dying vLLM answers pending requests with 500."""
         try:
             await self.get("/health", _CONNECT_S)
         except (EngineRefusal, RequestError):
@@ -169,10 +171,10 @@ class EngineConnection:
         return True
 
     async def post(self, path: str, body: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
-        """Ask; once more if the connection breaks: asked twice, an engine gives the same answer.
+        """Send a POST request, and repeat it once if the connection breaks, which is safe because answers are the same.
 
-        Raises `EngineRefusal`, or `RequestError`: UNAVAILABLE without a connection, DEADLINE_EXCEEDED when late,
-        INTERNAL if the answer is no JSON object or too long.
+        Raises `EngineRefusal`, or `RequestError`: UNAVAILABLE without a connection, DEADLINE_EXCEEDED on a timeout, and
+        INTERNAL if the answer is too long or not a JSON object.
         """
         data = json.dumps(body, separators=(",", ":")).encode()
         try:
@@ -200,7 +202,7 @@ class EngineConnection:
         headers = {"Content-Type": "application/json"} if data is not None else {}
         limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         try:
-            if token := self._engine.read_token():  # now: keys are rotated
+            if token := self._engine.read_token():  # for each request, since keys are rotated
                 headers["Authorization"] = f"Bearer {token}"
         except SettingsError as exc:
             raise RequestError(grpc.StatusCode.UNAVAILABLE, str(exc), reason="engine-lost") from exc
@@ -211,7 +213,7 @@ class EngineConnection:
                 content = await self._read(response, limit)
                 if response.status != 200:
                     raise EngineRefusal(response.status, _words_of(content), _retry_after_s(response.headers))
-        except aiohttp.ServerTimeoutError:  # the only limit of this kind is the one on connecting
+        except aiohttp.ServerTimeoutError:  # only the limit on connecting raises this
             words = f"{self._name} accepted no connection within {min(_CONNECT_S, timeout_s):g} s"
             raise RequestError(grpc.StatusCode.UNAVAILABLE, words, reason="engine-lost") from None
         except asyncio.TimeoutError:
@@ -257,7 +259,7 @@ def _open_session(engine: EngineAccess) -> aiohttp.ClientSession:
 
 
 def _words_of(content: bytes) -> str:
-    """Return the message of an error's JSON, or its text."""
+    """Return the message in an error's JSON, or else its text."""
     text = content[:4096].decode(errors="replace")
     try:
         found = json.loads(content)
@@ -277,25 +279,25 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 _PROBE = (0, 0, 0)  # token 0 is in every vocabulary
-_LOOK_S = 5.0  # for an answer to GET, of an engine that may be busy
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.5, 5.0  # an engine takes half a minute to start, or some
+_LOOK_S = 5.0  # timeout of a GET request to an engine that may be busy
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.5, 5.0  # an engine needs half a minute or more to start
 _RESERVED = {"vllm": 2, "sglang": 8}
-"""Tokens of an engine's length that a sequence cannot have: one behind it and one that must be generated, and what
-SGLang keeps besides (`max_req_input_len` in its scheduler)."""
+"""How many tokens a sequence must be shorter than the engine's limit: one token follows the sequence, one must be
+generated, and SGLang reserves more (`max_req_input_len` in its scheduler)."""
 _ENTRY_BYTES = 512
-"""Most bytes of an entry in JSON: about 70 as a rule, more where vLLM spells a token of many spaces."""
+"""Largest size of an entry in JSON: usually about 70 bytes, more where vLLM spells out a token of many spaces."""
 _PROBE_TOLERANCE = 0.5
-"""By how much log-probabilities of the probe may differ with the same weights: a logit of 16 to 32 in bfloat16 is exact
-to an eighth, and a restarted engine may round otherwise."""
+"""How far the probe's log-probabilities may differ with the same weights. A bfloat16 logit of 16 to 32 is exact to an
+eighth, and a restarted engine may round differently."""
 _MOST_K = re.compile(r"max(?:imum)? allowed:? (\d+)")
 
 
 @dataclass(frozen=True)
 class ProbeAnswer:
-    """What an engine answers about a prompt of three tokens.
+    """An engine's answer to a prompt of three tokens.
 
     Attributes:
-        weight_version: The engine's tag of its weights; empty if it has none.
+        weight_version: The engine's tag for its weights; empty if it has none.
         values: The largest log-probability of each position, and those of the prompt's tokens.
         model: The model that the answer names; empty if it names none.
     """
@@ -305,7 +307,7 @@ class ProbeAnswer:
     model: str = ""
 
     def find_change(self, now: ProbeAnswer) -> str:
-        """Return what shows that the weights are others `now`, empty if nothing does."""
+        """Return what shows that the weights have changed by `now`; empty if nothing does."""
         if now.weight_version != self.weight_version:
             return f"its weights are {now.weight_version!r} now, and were {self.weight_version!r}"
         for value, before in zip(now.values, self.values, strict=False):
@@ -316,15 +318,15 @@ class ProbeAnswer:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine can do.
+    """An engine's endpoint, model and limits, as found at the start.
 
     Attributes:
-        endpoint: How it is asked.
-        model: The engine's name of the model.
-        root: Where it has loaded the model from; empty if it does not say.
-        max_sequence: The longest sequence, in tokens of students.
-        max_model_len: The engine's own limit, which it must still have when it comes back.
-        probe: What it answered about the probe at the start.
+        endpoint: The endpoint that scores prompts.
+        model: The engine's name for the model.
+        root: Where the engine loaded the model from; empty if it does not say.
+        max_sequence: Length of the longest sequence of a student, in tokens.
+        max_model_len: The engine's own limit in tokens, which must be the same when it comes back.
+        probe: The engine's answer to the probe at the start.
     """
 
     endpoint: ScoringEndpoint
@@ -335,7 +337,7 @@ class EngineFacts:
     probe: ProbeAnswer
 
     def check_model(self, answer: Mapping[str, Any]) -> None:
-        """Refuse the answer of another model than the probe's, as a router gives it that falls back to one."""
+        """Refuse an answer from another model than the probe's, to which a router may have fallen back."""
         named = self.endpoint.model(answer)
         if named and self.probe.model and named != self.probe.model:
             raise EngineAnswerError(
@@ -345,15 +347,15 @@ class EngineFacts:
 
 
 def answer_limit(tokens: int, k: int) -> int:
-    """Return how many bytes an answer about `tokens` tokens with `k` entries each may have."""
+    """Return the largest size in bytes of an answer about `tokens` tokens with `k` entries each."""
     return (1 << 20) + tokens * (k + 1) * _ENTRY_BYTES
 
 
 async def find_facts(engine: EngineAccess, model: str, exact: bool, k: int, wait_s: float) -> EngineFacts:
-    """Wait for an engine, and find out what it can do.
+    """Wait for an engine to start, and find its model and endpoint.
 
-    Unless `exact`, an engine's only model is taken whatever its name is. Raises `SettingsError`, which says what to
-    change, if the engine does not answer in time or not what is needed.
+    Unless `exact` is set, the only model of an engine is used under any name. Raises `SettingsError`, which says what
+    to change, if the engine does not answer in time or cannot be used.
     """
     connection = EngineConnection(engine)
     try:
@@ -389,7 +391,7 @@ async def _wait_until_up(connection: EngineConnection, engine: EngineAccess, wai
 async def _find_model(
     connection: EngineConnection, engine: EngineAccess, model: str, exact: bool
 ) -> tuple[str, str, int]:
-    """Return the engine's name of the model, its root and the longest prompt."""
+    """Return the engine's name for the model, the model's root, and the longest prompt in tokens."""
     try:
         answer = await connection.get("/v1/models", _LOOK_S)
     except (EngineRefusal, RequestError) as exc:
@@ -415,7 +417,7 @@ async def _find_model(
 
 
 async def read_model(connection: EngineConnection, name: str, timeout_s: float) -> tuple[str, int] | None:
-    """Read root and longest prompt of a model; None if the engine no longer has it."""
+    """Read the root and the longest prompt of a model; None if the engine no longer has the model."""
     entry = _models_of(await connection.get("/v1/models", timeout_s)).get(name)
     if entry is None:
         return None
@@ -451,7 +453,7 @@ async def _find_endpoint(
 async def probe_endpoint(
     connection: EngineConnection, endpoint: ScoringEndpoint, model: str, k: int, before: EngineFacts | None = None
 ) -> ProbeAnswer:
-    """Ask about a prompt of three tokens; `before` is what the engine was at the start, None if this is the start."""
+    """Ask about a prompt of three tokens; `before` holds the facts from the start, or None if this is the start."""
     answer = await connection.post(endpoint.path, endpoint.body(model, _PROBE, k), answer_limit(len(_PROBE), k))
     if before is not None:
         before.check_model(answer)
@@ -461,13 +463,13 @@ async def probe_endpoint(
 
 
 def most_k(message: str) -> int | None:
-    """Return the largest k that an engine's refusal allows; None where it is about something else."""
+    """Return the largest k that an engine's refusal names; None if the refusal has another reason."""
     found = _MOST_K.search(message)
     return None if found is None else int(found[1])
 
 
 def explain(engine: EngineAccess, path: str, exc: Exception, k: int = 0) -> str:
-    """Return what is wrong with an engine that refuses what it must give, and what to change."""
+    """Say why an engine cannot be used, and what to change."""
     where = f"{engine.address}{path}"
     if isinstance(exc, RequestError):
         return exc.message

@@ -1,7 +1,7 @@
-"""Language models and encoders of Hugging Face's transformers, from a folder with safetensors files.
+"""Serves language models and encoders of Hugging Face's transformers from a folder with safetensors files.
 
-`loading` checks the folder and loads the model, `probes` find out what an architecture does, `backends` serve it.
+`loading` checks the folder and loads the model, `probes` tests how its architecture behaves, and `backends` serves it.
 
-What does not belong here: downloads, tokenization, generation, code that comes with a checkpoint. Students send token
-ids; nothing is run but what the installed transformers has.
+There are no downloads, no tokenization and no generation here, since students send token ids. Code that comes with a
+checkpoint is never run; a model must be one that the installed transformers implements.
 """

@@ -1,8 +1,8 @@
 """The backends of transformers: language models, encoders, and classifiers of texts.
 
-A batch of sequences is planned first: which are computed together, padded to a common length or packed one behind the
-other. Language models give the log-probabilities of the next token, or of masked tokens, by their largest values, which
-are found on the device.
+The sequences of a batch are first grouped into buckets that are computed together, either padded to a common length or
+packed end to end. Language models return the k largest log-probabilities of the next token (or of masked tokens), which
+are selected on the device, because whole log-probabilities would be gigabytes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from edl_serving.request_error import invalid_argument
 _log = logging.getLogger(__name__)
 
 _MAX_PADDING = 0.25
-"""Padding of a bucket by its tokens: with more, sequences of 16 tokens are computed as if they had 512; with much less,
-each length is a call of its own."""
+"""Largest ratio of padding to tokens in a bucket. With more, a sequence of 16 tokens would be padded to 512; with much
+less, each length would need a call of its own."""
 _FREE_PADDING = 64
-"""Tokens of padding that are cheaper than another call of the model."""
+"""This much padding, in tokens, is cheaper than another call of the model."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Bucket:
     """Sequences that are computed together.
 
     Attributes:
-        rows: The row of each place, `[sequences, length]`; of a place that is padding, any row.
-        valid: Which places are not padding, `[sequences, length]`.
+        rows: The batch's row for each position, `[sequences, length]`; any row for a position that is padding.
+        valid: Whether each position is a token rather than padding, `[sequences, length]`.
     """
 
     rows: Array
@@ -45,18 +45,18 @@ class Bucket:
 
     @property
     def padded(self) -> bool:
-        """Whether any place is padding."""
+        """Whether the bucket has padding."""
         return not bool(self.valid.all())
 
     @property
     def flat_rows(self) -> Array:
-        """The rows of the places that are not padding, in the order of the places."""
+        """The rows of all tokens, in the order of their positions."""
         rows: Array = self.rows[self.valid]
         return rows
 
 
 def sequence_starts(position: Array) -> Array:
-    """Return the rows in which sequences begin, INT64 `[sequences]`."""
+    """Return the first row of each sequence, INT64 `[sequences]`."""
     starts: Array = np.flatnonzero(position == 0)
     return starts
 
@@ -64,10 +64,10 @@ def sequence_starts(position: Array) -> Array:
 def make_buckets(
     starts: Array, rows: int, max_tokens: int, *, padding: bool = True, borders: Sequence[int] = ()
 ) -> list[Bucket]:
-    """Plan the computation of a batch: sequences of similar length together, or of equal ones without `padding`.
+    """Group sequences of similar length into buckets; without `padding`, only sequences of equal length.
 
-    A bucket has at most `max_tokens` places, padding included; a longer sequence is a bucket by itself. Sequences up to
-    a length in `borders` and longer ones are in different buckets.
+    A bucket has at most `max_tokens` positions, padding included; a longer sequence is a bucket by itself. No bucket
+    mixes sequences up to a length in `borders` with longer ones.
     """
     lengths = np.diff(starts, append=rows)
     sides = np.searchsorted(borders, lengths)
@@ -92,7 +92,7 @@ def make_buckets(
 
 
 def make_packs(starts: Array, rows: int, borders: Sequence[int] = ()) -> list[Bucket]:
-    """Plan the computation of a batch whose sequences stand one behind the other: buckets of one line, in order."""
+    """Pack the sequences end to end, in order: one bucket of one line for each range of lengths between `borders`."""
     lengths = np.diff(starts, append=rows)
     sides = np.repeat(np.searchsorted(borders, lengths), lengths)
     packs = [np.flatnonzero(sides == side)[None] for side in range(len(borders) + 1)]
@@ -100,14 +100,15 @@ def make_packs(starts: Array, rows: int, borders: Sequence[int] = ()) -> list[Bu
 
 
 _GPU_SLICE_BYTES = 64 << 20
-"""Of float32 logits that are held at a time, beside as many for work: with 152k tokens 110 rows, enough to keep a GPU
-busy with the head's matrix product."""
+"""Bytes of float32 logits held at a time, plus as many of working memory. With a vocabulary of 152k tokens that is 110
+rows, enough to keep a GPU busy with the head's matrix product."""
 _CPU_SLICE_BYTES = 8 << 20
-"""Likewise; more does not stay in a core's caches (64 MiB: 4,800 rows a second of 8k words, 8 MiB: 8,100)."""
+"""The same on a CPU, where more does not fit in a core's caches. With 8k words, 8 MiB gave 8,100 rows a second and 64
+MiB 4,800."""
 
 
 class TopLogits(NamedTuple):
-    """The largest log-probabilities of rows of logits, as `TopKArrays` has them, and those of targets `[rows, m]`."""
+    """The largest log-probabilities of each row, as in `TopKArrays`, and those of the targets `[rows, m]`."""
 
     ids: torch.Tensor
     values: torch.Tensor
@@ -122,9 +123,9 @@ def rows_of_slice(vocabulary: int, device: torch.device) -> int:
 
 
 def select_top_k(logits: torch.Tensor, k: int, temperature: float, targets: torch.Tensor | None) -> TopLogits:
-    """Find the k largest logits `[rows, vocabulary]` of each row, which are changed if they are float32.
+    """Find the k largest logits of each row of `logits`, `[rows, vocabulary]`. Float32 logits are modified in place.
 
-    Which of equal logits are found is the same for every k and device: those of the lowest ids.
+    Among equal logits those with the lowest ids win, for every k and on every device.
     """
     logits = logits.float()
     lse = logits.logsumexp(-1, keepdim=True)
@@ -132,7 +133,7 @@ def select_top_k(logits: torch.Tensor, k: int, temperature: float, targets: torc
     values, ids = logits.topk(k, dim=-1, sorted=False)
     threshold = values.amin(-1, keepdim=True)
     ambiguous = ((logits >= threshold).sum(-1) > k).nonzero().flatten()
-    if len(ambiguous):  # as is common with bfloat16: `topk` takes any of equal logits
+    if len(ambiguous):  # common with bfloat16; `topk` may pick any of equal logits
         some, least = logits[ambiguous], threshold[ambiguous]
         larger, equal = some > least, some == least
         room = k - larger.sum(-1, keepdim=True)
@@ -147,14 +148,14 @@ def select_top_k(logits: torch.Tensor, k: int, temperature: float, targets: torc
 
 
 _WARM_UP_TOKENS_CPU = 1024
-"""Tokens of a warm-up without the memory of a GPU to reserve: a large model takes seconds for them."""
+"""Tokens of a warm-up on a CPU, where no GPU memory has to be reserved. More would take a large model many seconds."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model of transformers, and what the server says about it.
+    """A model of transformers, its version and its metadata for discovery.
 
-    `max_tokens` bounds the places of a call, padding included; `longest` is the longest sequence.
+    `max_tokens` limits the positions in one call, padding included; `longest` is the length of the longest sequence.
     """
 
     model: Any
@@ -182,7 +183,7 @@ class TransformersBackend(Backend):
         self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self._borders = probes.find_borders(self._model, self._vocabulary, loaded.longest)
         known = getattr(self._model.config, "pad_token_id", None)
-        # Some models know padding by its id; one without an embedding was added to the tokenizer, and never looked up.
+        # Some models detect padding by its id. An id without an embedding was added to the tokenizer only.
         self._padding = known if isinstance(known, int) and 0 <= known < self._vocabulary else None
 
     def close(self) -> None:
@@ -201,7 +202,7 @@ class TransformersBackend(Backend):
             raise RuntimeError(f"the GPU's memory is too small for a batch: lower --max-tokens ({exc})") from exc
 
     def _call_padded(self, model: Any, ids: Array, bucket: Bucket, *, masked: bool) -> Any:
-        """Call `model` with a bucket."""
+        """Call `model` with the tokens of a bucket, padded."""
         tokens = torch.from_numpy(np.where(bucket.valid, ids[bucket.rows], self._padding or 0).astype(np.int64))
         options: dict[str, Any] = {}
         if masked and bucket.padded:
@@ -221,7 +222,7 @@ class TransformersBackend(Backend):
 
 
 class TokenBackend(TransformersBackend):
-    """A model whose rows are tokens: the inputs `ids` and `position`."""
+    """A model whose rows are tokens, with the inputs `ids` and `position`."""
 
     inputs: tuple[TensorSpec, ...] = (TensorSpec(names.IDS, "INT32"), TensorSpec(names.POSITION, "INT32"))
     sequence_input: str = names.POSITION
@@ -232,16 +233,16 @@ class TokenBackend(TransformersBackend):
         self.max_sequence = loaded.longest
 
     def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
-        """Refuse ids that the model has no embedding for."""
+        """Refuse token ids that the model has no embedding for."""
         self._check_ids(names.IDS, inputs[names.IDS], self._vocabulary)
 
     def sample(self, rows: int) -> Mapping[str, Array]:
-        """Return the longest sequences that fit."""
+        """Return sequences of token 0 that are as long as the model allows."""
         places = np.arange(rows, dtype=np.int32)
         return {names.IDS: np.zeros(rows, np.int32), names.POSITION: places % np.int32(self._loaded.longest)}
 
     def warm_up(self, max_rows: int) -> None:
-        """Compute a token, and the longest sequences; a full batch of them on a GPU."""
+        """Compute one token, then the longest sequences; on a GPU a full batch of them, to reserve the memory."""
         most = max_rows if self._device.type == "cuda" else min(max_rows, self._loaded.longest, _WARM_UP_TOKENS_CPU)
         self.writes_inputs = False  # ids are copied to the device
         for rows in sorted({1, most}):
@@ -252,15 +253,14 @@ class TokenBackend(TransformersBackend):
 
 
 _WHOLE_LOGITS_BYTES = 1 << 30
-"""Of logits of one call where the head cannot be computed in slices."""
+"""Bytes of logits in one call of a model whose head cannot be computed in slices."""
 
 
 class LanguageModelBackend(TokenBackend):
     """A causal or masked language model.
 
-    A sequence of T tokens is T rows; row t holds token t and the model's prediction of token t + 1 (of token t itself,
-    of a masked language model). With `packing`, sequences are computed one behind the other, instead of padded to the
-    length of similar ones.
+    A sequence of T tokens is T rows. Row t holds token t, and the model's prediction of token t + 1 (for a masked
+    language model, of token t itself). With `packing`, sequences are computed end to end instead of padded.
     """
 
     inputs: tuple[TensorSpec, ...] = (*TokenBackend.inputs, TensorSpec(names.TARGETS, "INT32", (-1,)))
@@ -297,19 +297,19 @@ class LanguageModelBackend(TokenBackend):
         )
 
     def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
-        """Refuse ids that the model does not know."""
+        """Refuse token ids and targets that the model does not know."""
         super().check_inputs(inputs, temperature)
         if names.TARGETS in inputs:
             self._check_ids(names.TARGETS, inputs[names.TARGETS], self._classes)
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Refuse to compute whole outputs."""
+        """Raise `NotImplementedError`, because whole outputs are too large."""
         raise NotImplementedError("whole log-probabilities are gigabytes: predict_top_k")
 
     def predict_top_k(
         self, inputs: Mapping[str, Array], k: int, temperature: float
     ) -> Mapping[str, Array | TopKArrays]:
-        """Compute the k largest log-probabilities of each row, and those of targets."""
+        """Compute the k largest log-probabilities of each row, and those of the targets."""
         targets = inputs.get(names.TARGETS)
         rows = len(inputs[names.IDS])
         found = TopKArrays(np.empty((rows, k), np.int32), np.empty((rows, k), np.float32), np.empty(rows, np.float32))
@@ -337,7 +337,7 @@ class LanguageModelBackend(TokenBackend):
     def _top_logits(
         self, inputs: Mapping[str, Array], bucket: Bucket, k: int, temperature: float, targets: torch.Tensor | None
     ) -> Iterator[TopLogits]:
-        """Compute the rows of a bucket that are not padding, a slice at a time."""
+        """Compute the log-probabilities of a bucket's tokens, a slice of rows at a time."""
         model = self._model.base_model if self._plain_head else self._model
         if self._packing:
             ids, position = (
@@ -364,7 +364,7 @@ LOGITS = "logits"
 
 
 class FeatureBackend(TokenBackend):
-    """The last hidden states of a model: a row is a token, with the state at its place."""
+    """The last hidden states of a model; a row is a token and its hidden state."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
@@ -386,7 +386,7 @@ class FeatureBackend(TokenBackend):
 
 
 class SequenceClassifierBackend(TransformersBackend):
-    """The logits of a text's classes: a row is a text, its token ids as little-endian INT32 in an element of BYTES."""
+    """A text classifier; a row is a text, with its token ids as little-endian INT32 in one element of BYTES."""
 
     inputs: tuple[TensorSpec, ...] = (TensorSpec(names.IDS, "BYTES"),)
 
@@ -396,7 +396,7 @@ class SequenceClassifierBackend(TransformersBackend):
         self.outputs = (TensorSpec(LOGITS, "FP32", (self._classes,)),)
 
     def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
-        """Refuse texts that are empty, too long, or not of known ids."""
+        """Refuse texts that are empty, too long, or contain unknown token ids."""
         for row, text in enumerate(inputs[names.IDS]):
             if not text or len(text) % 4:
                 raise invalid_argument(
@@ -419,15 +419,15 @@ class SequenceClassifierBackend(TransformersBackend):
             )
 
     def sample(self, rows: int) -> Mapping[str, Array]:
-        """Return texts of a token."""
+        """Return texts of one token each."""
         texts = np.empty(rows, object)
         texts.fill(
             np.zeros(1, "<i4").tobytes()
-        )  # `np.full` goes by way of numpy's strings, which end before zero bytes
+        )  # `np.full` would convert to numpy's strings, which drop trailing zero bytes
         return {names.IDS: texts}
 
     def warm_up(self, max_rows: int) -> None:
-        """Compute a text of a token, and a batch of them."""
+        """Compute one text of one token, then a batch of them."""
         self.writes_inputs = False
         for rows in sorted({1, max_rows}):
             self.predict(self.sample(rows))
@@ -441,7 +441,7 @@ class SequenceClassifierBackend(TransformersBackend):
         row_of = np.repeat(np.arange(len(texts)), lengths)
         logits = np.empty((len(texts), self._classes), np.float32)
         with self._computing():
-            # Without an id for padding, a decoder cannot tell where a text ends.
+            # Without a padding id, a decoder cannot tell where a text ends, so texts are computed one by one.
             most = self._loaded.max_tokens if self._padding is not None else 1
             for bucket in make_buckets(starts, len(ids), most, borders=self._borders):
                 answer = self._call_padded(self._model, ids, bucket, masked=True).logits

@@ -1,4 +1,8 @@
-"""Loading of a checkpoint of transformers from a folder: safetensors only, no code of the checkpoint's, all weights."""
+"""Loads a transformers checkpoint from a folder.
+
+Only safetensors files are read, code that comes with the checkpoint is not run, and a checkpoint with missing weights
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +38,17 @@ TASKS = {
 }
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NO_LENGTH = 10**7
-"""From here on a tokenizer's `model_max_length` says that it is unknown: transformers writes 1e30."""
+"""A tokenizer's `model_max_length` from here on means that it is unknown; transformers writes 1e30."""
 
 
 def load_model(source: ModelSource, task: str, device: torch.device) -> Any:
-    """Load a model for evaluation."""
+    """Load a model in evaluation mode, without gradients."""
     folder = _existing_folder(source.target)
     dtype = source.dtype or "auto"
     if dtype != "auto" and dtype not in _DTYPES:
         raise SettingsError(f"--dtype {dtype!r}: expected auto, {', '.join(_DTYPES)}")
     progress: Any = transformers.utils.logging
-    progress.disable_progress_bar()  # thousands of lines in a log file
+    progress.disable_progress_bar()  # it would write thousands of lines into a log file
     loader: Any = getattr(transformers, TASKS[task])
     try:
         model, info = loader.from_pretrained(
@@ -64,8 +68,8 @@ def load_model(source: ModelSource, task: str, device: torch.device) -> Any:
             f"--hf {str(folder)!r}: the checkpoint has no {missing[0]} (of {len(missing)} weights that are missing), "
             f"and would answer at random: is it a model for another --task than {task}?"
         )
-    for config in (model.config, model.config.get_text_config()):  # of models with pictures the text has its own
-        config.use_cache = False  # keys and values of all layers, for tokens that are never generated
+    for config in (model.config, model.config.get_text_config()):  # multimodal models configure text separately
+        config.use_cache = False  # saves the keys and values of all layers, which only generation needs
     return model.eval().requires_grad_(False).to(device)
 
 
@@ -102,12 +106,12 @@ def _tokenizer_meta(folder: Path) -> dict[str, str]:
 
 
 def longest_sequence(folder: Path, model: Any, max_tokens: int) -> int:
-    """Return the most tokens of a sequence: the least of what configuration, tokenizer and `max_tokens` allow."""
+    """Return the largest sequence length that configuration, tokenizer and `max_tokens` all allow."""
     limits = [max_tokens]
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     embeddings = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
     padding = getattr(embeddings, "padding_idx", None)
-    taken = padding + 1 if isinstance(padding, int) else 0  # RoBERTa's positions begin behind that of padding
+    taken = padding + 1 if isinstance(padding, int) else 0  # RoBERTa's positions start after the padding id
     for name in ("max_position_embeddings", "n_positions"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > taken:
@@ -124,11 +128,11 @@ def longest_sequence(folder: Path, model: Any, max_tokens: int) -> int:
 
 
 _TOP_K = 64
-"""A token then takes 516 bytes; the mass of what is left out is known all the same."""
+"""Default k. A token then takes 516 bytes, and the tail still holds the probability of the remaining tokens."""
 
 
 def from_folder(source: ModelSource) -> Backend:
-    """Load `--hf`."""
+    """Load the model that `--hf` names."""
     task = source.task or ""
     if task not in TASKS:
         raise SettingsError(f"--hf needs --task, one of {', '.join(TASKS)}; got {task or 'none'}")

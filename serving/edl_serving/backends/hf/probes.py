@@ -1,7 +1,8 @@
-"""Tests of what an architecture does, made on the loaded model: its name does not tell.
+"""Tests on the loaded model how its architecture behaves, because its name does not tell.
 
-transformers chooses the frequencies of some rotary embeddings by the largest position of the whole call, so that labels
-of a sequence depend on those that share its batch ("longrope"), or on earlier calls ("dynamic" beyond its length).
+transformers chooses the frequencies of some rotary embeddings by the largest position in the whole call. The labels of
+a sequence then depend on the other sequences in its batch ("longrope"), or on earlier calls ("dynamic", beyond the
+original length).
 """
 
 from __future__ import annotations
@@ -15,20 +16,21 @@ import torch
 from edl.errors import SettingsError
 
 _LENGTH = 8
-"""Tokens of a probe: a few of each kind of neighbour; long ones would take a large model seconds on a CPU."""
+"""Tokens in a probe. A few are enough, and long probes would take a large model seconds on a CPU."""
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
-"""Settings of configurations that change logits behind the head; small logits of a probe may not show it."""
+"""Configuration settings that change logits after the head. A probe with small logits may not show the change."""
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""By the spread of the logits: the rounding of two shapes of the same computation, far below a token's influence."""
+"""Largest difference that counts as equal, relative to the standard deviation of the logits: above the rounding of one
+computation in two shapes, and far below the influence of a token."""
 
 
 def sample_ids(vocabulary: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Return token ids that differ from one another where the vocabulary is large enough, INT64 `[length]`."""
+    """Return token ids, INT64 `[length]`, all different if the vocabulary is large enough."""
     return (5 + 11 * seed + 13 * torch.arange(length)) % vocabulary
 
 
 def is_causal(model: Any, vocabulary: int, length: int) -> bool:
-    """Whether logits of a token do not change with the tokens that follow."""
+    """Return whether the logits of a token are independent of the tokens after it."""
     length = min(length, _LENGTH)
     if length < 2 or vocabulary < 2:
         return True
@@ -40,7 +42,7 @@ def is_causal(model: Any, vocabulary: int, length: int) -> bool:
 
 
 def keeps_packed_apart(model: Any, vocabulary: int, length: int) -> bool:
-    """Whether sequences in a row of a batch, told apart by `position_ids` alone, do not see one another."""
+    """Return whether packed sequences that only `position_ids` separate do not influence one another."""
     length = min(length, _LENGTH)
     second = sample_ids(vocabulary, length, 1)
     position = torch.arange(length).repeat(2)[None]
@@ -49,7 +51,7 @@ def keeps_packed_apart(model: Any, vocabulary: int, length: int) -> bool:
         packed = torch.cat([sample_ids(vocabulary, length, seed), second])[None]
         try:
             logits = _logits(model, packed, position_ids=position)
-        except TypeError:  # it takes no positions
+        except TypeError:  # the model accepts no positions
             return False
         if not _alike(logits[0, length:], alone):
             return False
@@ -57,9 +59,9 @@ def keeps_packed_apart(model: Any, vocabulary: int, length: int) -> bool:
 
 
 def keeps_neighbours_apart(model: Any, vocabulary: int, start: int, end: int) -> bool:
-    """Whether the model computes the same of a sequence beside a short one and a long one, and once more afterwards.
+    """Return whether a sequence gets the same output next to a short and a long one, and again next to a short one.
 
-    The positions say how long they are: a few tokens of each are enough.
+    A few tokens of each suffice, since their positions simulate the lengths.
     """
     length = min(end - start, _LENGTH)
     ids = sample_ids(vocabulary, length)
@@ -69,7 +71,7 @@ def keeps_neighbours_apart(model: Any, vocabulary: int, start: int, end: int) ->
     before, beside, after = (
         _first_of(model, torch.stack([ids, ids]), torch.stack([short, neighbour])) for neighbour in (short, long, short)
     )
-    if before is None or beside is None or after is None:  # it takes no positions, or one sequence at a time
+    if before is None or beside is None or after is None:  # the model accepts no positions, or only one sequence
         return True
     return _alike(before, beside) and _alike(before, after)
 
@@ -77,7 +79,7 @@ def keeps_neighbours_apart(model: Any, vocabulary: int, start: int, end: int) ->
 def _first_of(model: Any, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor | None:
     """Return the output of the first sequence of two; None if it cannot be computed."""
     inputs: dict[str, Any] = {"input_ids": ids.to(model.device), "position_ids": position.to(model.device)}
-    for options in ({"use_cache": False}, {}):  # encoders take no such argument
+    for options in ({"use_cache": False}, {}):  # encoders do not accept `use_cache`
         try:
             with torch.inference_mode():
                 answer = model(**inputs, **options)
@@ -90,7 +92,7 @@ def _first_of(model: Any, ids: torch.Tensor, position: torch.Tensor) -> torch.Te
 
 
 def has_plain_head(model: Any, vocabulary: int, length: int) -> bool:
-    """Whether logits are the output embedding of the base model's hidden states, and nothing else."""
+    """Return whether the logits are exactly the output embedding of the base model's hidden states."""
     config = model.config.get_text_config()
     if any(getattr(config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES):
         return False
@@ -119,7 +121,10 @@ def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def find_borders(model: Any, vocabulary: int, longest: int) -> tuple[int, ...]:
-    """Return lengths that tell apart what may be computed together: sequences up to one of them, and longer ones."""
+    """Return lengths such that sequences up to one of them must not be computed together with longer ones.
+
+    Raises `SettingsError` if labels would still depend on other sequences in the batch, or on earlier calls.
+    """
     config = model.config.get_text_config()
     kind = type(model).__name__
     if getattr(config, "attention_type", None) == "block_sparse":
@@ -129,7 +134,7 @@ def find_borders(model: Any, vocabulary: int, longest: int) -> tuple[int, ...]:
         )
     found = set()
     for rope in _ropes(getattr(config, "rope_parameters", None)):
-        if "dynamic" in rope["rope_type"] and not rope.get("alpha"):  # with alpha they are fixed, and HunYuan's
+        if "dynamic" in rope["rope_type"] and not rope.get("alpha"):  # with alpha (HunYuan) frequencies are fixed
             original = getattr(config, "max_position_embeddings", longest)
             if longest > original:
                 raise SettingsError(
@@ -151,7 +156,7 @@ def find_borders(model: Any, vocabulary: int, longest: int) -> tuple[int, ...]:
 
 
 def _ropes(parameters: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of each rotary embedding; some models have them by the type of a layer."""
+    """Yield the settings of each rotary embedding; some models have one for each type of layer."""
     if not isinstance(parameters, Mapping):
         return
     if isinstance(parameters.get("rope_type"), str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -15,13 +16,14 @@ from urllib.parse import quote, unquote, urlsplit
 from prometheus_client import CollectorRegistry
 
 from edl.cli._credentials import add_credentials, warn_of_open_port
+from edl.cli._option_values import Once, Port, Seconds
 from edl.cli._store_option import add_store_option
 from edl.cli.scaling.advice import add_advice_options, open_advisor
 from edl.datasets import Dataset, Follower, FollowSettings, ShardSettings, open_dataset
 from edl.discovery import Store, open_store
 from edl.discovery.served.addresses import is_loopback
 from edl.end_signals import collect_signals
-from edl.errors import SettingsError
+from edl.errors import ConflictError, SettingsError
 from edl.log_output import log_to_stderr
 from edl.master.client import MasterClient
 from edl.master.server import MasterServer, MasterSettings
@@ -38,6 +40,14 @@ _ASK_S: Final = 10.0
 """How long a master that leads may take to put poisoned shards back, or to hear that a source has grown."""
 _POISONED, _BY_SIGNAL = 3, 128
 """Exit codes: shards were given up; and, as in a shell, 128 and the signal's number."""
+
+_OPTION_OF: Final = {
+    **dict.fromkeys(("kind", "location", "units"), "--data"),
+    **{name: "--" + name.replace("_", "-") for name in ("shard_size", "epochs", "shuffle", "seed", "max_failures")},
+    **dict.fromkeys(("session_s", "lease_s"), "--session"),
+    "commit": "--commit",
+}
+"""The option that sets a field of the data set's specification."""
 
 _DESCRIPTION = """\
 Hands out the data of a job to its workers in shards, each to a single worker at a time. It writes down what it does
@@ -115,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
             logger.warning("stopped by %s; the same command goes on from here", signal.Signals(caught[0]).name)
             return _BY_SIGNAL + caught[0]
         if master.failure is not None:
-            raise master.failure
+            raise _by_option(master.failure)
         return _conclude(options.job, master.status(), time.monotonic() - begun)
 
 
@@ -209,37 +219,53 @@ def _parser() -> argparse.ArgumentParser:
         "that a master on another host can take over (default: a file beside the store's file; else store:)",
     )
     add("--host", default="127.0.0.1", help="address to listen on; :: for all (default: 127.0.0.1)")
-    add("--port", type=int, default=0, help="port to listen on (default: any; workers find it in the store)")
+    add("--port", action=Port, default=0, help="port to listen on (default: any; workers find it in the store)")
     add(
         "--http-port",
-        type=int,
+        action=Port,
         metavar="N",
         help="port for a web page and /metrics; 0 for a free port (docs/dashboard.md)",
     )
     add("--http-host", default="127.0.0.1", metavar="HOST", help="address of the page (default: 127.0.0.1)")
     add(
         "--scaler-port",
-        type=int,
+        action=Port,
         metavar="N",
         help="port for KEDA's external scaler, on --host; 0 for a free port (docs/kubernetes-scaling-external.md)",
     )
-    add("--lease", type=float, default=5.0, metavar="S", help="seconds after which a standby takes over (default: 5)")
+    add(
+        "--lease",
+        action=Seconds,
+        least=0.5,
+        most=86400,
+        default=5.0,
+        metavar="S",
+        help="seconds after which a standby takes over (default: 5)",
+    )
     add("--stay", action="store_true", help="keep running when all is done: workers may create more data sets")
     add("--new", action="store_true", help="start the job again: set the present journal aside")
     add("--retry-poisoned", action="store_true", help="try the shards again that were given up")
     add = parser.add_argument_group("data (or workers create data sets: MasterClient.create_dataset)").add_argument
-    add("--data", metavar="SPEC", help="range:N, lines:PATH, csv:PATH, parquet:PATH, files:PATTERN, follow:PATH, …")
+    add(
+        "--data",
+        metavar="SPEC",
+        action=Once,
+        remedy="a master starts with one data set; a worker can create more (MasterClient.create_dataset)",
+        help="range:N, lines:PATH, csv:PATH, parquet:PATH, files:PATTERN, follow:PATH, …",
+    )
     add("--name", default="data", help="name of the data set in the job (default: data)")
     add("--shard-size", type=int, metavar="N", help="samples, lines, rows or files per shard (default: the kind's)")
     add("--end-marker", default="", metavar="PATH", help="treat the stream as ended when this file exists")
-    add("--end-after", type=float, metavar="S", help="treat the stream as ended after this much silence")
+    add("--end-after", action=Seconds, metavar="S", help="treat the stream as ended after this much silence")
     add("--epochs", type=int, default=1, metavar="N", help="passes over the data; 0 for no end (default: 1)")
     add("--shuffle", action="store_true", help="shuffle the shards of each epoch")
     add("--seed", type=int, default=0, metavar="N", help="shuffle seed (default: 0)")
     add("--max-failures", type=int, default=3, metavar="N", help="give a shard up after N failures (default: 3)")
     add(
         "--session",
-        type=float,
+        action=Seconds,
+        least=0.1,
+        most=30 * 86400,
         default=30.0,
         metavar="S",
         help="a worker is lost after S seconds of silence (default: 30)",
@@ -291,11 +317,22 @@ def _retry(job: str, url: str, credentials: Credentials, specs: Mapping[str, Dat
     with MasterClient(job, url, timeout_s=_ASK_S, credentials=credentials) as client:
         for name, spec in specs.items():
             if client.describe_dataset(name) is not None:
-                client.create_dataset(name, spec)  # does nothing, or raises ConflictError
+                try:
+                    client.create_dataset(name, spec)  # does nothing if it is the same
+                except ConflictError as exc:
+                    raise _by_option(exc) from exc
         names = [str(dataset["name"]) for dataset in client.status()["datasets"]]
         for name in names:
             print(f"{name}: {client.retry_poisoned(name):,} shards put back")
     return 0
+
+
+def _by_option(failure: BaseException) -> BaseException:
+    """Return the error with the options' names in place of the specification's fields, where these differ."""
+    if not isinstance(failure, ConflictError):
+        return failure
+    fields = "|".join(_OPTION_OF)
+    return ConflictError(re.sub(rf"\b({fields})(?= is )", lambda found: _OPTION_OF[found[1]], str(failure)))
 
 
 def _conclude(job: str, status: dict[str, Any], seconds: float) -> int:

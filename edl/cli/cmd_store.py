@@ -10,11 +10,15 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote, unquote, urlsplit
 
+from edl import mounts
 from edl.cli._credentials import add_server_credentials
+from edl.cli._option_values import Port
+from edl.discovery import open_store
 from edl.discovery.served.addresses import ListenAddress, is_loopback
 from edl.discovery.served.host import FileLock
 from edl.discovery.served.server import StoreLimits, StoreServer
@@ -62,20 +66,22 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--file", required=True, metavar="PATH", help="SQLite file with everything; created if missing")
     add("--host", default="::", help="IP address to listen on (default: ::, all addresses of this host)")
-    add("--port", type=int, default=DEFAULT_PORT, help=f"port to listen on; 0 for any (default: {DEFAULT_PORT})")
+    add("--port", action=Port, default=DEFAULT_PORT, help=f"port to listen on; 0 for any (default: {DEFAULT_PORT})")
     add_server_credentials(parser, "processes", " (or EDL_TLS_CA, EDL_TLS_CERT, EDL_TLS_KEY, EDL_TOKEN_FILE)")
     add = parser.add_argument_group("log").add_argument
     add("--log-format", choices=("text", "json"), default="text", help="format on standard error (default: text)")
     add("--verbose", action="store_true", help="log debug lines as well")
     options = parser.parse_args(argv)
     log_to_stderr("edl store", verbose=options.verbose, log_format=options.log_format)
-    if not 0 <= options.port <= 65535:
-        raise SettingsError(f"--port {options.port}: expected 0 to 65535")
     given = Credentials.of_options(vars(options))
     if (options.tls_ca or options.tls_cert) and not (given.ca and given.cert):
         raise SettingsError("a store speaks mutual TLS or none: set --tls-ca, --tls-cert and --tls-key")
     credentials = store_credentials(given)
     files = CredentialFiles(credentials, serving=True) if credentials else None
+    if "://" in options.file:
+        meant = unquote(urlsplit(options.file).path) if options.file.startswith("sqlite:///") else ""
+        hint = f"did you mean /{meant.lstrip('/')}?" if meant else "the file's path is expected, such as store.sqlite"
+        raise SettingsError(f"--file {options.file}: this is a URL; {hint}")
     path = Path(options.file).absolute()
     with collect_signals() as caught, _alone(path), FailedHandshakes() as failed_handshakes:
         address = ListenAddress(options.host, options.port)
@@ -103,20 +109,35 @@ def main(argv: Sequence[str]) -> int:
 def _alone(path: Path) -> Iterator[None]:
     """Refuse to serve a file that another `edl store` serves: their clients would miss each other's changes.
 
-    The lock is on a file of its own, so that other commands can open the store's file (`sqlite://`) beside the server.
-    That file names the process, and stays when it ends: the kernel releases the lock, also if the process was killed.
+    Two locks are held, which the kernel releases when the process ends, also if it was killed. One is on a file beside
+    the store's, which names the process and stays: it counts when another file takes the place of the store's. The
+    other is on the store's file itself, and counts for a hard link, or when the first lock's file was removed. Other
+    commands can still open the file (`sqlite://`) beside the server: SQLite takes locks of another kind (`fcntl`). On
+    NFS they are of the same kind, and the second lock would keep SQLite out.
     """
-    place = Path(f"{os.path.realpath(path)}.lock")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(place)
-    except OSError as exc:
-        raise SettingsError(f"--file {path}: {place} cannot be opened: {exc.strerror}") from exc
-    try:
-        if not lock.take(fcntl.LOCK_EX):
-            holder = place.read_text(errors="replace").strip() or "another process"
-            raise SettingsError(f"--file {path} is served already, by {holder}: stop that one, or name another file")
-        place.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file = Path(os.path.realpath(path))
+    note = Path(f"{file}.lock")
+    with ExitStack() as held:
+
+        def hold(place: Path) -> None:
+            try:
+                lock = FileLock(place)
+            except OSError as exc:
+                raise SettingsError(f"--file {path}: {place} cannot be opened: {exc.strerror}") from exc
+            held.callback(lock.close)
+            if not lock.take(fcntl.LOCK_EX):
+                holder = note.read_text(errors="replace").strip() or "another process"
+                raise SettingsError(
+                    f"--file {path} is served already, by {holder}: stop that one, or name another file"
+                )
+
+        try:
+            note.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise SettingsError(f"--file {path}: {note.parent} cannot be made: {exc.strerror}") from exc
+        hold(note)
+        if not mounts.is_shared(mounts.file_system(str(file), mounts.read_mounts())):
+            open_store(f"sqlite://{quote(str(file))}").close()  # makes it; an empty file without its journal is not one
+            hold(file)
+        note.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         yield
-    finally:
-        lock.close()

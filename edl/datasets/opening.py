@@ -78,6 +78,11 @@ def open_dataset(
     if samples is None and kind in _KINDS:
         return _KINDS[kind]._create(rest, settings, _KINDS[kind]._read_options(kind, options))
     NumberedDataset._read_options(kind, options)
+    if samples is None and rest.startswith("//"):
+        raise SettingsError(
+            f"data {quote(location)}: a URL needs the kind of its data before it, such as parquet:s3://bucket/data;"
+            f" {_EXPECTED}"
+        )
     if samples is None:
         rest, samples = location, _make_samples(_find_factory(location, _EXPECTED))
     elif kind not in ("range", "source"):

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 from urllib.parse import urlsplit
 
 from edl.background import BackgroundLoop
@@ -172,11 +173,16 @@ def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
     )
 
 
+_NO_URL: Final = "name a service, or host:port of teachers; the store in which a service is found is another setting"
+
+
 def fixed_instance(endpoint: str) -> Instance:
     """Return an endpoint, `host:port` or `unix:/path`, as an instance."""
     if not _is_endpoint(endpoint):
         if "://" in endpoint:
-            raise SettingsError(f"teacher {endpoint!r}: a URL; did you mean {urlsplit(endpoint).netloc!r} (host:port)?")
+            meant = urlsplit(endpoint).netloc
+            hint = f"did you mean {meant!r} (host:port)?" if _is_endpoint(meant) else _NO_URL
+            raise SettingsError(f"teacher {endpoint!r}: a URL; {hint}")
         other = " (name a service with Teachers(service=...) or set_dynamic_teacher)" if is_service(endpoint) else ""
         raise SettingsError(f"teacher {endpoint!r}: expected host:port, such as 10.0.0.7:8500{other}")
     if endpoint.startswith("unix:"):

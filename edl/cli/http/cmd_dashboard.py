@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from edl.cli._changes import printable
 from edl.cli._credentials import add_server_credentials
+from edl.cli._option_values import Port
 from edl.cli._store_option import add_store_option
 from edl.dashboard.state.reader import shown_url
 from edl.end_signals import collect_signals
@@ -104,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", metavar="NAME", default="", help="of the kubeconfig, for --kube")
     add("--kubeconfig", metavar="FILE", default="", help="for --kube (default: as kubectl has it)")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
-    add("--port", type=int, default=_PORT, help=f"0 for a free port (default: {_PORT})")
+    add("--port", action=Port, default=_PORT, help=f"0 for a free port (default: {_PORT})")
     add("--open", action="store_true", help="open the page in the browser")
     add(
         "--allow-host",

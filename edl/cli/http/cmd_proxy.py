@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from edl.cli._changes import printable
 from edl.cli._credentials import add_server_credentials
+from edl.cli._option_values import Port
 from edl.cli._store_option import add_store_option
 from edl.end_signals import collect_signals
 from edl.errors import SettingsError
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     add_store_option(parser, "where teachers register", alias=True)
     add("--model", metavar="NAME", default="", help="the name that clients ask for (default: SERVICE)")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
-    add("--port", type=int, default=9000, help="0 for a free port (default: 9000)")
+    add("--port", action=Port, default=9000, help="0 for a free port (default: 9000)")
     add(
         "--top-k",
         type=int,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from edl.cli._option_values import Port
 from edl.cli.kube.connection import add_kubeconfig_options, command_parser
 from edl.end_signals import collect_signals
 from edl.errors import SettingsError
@@ -88,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     add_kubeconfig_options(add)
     add("--timeout", type=float, default=10.0, metavar="S", help="for an answer of the API server (default: 10)")
     add = parser.add_argument_group("health and metrics").add_argument
-    add("--http-port", type=int, metavar="N", help="serve /livez, /readyz and /metrics there; 0 for a free port")
+    add("--http-port", action=Port, metavar="N", help="serve /livez, /readyz and /metrics there; 0 for a free port")
     add("--http-host", default="127.0.0.1", metavar="HOST", help="where that listens (default: 127.0.0.1)")
     add = parser.add_argument_group("log").add_argument
     add("--log-format", choices=("text", "json"), default="text", help="on standard error (default: text)")

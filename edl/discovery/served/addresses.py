@@ -51,6 +51,8 @@ class ListenAddress:
 
     def check_free(self) -> None:
         """Raise PortTakenError or SettingsError if a server cannot listen here; gRPC does not say why it cannot."""
+        if not 0 <= self.port <= 65535:
+            raise SettingsError(f"port {self.port}: expected 0 to 65535")
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -65,7 +67,7 @@ class ListenAddress:
             if exc.errno == errno.EAFNOSUPPORT and self.host == "::":
                 ListenAddress("0.0.0.0", self.port).check_free()
                 return
-            raise SettingsError(f"the store cannot listen at {self.endpoint}: {exc.strerror or exc}") from exc
+            raise SettingsError(f"cannot listen at {self.endpoint}: {exc.strerror or exc}") from exc
 
 
 def open_listener(backlog: int | None = None) -> socket.socket:

@@ -102,7 +102,10 @@ class ServedTarget:
                 f"{where}: a password does not belong into a URL; name a file of tokens in EDL_TOKEN_FILE"
             )
         if parts.path not in ("", "/") or parts.query or parts.fragment:
-            raise SettingsError(f"{where}: a host and a port are expected, and nothing else")
+            raise SettingsError(
+                f"{where}{parts.path}: a host and a port are expected, and nothing else; did you mean"
+                f" {where.rpartition(' ')[2]}?"
+            )
         try:
             port = DEFAULT_PORT if parts.port is None else parts.port
         except ValueError as exc:

@@ -23,8 +23,16 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from edl.background import BackgroundLoop
-from edl.errors import ClosedError, ConflictError, EDLError, LeaseLostError, NoMasterError, SettingsError
-from edl.master.client.master_client import MasterClient, MasterConnection, MasterWait, NotFoundError
+from edl.errors import (
+    ClosedError,
+    ConflictError,
+    EDLError,
+    LeaseLostError,
+    NoMasterError,
+    PermanentError,
+    SettingsError,
+)
+from edl.master.client.master_client import MasterClient, MasterConnection, MasterWait, NotCreatedError, NotFoundError
 from edl.master.client.session import MarkRequest, Outbox, Report, ResumeRequest, Shard, ShardSession, first_of
 from edl.notifier import Notifier
 from edl.protocol import master as messages
@@ -385,7 +393,12 @@ class Conversation:
         session = self._session
         connection.end_stream()
         request = messages.OpenSession(dataset=self.dataset, session=session.name, holder=self._holder)
-        if not session.is_same(self._said(messages.NextRequest(open=request))):
+        try:
+            reply = self._said(messages.NextRequest(open=request))
+        except SettingsError:
+            self._described(connection)  # the master that leads now may not have the data set
+            raise
+        if not session.is_same(reply):
             raise LeaseLostError("the master no longer knows this reader's session")
         return session
 
@@ -394,7 +407,13 @@ class Conversation:
         try:
             return connection.call("DescribeDataset", request, messages.DatasetReply).spec
         except NotFoundError as exc:
-            raise NoMasterError(f"{exc}; waiting for its creation") from exc
+            if self._spec is None:
+                raise NotCreatedError(str(exc)) from exc
+            raise PermanentError(
+                f"the master of job {self._client.job!r} has lost data set {self.dataset!r}, which it had before: the"
+                " store lost the job's progress (was it started with an empty file, or the job begun anew?). Run again"
+                " under another --job, or another name of the job; `edl label` keeps the labels that are in its folder"
+            ) from exc
 
     def _set_mark(self, session: ShardSession, request: MarkRequest) -> None:
         assert self._connection is not None

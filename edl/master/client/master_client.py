@@ -46,7 +46,7 @@ from edl.quoting import shown
 from edl.resource import CallThread, Resource
 from edl.settings import Credentials, DiscoverySettings, is_above_zero
 
-__all__ = ["MasterClient", "MasterConnection", "MasterWait", "NotFoundError"]
+__all__ = ["MasterClient", "MasterConnection", "MasterWait", "NotCreatedError", "NotFoundError"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,10 @@ def _check_process() -> None:
 
 class NotFoundError(EDLError):
     """The master has no such data set."""
+
+
+class NotCreatedError(NoMasterError):
+    """The master that leads has no such data set yet; it may still be created."""
 
 
 class MasterConnection(Resource):
@@ -225,29 +229,35 @@ class MasterWait:
         self._job = job
         self._timeout_s = timeout_s
         self._backoff = Backoff(*_RETRY_S, jitter=0.5)
-        self._reason = ""
+        self._last: NoMasterError | None = None
         self.away_since: float | None = None
         """In seconds of `time.monotonic()`; None while the master answers."""
 
     def failed(self, exc: NoMasterError) -> float:
         """Note that the master did not answer; return the seconds until the next attempt."""
-        self._reason = str(exc)
         if self.away_since is None:
             self.away_since = time.monotonic()
-            logger.warning("no master of job %r answers (%s): waiting for up to %g s", self._job, exc, self._timeout_s)
+        if type(exc) is not type(self._last):  # a master that answers now may lack the data set
+            what = "answers without the data set" if isinstance(exc, NotCreatedError) else "does not answer"
+            logger.warning(
+                "the master of job %r %s (%s): waiting for up to %g s", self._job, what, exc, self._timeout_s
+            )
+        self._last = exc
         return self._backoff.next_wait_s()
 
     def answered(self) -> None:
         """Note that the master answers."""
         if self.away_since is not None:
             logger.info("the master of job %r answers, after %.1f s", self._job, time.monotonic() - self.away_since)
-            self.away_since = None
+            self.away_since = self._last = None
         self._backoff.reset()
 
     def error(self) -> NoMasterError:
         """Return the error of a caller that has waited for `timeout_s`."""
+        if isinstance(self._last, NotCreatedError):
+            return NotCreatedError(f"job {self._job!r}: not created within {self._timeout_s:g} s: {self._last}")
         return NoMasterError(
-            f"no master of job {self._job!r} answered within {self._timeout_s:g} s ({self._reason}): start one with "
+            f"no master of job {self._job!r} answered within {self._timeout_s:g} s ({self._last}): start one with "
             f"`edl master {self._job}`, with the same store"
         )
 

@@ -18,6 +18,7 @@ from edl.master.naming import FORMAT, SERVICE
 from edl.master.server.term import Term
 from edl.protocol import master as messages
 from edl.protocol.transport import grpc
+from edl.quoting import did_you_mean
 
 __all__ = ["MasterServicer"]
 
@@ -95,9 +96,9 @@ class MasterServicer:
         if method == "GetStatus":
             return messages.GetStatusReply(json=json.dumps(self._status(term)))
         if request.dataset not in term.book.datasets():
-            raise _NotFoundError(
-                f"data set {request.dataset!r} does not exist; these do: {sorted(term.book.datasets())}"
-            )
+            there = sorted(term.book.datasets())
+            hint = did_you_mean(request.dataset, there)
+            raise _NotFoundError(f"data set {request.dataset!r} does not exist; these do: {there}{hint}")
         if method == "DescribeDataset":
             return term.book.describe(request.dataset)
         assert method == "GetProgress", method

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from edl.cli.cmd_store import _alone
+from edl.cli.cmd_store import main as serve_file
 from edl.discovery import open_store
 from edl.discovery.served.addresses import ListenAddress
 from edl.discovery.served.server import StoreLimits, StoreServer
@@ -284,13 +285,28 @@ def test_a_file_has_one_server(tmp_path: Path) -> None:
             with open_store(f"sqlite:///{path}") as store:
                 assert store.put("a", b"1").value == b"1"
             (tmp_path / "link").symlink_to(path)
-            for same in (path, tmp_path / "link"):
-                with pytest.raises(SettingsError, match=f"process {first.pid} on .*: stop that one"), _alone(same):
+            (tmp_path / "hard").hardlink_to(path)
+            named = f"process {first.pid} on .*"
+            for same, holder in (
+                (path, named),
+                ("link", named),
+                ("hard", "another process"),
+                (path, "another process"),
+            ):
+                with pytest.raises(SettingsError, match=f"by {holder}: stop that one"), _alone(tmp_path / same):
                     pytest.fail("it is served twice")
+                if same == "hard":
+                    (tmp_path / "store.sqlite.lock").unlink()
         finally:
             first.kill()
     with _alone(path):
         assert path.exists()
+
+
+@pytest.mark.parametrize(("file", "words"), [("sqlite:////x/q.db", "mean /x/q.db"), ("kubernetes://x", "path is exp")])
+def test_a_file_is_no_url(file: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=f"a URL; .*{words}"):
+        serve_file(["--file", file])
 
 
 def test_other_servers_are_told_apart() -> None:

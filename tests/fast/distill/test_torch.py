@@ -274,6 +274,7 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (lambda: DistillReader(**READ).set_fixed_teacher("localhost"), {}, r"expected host:port.*Teachers\(service"),
     (distill, {**ASKED, "teachers": "http://127.0.0.1:45001"}, "a URL; did you mean '127.0.0.1:45001'"),
     (DistillReader, {**READ, "teachers": ["h:1", "h/v2:1"]}, "'h/v2:1': expected host:port"),
+    (DistillReader, {**READ, "teachers": ["kubernetes://ns/x"]}, "a URL; name a service"),
     (lambda: DistillReader(**READ).set_sample_generator(list).set_batch_generator(list), {}, "set already"),
     (lambda: DistillReader(**READ).set_sample_generator(iter([])), {}, "not the iterator"),  # type: ignore[arg-type]
     (lambda: DistillReader(**READ).set_sample_generator(list)(), {}, "EDL_SERVICE"),

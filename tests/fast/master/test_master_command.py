@@ -79,8 +79,9 @@ def test_poisoned_shards_come_back_live(start: Start, client: MasterClient) -> N
     process = start(*DATA, "--stay")
     reader = ShardReader(client, "data", explicit=True)
     reader.report_failed(next(reader), "bad")
-    code, _, err = finish(start("--retry-poisoned", "--data", "range:7"))
-    assert (code, "another specification" in err) == (1, True), "nothing is put back for other data"
+    for other, words in ((("--data", "range:7"), "--data is"), ((*DATA, "--session", "40"), "--session is 30.0")):
+        code, _, err = finish(start("--retry-poisoned", *other))
+        assert (code, f"another specification: {words}" in err) == (1, True), err
     code, out, err = finish(start("--retry-poisoned"))
     assert code == 0, err
     assert "data: 1 shards put back" in out
@@ -145,7 +146,14 @@ def test_growing_text_ends_or_breaks(start: Start, client: MasterClient, tmp_pat
         (("--new", "--journal", "store:"), "choose another name"),
         (("--new", "--data", "lines:/no/such/file"), "/no/such/file"),
         (("--new", "--data", "range:10", "--name", "two\nlines"), "two"),
-        (("--new", "--host", "256.1.1.1"), "256.1.1.1"),
+        (("--data", "kubernetes://x"), "a URL needs the kind of its data"),
+        (("--data", "range:10", "--data", "range:20"), "--data range:20: range:10 was given before"),
+        (("--store", "edl://localhost:29400"), "a command uses one store"),
+        (("--port", "99999"), "--port 99999: expected a port"),
+        (("--http-port", "-1"), "--http-port -1: expected a port"),
+        (("--lease", "0"), "--lease 0: expected seconds from 0.5"),
+        (("--session", "nan"), "--session nan: expected seconds"),
+        (("--new", "--host", "256.1.1.1"), "master: cannot listen at 256.1.1.1"),
         (("--new", "--token-file", "/no/such/file"), "/no/such/file"),
         (("--new", "--min-workers", "5", "--max-workers", "1"), "--max-workers 1"),
     ],

@@ -9,7 +9,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from edl.errors import (
     LeaseLostError,
     NoMasterError,
     NoTeacherError,
+    PermanentError,
     PoisonedShardsError,
     SettingsError,
 )
@@ -232,7 +233,9 @@ def test_closing_gives_shards_back(led: Lead, read: Read, client: MasterClient) 
         reader.take()
 
 
-def test_a_reader_waits_for_its_data_set(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+def test_a_reader_waits_for_its_data_set(
+    lead: Lead, create: Create, read: Read, client: MasterClient, stack: ExitStack, url: str
+) -> None:
     """Creating it again is no error; creating another of its name is."""
     lead()
     reader = read()
@@ -244,8 +247,25 @@ def test_a_reader_waits_for_its_data_set(lead: Lead, create: Create, read: Read,
     with pytest.raises(ConflictError):
         create(200)
     assert client.describe_dataset("other") is None
+    hasty = stack.enter_context(MasterClient("job", url, timeout_s=0.2))
+    with (
+        ShardReader(hasty, "D") as mistyped,
+        pytest.raises(NoMasterError, match="not created .*did you mean 'd'"),
+    ):
+        next(mistyped)
     spec = client.describe_dataset("d")
     assert spec.units == 30
+
+
+def test_lost_progress_ends_a_reader(led: Lead, lead: Lead, read: Read) -> None:
+    """As when the store with the journal was started again with an empty file."""
+    first = led(30)
+    reader = read()
+    next(reader)
+    first.close()
+    lead(begin_anew=True)
+    with pytest.raises(PermanentError, match="lost the job's progress"):
+        list(reader)
 
 
 def test_no_master_is_an_error_in_time(lead: Lead, url: str) -> None:

@@ -250,7 +250,7 @@ def test_a_reader_waits_for_its_data_set(
     hasty = stack.enter_context(MasterClient("job", url, timeout_s=0.2))
     with (
         ShardReader(hasty, "D") as mistyped,
-        pytest.raises(NoMasterError, match="not created .*did you mean 'd'"),
+        pytest.raises(NoMasterError, match=r"not created .*did you mean 'd'"),
     ):
         next(mistyped)
     spec = client.describe_dataset("d")

@@ -295,7 +295,8 @@ def decide_recovery(
         failures: Failures, in the order in which they were seen.
         waited_s: Seconds since the first was seen, with the world unchanged.
         error_grace_s: Seconds to wait before an exception counts as the script's own error.
-        contact_timeout_s: If ranks only lost contact, seconds to wait for a lost node's lease to expire.
+        contact_timeout_s: Seconds to wait for a lost node's lease to expire, after an exit code without a traceback;
+            if ranks only lost contact, `error_grace_s` longer.
         ended: Ranks whose script has ended with exit code 0; others lose contact with them.
         missing: Whether a node of the generation is gone; others lose contact with its ranks too.
         trained: Whether the job has trained before, here or elsewhere. A script that asks for too many GPUs would have
@@ -342,7 +343,9 @@ def decide_recovery(
             restart=first.reason, unclear=True, traceback=first.text, rank=first.rank, cause=ExitCause.UNCLEAR
         )
         return decision if waited_s >= error_grace_s else None
-    if failures and waited_s >= contact_timeout_s:
+    # An exit code without a traceback waits for `contact_timeout_s` too. Peers that lost contact with that rank wait
+    # longer: if they restarted first, the error would not be counted.
+    if failures and waited_s >= contact_timeout_s + error_grace_s:
         first = failures[0]
         what = first.description if first.status < 0 else f"rank {first.rank} lost contact with another one"
         if (

@@ -133,16 +133,18 @@ WRONG = failure(1, ERROR[1], rank=4)
         ([KILLED], 0.0, "restart"),
         ([LOST, KILLED], 0.0, "restart"),
         ([WRONG, KILLED], 9.0, "restart"),
-        ([ABORTED], 1.9, None),
-        ([ABORTED], 2.0, "restart"),
+        ([ABORTED], 2.4, None),
+        ([ABORTED], 2.5, "restart"),
         ([WRONG, ABORTED], 0.0, None),
         ([WRONG, ABORTED], 1.0, "fatal"),
         ([ABORTED, WRONG, KILLED], 0.0, "restart"),
         ([WRONG], 0.4, None),
         ([WRONG], 0.5, "fatal"),
         ([LOST, WRONG], 0.5, "fatal"),
-        ([LOST], 1.9, None),
-        ([LOST], 2.0, "restart"),
+        ([failure(3)], 1.9, None),
+        ([failure(3)], 2.0, "fatal"),
+        ([LOST], 2.4, None),  # its peer may have ended with an exit code, and says so first
+        ([LOST], 2.5, "restart"),
     ],
 )
 def test_what_follows(failures: list[WorkerFailure], waited_s: float, outcome: str | None) -> None:
@@ -163,10 +165,10 @@ def test_exit_code_while_a_node_is_missing() -> None:
 def test_early_rank_is_a_likely_cause() -> None:
     lost = "rank 3 lost contact with another one"
     for ended, ranks in (([1], "rank 1"), (range(9, 4, -1), "ranks 5, 6, 7, 8 and 1 more")):
-        assert decide([LOST], 2.0, ended=ended).restart.startswith(f"{lost}, perhaps because")
-        assert f" ended on {ranks}: " in decide([LOST], 2.0, ended=ended).restart
-    assert decide([LOST], 2.0, ended=[1], missing=True).restart == lost, "it is not where something else is"
-    assert decide([LOST, ABORTED], 2.0, ended=[1]).restart == lost
+        assert decide([LOST], 2.5, ended=ended).restart.startswith(f"{lost}, perhaps because")
+        assert f" ended on {ranks}: " in decide([LOST], 2.5, ended=ended).restart
+    assert decide([LOST], 2.5, ended=[1], missing=True).restart == lost, "it is not where something else is"
+    assert decide([LOST, ABORTED], 2.5, ended=[1]).restart == lost
 
 
 @pytest.mark.parametrize(

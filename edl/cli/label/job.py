@@ -42,7 +42,7 @@ from edl.distill.labelling import (
     ShardLabeller,
     ShardSource,
 )
-from edl.errors import ConflictError, DiscoveryError, NoMasterError, ProtocolError, SettingsError
+from edl.errors import ConflictError, DiscoveryError, NoMasterError, PermanentError, ProtocolError, SettingsError
 from edl.master.client import MasterClient, ShardReader
 from edl.master.reports import read_report
 from edl.master.server import MasterServer, MasterSettings
@@ -375,7 +375,11 @@ class _Worker:
             if labels is not None and labels["finished"]:
                 return labels
         labels = _labels_of(client.status())
-        assert labels is not None, "the data set was there"
+        if labels is None:
+            raise PermanentError(
+                f"the store lost the progress of job {self._job!r}; the labels in the folder stay: run the same "
+                "command with another --job"
+            )
         return labels
 
 

@@ -302,7 +302,7 @@ def _join(timeout_s: float) -> None:
     if _trainers() == 1 or torch.distributed.is_initialized():
         return
     if not paddle.distributed.is_initialized():
-        raise SettingsError("call edl.collective.integrations.paddle.init_parallel_env() before a Checkpointer is made")
+        raise SettingsError("call edl.collective.paddle.init_parallel_env() before a Checkpointer is made")
     rank, world = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
     timeout = timedelta(seconds=timeout_s)
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None

@@ -66,7 +66,7 @@ def _show(
 ) -> None:
     rate = stats.rows_delivered / max(timeline.now_s, 1e-3)
     hard, soft = (statistics.fmean(column) for column in zip(*losses, strict=True))
-    losses_now = f"losses, each of its own kind: alone {hard:.2f}, distilled {soft:.2f}"
+    losses_now = f"training loss: alone {hard:.2f}, distilled {soft:.2f} (not comparable)"
     text = f"{rate:,.0f} rows/s  {stats.teachers_live} teachers  {losses_now}"
     bar.update(batch, text)
 

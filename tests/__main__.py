@@ -131,7 +131,9 @@ def _run_part(name: str, part: Sequence[str], rest: Sequence[str], report: Path)
     if "-m" in part and "-m" in rest:
         chosen = rest[rest.index("-m") + 1]
         arguments += ["-m", f"({part[part.index('-m') + 1]}) and ({chosen})"]
-    beside = ["-n", str(options.workers), *FILES_TOGETHER] if options.workers > 1 else []
+    # A process that dies ends the run with the name of its test: after a restart, `--dist loadfile` can wait for ever.
+    several = ["-n", str(options.workers), *FILES_TOGETHER, "--max-worker-restart", "0"]
+    beside = several if options.workers > 1 else []
     print(f"{name}: python -m pytest {' '.join([*arguments, *beside])}", flush=True)
     begin, interrupted = time.monotonic(), False
     command = [sys.executable, "-m", "pytest", "-q", *arguments, *beside, "--report-file", str(report)]

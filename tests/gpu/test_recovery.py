@@ -9,7 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 TRAIN = Path(__file__).with_name("train.py")
 KILLS = 20
+PAUSE_STEPS = 30
 
 
 @contextlib.contextmanager
@@ -40,9 +41,23 @@ def job(folder: Path, *arguments: str, workers: int = 1) -> Iterator[subprocess.
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
+    """Return the steps logged so far, without a line whose worker is still writing it or was killed in the middle."""
     path = folder / "steps.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def wait_for(process: subprocess.Popen[bytes], folder: Path, reached: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait for a step of the job as its last one; fails with the job's output."""
+
+    def found() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()
+        return any(map(reached, steps(folder)[-1:]))
+
+    try:
+        wait_until(found, deadline_s=60)
+    except TimeoutError as exc:
+        raise AssertionError((folder / "log").read_text()) from exc
 
 
 def weights(folder: Path) -> list[torch.Tensor]:
@@ -64,22 +79,18 @@ def test_killed_workers_come_back(device: torch.device, tmp_path: Path) -> None:
     Prints the seconds from each kill to the next finished step.
     """
     kills = KILLS if device.type == "cuda" else 2
-    arguments = ["--steps", str(30 * (kills + 1)), "--device", device.type, "--memory", "0.6"]
+    arguments = ["--steps", str(PAUSE_STEPS * (kills + 1)), "--device", device.type, "--memory", "0.6"]
     expected = run_undisturbed(tmp_path / "undisturbed", *arguments)
     folder = tmp_path / "killed"
     folder.mkdir()
     recoveries = []
-    with job(folder, *arguments) as process:
+    with job(folder, *arguments, "--pause-every", str(PAUSE_STEPS)) as process:
         for number in range(kills):
-
-            def trained(number: int = number) -> bool:
-                assert process.poll() is None, (folder / "log").read_text()
-                return bool(steps(folder)) and steps(folder)[-1]["step"] >= 30 * number + 5
-
-            wait_until(trained, f"step {30 * number + 5}")
+            wait_for(process, folder, lambda last, number=number: last["step"] >= PAUSE_STEPS * number + 5)
             last = steps(folder)[-1]
             os.kill(last["pid"], signal.SIGKILL)
-            wait_until(lambda last=last: steps(folder)[-1]["pid"] != last["pid"], "a step of the next worker")  # type: ignore[misc]
+            (folder / f"go{number + 1}").touch()
+            wait_for(process, folder, lambda new, last=last: new["pid"] != last["pid"])
             first = next(step for step in steps(folder) if step["pid"] == steps(folder)[-1]["pid"])
             recoveries.append(first["time"] - last["time"])
         assert process.wait(150) == 0, (folder / "log").read_text()
@@ -96,7 +107,7 @@ def test_two_workers_share_the_gpu(device: torch.device, tmp_path: Path) -> None
     folder = tmp_path / "killed"
     folder.mkdir()
     with job(folder, *arguments, workers=2) as process:
-        wait_until(lambda: len(steps(folder)) > 10, "some steps")
+        wait_for(process, folder, lambda last: last["step"] >= 5)
         os.kill(steps(folder)[-1]["pid"], signal.SIGKILL)
         assert process.wait(150) == 0, (folder / "log").read_text()
     assert all(torch.equal(found, wanted) for found, wanted in zip(weights(folder), expected, strict=True))

@@ -1,8 +1,10 @@
 """The script of the recovery checks, under `edl run`: it trains deterministically and logs each step.
 
-    edl run ... train.py FOLDER --steps N [--memory SHARE] [--device cuda]
+    edl run ... train.py FOLDER --steps N [--memory SHARE] [--device cuda] [--pause-every STEPS]
 
-With more than one worker, all share the first GPU and average gradients over gloo.
+With `--pause-every` 30, step 30 waits for the file FOLDER/go1, step 60 for FOLDER/go2, and so on: however fast the
+steps are, a test can kill a worker before each. With more than one worker, all share the first GPU and average
+gradients over gloo.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import nn
 
 from edl.collective import Checkpointer, ElasticTrainer, State
 from tests.gpu.models import be_deterministic
+from tests.waiting import wait_until
 
 BATCH = 64
 
@@ -29,6 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--memory", type=float, default=0.0, help="share of the GPU's memory to hold")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--pause-every", type=int, default=0, metavar="STEPS")
     options = parser.parse_args()
     be_deterministic()
     dist.init_process_group("gloo")
@@ -43,8 +47,11 @@ def main() -> None:
         total = torch.cuda.get_device_properties(device).total_memory
         held = torch.empty(int(options.memory * total), dtype=torch.uint8, device=device)
     log = os.open(options.folder / "steps.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.write(log, b"\n")  # ends the line of a worker that was killed while it wrote
     with Checkpointer(state, interval_steps=1) as checkpointer:
         for step in range(checkpointer.restore() + 1, options.steps):
+            if options.pause_every and step and step % options.pause_every == 0:
+                wait_until((options.folder / f"go{step // options.pause_every}").exists, "the file of this step")
             inputs = torch.randn(BATCH, 32, generator=torch.Generator().manual_seed(step))
             for part in trainer.micro_batches(share(inputs)):
                 trainer.backward(nn.functional.mse_loss(model(part.to(device)), part[:, :8].to(device)))

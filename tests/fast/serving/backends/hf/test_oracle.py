@@ -217,6 +217,10 @@ def test_equal_logits_go_by_rising_id() -> None:
         assert found.ids.tolist() == [ids[:k] for ids in ([1, 2, 4, 5, 0, 3], [0, 1, 2, 3, 4, 5], [0, 4, 5, 1, 2, 3])]
         total = found.values.exp().sum(-1) + found.tail.exp()
         torch.testing.assert_close(total, torch.ones(3))
+    wide = torch.randint(4, (3, 400), generator=torch.Generator().manual_seed(1)).bfloat16()
+    for k in (1, 30, 170, 300, 400):  # with the most and the fewest equal logits that `topk` leaves out
+        expected = wide.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        assert torch.equal(select_top_k(wide, k, 1.0, None).ids, expected.int()), k
 
 
 @pytest.mark.parametrize(

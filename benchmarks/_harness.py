@@ -86,7 +86,9 @@ def take_turns(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, 
         turn = number % len(order)
         for name in order[turn:] + order[:turn]:
             progress(f"round {number + 1} of {repeats}: {name}")
-            rounds[name].append(sides[name]())
+            rounds[name].append(found := sides[name]())
+            if isinstance(found, float):  # kept if the benchmark is stopped before its end
+                progress(f"  {found:.4g}")
     return rounds
 
 

@@ -42,8 +42,6 @@ from tests.gpu.test_checkpoint import GIGABYTES, state_of, train
 GOALS = [Goal("student", 0.95), Goal("student_tokens", 0.95), Goal("vs_torch_save", 10), Goal("vs_dcp_async", 2)]
 TOP_K = 64
 _WARM_UP_STEPS = 3
-_SAVES = 3
-"""Saves that are timed in a turn, after one that allocates what later ones use again."""
 
 
 def steps_s(steps: Iterator[object], device: torch.device, seconds: float) -> float:
@@ -213,17 +211,16 @@ def saves(device: torch.device, folder: Path) -> dict[str, Callable[[], float]]:
     steps = itertools.count(1)
 
     def timed(save: Callable[[int], object]) -> float:
-        found = []
-        for _ in range(_SAVES + 1):
+        for _ in range(2):  # the first save allocates what later ones use again
             step = next(steps)
             train(state, step)
             _synchronize(device)
             begin = time.perf_counter()
             waiting = save(step)
-            found.append(time.perf_counter() - begin)
+            blocked_s = time.perf_counter() - begin
             if hasattr(waiting, "result"):
                 waiting.result()
-        return Spread.of(found[1:]).median
+        return blocked_s
 
     def tensors() -> dict[str, Any]:
         return {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}

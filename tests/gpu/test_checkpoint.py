@@ -40,14 +40,14 @@ def test_a_large_state_is_restored(device: torch.device, tmp_path: Path) -> None
     nbytes = GIGABYTES << 30 if device.type == "cuda" else 1 << 20
     state = state_of(device, nbytes)
     with Checkpointer(state, interval_steps=1, storage=str(tmp_path)) as checkpointer:
-        for step in range(3):
+        for step in range(2):
             train(state, step)
             checkpointer.save(step)
     expected = [tensor.cpu().clone() for tensor in tensors(state)]
     del state
     restored = state_of(device, nbytes)
     with Checkpointer(restored, storage=str(tmp_path)) as checkpointer:
-        assert checkpointer.restore() == 2
+        assert checkpointer.restore() == 1
         for found, wanted in zip(tensors(restored), expected, strict=True):
             assert found.device == device or found.ndim == 0
             assert torch.equal(found.cpu(), wanted)

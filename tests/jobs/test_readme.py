@@ -10,7 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-CONSUL = "consul://127.0.0.1:8500"
 
 
 @dataclass(frozen=True)
@@ -83,13 +82,12 @@ class Workshop:
         self._forks: Forks | None = None
         self.environ = {**os.environ, "EDL_DISCOVERY": discovery}
         for block in BLOCKS:
-            if block.file_name is not None:  # nobody is here to add a node meanwhile
-                folder.joinpath(block.file_name).write_text(block.text.replace("time.sleep(0.05)", "time.sleep(0)"))
+            if block.file_name is not None:
+                folder.joinpath(block.file_name).write_text(block.text)
         np.savez(folder / "digits.npz", x=np.zeros((64, 1, 8, 8), np.float32))
 
-    def run(self, *command: str, environ: Mapping[str, str] | None = None) -> str:
-        environ = {**self.environ, **(environ or {})}
-        done = subprocess.run(command, cwd=self.folder, env=environ, capture_output=True, text=True, timeout=100)
+    def run(self, *command: str) -> str:
+        done = subprocess.run(command, cwd=self.folder, env=self.environ, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, f"{shlex.join(command)}:\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
@@ -100,18 +98,17 @@ class Workshop:
             self._stack.callback(self._forks.close)
         self._forks.run(text, self.folder, self.folder / "output", self.environ)
 
-    def serve(self, arguments: list[str], environ: Mapping[str, str] | None = None) -> None:
+    def serve(self, arguments: list[str]) -> None:
         """Start `edl serve` and wait until its service is found where students look."""
-        environ = {**self.environ, **(environ or {})}
         service = arguments[arguments.index("--model") + 1]
         log = self.folder / f"{service}.log"
         with log.open("ab") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "edl", *arguments], cwd=self.folder, env=environ, stdout=file, stderr=file
+                [sys.executable, "-m", "edl", *arguments], cwd=self.folder, env=self.environ, stdout=file, stderr=file
             )
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
-        with open_registry(environ["EDL_DISCOVERY"]) as registry:
+        with open_registry(self.environ["EDL_DISCOVERY"]) as registry:
 
             def found() -> bool:
                 assert process.poll() is None, log.read_text()
@@ -126,17 +123,16 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     with contextlib.ExitStack() as stack:
         workshop = Workshop(folder, f"sqlite:///{folder}/discovery.sqlite", stack)
         for block in COMMANDS:
-            if CONSUL not in block.text:
-                for line in block.text.splitlines():
-                    if line.startswith("edl serve"):
-                        workshop.serve(shlex.split(line)[1:])
+            for line in block.text.splitlines():
+                if line.startswith("edl serve"):
+                    workshop.serve(shlex.split(line)[1:])
         yield workshop
 
 
 def test_every_block_is_of_a_known_kind() -> None:
-    assert {block.language for block in BLOCKS} == {"python", "bash", "mermaid"}
+    assert {block.language for block in BLOCKS} == {"python", "bash", "console"}
     assert len(PYTHON) >= 4
-    known = r"(make \w+|edl (serve|teachers|bench|label|register|run|status|submit) ?.*|export EDL_DISCOVERY=\S+)"
+    known = r"(make \w+|edl (serve|teachers|submit) ?.*)"
     for block in COMMANDS:
         for line in block.text.splitlines():
             assert re.fullmatch(known, line), f"README.md, block at line {block.line}: no test runs {line!r}"
@@ -150,7 +146,7 @@ def test_python(block: Block, workshop: Workshop) -> None:
     workshop.run_python(block.text)
 
 
-@pytest.mark.parametrize("block", [block for block in COMMANDS if CONSUL not in block.text], ids=str)
+@pytest.mark.parametrize("block", COMMANDS, ids=str)
 def test_commands(block: Block, workshop: Workshop) -> None:
     for line in block.text.splitlines():
         program, *arguments = shlex.split(line)

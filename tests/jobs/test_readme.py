@@ -132,7 +132,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 def test_every_block_is_of_a_known_kind() -> None:
     assert {block.language for block in BLOCKS} == {"python", "bash", "console"}
     assert len(PYTHON) >= 4
-    known = r"(make \w+|edl (serve|teachers|submit) ?.*)"
+    known = r"(make \w+|edl (serve|teachers) ?.*)"
     for block in COMMANDS:
         for line in block.text.splitlines():
             assert re.fullmatch(known, line), f"README.md, block at line {block.line}: no test runs {line!r}"

@@ -107,10 +107,6 @@ _CPU_SLICE_BYTES = 8 << 20
 MiB 4,800."""
 
 
-_SPARE_COLUMNS = 32
-"""How many columns beyond twice k `topk` returns: nearly always all logits equal to the k-th are among them."""
-
-
 class TopLogits(NamedTuple):
     """The largest log-probabilities of each row, as in `TopKArrays`, and those of the targets `[rows, m]`."""
 
@@ -135,7 +131,8 @@ def select_top_k(logits: torch.Tensor, k: int, temperature: float, targets: torc
     logprobs = torch.log_softmax(logits, -1, dtype=torch.float32)
     target_values = logprobs.gather(1, targets) if targets is not None else None
     # `topk` may pick any of equal logits, which are common with bfloat16: take more, and choose among them.
-    ids = logits.topk(min(2 * k + _SPARE_COLUMNS, vocabulary), dim=-1, sorted=False).indices.sort(-1).values
+    spare = 8 if logits.dtype == torch.float32 else k + 32
+    ids = logits.topk(min(k + spare, vocabulary), dim=-1, sorted=False).indices.sort(-1).values
     values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     unsure = (values[:, -1] == values[:, k - 1]).nonzero().flatten() if len(ids[0]) < vocabulary else ()
     ids = ids.gather(1, order[:, :k])

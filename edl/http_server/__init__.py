@@ -1,6 +1,6 @@
-"""Serves an application of aiohttp over HTTP or HTTPS: a thread with an event loop, who is let in, and bounds.
+"""Serves HTTP: a process's health and metrics (`health`), or an application of aiohttp with TLS and tokens (`server`).
 
-Imports aiohttp (the extras `dashboard` and `proxy`): import this where a server is asked for, and nowhere else.
+Only `health` works without aiohttp (the extras `dashboard` and `proxy`): import the rest where a server is asked for.
 
 What does not belong here: what is answered (`edl.dashboard`, `edl.proxy`).
 """

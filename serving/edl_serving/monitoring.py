@@ -2,8 +2,7 @@
 
 Counts are plain numbers that are collected at a scrape (https://prometheus.io/docs/practices/naming/). The client
 library's own counters take a lock for each increment, which at thousands of requests a second costs more than all of
-the batching. Next to `/metrics`, `/livez` and `/readyz` run named checks, as Kubernetes' own servers do:
-https://kubernetes.io/docs/reference/using-api/health-checks/.
+the batching. `edl.http_server.health` serves them.
 
 A thread writes the access log as lines of JSON, because a disk or a pipe may be slow or hang, and neither the event
 loop nor the end of the process may wait for it. If the thread cannot keep up, lines are dropped, and the next line says
@@ -17,26 +16,23 @@ import errno
 import json
 import logging
 import os
-import socket
-import threading
 import time
 from bisect import bisect_left
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from io import FileIO
 from pathlib import Path
-from socketserver import TCPServer, ThreadingMixIn
-from typing import Any, Final, Literal
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from typing import Any
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from edl.background import BackgroundLoop, start_call
+from edl.background import BackgroundLoop
 from edl.errors import SettingsError
+from edl.http_server.health import HealthChecks, HealthServer
 from edl_serving.request_error import RequestError
 
 _log = logging.getLogger(__name__)
@@ -87,13 +83,13 @@ class Metrics(Collector):
     def __init__(self, model: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.registry = CollectorRegistry()
-        self.probes = HealthProbes()
+        self.checks = HealthChecks()
         self._model = model
         self._outcomes: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
         self._workers: list[WorkerMetrics] = []
         self._gauges: list[tuple[str, str, Callable[[], float]]] = []
-        self._http: MetricsServer | None = None
+        self._http: HealthServer | None = None
         self.registry.register(self)
 
     def add_worker(self) -> WorkerMetrics:
@@ -184,10 +180,7 @@ class Metrics(Collector):
 
     def listen(self, host: str, port: int) -> int:
         """Serve `/metrics`, `/livez` and `/readyz`; return the port."""
-        try:
-            self._http = MetricsServer(self.registry, host, port, self.probes)
-        except OSError as exc:
-            raise SettingsError(f"metrics cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+        self._http = HealthServer(host, port, self.registry, self.checks)
         return self._http.port
 
     def close(self) -> None:
@@ -205,122 +198,6 @@ def _read(gauge: Callable[[], float]) -> float:
         except RuntimeError:  # a dictionary changed size during iteration
             continue
     return gauge()
-
-
-_MOST_CONNECTIONS: Final = 16
-"""Open connections, each with a thread: enough for several scrapers and a person. With more, the oldest is closed,
-because an honest request takes milliseconds."""
-_SILENCE_S: Final = 10.0
-"""A connection is closed after this long without data. Prometheus itself gives up after 10 s by default."""
-_CLOSE_LOOK_S: Final = 0.05
-"""How often the thread checks whether to end. A drained teacher waits this long before it exits, and so does a pod that
-waits for its GPU. The library's default of 0.5 s would be half of the total."""
-
-
-class MetricsServer:
-    """Serves a registry's metrics, and a process's health, from a thread until closed."""
-
-    def __init__(self, registry: CollectorRegistry, host: str, port: int, probes: HealthProbes | None = None) -> None:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        server_class: type[_Server] = type("_Server", (_Server,), {"address_family": family})
-        app = _with_probes(make_wsgi_app(registry), probes or HealthProbes())
-        self._server: _Server = make_server(str(address[0]), port, app, server_class, _Handler)
-        self._serving = start_call("edl-metrics", lambda: self._server.serve_forever(_CLOSE_LOOK_S))
-
-    @property
-    def port(self) -> int:
-        """The port that the server listens on."""
-        return int(self._server.server_port)
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._serving.exception()
-
-
-def _with_probes(metrics: Callable[..., Any], probes: HealthProbes) -> Callable[..., Any]:
-    """Return an application that answers health probes, and passes other paths to the metrics application."""
-
-    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        found = probes.answer(environ.get("PATH_INFO", ""))
-        if found is None:
-            return metrics(environ, start_response)
-        passed, text = found
-        body = text.encode()
-        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))]
-        start_response("200 OK" if passed else "503 Service Unavailable", [*headers, ("Cache-Control", "no-store")])
-        return [b"" if environ.get("REQUEST_METHOD") == "HEAD" else body]
-
-    return app
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    request_queue_size = 128  # with the library's 5, one of many simultaneous clients waits a second or more
-
-    def __init__(self, *args: Any) -> None:
-        self._lock = threading.Lock()
-        self._connections: OrderedDict[int, socket.socket] = OrderedDict()
-        super().__init__(*args)
-
-    def server_bind(self) -> None:
-        """Bind without asking DNS for the host's full name, which takes seconds if DNS does not answer."""
-        TCPServer.server_bind(self)
-        self.server_name = str(self.server_address[0])
-        self.server_port = int(self.server_address[1])
-        self.setup_environ()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread of its own; close the oldest connection if there are too many."""
-        with self._lock:
-            oldest = next(iter(self._connections.values())) if len(self._connections) >= _MOST_CONNECTIONS else None
-            self._connections[id(request)] = request
-            if oldest is not None:
-                del self._connections[id(oldest)]
-                with contextlib.suppress(OSError):  # the client was faster
-                    oldest.shutdown(socket.SHUT_RDWR)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection, answered or not."""
-        with self._lock:
-            self._connections.pop(id(request), None)
-            super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors that clients cause by disconnecting or sending nonsense."""
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = _SILENCE_S
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name for it
-        """Log no requests."""
-
-
-ProbePath = Literal["/livez", "/readyz"]
-
-
-class HealthProbes:
-    """Checks that a process is alive, and that it is ready. A path without checks passes."""
-
-    def __init__(self) -> None:
-        self._checks: dict[str, dict[str, Callable[[], str]]] = {"/livez": {}, "/readyz": {}}
-
-    def add_check(self, path: ProbePath, name: str, check: Callable[[], str]) -> None:
-        """Add or replace a check. It is called in another thread for each request, and returns why it fails or ""."""
-        self._checks[path] = {**self._checks[path], name: check}
-
-    def answer(self, path: str) -> tuple[bool, str] | None:
-        """Run a path's checks; return whether all passed, and a line for each. None for another path."""
-        checks = self._checks.get(path)
-        if checks is None:
-            return None
-        failures = {name: check() for name, check in checks.items()}
-        lines = [f"[-]{name} failed: {why}" if why else f"[+]{name} ok" for name, why in failures.items()]
-        passed = not any(failures.values())
-        return passed, "\n".join([*lines, f"{path[1:]} check {'passed' if passed else 'failed'}", ""])
 
 
 _MOST_WAITING = 10_000  # lines: some seconds of requests, and 5 MB, so that a hanging disk does not fill the memory

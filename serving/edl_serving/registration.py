@@ -409,7 +409,7 @@ class TeacherRegistration:
         server.watch_ready(self._on_health_change)
         # Replaces the check that `serve` adds until this returns, because the ready file may be written earlier.
         unregistered = "" if self._reconciler is None else "not registered yet"
-        server.metrics.probes.add_check("/readyz", "discovery", lambda: "" if self._was_published else unregistered)
+        server.metrics.checks.add("/readyz", "discovery", lambda: "" if self._was_published else unregistered)
         if self._reconciler is None:
             with self._lock:
                 self._write_ready_file(self._instance)
@@ -421,7 +421,7 @@ class TeacherRegistration:
             lambda: float(reconciler.published is not None and not reconciler.error),
         )
         # Once registered, an outage of the registry does not matter: students keep the teachers that they know.
-        server.metrics.probes.add_check("/readyz", "registry", lambda: "" if self._was_published else "does not answer")
+        server.metrics.checks.add("/readyz", "registry", lambda: "" if self._was_published else "does not answer")
         warn_of_loopback(self._settings.url, self._address, "--host 0.0.0.0")
         with self._lock:
             self._load.set_ready(self._instance, lambda: TeacherCounts(*server.load()))

@@ -151,7 +151,7 @@ class TeacherServer:
 
     def _add_checks(self) -> None:
         """Add the checks of `/livez` and `/readyz`."""
-        loop, probes = asyncio.get_running_loop(), self.metrics.probes
+        loop, checks = asyncio.get_running_loop(), self.metrics.checks
 
         def check_loop() -> str:
             turned = threading.Event()
@@ -168,9 +168,9 @@ class TeacherServer:
                 return "draining"
             return next(iter(self._faults.values()), "")
 
-        probes.add_check("/livez", "event-loop", check_loop)
-        probes.add_check("/livez", "model", lambda: self.metrics.find_stall(self.settings.stall_timeout_s))
-        probes.add_check("/readyz", "model", check_model)
+        checks.add("/livez", "event-loop", check_loop)
+        checks.add("/livez", "model", lambda: self.metrics.find_stall(self.settings.stall_timeout_s))
+        checks.add("/readyz", "model", check_model)
 
     def _start_canary(self, batcher: Batcher, every_s: float) -> None:
         async def changed(healthy: bool) -> None:
@@ -482,8 +482,8 @@ async def _serve(
     close_within_s = 0.0
     joined = asyncio.Event()
     if join is not None:
-        probes = server.metrics.probes
-        probes.add_check("/readyz", "discovery", lambda: "" if joined.is_set() else "not registered yet")
+        checks = server.metrics.checks
+        checks.add("/readyz", "discovery", lambda: "" if joined.is_set() else "not registered yet")
     try:
         starting = asyncio.ensure_future(server.start())
         if not await _done_before(signalled, starting):

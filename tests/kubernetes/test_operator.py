@@ -196,7 +196,7 @@ def test_missing_resource_definitions(scene: Scene, proxy: ApiProxy, create_job:
     proxy.hidden = "/apis/edl.io"
     process = scene.operator("--kubeconfig", str(proxy.kubeconfig), "--no-capacity", "--http-port", "0")
     process.wait_for("install the CRD")
-    assert process.ask("/livez") == (200, "ok\n")
+    assert process.ask("/livez") == (200, "[+]operator ok\nlivez check passed\n")
     status, text = process.ask("/readyz")
     assert status == 503
     assert "elasticjobs.edl.io" in text

@@ -21,10 +21,11 @@ from grpc_health.v1 import health_pb2
 from prometheus_client import CollectorRegistry, Gauge
 
 from edl.errors import SettingsError
+from edl.http_server.health import HealthChecks, HealthServer
 from edl.log_output import JsonFormatter
 from edl.protocol.transport import grpc
 from edl_serving import Array, ServerSettings, TeacherServer, serve
-from edl_serving.monitoring import AccessLog, HealthProbes, Metrics, MetricsServer
+from edl_serving.monitoring import AccessLog, Metrics
 from edl_serving.request_plan import request_id_of, valid_traceparent
 from tests.fast.serving.conftest import TIMEOUT_S, Client, Connect, StartInside
 from tests.fast.serving.fakes import Base, Gated, Moody
@@ -33,10 +34,10 @@ from tests.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture
-def server(stack: contextlib.ExitStack) -> MetricsServer:
+def server(stack: contextlib.ExitStack) -> HealthServer:
     registry = CollectorRegistry()
     Gauge("answer", "Of everything.", registry=registry).set(42)
-    return stack.enter_context(contextlib.closing(MetricsServer(registry, "127.0.0.1", 0, HealthProbes())))
+    return stack.enter_context(contextlib.closing(HealthServer("127.0.0.1", 0, registry, HealthChecks())))
 
 
 def ask(port: int | None, path: str, method: str = "GET") -> tuple[int, str]:
@@ -75,7 +76,7 @@ def test_not_live_while_the_model_hangs(inside: StartInside, connect: Connect) -
     wait_until(lambda: ask(port, "/livez")[0] == 200)
 
 
-def test_half_requests_hold_few_threads(server: MetricsServer) -> None:
+def test_half_requests_hold_few_threads(server: HealthServer) -> None:
     before = threading.active_count()
     with contextlib.ExitStack() as stack:
         for _ in range(120):

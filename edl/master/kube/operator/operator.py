@@ -11,6 +11,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 from typing_extensions import Self
 
+from edl.http_server.health import HealthChecks, HealthServer
 from edl.kube.client import KubeClient
 from edl.kube.resource_types import PODS, TEACHER_POOLS
 from edl.kube.responses import Call
@@ -19,7 +20,7 @@ from edl.master.kube.members.naming import OWNER_UID_LABEL
 from edl.master.kube.operator.events import EventRecorder
 from edl.master.kube.operator.kinds import KINDS
 from edl.master.kube.operator.live_surroundings import LiveSurroundings
-from edl.master.kube.operator.monitoring import GiveBackMeter, HealthServer, OperatorHealth, OperatorMetrics
+from edl.master.kube.operator.monitoring import GiveBackMeter, OperatorHealth, OperatorMetrics
 from edl.master.kube.operator.queue import WorkQueue
 from edl.master.kube.operator.reconciling.reconciler import Reconciler
 from edl.master.kube.operator.resource_watches import ResourceWatches
@@ -96,8 +97,10 @@ class Operator:
         """Serve health and metrics; return the port."""
         if self._settings.host is None:
             return None
-        checks = {"/livez": self.health.check_live, "/readyz": self.health.check_ready}
-        server = HealthServer(self._settings.host, self._settings.port, checks, self.metrics.registry)
+        checks = HealthChecks()
+        checks.add("/livez", "operator", self.health.check_live)
+        checks.add("/readyz", "operator", self.health.check_ready)
+        server = HealthServer(self._settings.host, self._settings.port, self.metrics.registry, checks)
         stack.callback(server.close)
         return server.port
 

@@ -1,11 +1,10 @@
-"""How an operator is: metrics, whether it lives, whether it is ready, and the HTTP server that tells.
+"""How an operator is: metrics, whether it lives, and whether it is ready.
 
 What does not belong here: how jobs and pools are, which their own status says.
 """
 
 from edl.master.kube.operator.monitoring.give_back_meter import GiveBackMeter
 from edl.master.kube.operator.monitoring.health import OperatorHealth
-from edl.master.kube.operator.monitoring.health_server import HealthServer
 from edl.master.kube.operator.monitoring.metrics import OperatorMetrics
 
-__all__ = ["GiveBackMeter", "HealthServer", "OperatorHealth", "OperatorMetrics"]
+__all__ = ["GiveBackMeter", "OperatorHealth", "OperatorMetrics"]

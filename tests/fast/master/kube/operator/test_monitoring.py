@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from edl.cli import main
 from edl.errors import SettingsError
 from edl.kube.responses import Call
 from edl.master.kube.operator import OperatorSettings
-from edl.master.kube.operator.monitoring import HealthServer, OperatorHealth, OperatorMetrics
+from edl.master.kube.operator.monitoring import OperatorHealth, OperatorMetrics
 from edl.master.kube.operator.monitoring.give_back_meter import GiveBackMeter
 from tests.fast.kube.conftest import write_kubeconfig
 
@@ -77,23 +75,13 @@ def test_give_back_counts_once() -> None:
     assert registry.get_sample_value("edl_give_back_seconds_count") == 2.0
 
 
-def test_server_answers_checks_and_metrics() -> None:
+def test_calls_and_looks_are_counted() -> None:
     metrics = OperatorMetrics()
     metrics.count_request(Call("get", "pods"), 200)
     metrics.count_request(Call("get", "the resources of x/v1"), 200)
     metrics.count_reconcile("elasticjobs/lab/a", 0.1, ValueError("x"))
     metrics.watch_queue(lambda: 3, lambda: 5)
-    server = HealthServer("127.0.0.1", 0, {"/livez": lambda: "", "/readyz": lambda: "no CRD"}, metrics.registry)
-    try:
-        base = f"http://127.0.0.1:{server.port}"
-        assert urllib.request.urlopen(f"{base}/livez", timeout=60).read() == b"ok\n"
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(f"{base}/readyz", timeout=60)
-        with caught.value as answer:
-            assert (answer.code, answer.read()) == (503, b"no CRD\n")
-        text = urllib.request.urlopen(f"{base}/metrics", timeout=60).read().decode()
-    finally:
-        server.close()
+    text = generate_latest(metrics.registry).decode()
     for line in (
         'edl_operator_api_requests_total{code="200",resource="pods",verb="get"} 1.0',
         'edl_operator_api_requests_total{code="200",resource="discovery",verb="get"} 1.0',
@@ -131,4 +119,4 @@ def test_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         assert main(["operator", "--kubeconfig", kubeconfig, "--http-port", str(port)]) == 2
-    assert "cannot be listened on" in capsys.readouterr().err
+    assert "cannot listen on" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""Serves a process's health and metrics from a thread, with the standard library and prometheus_client alone.
+
+Next to `/metrics`, `/livez` and `/readyz` run named checks, as Kubernetes' own servers do:
+https://kubernetes.io/docs/reference/using-api/health-checks/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any, Final, Literal, TypeAlias
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from edl.background import start_call
+from edl.errors import SettingsError
+
+__all__ = ["HealthChecks", "HealthServer"]
+
+_MOST_CONNECTIONS: Final = 16
+"""Open connections, each with a thread: enough for several scrapers and a person. With more, the oldest is closed,
+because an honest request takes milliseconds."""
+_SILENCE_S: Final = 10.0
+"""A connection is closed after this long without data. Prometheus itself gives up after 10 s by default."""
+_CLOSE_LOOK_S: Final = 0.05
+"""How often the thread checks whether to end. A drained teacher waits this long before it exits, and so does a pod that
+waits for its GPU. The library's default of 0.5 s would be half of the total."""
+
+CheckPath: TypeAlias = Literal["/livez", "/readyz"]
+
+
+class HealthChecks:
+    """Checks that a process is alive, and that it is ready. A path without checks passes."""
+
+    def __init__(self) -> None:
+        self._checks: dict[str, dict[str, Callable[[], str]]] = {"/livez": {}, "/readyz": {}}
+
+    def add(self, path: CheckPath, name: str, check: Callable[[], str]) -> None:
+        """Add or replace a check. It is called in another thread for each request, and returns why it fails or ""."""
+        self._checks[path] = {**self._checks[path], name: check}
+
+    def answer(self, path: str) -> tuple[bool, str] | None:
+        """Run a path's checks; return whether all passed, and a line for each. None for another path."""
+        checks = self._checks.get(path)
+        if checks is None:
+            return None
+        failures = {name: check() for name, check in checks.items()}
+        lines = [f"[-]{name} failed: {why}" if why else f"[+]{name} ok" for name, why in failures.items()]
+        passed = not any(failures.values())
+        return passed, "\n".join([*lines, f"{path[1:]} check {'passed' if passed else 'failed'}", ""])
+
+
+class HealthServer:
+    """Answers `/livez`, `/readyz` and `/metrics` over HTTP until `close`.
+
+    Args:
+        host: A name or an address to listen on, IPv4 or IPv6.
+        port: 0 for a free port.
+        registry: The metrics.
+        checks: What the other two paths run.
+
+    Raises:
+        SettingsError: The address cannot be listened on.
+    """
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, checks: HealthChecks) -> None:
+        metrics = make_wsgi_app(registry)
+
+        def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            found = checks.answer(environ.get("PATH_INFO", ""))
+            if found is None:
+                answered: Iterable[bytes] = metrics(environ, start_response)
+                return answered
+            passed, text = found
+            body = text.encode()
+            headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))]
+            start_response("200 OK" if passed else "503 Service Unavailable", [*headers, ("Cache-Control", "no-store")])
+            return [b"" if environ.get("REQUEST_METHOD") == "HEAD" else body]
+
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+                0
+            ]
+            server_class: type[_Server] = type("_Server", (_Server,), {"address_family": family})
+            self._server: _Server = make_server(str(address[0]), port, app, server_class, _Handler)
+        except OSError as exc:
+            raise SettingsError(f"health and metrics cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+        self._serving = start_call("edl-health", lambda: self._server.serve_forever(_CLOSE_LOOK_S))
+
+    @property
+    def port(self) -> int:
+        """The port that the server listens on."""
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._serving.exception()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = 128  # with the library's 5, one of many simultaneous clients waits a second or more
+
+    def __init__(self, *args: Any) -> None:
+        self._lock = threading.Lock()
+        self._connections: OrderedDict[int, socket.socket] = OrderedDict()
+        super().__init__(*args)
+
+    def server_bind(self) -> None:
+        """Bind without asking DNS for the host's full name, which takes seconds if DNS does not answer."""
+        TCPServer.server_bind(self)
+        self.server_name = str(self.server_address[0])
+        self.server_port = int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread of its own; close the oldest connection if there are too many."""
+        with self._lock:
+            oldest = next(iter(self._connections.values())) if len(self._connections) >= _MOST_CONNECTIONS else None
+            self._connections[id(request)] = request
+            if oldest is not None:
+                del self._connections[id(oldest)]
+                with contextlib.suppress(OSError):  # the client was faster
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection, answered or not."""
+        with self._lock:
+            self._connections.pop(id(request), None)
+            super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore errors that clients cause by disconnecting or sending nonsense."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENCE_S
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name for it
+        """Log no requests."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 
 from rich.console import Console
 
 from edl.cli._store_option import add_store_option
-from edl.collective.goodput.summary import Summary, read_job, summarize
-from edl.discovery import Store
 
-__all__ = ["console", "look", "parser"]
+__all__ = ["console", "parser"]
 
 
 def parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -26,16 +23,6 @@ def parser(command: str, description: str, examples: str) -> argparse.ArgumentPa
     options.add_argument("job", help="what `edl run --rdzv-id` named it")
     add_store_option(options)
     return options
-
-
-def look(store: Store, job: str) -> Summary:
-    """Return the job as it is now.
-
-    Raises:
-        SettingsError: there is no such job.
-        DiscoveryError: the store does not answer.
-    """
-    return summarize(read_job(store, job), round(time.time() * 1e6))
 
 
 def console(width: int) -> Console:

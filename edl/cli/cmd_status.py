@@ -7,7 +7,6 @@ import contextlib
 import json
 import time
 from collections.abc import Sequence
-from typing import TypeAlias
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -21,8 +20,7 @@ from edl.cli._shards import master_lines
 from edl.cli.kube.connection import add_cluster_options, open_cluster
 from edl.cli.kube.targets import find_target
 from edl.cli.kube.workload_status import show_workload
-from edl.collective.goodput.ledger import Event, TimeCategory
-from edl.collective.goodput.summary import NodeRow, Summary
+from edl.collective.goodput import Event, NodeStatus
 from edl.collective.job_records import Exclusion
 from edl.dashboard.state import as_json
 from edl.dashboard.state.jobs import read_job_status
@@ -33,16 +31,14 @@ from edl.settings import DiscoverySettings
 
 __all__ = ["main"]
 
-Look: TypeAlias = "tuple[Summary | None, JobStatus]"
-
 _FALLBACK_S = 3.0
-"""For a cluster to answer that the user did not name: it may be one that was switched off long ago."""
+"""How long a cluster that the user did not name may take to answer: it may have been switched off long ago."""
 _EVERY_S = 1.0
-"""Between two looks of `--watch`: agents write what they do as often."""
+"""Between two looks of `--watch`: agents write about as often."""
 _MAX_GONE = 5
-"""Nodes that have left, of which a line says more; of the others it gives the number."""
+"""Nodes that have left and get a line of their own; the others are only counted."""
 _WIDTH = 160
-"""Characters where the output is no terminal: a table's row has its events behind it."""
+"""Characters of a line if the output is not a terminal."""
 
 _STYLES = {
     "train": "green",
@@ -60,11 +56,11 @@ _STYLES = {
 }
 
 _DESCRIPTION = """\
-Shows an elastic job: its members with their ranks, how far and how fast they train, the goodput until now (the part
-of the wall-clock time that went into steps which were finished once and not lost), and what happened lately. Of a job
-with a master it shows the shards, poisoned ones first. A job that the default store does not know is looked for in the
-Kubernetes cluster of the kubeconfig; --kube, --namespace, --context and --kubeconfig look only there. What its agents
-report is read where the job says if that is your own EDL_DISCOVERY, and else where --store says."""
+Shows an elastic job: its members with their ranks, how far and how fast they train, the goodput until now (the share
+of the wall-clock time that went into steps which were finished once and not lost), and what happened lately. If the job
+has a master, its shards are shown too, poisoned ones first. A job that the default store does not know is looked for in
+the Kubernetes cluster of the kubeconfig; --kube, --namespace, --context and --kubeconfig look only there. What its
+agents report is read from the store that the job names if that is your own EDL_DISCOVERY, otherwise from --store."""
 
 _EXAMPLES = """\
 examples:
@@ -95,17 +91,17 @@ def main(argv: Sequence[str]) -> int:
         return 0
     with open_store(DiscoverySettings.of(options.store).url) as store:
         try:
-            look = read_job_status(store, options.job, options.events)
+            status = read_job_status(store, options.job, options.events)
         except SettingsError as exc:
             if options.store is not None or not _show_from_cluster(options, exc):
                 raise
             return 0
         if options.watch:
-            _watch(store, look, options.events, as_json=options.json)
+            _watch(store, status, options.events, as_json=options.json)
         elif options.json:
-            print(_json(look))
+            print(_json(status))
         else:
-            _jobs.console(_WIDTH).print(_shown(look, options.events))
+            _jobs.console(_WIDTH).print(_shown(status))
     return 0
 
 
@@ -137,14 +133,14 @@ def _show_from_cluster(options: argparse.Namespace, missing: SettingsError) -> b
     return True
 
 
-def _json(look: Look) -> str:
+def _json(status: JobStatus) -> str:
     """Return the job's entry of the page's `/api/state`, without its history."""
-    fields = as_json(look[1])
+    fields = as_json(status)
     del fields["history"]
     return json.dumps(fields, allow_nan=False)
 
 
-def _watch(store: Store, look: Look, events: int, *, as_json: bool) -> None:
+def _watch(store: Store, status: JobStatus, events: int, *, as_json: bool) -> None:
     """Show the job until it ends. An outage of the store is told, and is not the end."""
     console = _jobs.console(_WIDTH)
     with contextlib.ExitStack() as stack:
@@ -154,69 +150,65 @@ def _watch(store: Store, look: Look, events: int, *, as_json: bool) -> None:
         trouble = ""
         while True:
             if as_json:
-                print(_json(look), flush=True)
+                print(_json(status), flush=True)
             else:
-                shown = Group(_shown(look, events), Text(printable(trouble), "bold red"))
+                shown = Group(_shown(status), Text(printable(trouble), "bold red"))
                 if live is None:
                     console.print(shown)
                 else:
                     live.update(shown, refresh=True)
-            if look[1].state in ("done", "failed"):
+            if status.state in ("done", "failed"):
                 return
             time.sleep(_EVERY_S)
             try:
-                look, trouble = read_job_status(store, look[1].job, events), ""
+                status, trouble = read_job_status(store, status.job, events), ""
             except DiscoveryError as exc:
                 trouble = f"as known last: {exc}"
 
 
-def _shown(look: Look, events: int) -> RenderableType:
-    summary, status = look
+def _shown(status: JobStatus) -> RenderableType:
     shards = list(master_lines(status.master)) if status.master is not None else []
-    if summary is None:
+    if status.master_only:
         return Group(Text.assemble("job ", (printable(status.job), "bold"), ": ", _coloured(status.state)), *shards)
-    parts: list[RenderableType] = [_headline(summary), *shards]
-    if summary.message:
-        parts.append(Text(printable(summary.message.strip().rpartition("\n")[2]), "dim"))
-    parts += [_where_the_time_went(summary), _members(summary.nodes)]
-    parts += [_left_out(exclusion) for exclusion in summary.exclusions]
-    if events and summary.events:
-        parts.append(_happened(summary.events[-events:]))
+    parts: list[RenderableType] = [_headline(status), *shards]
+    if status.message:
+        parts.append(Text(printable(status.message.strip().rpartition("\n")[2]), "dim"))
+    parts += [_where_the_time_went(status), _members(status.nodes)]
+    parts += [_left_out(exclusion) for exclusion in status.left_out]
+    if status.events:
+        parts.append(_happened(status.events))
     return Group(*parts)
 
 
-def _headline(summary: Summary) -> Text:
-    title = ("job ", (printable(summary.job), "bold"), ": ")
-    if summary.generation < 0:
-        nodes = "1 node" if len(summary.nodes) == 1 else f"{len(summary.nodes)} nodes"
+def _headline(status: JobStatus) -> Text:
+    title = ("job ", (printable(status.job), "bold"), ": ")
+    if status.generation < 0:
+        nodes = "1 node" if len(status.nodes) == 1 else f"{len(status.nodes)} nodes"
         return Text.assemble(*title, f"starting, {nodes} so far")
-    text = Text.assemble(*title, _coloured(summary.state))
-    ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
-    text.append(f", generation {summary.generation}, {ranks}")
-    if summary.step >= 0:
-        text.append(f", step {summary.step:,}")
-    if summary.steps_per_s and summary.state == "running":
-        text.append(f", {summary.steps_per_s:.3g} steps/s")
-    if summary.samples_per_s and summary.state == "running":
-        text.append(f", {summary.samples_per_s:,.0f} samples/s")
+    text = Text.assemble(*title, _coloured(status.state))
+    ranks = "1 rank" if status.world_size == 1 else f"{status.world_size} ranks"
+    text.append(f", generation {status.generation}, {ranks}")
+    if status.step >= 0:
+        text.append(f", step {status.step:,}")
+    if status.steps_per_s and status.state == "running":
+        text.append(f", {status.steps_per_s:.3g} steps/s")
+    if status.samples_per_s and status.state == "running":
+        text.append(f", {status.samples_per_s:,.0f} samples/s")
     return text
 
 
-def _where_the_time_went(summary: Summary) -> Text:
-    ledger = summary.ledger
-    if not summary.steps_known:
-        return Text(
-            f"goodput unknown: in {_duration(ledger.elapsed_us)} no step was reported (Checkpointer.save reports them)"
-        )
-    text = Text.assemble((f"goodput {ledger.goodput or 0.0:.1%}", "bold"), f" of {_duration(ledger.elapsed_us)}")
-    for state in TimeCategory:
-        amount = ledger.amounts[state]
-        if amount:
-            text.append(" · ").append_text(_coloured(state.name.lower())).append(f" {_duration(amount)}")
+def _where_the_time_went(status: JobStatus) -> Text:
+    elapsed = _duration(status.elapsed_s)
+    if status.step < 0:
+        return Text(f"goodput unknown: in {elapsed} no step was reported (Checkpointer.save reports them)")
+    text = Text.assemble((f"goodput {status.goodput or 0.0:.1%}", "bold"), f" of {elapsed}")
+    for state, seconds in status.seconds.items():
+        if seconds:
+            text.append(" · ").append_text(_coloured(state)).append(f" {_duration(seconds)}")
     return text
 
 
-def _members(rows: Sequence[NodeRow]) -> Table:
+def _members(rows: Sequence[NodeStatus]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("node", overflow="fold")
     table.add_column("ranks")
@@ -224,7 +216,7 @@ def _members(rows: Sequence[NodeRow]) -> Table:
     replicas = any(row.replica_age_s is not None for row in rows)
     for heading in ("generation", "step", "steps/s", "samples/s", "heard", *(["replica"] if replicas else [])):
         table.add_column(heading, justify="right")
-    gone = [row for row in rows if row.state in ("left", "lost")]
+    gone = [row for row in rows if row.gone]
     hidden = gone[_MAX_GONE:]
     for row in rows:
         if row not in hidden:
@@ -240,26 +232,24 @@ def _left_out(exclusion: Exclusion) -> Text:
     return Text.assemble((what, "bold red"), remedy)
 
 
-def _cells(row: NodeRow) -> list[Text]:
-    record = row.record
-    moves = row.state not in ("left", "lost")
+def _cells(row: NodeStatus) -> list[Text]:
     return [
-        Text(printable(row.node), "" if moves else "dim"),
-        Text("" if row.ranks is None else _ranks(row.ranks)),
+        Text(printable(row.node), "dim" if row.gone else ""),
+        Text(_ranks(row.ranks) if row.ranks else ""),
         _coloured(row.state),
-        Text(str(record.generation) if record.generation >= 0 else ""),
-        Text(f"{record.step:,}" if record.step >= 0 else ""),
-        Text(f"{record.steps_per_s:.3g}" if moves and record.steps_per_s else ""),
-        Text(f"{record.samples_per_s:,.0f}" if moves and record.samples_per_s else ""),
-        Text(f"{_duration(round(row.silent_s * 1e6))} ago"),
-        Text("" if row.replica_age_s is None else f"{_duration(round(row.replica_age_s * 1e6))} old"),
+        Text(str(row.generation) if row.generation >= 0 else ""),
+        Text(f"{row.step:,}" if row.step >= 0 else ""),
+        Text(f"{row.steps_per_s:.3g}" if row.steps_per_s and not row.gone else ""),
+        Text(f"{row.samples_per_s:,.0f}" if row.samples_per_s and not row.gone else ""),
+        Text(f"{_duration(row.silent_s)} ago"),
+        Text("" if row.replica_age_s is None else f"{_duration(row.replica_age_s)} old"),
     ]
 
 
 def _happened(events: Sequence[Event]) -> RenderableType:
     lines = []
     for event in events:
-        clock = time.strftime("%H:%M:%S", time.localtime(event.at_us / 1e6))
+        clock = time.strftime("%H:%M:%S", time.localtime(event.at))
         lines.append(Text(printable(f"{clock}  {event.kind:<10}  {event.node}  {event.text}".rstrip())))
     return Group(*lines)
 
@@ -268,13 +258,12 @@ def _coloured(state: str) -> Text:
     return Text(state, _STYLES.get(state, ""))
 
 
-def _ranks(ranks: range) -> str:
-    return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks.stop - 1}"
+def _ranks(ranks: Sequence[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
-def _duration(amount_us: int) -> str:
-    """Return a person's way to say it: 0.35 s, 12 s, 4 min 05 s, 3 h 20 min."""
-    seconds = amount_us / 1e6
+def _duration(seconds: float) -> str:
+    """Return a duration as people say it: 0.35 s, 12 s, 4 min 05 s, 3 h 20 min."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 120:

@@ -34,7 +34,6 @@ _NEVER: Final = -1  # no generation or step yet: both start at 0
 # Field numbers. Each field is eight bytes at a multiple of eight, so that a reader never sees half of a field. An agent
 # reads pages of workers of the same version only; a change of these numbers is a change of the format.
 _GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED = range(1, 11)
-_FIRST = 11  # the worker's last field
 _PAUSE_AT, _BEAT_AT, _BUSY_LIMIT = 16, 17, 18  # apart, to leave room for more fields of the worker
 _TOTALS, _DURATIONS, _BUSY_WITH = 24, 64, 128  # where arrays begin: a number per phase, _RECENT durations, a text
 _BUSY_WITH_BYTES = 64  # more than a log line has room for; a multiple of a field's size
@@ -75,8 +74,7 @@ class WorkerStatus:
         paused: The step after which the worker paused; -1 if it is not paused.
         samples: Number of samples that this rank processed, over all workers that wrote to this page.
         durations_s: Seconds that recent steps took, in no particular order.
-        first: First step of the ascending run of steps that ends at `step`; a rollback begins another run. -1 before
-            this worker finished any step.
+        finished: Number of steps finished, over all workers that wrote to this page; a step done again counts again.
         busy_with: What the worker does in phase BUSY, in the script's words; in other phases, the last such
             description.
         busy_limit_s: How long that may take, in seconds.
@@ -93,7 +91,7 @@ class WorkerStatus:
     paused: int
     samples: int
     durations_s: tuple[float, ...]
-    first: int = _NEVER
+    finished: int = 0
     busy_with: str = ""
     busy_limit_s: float = 0.0
 
@@ -109,7 +107,7 @@ class WorkerStatusPage:
         """Make a new, empty page in a file at `path`, which must be in memory (`/dev/shm`)."""
         path.write_bytes(bytes(_SIZE))
         page = cls._map(path)
-        for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _FIRST, _PAUSE_AT):
+        for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _PAUSE_AT):
             page._set(field, _NEVER)
         page._set_time(_SINCE, time.monotonic())
         page._memory[: len(_MAGIC)] = _MAGIC
@@ -134,7 +132,7 @@ class WorkerStatusPage:
         if path is not None:
             return cls.open(path)
         page = cls(mmap.mmap(-1, _SIZE))
-        for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _FIRST, _PAUSE_AT):
+        for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _PAUSE_AT):
             page._set(field, _NEVER)
         page._set_time(_SINCE, time.monotonic())
         return page
@@ -144,7 +142,6 @@ class WorkerStatusPage:
     def record_worker_start(self, generation: int) -> None:
         """Record that a worker starts. The time until now counts as the last worker's phase."""
         self._set(_PAUSED, _NEVER)
-        self._set(_FIRST, _NEVER)
         self._set(_PID, os.getpid())
         self.enter_phase(Phase.START)
         self._set(_GENERATION, generation)
@@ -207,8 +204,6 @@ class WorkerStatusPage:
         self._set(_FINISHED, finished + 1)
         self._set_time(_STEP_AT, now)
         self._set(_SAMPLES, self._get(_SAMPLES) + samples)
-        if self._get(_FIRST) == _NEVER or step <= self._get(_STEP):
-            self._set(_FIRST, step)
         self._set(_STEP, step)
 
     def record_saved_step(self, step: int) -> None:
@@ -275,7 +270,7 @@ class WorkerStatusPage:
             paused=self._get(_PAUSED),
             samples=self._get(_SAMPLES),
             durations_s=tuple(seconds for seconds in durations if seconds > 0),
-            first=self._get(_FIRST),
+            finished=self._get(_FINISHED),
             busy_with=busy_with.rstrip(b"\0").decode(errors="replace"),
             busy_limit_s=busy_limit_s,
         )

@@ -19,7 +19,6 @@ from edl.cli.kube.member_logs.follower import list_pods
 from edl.cli.kube.phases import FINAL_PHASES
 from edl.cli.kube.targets import Target, find_target
 from edl.cli.kube.workload_view import WorkloadEvent, decode_events, workload_view
-from edl.collective.goodput.summary import Summary
 from edl.dashboard.state.cluster.decoding import decode_workload
 from edl.dashboard.state.cluster.schema import KubernetesWorkload
 from edl.dashboard.state.jobs import read_job_status
@@ -42,8 +41,6 @@ _STORE_S: Final = 3.0
 _SERVICE: Final = re.compile(r"edl://([a-z0-9-]+)\.([a-z0-9-]+)(?:\.[a-z0-9.-]+)?:(\d+)")
 """URL of a store behind a service of the cluster, as the chart has it, of letters that are safe in a command."""
 
-StoreLook = tuple[Summary | None, JobStatus]
-
 
 @dataclass(frozen=True)
 class WorkloadLook:
@@ -58,7 +55,7 @@ class WorkloadLook:
 
     item: KubernetesWorkload
     events: tuple[WorkloadEvent, ...]
-    job: StoreLook | None
+    job: JobStatus | None
     trouble: str = ""
 
 
@@ -115,7 +112,7 @@ class WorkloadStatus:
 
     def _read_store(
         self, status: dict[str, Any], spec: dict[str, Any], item: KubernetesWorkload
-    ) -> tuple[StoreLook | None, str]:
+    ) -> tuple[JobStatus | None, str]:
         """Ask the job's store; that it does not answer from here is no error of the job's."""
         url = self._store_url or status.get("store") or spec.get("store")
         if item.kind != "job" or not item.job_id or not isinstance(url, str) or not url:
@@ -164,7 +161,7 @@ def show_workload(
     client: KubeClient,
     options: argparse.Namespace,
     screen: Console,
-    show_job: Callable[[StoreLook, int], RenderableType],
+    show_job: Callable[[JobStatus], RenderableType],
 ) -> None:
     """Run `edl status` for a job or pool of a cluster.
 
@@ -187,7 +184,7 @@ def show_workload(
         if screen.is_terminal and not options.json:
             with Live(console=screen, auto_refresh=False) as live:
                 while True:
-                    live.update(_shown(look, options.events, show_job), refresh=True)
+                    live.update(_shown(look, show_job), refresh=True)
                     if look.item.phase in FINAL_PHASES:
                         return
                     time.sleep(_EVERY_S)
@@ -204,24 +201,24 @@ def _print(
     screen: Console,
     look: WorkloadLook,
     options: argparse.Namespace,
-    show_job: Callable[[StoreLook, int], RenderableType],
+    show_job: Callable[[JobStatus], RenderableType],
 ) -> None:
     if not options.json:
-        screen.print(_shown(look, options.events, show_job))
+        screen.print(_shown(look, show_job))
         return
-    job = None if look.job is None else as_json(look.job[1])
+    job = None if look.job is None else as_json(look.job)
     if job is not None:
         del job["history"]
     fields = as_json(look.item) | {"events": as_json(look.events), "job": job, "trouble": look.trouble}
     print(json.dumps(fields, allow_nan=False), flush=True)
 
 
-def _shown(look: WorkloadLook, events: int, show_job: Callable[[StoreLook, int], RenderableType]) -> RenderableType:
+def _shown(look: WorkloadLook, show_job: Callable[[JobStatus], RenderableType]) -> RenderableType:
     item = look.item
     logs = f"edl logs {item.kind}/{item.name} -n {item.namespace} shows what its members write"
     parts = [workload_view(item, look.events, time.time(), logs)]
     if look.job is not None:
-        parts += [Text(""), show_job(look.job, events)]
+        parts += [Text(""), show_job(look.job)]
     if look.trouble:
         parts.append(Text(printable(look.trouble), "yellow"))
     return Group(*parts)

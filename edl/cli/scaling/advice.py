@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from edl.collective.goodput.ledger import TimeCategory
-from edl.collective.goodput.summary import Summary, read_job, summarize
+from edl.collective.goodput import JobSummary, read_job
 from edl.discovery import Store
 from edl.errors import ProtocolError, SettingsError
 from edl.master.reports import read_report
@@ -24,7 +23,7 @@ _SAMPLE_S: Final = 10.0
 """Between two samples of a job's rate: workers report theirs over several seconds."""
 _PAUSE_S: Final = 30.0
 """What a change of a job's size is taken to cost before it was measured."""
-_PAUSES: Final = (TimeCategory.RENDEZVOUS, TimeCategory.LOAD, TimeCategory.ROLLBACK)
+_PAUSES: Final = ("rendezvous", "load", "rollback")
 """What a change of a job's size consists of: workers meet, load the state, and repeat what was lost."""
 
 
@@ -115,7 +114,7 @@ class WorkerAdviser:
         self._sampled_s = now_s
         self._advice = None
         try:
-            summary = summarize(read_job(self._store, self._job), round(self._clock() * 1e6))
+            summary = read_job(self._store, self._job, self._clock())
         except (SettingsError, ProtocolError):  # there is no such job yet, or it is another version's
             return None
         settled = summary.generation == self._generation  # else the rate may be that of the size before
@@ -131,13 +130,12 @@ class WorkerAdviser:
         self._advice = WorkerAdvice(self._job, summary.world_size, decision)
         return self._advice
 
-    def _observe(self, summary: Summary, rate: float, now_s: float) -> WorkerObservation:
-        amounts = summary.ledger.amounts
+    def _observe(self, summary: JobSummary, rate: float, now_s: float) -> WorkerObservation:
         report = read_report(self._store, self._job)
         datasets = report.get("datasets") if report is not None else None
         rows = [row for row in datasets if isinstance(row, dict)] if isinstance(datasets, list) else []
         left_s = self._left.look(rows, now_s)
-        paused_s = sum(amounts[category] for category in _PAUSES) / 1e6
+        paused_s = sum(summary.seconds[category] for category in _PAUSES)
         return WorkerObservation(
             workers=summary.world_size,
             min_workers=self._least,
@@ -146,6 +144,6 @@ class WorkerAdviser:
             now_s=now_s,
             remaining=None if left_s is None else left_s * rate,  # the master's units may be others than the job's
             pause_s=paused_s / (summary.generation + 1) or _PAUSE_S,
-            age_s=summary.ledger.elapsed_us / 1e6,
+            age_s=summary.elapsed_s,
             moves=max(summary.generation, 0),
         )

@@ -92,7 +92,7 @@ class Agent:
             logger.info("asked to leave: the others are told, and this node goes after the next steps")
         worker_group = context.worker_group
         worker_group.check_workers()
-        context.status.charge_time(reconciler.agent_state, context.replicas.replicated_us)
+        context.status.charge_time(reconciler.time_category, context.replicas.replicated_us)
         reread_s = _REREAD_S if worker_group.running and not reconciler.pausing else _TICK_S
         due = time.monotonic() - self._read_at >= reread_s
         if not (woken or due or reconciler.pause_unpublished or worker_group.failing):

@@ -28,7 +28,7 @@ from edl.collective.agent.rendezvous import (
     next_world,
 )
 from edl.collective.checkpoint.memory.slots import slot_nbytes
-from edl.collective.goodput.ledger import AgentState
+from edl.collective.goodput import TimeCategory
 from edl.collective.job_records import Exclusion, JobState, World
 from edl.errors import DiscoveryError
 
@@ -116,13 +116,13 @@ class NodeReconciler:
         )
 
     @property
-    def agent_state(self) -> AgentState:
-        """What this node spends its time on, where the workers' status pages do not say more."""
+    def time_category(self) -> TimeCategory:
+        """What this node spends its time on; TRAIN if it has workers, whose status pages say more."""
         if self._worker_group.finished:
-            return AgentState.IDLE
+            return TimeCategory.IDLE
         if self._worker_group.running:
-            return AgentState.RUNNING
-        return AgentState.IDLE if self._waits_for_place else AgentState.RENDEZVOUS
+            return TimeCategory.TRAIN
+        return TimeCategory.IDLE if self._waits_for_place else TimeCategory.RENDEZVOUS
 
     def reconcile(self, records: JobRecords) -> int | None:
         """Act on the records, and repeat that as long as this node itself changes the job's record.
@@ -266,7 +266,7 @@ class NodeReconciler:
             self._context.status.record_event("hang", world.message, world.generation - 1)
         if self._worker_group.running:
             # The time from here on is not the old workers' training.
-            self._context.status.charge_time(AgentState.RENDEZVOUS, self._context.replicas.replicated_us)
+            self._context.status.charge_time(TimeCategory.RENDEZVOUS, self._context.replicas.replicated_us)
         self._context.replicas.change_world(world)
         self._context.peer_connections.set_peers(choose_peers(world, position))
         self._worker_group.start_generation(world, position)

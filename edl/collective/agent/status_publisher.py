@@ -1,16 +1,44 @@
-"""Publishes in the Store, for `edl status` and `edl report`, where an agent's time went and what happened."""
+"""Counts where an agent's time goes, and publishes that in the Store for `edl status`, `edl report` and the dashboard.
+
+The counters are whole microseconds by category, fed from the workers' status pages. A status page counts the seconds of
+a phase exactly, so 20 ms are charged even though the agent looks once a second. If a node has several workers, the one
+that trained least counts, since the others wait for it. Time in TRAIN is charged to steps that finish; until a step is
+finished, its time is open:
+
+- A step that had been finished before its worker was replaced, and is now repeated, counts as ROLLBACK.
+- If the agent goes back to the rendezvous in the middle of a step, that step is lost. As much time as a step usually
+  takes was work (ROLLBACK); the rest was waiting for a rank that hung or was gone (IDLE).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import statistics
 import threading
 import time
-from dataclasses import replace
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+from urllib.parse import quote
 
 from edl.collective.agent.worker_group import WorkerGroup
-from edl.collective.goodput.ledger import AgentState, Ledger, NodeRecord
-from edl.collective.goodput.summary import LedgerWriter, last_step_before
+from edl.collective.goodput import (
+    MAX_SPANS,
+    Event,
+    NodeRecord,
+    ProgressMark,
+    Span,
+    TimeCategory,
+    append_span,
+    apportion,
+    encode_events,
+    last_step_before,
+    limit_spans,
+    span_of,
+)
+from edl.collective.job_records import prefix
+from edl.collective.worker_status import Phase, WorkerStatus
 from edl.discovery.store import Store
 from edl.errors import ClosedError, DiscoveryError
 
@@ -22,9 +50,179 @@ _WRITE_EVERY_S = 1.0  # `edl status --watch` shows each second; more often would
 _QUERY_S = 3.0
 """How long charging may wait for the store to say which steps were finished before.
 
-An election of its leader may delay the answer. After that the query continues, and until it is answered such steps
-count as new.
+An election of its leader may delay the answer. After that the query is repeated with every write, and until it is
+answered such steps count as new.
 """
+MAX_EVENTS: Final = 300  # per life of an agent: less than 120 KB of ASCII JSON, rewritten with every event
+_MAX_MARKS: Final = 300  # enough for a line in a picture; less than 15 KB as JSON
+_RATE_OVER_S: Final = 15.0  # several steps of most jobs; with more, a change shows late
+_MICRO: Final = 1_000_000  # microseconds per second
+
+_CATEGORY_OF_PHASE: Final = {
+    Phase.START: TimeCategory.LOAD,
+    Phase.LOAD: TimeCategory.LOAD,
+    Phase.TRAIN: TimeCategory.TRAIN,
+    Phase.SAVE: TimeCategory.SAVE,
+    Phase.ROLLBACK: TimeCategory.ROLLBACK,
+    Phase.PAUSE: TimeCategory.RENDEZVOUS,
+    Phase.EXIT: TimeCategory.IDLE,
+    Phase.AGREE: TimeCategory.TRAIN,
+    Phase.BUSY: TimeCategory.TRAIN,
+}
+
+
+class Ledger:
+    """A node's time from `now_s` on.
+
+    Args:
+        node: Name of the agent, the same when it comes back.
+        workers: Number of workers that it has or wants.
+        now_s: `time.monotonic()`, the clock of the status pages.
+        wall_s: `time.time()` at the same moment, to combine this ledger with other nodes'.
+    """
+
+    def __init__(self, node: str, workers: int, now_s: float, wall_s: float) -> None:
+        self.node = node
+        self.began_us = round(wall_s * _MICRO)
+        self._base_s = now_s
+        self._at_us = 0
+        self._workers = workers
+        self._doing = TimeCategory.LOAD
+        self._statuses: list[WorkerStatus] = []
+        self._spans: list[Span] = []
+        self._open_us = 0
+        self._highest = -1
+        self._reached = -1
+        self._usual_step_s = 0.0
+        self._marks: list[ProgressMark] = []
+        self._mark_every_us = 0
+        self._recent: deque[ProgressMark] = deque()
+
+    def observe(self, now_s: float, doing: TimeCategory, statuses: Sequence[WorkerStatus], reached: int = -1) -> None:
+        """Charge the time since the last observation, and record what the agent does from now on.
+
+        Call it about once a second and whenever `doing` changes. A clock that stands still or goes back charges
+        nothing.
+
+        Args:
+            now_s: The time now (`time.monotonic()`).
+            doing: What the agent does from now on; TRAIN if it has workers, whose status pages say more.
+            statuses: Statuses of all local ranks, in their order; empty if there are none.
+            reached: The last step that any node of the job finished before the workers' generation, if the agent knows
+                it.
+        """
+        length_us = max(0, round((now_s - self._base_s) * _MICRO) - self._at_us)
+        self._at_us += length_us
+        self._reached = max(self._reached, reached)
+        befores = self._statuses if len(self._statuses) == len(statuses) else statuses
+        self._statuses = list(statuses)
+        pairs = list(zip(befores, statuses, strict=True))
+        if any(after.generation != before.generation for before, after in pairs):
+            self._end_open_step(lost=True)
+            self._reached = max(self._reached, self._highest)
+        if self._doing is TimeCategory.TRAIN and statuses:
+            amounts = [_amounts(length_us, before, after) for before, after in pairs]
+            slowest = min(range(len(pairs)), key=lambda index: amounts[index][TimeCategory.TRAIN])
+            self._charge_workers(amounts[slowest], *pairs[slowest], now_s)
+        else:
+            category = TimeCategory.LOAD if self._doing is TimeCategory.TRAIN else self._doing
+            self._charge(span_of(category, length_us).amounts)
+        if doing is not TimeCategory.TRAIN:
+            self._end_open_step(lost=doing is TimeCategory.RENDEZVOUS)
+        self._mark_progress()
+        self._doing = doing
+        if len(self._spans) > MAX_SPANS:
+            self._spans = limit_spans(self._spans)
+
+    def record(self, *, ended: bool = False, replicated_us: int = 0) -> NodeRecord:
+        """Return the record until the last observation; see `NodeRecord`."""
+        spans = list(self._spans)
+        append_span(spans, span_of(TimeCategory.TRAIN, self._open_us, self._workers, running=True))
+        steps_per_s, samples_per_s = self._rates()
+        return NodeRecord(
+            node=self.node,
+            began_us=self.began_us,
+            workers=self._workers,
+            spans=tuple(spans),
+            marks=tuple(self._marks),
+            generation=max((status.generation for status in self._statuses), default=-1),
+            step=min((status.step for status in self._statuses), default=-1),
+            reached=self._reached,
+            steps_per_s=steps_per_s,
+            samples_per_s=samples_per_s,
+            ended=ended,
+            replicated_us=replicated_us,
+        )
+
+    def _charge(self, amounts: tuple[int, ...]) -> None:
+        append_span(self._spans, Span(amounts, self._workers, self._doing is TimeCategory.TRAIN))
+
+    def _charge_workers(
+        self, amounts: tuple[int, ...], before: WorkerStatus, after: WorkerStatus, now_s: float
+    ) -> None:
+        """Charge what a worker did between two statuses, but keep the time of an unfinished step open."""
+        whole_us = self._open_us + amounts[TimeCategory.TRAIN]
+        open_us = 0
+        if _CATEGORY_OF_PHASE[after.phase] is TimeCategory.TRAIN:
+            open_us = round((now_s - max(after.step_at, after.phase_since)) * _MICRO)
+        self._open_us = min(max(open_us, 0), whole_us)
+        done_us = whole_us - self._open_us
+        again_us = 0
+        if finished := after.finished - before.finished:
+            repeated = min(max(self._reached - (after.step - finished), 0), finished)
+            # A worker that itself knows that it repeats steps has charged them to ROLLBACK.
+            known_us = amounts[TimeCategory.ROLLBACK]
+            again_us = min(max(round((done_us + known_us) * repeated / finished) - known_us, 0), done_us)
+            if after.durations_s:
+                self._usual_step_s = statistics.median(after.durations_s)
+        charged = list(amounts)
+        charged[TimeCategory.TRAIN] = done_us - again_us
+        charged[TimeCategory.ROLLBACK] += again_us
+        self._charge(tuple(charged))
+
+    def _end_open_step(self, *, lost: bool) -> None:
+        usual_us = round(self._usual_step_s * _MICRO)
+        work_us = min(self._open_us, usual_us) if usual_us and lost else self._open_us
+        work = TimeCategory.ROLLBACK if lost else TimeCategory.TRAIN
+        for category, amount in ((work, work_us), (TimeCategory.IDLE, self._open_us - work_us)):
+            append_span(self._spans, span_of(category, amount, self._workers, running=True))
+        self._open_us = 0
+
+    def _mark_progress(self) -> None:
+        """Store the node's progress: thinned out for the picture, closely for the rates."""
+        if not self._statuses:
+            return
+        step = min(status.step for status in self._statuses)
+        mark = ProgressMark(self._at_us, step, sum(status.samples for status in self._statuses))
+        self._highest = max(self._highest, step)
+        self._recent.append(mark)
+        while self._recent[0].at_us < self._at_us - _RATE_OVER_S * _MICRO:
+            self._recent.popleft()
+        if self._marks and mark.at_us - self._marks[-1].at_us < self._mark_every_us:
+            return
+        self._marks.append(mark)
+        if len(self._marks) > _MAX_MARKS:
+            del self._marks[1::2]
+            self._mark_every_us = max(2 * self._mark_every_us, self._at_us // _MAX_MARKS)
+
+    def _rates(self) -> tuple[float, float]:
+        """Return steps and samples per second over the last seconds."""
+        first, last = (self._recent[0], self._recent[-1]) if self._recent else (ProgressMark(0, 0, 0),) * 2
+        passed_s = (last.at_us - first.at_us) / _MICRO
+        if passed_s <= 0:
+            return 0.0, 0.0
+        return max(last.step - first.step, 0) / passed_s, max(last.samples - first.samples, 0) / passed_s
+
+
+def _amounts(length_us: int, before: WorkerStatus, after: WorkerStatus) -> tuple[int, ...]:
+    """Return how `length_us` between two statuses of a worker was spent, in microseconds by category."""
+    spent = [0.0] * len(TimeCategory)
+    for phase, category in _CATEGORY_OF_PHASE.items():
+        spent[category] += max(0.0, after.totals_s[phase] - before.totals_s[phase])
+    # If the sum is not the time that passed, a page was replaced, or read while its writer changed phases.
+    if not 0.9 * length_us - 5_000 <= sum(spent) * _MICRO <= 1.1 * length_us + 5_000 or sum(spent) <= 0:
+        return span_of(_CATEGORY_OF_PHASE[after.phase], length_us).amounts
+    return apportion(length_us, spent)
 
 
 class StatusPublisher:
@@ -36,21 +234,19 @@ class StatusPublisher:
     def __init__(self, store: Store, job: str, node: str, workers: int) -> None:
         self._store = store
         self._job = job
-        self._node = node
         self._worker_group: WorkerGroup | None = None
         self._ledger = Ledger(node, workers, time.monotonic(), time.time())
-        self._writer = LedgerWriter(store, job, self._ledger)
-        self._agent_state = AgentState.RENDEZVOUS
+        self._doing = TimeCategory.RENDEZVOUS
         self._handed_at = 0.0
         self._replicated_us = 0
         self._generation = -1
         self._finished_before = -1
         self._queried_generation: int | None = None
         self._queried_at = 0.0
-        self._query_failed = False
-        self._changed = threading.Condition()
+        self._handed_over = threading.Event()
+        self._lock = threading.Lock()
         self._record: NodeRecord | None = None
-        self._events: list[tuple[str, str, int]] = []
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="edl-status", daemon=True)
         self._thread.start()
@@ -59,11 +255,11 @@ class StatusPublisher:
         """Charge time by these workers' status pages from now on. Without workers, `close` writes no record."""
         self._worker_group = worker_group
 
-    def charge_time(self, agent_state: AgentState, replicated_us: int = 0) -> None:
+    def charge_time(self, doing: TimeCategory, replicated_us: int = 0) -> None:
         """Charge the time until now. Call it often; the store is written about once a second.
 
         Args:
-            agent_state: What the agent did until now, where the workers' status pages do not say more.
+            doing: What the agent did until now; TRAIN if it has workers, whose status pages say more.
             replicated_us: Wall clock, in microseconds since 1970, of the newest state that another node has a replica
                 of; 0 for none.
         """
@@ -73,41 +269,39 @@ class StatusPublisher:
         self._query_new_generation(self._worker_group.generation, now)
         waits = self._queried_generation is not None and now - self._queried_at < _QUERY_S
         due = not waits and now - self._handed_at >= _WRITE_EVERY_S
-        if not due and agent_state is self._agent_state:
+        if not due and doing is self._doing:
             return
-        self._agent_state = agent_state
+        self._doing = doing
         self._observe_workers(self._worker_group, now)
         if due:
             self._handed_at = now
-            self._hand_over_record()
+            self._hand_over(self._ledger.record(replicated_us=replicated_us))
 
     def record_event(self, kind: str, text: str, generation: int = -1) -> None:
-        """Publish an event.
+        """Publish an event that happens now.
 
         Args:
-            kind: One of the kinds of `edl.collective.goodput.ledger.Event`.
+            kind: One of the kinds of `edl.collective.goodput.Event`.
             text: What happened, in one line.
             generation: Generation that it belongs to; -1 for none.
         """
-        with self._changed:
-            self._events.append((kind, text, generation))
-            self._changed.notify()
+        event = Event(time.time(), self._ledger.node, kind, text, generation)
+        with self._lock:
+            self._events.append(event)
+        self._handed_over.set()
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Write what is left, with the workers' last status, for at most `timeout_s` seconds."""
         if self._worker_group is not None:
-            now = time.monotonic()
-            self._observe_workers(self._worker_group, now)
-            self._ledger.end(now)
-            self._hand_over_record()
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+            self._observe_workers(self._worker_group, time.monotonic())
+            self._hand_over(self._ledger.record(ended=True, replicated_us=self._replicated_us))
+        self._closing = True
+        self._handed_over.set()
         self._thread.join(timeout_s)
 
     def _observe_workers(self, worker_group: WorkerGroup, now: float) -> None:
         statuses = list(worker_group.read_statuses().values())
-        self._ledger.observe(now, self._agent_state, statuses, self._finished_before)
+        self._ledger.observe(now, self._doing, statuses, self._finished_before)
 
     def _query_new_generation(self, generation: int, now: float) -> None:
         """When this node enters a generation without the one before, find out which steps were finished before it.
@@ -118,49 +312,41 @@ class StatusPublisher:
         self._generation = generation
         if generation in (before, before + 1):
             return
-        with self._changed:
+        with self._lock:
             self._queried_generation = generation
-            self._queried_at = now
-            self._query_failed = False
-            self._changed.notify()
+        self._queried_at = now
+        self._handed_over.set()
 
-    def _hand_over_record(self) -> None:
-        record = replace(self._ledger.record(), replicated_us=self._replicated_us)
-        with self._changed:
+    def _hand_over(self, record: NodeRecord) -> None:
+        with self._lock:
             self._record = record
-            self._changed.notify()
+        self._handed_over.set()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                again_s = _WRITE_EVERY_S if self._query_failed else None
-                self._changed.wait_for(lambda: self._closing or self._has_work, again_s)
-                if self._closing and not self._has_work:
-                    return
+        life = f"{quote(self._ledger.node, safe='')}/{self._ledger.began_us}"
+        written: tuple[Event, ...] = ()
+        closing = False
+        while not closing:
+            self._handed_over.wait(_WRITE_EVERY_S)
+            self._handed_over.clear()
+            closing = self._closing
+            with self._lock:
                 queried = self._queried_generation
                 record, self._record = self._record, None
-                events, self._events = self._events, []
+                events = tuple(self._events)
             if queried is not None:
                 self._query_finished_steps(queried)
-            for event in events:
-                with contextlib.suppress(DiscoveryError, ClosedError):
-                    self._writer.record_event(*event)
-            if record is not None:
-                with contextlib.suppress(DiscoveryError, ClosedError):
-                    self._writer.write_record(record)
+            with contextlib.suppress(DiscoveryError, ClosedError):
+                if events != written:
+                    self._store.put(f"{prefix(self._job)}events/{life}", encode_events(events))
+                    written = events
+                if record is not None:
+                    self._store.put(f"{prefix(self._job)}ledger/{life}", record.encode())
 
     def _query_finished_steps(self, generation: int) -> None:
         """Ask the store which steps were finished before a generation; without an answer, the next round asks again."""
-        answered = False
         with contextlib.suppress(DiscoveryError, ClosedError):
             self._finished_before = last_step_before(self._store, self._job, generation)
-            answered = True
-        with self._changed:
-            if self._queried_generation == generation:
-                self._queried_generation = None if answered else generation
-                self._query_failed = not answered
-
-    @property
-    def _has_work(self) -> bool:
-        queries = self._queried_generation is not None and not self._query_failed
-        return bool(self._record is not None or self._events or queries)
+            with self._lock:
+                if self._queried_generation == generation:
+                    self._queried_generation = None

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from edl.dashboard.state.schema import EventRow, JobEvent, JobStatus, ServiceStatus, WantedCount
+from edl.collective.goodput import Event
+from edl.dashboard.state.schema import EventRow, JobStatus, ServiceStatus, WantedCount
 
 __all__ = ["LAST_MERGED", "merge_events"]
 
@@ -55,10 +56,10 @@ def _job_events(job: JobStatus) -> Iterator[EventRow]:
         yield _row(job.job, event)
 
 
-def _row(job: str, event: JobEvent) -> EventRow:
+def _row(job: str, event: Event) -> EventRow:
     words = _RENAMED.get(event.kind)
     return EventRow(
-        time=event.time,
+        time=event.at,
         kind=event.kind,
         text=words.format(generation=event.generation) if words is not None else event.text,
         cause=event.cause,

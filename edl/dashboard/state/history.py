@@ -12,8 +12,7 @@ import bisect
 from collections.abc import Iterable
 from typing import Final, Generic, Protocol, TypeVar
 
-from edl.collective.goodput.ledger import TimeCategory
-from edl.collective.goodput.summary import Summary
+from edl.collective.goodput import JobSummary, TimeCategory
 from edl.dashboard.state.schema import JobPoint
 
 __all__ = ["FROM_ENDED", "FROM_LEDGER", "MAX_POINTS", "History", "points_of_ledger"]
@@ -79,7 +78,7 @@ class History(Generic[P]):
 
 
 def points_of_ledger(
-    summary: Summary, after_t: float, until_t: float, look: int, most: int = FROM_LEDGER
+    summary: JobSummary, after_t: float, until_t: float, look: int, most: int = FROM_LEDGER
 ) -> list[JobPoint]:
     """Return what the ledger in the Store says of a job's past.
 
@@ -93,16 +92,12 @@ def points_of_ledger(
         most: points to return.
     """
     points = []
-    at_us = summary.ledger.began_us
     sums = [0] * len(TimeCategory)
-    for span in summary.ledger.spans:
-        at_us += span.length_us
-        for state in TimeCategory:
-            sums[state] += span.amounts[state]
+    for span in summary.spans:
+        sums = [amount + more for amount, more in zip(sums, span.amounts, strict=True)]
         seconds = {state.name.lower(): sums[state] / 1e6 for state in TimeCategory}
-        elapsed = sum(sums)
-        goodput = sums[TimeCategory.TRAIN] / elapsed if summary.steps_known and elapsed else None
-        points.append(JobPoint(at_us / 1e6, seconds, goodput, world_size=span.workers, look=look))
+        goodput = sums[TimeCategory.TRAIN] / sum(sums) if summary.step >= 0 else None
+        points.append(JobPoint(summary.began + sum(sums) / 1e6, seconds, goodput, world_size=span.workers, look=look))
     times = [point.t for point in points]
     points = points[bisect.bisect_right(times, after_t) : bisect.bisect_right(times, until_t)]
     step = -(-len(points) // most)

@@ -10,20 +10,12 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-from edl.collective.goodput.summary import JobPart, Summary, as_dict, decode_part, join_parts, read_job, summarize
+from edl.collective.goodput import JobPart, JobSummary, decode_part, read_job, summarize
 from edl.collective.job_records import prefix
 from edl.dashboard.state.masters import decode_master, decode_wanted
-from edl.dashboard.state.schema import (
-    JobEvent,
-    JobStatus,
-    LeftOutHost,
-    MasterStatus,
-    NodeStatus,
-    UnreadableRecord,
-    WantedCount,
-)
+from edl.dashboard.state.schema import JobStatus, MasterStatus, UnreadableRecord, WantedCount
 from edl.discovery.store import Entry, Store
 from edl.errors import ProtocolError, SettingsError
 from edl.load_reporting import read_wanted
@@ -52,9 +44,9 @@ class JobReader:
         self._store = store
         self._job = job
         self._decoded: dict[str, tuple[bytes, JobPart | ProtocolError]] = {}
-        self._ended: dict[str, tuple[list[JobPart], Summary]] = {}
+        self._ended: dict[str, tuple[list[JobPart], JobSummary]] = {}
 
-    def read(self, now_s: float) -> tuple[dict[str, Summary], dict[str, MasterStatus], list[UnreadableRecord]]:
+    def read(self, now_s: float) -> tuple[dict[str, JobSummary], dict[str, MasterStatus], list[UnreadableRecord]]:
         """Ask the Store.
 
         Args:
@@ -81,7 +73,7 @@ class JobReader:
 
     def _summarize(
         self, entries: Iterable[Entry], now_s: float, unreadable: list[UnreadableRecord]
-    ) -> dict[str, Summary]:
+    ) -> dict[str, JobSummary]:
         parts: dict[str, list[JobPart]] = defaultdict(list)
         decoded = {}
         for entry in entries:
@@ -106,17 +98,17 @@ class JobReader:
         }
         return summaries
 
-    def _summary(self, job: str, parts: list[JobPart], now_us: int) -> Summary:
+    def _summary(self, job: str, parts: list[JobPart], now_us: int) -> JobSummary:
         """Sum a job up; of a job that has ended and has not changed only the silence of its nodes grows."""
         before = self._ended.get(job)
         if before is None or len(before[0]) != len(parts) or any(map(operator.is_not, before[0], parts)):
-            return summarize(join_parts(job, parts), now_us)
+            return summarize(job, parts, now_us)
         nodes = (replace(row, silent_s=max(0.0, (now_us - row.record.until_us) / 1e6)) for row in before[1].nodes)
         return replace(before[1], nodes=tuple(nodes))
 
 
 def job_status(
-    job: str, summary: Summary | None, master: MasterStatus | None, wanted: WantedCount | None, last_events: int
+    job: str, summary: JobSummary | None, master: MasterStatus | None, wanted: WantedCount | None, last_events: int
 ) -> JobStatus:
     """Return what the page shows of a job, without its history.
 
@@ -127,25 +119,20 @@ def job_status(
         wanted: how many workers there should be; None where nothing says so.
         last_events: how many of the newest events to return.
     """
-    fields: dict[str, Any] = as_dict(summary or summarize(join_parts(job, ()), 0), last_events)
-    fields["nodes"] = tuple(NodeStatus(**row) for row in fields["nodes"])
-    fields["left_out"] = tuple(LeftOutHost(**row) for row in fields["left_out"])
-    fields["events"] = tuple(JobEvent(**row) for row in fields["events"])
+    fields = vars(summary or summarize(job, (), 0)).copy()
+    fields["events"] = fields["events"][max(0, len(fields["events"]) - last_events) :]
     if summary is None and master is not None:
         fields["state"] = _STATES.get(master.state, "unknown")
     return JobStatus(**fields, master=master, wanted_workers=wanted, master_only=summary is None)
 
 
-def read_job_status(store: Store, job: str, last_events: int) -> tuple[Summary | None, JobStatus]:
+def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
     """Read a single job, as `edl status` shows it.
 
     Args:
         store: to read from.
         job: its name.
         last_events: how many of the newest events to return.
-
-    Returns:
-        What its ledger says, None for a job of which there is a master only; and what the page shows of it.
 
     Raises:
         SettingsError: there is nothing of it; the message names the jobs that there are.
@@ -155,18 +142,17 @@ def read_job_status(store: Store, job: str, last_events: int) -> tuple[Summary |
     now_s = time.time()
     summary = None
     try:
-        record = read_job(store, job)
+        summary = read_job(store, job, now_s)
     except SettingsError:
         report = store.get(f"{MASTERS}{job}") if "/" not in job and job else None
         if report is None:
             raise
     else:
-        summary = summarize(record, round(now_s * 1e6))
         report = store.get(f"{MASTERS}{job}")
     master = decode_master(report.value, job, now_s) if report is not None else None
     wanted = read_wanted(store, "workers", job)
     count = decode_wanted(wanted) if wanted is not None else None
-    return summary, job_status(job, summary, master, count, last_events)
+    return job_status(job, summary, master, count, last_events)
 
 
 def sort_jobs(jobs: Mapping[str, JobStatus]) -> list[JobStatus]:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from typing_extensions import Self
 
 import edl
-from edl.collective.goodput.summary import Summary
+from edl.collective.goodput import JobSummary
 from edl.dashboard.state.cluster.view import ClusterView
 from edl.dashboard.state.events import LAST_MERGED, merge_events
 from edl.dashboard.state.history import FROM_ENDED, FROM_LEDGER, History, points_of_ledger
@@ -127,7 +127,7 @@ class StateReader:
         jobs = self._job_statuses(summaries, masters, wanted)
         if self._job is not None:
             services = [service for service in services if _serves(service, self._job)] or services
-        sampled = [self._with_history(job, summaries.get(job.job), now_s) for job in jobs[:MAX_JOBS]]
+        sampled = [self._with_history(job, now_s) for job in jobs[:MAX_JOBS]]
         followed = [self._service_with_history(service, now_s) for service in services]
         _forget(self._job_histories, {job.job for job in sampled})
         _forget(self._service_histories, {service.service for service in followed})
@@ -172,7 +172,7 @@ class StateReader:
 
     def _job_statuses(
         self,
-        summaries: Mapping[str, Summary],
+        summaries: Mapping[str, JobSummary],
         masters: Mapping[str, MasterStatus],
         wanted: Mapping[tuple[str, str], Mapping[str, Any]],
     ) -> list[JobStatus]:
@@ -188,16 +188,16 @@ class StateReader:
             )
         return sort_jobs(found)
 
-    def _with_history(self, job: JobStatus, summary: Summary | None, now_s: float) -> JobStatus:
+    def _with_history(self, job: JobStatus, now_s: float) -> JobStatus:
         history = self._job_histories.setdefault(job.job, History())
         if history.last_t is not None and history.points[0].t < job.began:
             history = self._job_histories[job.job] = History()  # another job of the same name has begun
         last_t = history.last_t or 0.0
         ended = job.state in ("done", "failed")
         behind_s = min(now_s, job.began + job.elapsed_s) - last_t
-        if summary is not None and behind_s > (_ROUNDING_S if ended else _GAP_S):
+        if not job.master_only and behind_s > (_ROUNDING_S if ended else _GAP_S):
             most = FROM_ENDED if ended else FROM_LEDGER
-            history.extend(points_of_ledger(summary, last_t, now_s, self.looks, most))
+            history.extend(points_of_ledger(job, last_t, now_s, self.looks, most))
         if not ended and now_s - (history.last_t or 0.0) >= _SAMPLE_S:
             history.append(_job_point(job, now_s, self.looks))
         return replace(job, history=history.points)

@@ -11,18 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Final
 
+from edl.collective.goodput import JobSummary
 from edl.dashboard.state.cluster.schema import KubernetesStatus
 
 __all__ = [
     "DashboardState",
     "DatasetStatus",
     "EventRow",
-    "JobEvent",
     "JobPoint",
     "JobStatus",
-    "LeftOutHost",
     "MasterStatus",
-    "NodeStatus",
     "PoisonedShard",
     "ServicePoint",
     "ServiceStatus",
@@ -90,83 +88,6 @@ class WantedCount:
             now_s: wall clock.
         """
         return (self.age_s(now_s) or 0.0) > _OLD_S
-
-
-@dataclass(frozen=True)
-class NodeStatus:
-    """A life of a node of a job.
-
-    Attributes:
-        node: the agent's name.
-        ranks: of its workers in the present world, None where it is not a member.
-        workers: that it has or wants to have.
-        state: "train", "load", ... of its last second, "left", or "lost" if it fell silent.
-        silent_s: since its last sign of life.
-        began: wall clock; with `node` the key of this life.
-        generation: of its workers' world, -1 before the first.
-        step: the last finished step, -1 for none.
-        steps_per_s: over the last 15 seconds.
-        samples_per_s: over the last 15 seconds; None where samples were never reported.
-        goodput: of this node's own time.
-        replica_age_s: of the newest state of which another node has a replica.
-        seconds: of this node, by category.
-    """
-
-    node: str
-    ranks: list[int] | None
-    workers: int
-    state: str
-    silent_s: float
-    began: float
-    generation: int
-    step: int
-    steps_per_s: float
-    samples_per_s: float | None
-    goodput: float | None
-    replica_age_s: float | None
-    seconds: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class LeftOutHost:
-    """A host that a job leaves out, because a GPU of it failed.
-
-    Attributes:
-        node: the agent that found it out.
-        reason: what failed.
-        clear: it is the GPU for certain.
-        step: the last that its workers had finished, -1 if they report none.
-        at: wall clock.
-    """
-
-    node: str
-    reason: str
-    clear: bool
-    step: int
-    at: float
-
-
-@dataclass(frozen=True)
-class JobEvent:
-    """Something that happened to a job.
-
-    Attributes:
-        at: wall clock.
-        node: that it happened to, or that saw it.
-        kind: "join", "leave", "kill", "exit", "hang", "faulty", "restart", "generation", "error", ...
-        text: what happened.
-        generation: of the world in which it happened, -1 before the first.
-        time: the same as `at`, under the name that all events of the state have.
-        cause: the event before that led to it, in words; empty where none is known.
-    """
-
-    at: float
-    node: str
-    kind: str
-    text: str
-    generation: int
-    time: float
-    cause: str
 
 
 @dataclass(frozen=True)
@@ -336,53 +257,17 @@ class JobPoint:
     look: int = 0
 
 
-@dataclass(frozen=True)
-class JobStatus:
-    """A job.
-
-    The first fields, up to `events`, are what `edl.collective.goodput.summary.as_dict` returns: one format for `edl
-    status --json` and the page.
+@dataclass(frozen=True, kw_only=True)
+class JobStatus(JobSummary):
+    """A job: its summary, whose events are only the last ones, and what the dashboard adds.
 
     Attributes:
-        job: its name.
-        state: "forming", "running", "done", "failed"; "down" where it runs but no agent gave a sign of life lately;
-            "unknown" without a world.
-        message: why the present world came to be; of a job that failed, the traceback.
-        generation: of the present world, -1 before the first.
-        world_size: ranks.
-        step: the last finished step, -1 for none.
-        steps_per_s: over the last 15 seconds.
-        samples_per_s: over the last 15 seconds; None where samples were never reported.
-        began: wall clock, 0 without a ledger.
-        elapsed_s: since then.
-        seconds: by category: train, save, load, rollback, rendezvous, idle, down; their sum is `elapsed_s`.
-        goodput: train / elapsed; None where no step was reported.
-        worker_goodput: the part of its workers' seconds that trained.
-        nodes: present members by rank, then others that live, then nodes that are gone.
-        left_out: hosts that it leaves out.
-        events: the last ones, oldest first.
-        history: oldest first.
-        master: what its master reported, None without.
-        wanted_workers: how many workers there should be, None where nothing says so.
-        master_only: no `edl run` takes part: all that is known is what the master reports.
+        history: Oldest first.
+        master: What its master reported; None without one.
+        wanted_workers: How many workers there should be; None if nothing says so.
+        master_only: Whether no `edl run` takes part: all that is known is what the master reports.
     """
 
-    job: str
-    state: str
-    message: str
-    generation: int
-    world_size: int
-    step: int
-    steps_per_s: float
-    samples_per_s: float | None
-    began: float
-    elapsed_s: float
-    seconds: Mapping[str, float]
-    goodput: float | None
-    worker_goodput: float | None
-    nodes: tuple[NodeStatus, ...]
-    left_out: tuple[LeftOutHost, ...]
-    events: tuple[JobEvent, ...]
     history: tuple[JobPoint, ...] = ()
     master: MasterStatus | None = None
     wanted_workers: WantedCount | None = None
@@ -535,7 +420,7 @@ def as_json(value: Any, after_look: int = -1) -> Any:
     """Return dataclasses as what `json.dumps` takes: NaN and infinite numbers are None, as JSON has neither.
 
     Args:
-        value: a dataclass of this module, or a part of it.
+        value: a dataclass of this module, or a part of it. Fields whose metadata say `"json": False` are left out.
         after_look: histories hold the points that looks after this one have added; -1 for all.
     """
     if isinstance(value, (JobPoint, ServicePoint)):
@@ -545,7 +430,8 @@ def as_json(value: Any, after_look: int = -1) -> Any:
             if name != "look" and (item is not None or name == "goodput")
         }
     if is_dataclass(value):
-        return {item.name: as_json(getattr(value, item.name), after_look) for item in fields(value)}
+        shown = (item.name for item in fields(value) if item.metadata.get("json", True))
+        return {name: as_json(getattr(value, name), after_look) for name in shown}
     if isinstance(value, (list, tuple)):
         return [
             as_json(item, after_look)

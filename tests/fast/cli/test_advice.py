@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from edl.cli.scaling.advice import WorkerAdviser
-from edl.collective.goodput.ledger import NodeRecord, ProgressMark, TimeCategory, encode_record, span_of
+from edl.collective.goodput import NodeRecord, ProgressMark, TimeCategory, span_of
 from edl.collective.job_records import JobState, Member, World
 from edl.discovery import Store
 from edl.master.naming import report_key
@@ -28,7 +28,7 @@ def run(
     )
     for entry in store.list("jobs/j/ledger/"):
         store.delete(entry.key)
-    store.put(f"jobs/j/ledger/a/{began_us}", encode_record(record))
+    store.put(f"jobs/j/ledger/a/{began_us}", record.encode())
     store.put("jobs/j/world", World(generation, state, (Member("a", "x", 1, workers, 0),)).encode())
 
 

@@ -7,15 +7,13 @@ import re
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.cli.http import cmd_dashboard
-from edl.collective.goodput.ledger import Event, NodeRecord, ProgressMark
-from edl.collective.goodput.summary import JobRecord, as_dict, find_causes, summarize
+from edl.collective.goodput import Event, NodeRecord, ProgressMark, summarize
 from edl.collective.job_records import JobState
 from edl.dashboard.metrics import METRICS, DashboardMetrics, ServerFigures
 from edl.dashboard.server.settings import DEFAULT_PORT
@@ -39,16 +37,16 @@ def test_only_changes_are_decoded(store: Store, monkeypatch: pytest.MonkeyPatch)
     put_job(store, "first", "ab")
     put_job(store, "ended", "c", state=JobState.DONE)
     decoded: list[str] = []
-    joined: list[str] = []
-    decode, join = jobs.decode_part, jobs.join_parts
+    summed_up: list[str] = []
+    decode, sum_up = jobs.decode_part, jobs.summarize
     monkeypatch.setattr(jobs, "decode_part", lambda key, value: (decoded.append(key), decode(key, value))[1])
-    monkeypatch.setattr(jobs, "join_parts", lambda job, parts: (joined.append(job), join(job, parts))[1])
+    monkeypatch.setattr(jobs, "summarize", lambda job, *rest: (summed_up.append(job), sum_up(job, *rest))[1])
     reader = jobs.JobReader(store)
     now = now_s()
     summaries, _, _ = reader.read(now)
-    assert (len(decoded), sorted(joined)) == (7, ["ended", "first"])
+    assert (len(decoded), sorted(summed_up)) == (7, ["ended", "first"])
     again, _, _ = reader.read(now + 10)
-    assert (len(decoded), sorted(joined)) == (7, ["ended", "first", "first"]), "an ended job is summed up again"
+    assert (len(decoded), sorted(summed_up)) == (7, ["ended", "first", "first"]), "an ended job is summed up again"
     assert again["ended"].nodes[0].silent_s == pytest.approx(summaries["ended"].nodes[0].silent_s + 10, abs=0.1)
     fresh, _, _ = jobs.JobReader(store).read(now + 10)
     assert again == fresh, "what is kept differs from what is read"
@@ -59,14 +57,14 @@ def test_only_changes_are_decoded(store: Store, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_causes_of_generations() -> None:
-    events = [
+    events = (
         Event(1, "a", "kill", "rank 1 got SIGKILL", 3),
         Event(2, "a", "generation", "lost b", 4),
         Event(3, "a", "restart", "rank 0 ended with exit code 1", 4),
         Event(4, "a", "generation", "rank 0 ended with exit code 1", 5),
         Event(5, "a", "join", "ready"),
-    ]
-    assert find_causes(events) == [
+    )
+    assert [event.cause for event in summarize("j", [events], 0).events] == [
         "",
         "lost b (kill at a: rank 1 got SIGKILL)",
         "rank 0 ended with exit code 1",
@@ -164,11 +162,11 @@ def test_old_wanted_count_is_left_out(age_s: float) -> None:
 def test_unknown_samples_are_no_zero(samples: int) -> None:
     """A job that is killed does 0 samples a second; one that never told of any does an unknown number."""
     node = NodeRecord("a", 0, 1, marks=(ProgressMark(1, 9, samples),), step=9)
-    summary = summarize(JobRecord("j", None, (node,), ()), 1_000_000_000)
-    fields: dict[str, Any] = as_dict(summary, 5)
+    job = jobs.job_status("j", summarize("j", [node], 1_000_000_000), None, None, 5)
+    fields = schema.as_json(job)
     expected = 0.0 if samples else None
     assert (fields["samples_per_s"], fields["nodes"][0]["samples_per_s"]) == (expected, expected)
-    exported = _exported(jobs.job_status("j", summary, None, None, 5))
+    exported = _exported(job)
     assert exported.get("edl_job_samples_per_second") == expected
     assert exported["edl_job_steps_per_second"] == 0
 

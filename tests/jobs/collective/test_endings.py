@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from edl.cgroups import find_memory_cgroup
-from edl.collective.goodput.summary import read_job
+from edl.collective.goodput import read_job
 from edl.collective.job_records import JobState, World, prefix
 from edl.collective.job_records import Node as NodeRecord
 from edl.discovery import open_store

@@ -318,8 +318,8 @@ def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
     """Return the job's name. As with torchrun, a single node needs none, nor do nodes at an endpoint of their own."""
     name = str(options.rdzv_id)
     if name != _NO_NAME and not options.standalone:
-        if not name or "/" in name or name in (".", ".."):
-            raise SettingsError(f"--rdzv-id {name!r}: wanted is a name without slashes")
+        if not name or "/" in name or name in (".", "..") or not name.isprintable():
+            raise SettingsError(f"--rdzv-id {name!r}: expected a printable name without slashes")
         if _OWN_NAME.fullmatch(name):
             raise SettingsError(f"--rdzv-id {name}: this job is of one node without a name, and no other can join it")
         return name

@@ -11,15 +11,7 @@ from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import urlsplit
 
-from edl.collective.goodput.ledger import (
-    Event,
-    NodeRecord,
-    ProgressMark,
-    TimeCategory,
-    encode_events,
-    encode_record,
-    span_of,
-)
+from edl.collective.goodput import Event, NodeRecord, ProgressMark, TimeCategory, encode_events, span_of
 from edl.collective.job_records import JobState, Member, World
 from edl.discovery import Store
 from tests.waiting import DEADLINE_S
@@ -97,8 +89,8 @@ def put_job(store: Store, job: str, nodes: str = "a", step: int = 9, state: JobS
         record = NodeRecord(
             node, now_us - 60_000_000, 1, spans, (ProgressMark(60_000_000, step, 640),), 2, step, 1.5, 96.0
         )
-        store.put(f"jobs/{job}/ledger/{node}/{record.began_us}", encode_record(record))
-    event = Event(now_us, nodes[0], "restart", "rank 1 was killed", 1)
+        store.put(f"jobs/{job}/ledger/{node}/{record.began_us}", record.encode())
+    event = Event(now_us / 1e6, nodes[0], "restart", "rank 1 was killed", 1)
     store.put(f"jobs/{job}/events/{nodes[0]}/1", encode_events([event]))
     members = tuple(Member(node, "10.0.0.1", 29400, 1, place) for place, node in enumerate(nodes))
     store.put(f"jobs/{job}/world", World(2, state, members, "b joined").encode())

@@ -28,7 +28,7 @@ from edl.collective.agent.rendezvous import (
     next_world,
 )
 from edl.collective.agent.worker_group import pause_needs_s, pause_step
-from edl.collective.goodput.summary import read_job
+from edl.collective.goodput import read_job
 from edl.collective.job_records import Exclusion, JobState, Member, Node, World
 from edl.collective.worker_status import WorkerStatus, WorkerStatusPage
 from edl.discovery.sqlite import SqliteStore
@@ -497,7 +497,7 @@ def test_excluded_host_stays_out(store: FakeStore) -> None:
     here.add(broken)
     assert (here.own_exclusion(), there.own_exclusion()) == (broken, None)
     assert Exclusions(store, "another", "a").own_exclusion() is None
-    assert read_job(store, "job").exclusions == (broken,)
+    assert read_job(store, "job").left_out == (broken,)
     here.remove()
     assert here.own_exclusion() is None
 

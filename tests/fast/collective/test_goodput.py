@@ -19,29 +19,20 @@ from hypothesis import strategies as st
 from edl.cli import cmd_status, main
 from edl.collective import worker_status
 from edl.collective.agent import status_publisher
-from edl.collective.agent.status_publisher import StatusPublisher
+from edl.collective.agent.status_publisher import MAX_EVENTS, Ledger, StatusPublisher
 from edl.collective.agent.worker_group import WorkerGroup
-from edl.collective.goodput.ledger import (
+from edl.collective.goodput import (
     MAX_SPANS,
-    AgentState,
-    Ledger,
+    SILENT_S,
+    Event,
+    JobSummary,
     NodeRecord,
     ProgressMark,
     Span,
     TimeCategory,
-    encode_record,
-    span_of,
-    sum_amounts,
-)
-from edl.collective.goodput.summary import (
-    MAX_EVENTS,
-    SILENT_S,
-    JobRecord,
-    LedgerWriter,
-    delete_ledgers,
-    join_ledgers,
-    list_jobs,
+    encode_events,
     read_job,
+    span_of,
     summarize,
 )
 from edl.collective.job_records import JobState, Member, World
@@ -54,6 +45,7 @@ from tests.waiting import wait_until
 
 SECOND = 1_000_000
 WALL_S = 1_700_000_000.0
+DOING = [TimeCategory.LOAD, TimeCategory.RENDEZVOUS, TimeCategory.TRAIN, TimeCategory.IDLE]
 amounts = st.lists(st.integers(0, 10 * SECOND), min_size=TimeCategory.DOWN, max_size=TimeCategory.DOWN).map(
     lambda some: (*some, 0)  # DOWN is the job's alone: no node charges it
 )
@@ -75,15 +67,11 @@ class Worker:
     def finish(self, step: int, seconds: float = 1.0) -> None:
         self.spend(Phase.TRAIN, seconds)
         durations = (*self._fields.durations_s, seconds)[-64:]
-        if self._fields.first < 0 or step <= self._fields.step:
-            self._set(first=step)
-        self._set(step=step, step_at=self.now_s, samples=self._fields.samples + 8, durations_s=durations)
-
-    def save(self, step: int) -> None:
-        self._set(saved=step)
+        counted = {"samples": self._fields.samples + 8, "finished": self._fields.finished + 1}
+        self._set(step=step, step_at=self.now_s, durations_s=durations, **counted)
 
     def restart(self, generation: int) -> None:
-        self._set(generation=generation, pid=self._fields.pid + 1, first=-1, phase=Phase.START, phase_since=self.now_s)
+        self._set(generation=generation, pid=self._fields.pid + 1, phase=Phase.START, phase_since=self.now_s)
 
     def _set(self, **fields: object) -> None:
         self._fields = replace(self._fields, **fields)
@@ -95,14 +83,14 @@ class Worker:
 
 def seconds(ledger: Ledger) -> dict[str, float]:
     """What the ledger holds, states without time left out."""
-    return {
-        state.name: round(amount / SECOND, 6) for state, amount in sum_amounts(ledger.record().spans).items() if amount
-    }
+    spans = ledger.record().spans
+    spent = {state.name: sum(span.amounts[state] for span in spans) / SECOND for state in TimeCategory}
+    return {name: amount for name, amount in spent.items() if amount}
 
 
 def started(worker: Worker) -> Ledger:
     ledger = Ledger("a", 1, worker.now_s, WALL_S)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
+    ledger.observe(worker.now_s, TimeCategory.TRAIN, [worker.status])
     return ledger
 
 
@@ -111,17 +99,16 @@ def test_repeated_steps_are_rollback() -> None:
     ledger = started(worker)
     for step in range(10):
         worker.finish(step)
-    worker.save(5)
-    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
+    ledger.observe(worker.now_s, TimeCategory.RENDEZVOUS, [worker.status])
     worker.now_s += 2.0  # killed; the page goes on counting for nobody
     worker.restart(1)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
+    ledger.observe(worker.now_s, TimeCategory.TRAIN, [worker.status])
     worker.spend(Phase.LOAD, 0.5)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
+    ledger.observe(worker.now_s, TimeCategory.TRAIN, [worker.status])
     for step in range(6, 14):  # 6 to 9 for the second time; the glance that sees 9 sees 10 and 11 as well
         worker.finish(step)
         if step in (8, 11, 13):
-            ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
+            ledger.observe(worker.now_s, TimeCategory.TRAIN, [worker.status])
     assert seconds(ledger) == {"TRAIN": 14.0, "LOAD": 0.5, "ROLLBACK": 4.0, "RENDEZVOUS": 2.0}
     assert [span.main.name for span in ledger.record().spans][:4] == ["TRAIN", "RENDEZVOUS", "LOAD", "ROLLBACK"]
 
@@ -132,10 +119,10 @@ def test_new_agent_knows_earlier_steps(restored: int, repeated: int) -> None:
     worker = Worker()
     ledger = started(worker)
     worker.restart(1)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
+    ledger.observe(worker.now_s, TimeCategory.TRAIN, [worker.status])
     for step in range(restored + 1, 106):
         worker.finish(step, 0.125)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status], highest=100)
+    ledger.observe(worker.now_s, TimeCategory.TRAIN, [worker.status], reached=100)
     trained = {"TRAIN": 5 * 0.125}
     assert seconds(ledger) == (trained | {"ROLLBACK": repeated * 0.125} if repeated else trained)
 
@@ -145,23 +132,23 @@ def test_hang_is_idle_but_for_its_step() -> None:
     ledger = started(worker)
     for step in range(5):
         worker.finish(step, 2.0)
-        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
+        ledger.observe(worker.now_s, TimeCategory.TRAIN, [worker.status])
     for _ in range(30):
         worker.spend(Phase.TRAIN, 1.0)
-        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
+        ledger.observe(worker.now_s, TimeCategory.TRAIN, [worker.status])
     assert seconds(ledger) == {"TRAIN": 40.0}  # it may still finish
-    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
+    ledger.observe(worker.now_s, TimeCategory.RENDEZVOUS, [worker.status])
     assert seconds(ledger) == {"TRAIN": 10.0, "ROLLBACK": 2.0, "IDLE": 28.0}
 
 
 def test_the_slowest_worker_of_a_node_counts() -> None:
     fast, slow = Worker(), Worker()
     ledger = Ledger("a", 2, 0.0, WALL_S)
-    ledger.observe(0.0, AgentState.RUNNING, [fast.status, slow.status])
+    ledger.observe(0.0, TimeCategory.TRAIN, [fast.status, slow.status])
     fast.finish(0, 3.0)
     slow.finish(0, 1.0)
     slow.spend(Phase.SAVE, 2.0)
-    ledger.observe(3.0, AgentState.RUNNING, [fast.status, slow.status])
+    ledger.observe(3.0, TimeCategory.TRAIN, [fast.status, slow.status])
     assert seconds(ledger) == {"TRAIN": 1.0, "SAVE": 2.0}
 
 
@@ -171,7 +158,7 @@ def test_a_long_life_stays_small() -> None:
     for step in range(4000):
         worker.finish(step, rng.random())
         worker.spend(rng.choice([Phase.SAVE, Phase.LOAD, Phase.PAUSE]), 3 * rng.random())
-        ledger.observe(worker.now_s, rng.choice(list(AgentState)), [worker.status])
+        ledger.observe(worker.now_s, rng.choice(DOING), [worker.status])
     record = ledger.record()
     assert len(record.spans) <= MAX_SPANS
     assert len(record.marks) <= 300
@@ -183,10 +170,9 @@ def test_a_long_life_stays_small() -> None:
 events = st.one_of(
     st.tuples(st.just("spend"), st.sampled_from(Phase), st.floats(0, 100)),
     st.tuples(st.just("finish"), st.integers(0, 50), st.floats(0, 10)),
-    st.tuples(st.just("save"), st.integers(-1, 50), st.just(0.0)),
     st.tuples(st.just("restart"), st.integers(0, 9), st.floats(0, 5)),
     st.tuples(st.just("jump"), st.just(0), st.floats(-10, 10)),
-    st.tuples(st.just("observe"), st.sampled_from(AgentState), st.just(0.0)),
+    st.tuples(st.just("observe"), st.sampled_from(DOING), st.just(0.0)),
 )
 
 
@@ -202,12 +188,10 @@ def test_any_life_sums_to_its_time(life: list[tuple[str, int, float]], workers: 
                 worker.spend(Phase(value), length_s)
             elif kind == "finish":
                 worker.finish(value, length_s)
-            elif kind == "save":
-                worker.save(value)
             elif kind == "restart":
                 worker.restart(value)
         if kind == "observe":
-            ledger.observe(now_s, AgentState(value), [worker.status for worker in boards])
+            ledger.observe(now_s, TimeCategory(value), [worker.status for worker in boards])
             latest_s = max(latest_s, now_s)
         record = ledger.record()
         assert sum(span.length_us for span in record.spans) == round(latest_s * SECOND)
@@ -216,7 +200,13 @@ def test_any_life_sums_to_its_time(life: list[tuple[str, int, float]], workers: 
 
 
 def record(began_s: float, *what: Span, node: str = "a", ended: bool = False) -> NodeRecord:
-    return NodeRecord(node, round((WALL_S + began_s) * SECOND), 1, what, ended=ended)
+    return NodeRecord(node, round((WALL_S + began_s) * SECOND), 1, what, step=0, ended=ended)
+
+
+def joined(*records: NodeRecord, silent_s: float = 0.0) -> JobSummary:
+    """The job of these lives, so many seconds after the last of them."""
+    until_us = max((one.until_us for one in records), default=0)
+    return summarize("j", records, until_us + round(silent_s * SECOND))
 
 
 def running(state: TimeCategory, length_s: float, workers: int = 1) -> Span:
@@ -228,23 +218,25 @@ LIVES = st.lists(st.tuples(st.integers(0, 100 * SECOND), spans), max_size=5)
 
 @given(LIVES, st.randoms(use_true_random=False))
 def test_job_states_sum_to_elapsed_time(lives: list[tuple[int, list[Span]]], rng: random.Random) -> None:
-    records = [NodeRecord("abc"[index % 3], began_us, 1, tuple(some)) for index, (began_us, some) in enumerate(lives)]
-    job = join_ledgers(records)
+    records = [
+        NodeRecord("abc"[index % 3], began_us, 1, tuple(some), step=0) for index, (began_us, some) in enumerate(lives)
+    ]
+    job = joined(*records)
     lived = [one for one in records if sum(span.length_us for span in one.spans)]
     if lived:
-        assert job.elapsed_us == max(one.until_us for one in lived) - min(one.began_us for one in lived)
-    assert sum_amounts(job.spans) == job.amounts
+        elapsed_us = max(one.until_us for one in lived) - min(one.began_us for one in lived)
+        assert job.elapsed_s == pytest.approx(elapsed_us / SECOND)
+    assert sum(span.length_us for span in job.spans) == round(job.elapsed_s * SECOND)
+    assert sum(job.seconds.values()) == pytest.approx(job.elapsed_s)
     rng.shuffle(records)
-    again = join_ledgers(records)
-    assert again.elapsed_us == job.elapsed_us
-    assert again.amounts[TimeCategory.DOWN] == job.amounts[TimeCategory.DOWN]
+    assert joined(*records) == job
     assert 0 <= (job.goodput or 0.0) <= 1
 
 
 def test_nobody_alive_is_down() -> None:
     killed = record(0, running(TimeCategory.TRAIN, 10))
     later = record(15, span_of(TimeCategory.RENDEZVOUS, 5 * SECOND, 1), running(TimeCategory.TRAIN, 10))
-    job = join_ledgers([later, killed])
+    job = joined(later, killed)
     assert [(span.main.name, span.length_us // SECOND) for span in job.spans] == [
         ("TRAIN", 10),
         ("DOWN", 5),
@@ -253,25 +245,26 @@ def test_nobody_alive_is_down() -> None:
     ]
     assert job.goodput == pytest.approx(20 / 30)
     assert job.worker_goodput == pytest.approx(20 / 25)
-    assert join_ledgers([killed], until_us=killed.until_us + 30 * SECOND).goodput == 0.25
+    assert joined(killed, silent_s=30).goodput == 0.25
 
 
 def test_slowest_member_decides() -> None:
     fast = record(0, running(TimeCategory.TRAIN, 10, workers=3), node="fast")
     slow = record(0, running(TimeCategory.TRAIN, 5), running(TimeCategory.SAVE, 5), node="slow")
     waiting = record(0, span_of(TimeCategory.RENDEZVOUS, 10 * SECOND, 1), node="waiting")
-    job = join_ledgers([fast, slow, waiting])
+    job = joined(fast, slow, waiting)
     assert job.goodput == 0.5
     assert job.worker_goodput == pytest.approx((30 + 5) / 50)
     assert [span.workers for span in job.spans] == [4, 4]
 
 
 def test_silent_running_job_is_down() -> None:
-    members = (Member("a", "x", 1, 1, 0),)
-    job = JobRecord("j", World(2, JobState.RUNNING, members), (record(0, running(TimeCategory.TRAIN, 10)),), ())
-    alive, silent = (summarize(job, round((WALL_S + 10 + after_s) * SECOND)) for after_s in (SILENT_S, SILENT_S + 1))
-    assert (alive.state, alive.ledger.goodput) == ("running", 1.0)
-    assert (silent.state, silent.ledger.amounts[TimeCategory.DOWN]) == ("down", round((1 + SILENT_S) * SECOND))
+    parts = [World(2, JobState.RUNNING, (Member("a", "x", 1, 1, 0),)), record(0, running(TimeCategory.TRAIN, 10))]
+    alive, silent = (
+        summarize("j", parts, round((WALL_S + 10 + after_s) * SECOND)) for after_s in (SILENT_S, SILENT_S + 1)
+    )
+    assert (alive.state, alive.goodput) == ("running", 1.0)
+    assert (silent.state, silent.seconds["down"]) == ("down", 1 + SILENT_S)
 
 
 @pytest.fixture
@@ -311,20 +304,13 @@ def test_totals_sum_to_the_pages_age(clock: SimpleNamespace, page: WorkerStatusP
     assert page.read_status().totals_s[Phase.SAVE] == 3.0, "no more than has passed"
 
 
-def test_first_of_consecutive_steps_is_known(page: WorkerStatusPage) -> None:
-    page.record_worker_start(0)
-    assert page.read_status().first == -1
-    firsts = []
-    for step in (61, 62, 64, 63, 64):
-        page.finish_step(step, samples=32)
-        firsts.append(page.read_status().first)
-    assert firsts == [61, 61, 61, 63, 63]
+def test_finished_steps_are_counted(page: WorkerStatusPage) -> None:
+    for generation, steps in enumerate(((61, 62, 64, 63, 64), (65,))):
+        page.record_worker_start(generation)
+        for step in steps:
+            page.finish_step(step, samples=32)
     status = page.read_status()
-    assert (status.samples, len(status.durations_s)) == (160, 2)
-    page.record_worker_start(1)
-    assert (page.read_status().first, page.read_status().step) == (-1, 64)
-    page.finish_step(65)
-    assert page.read_status().first == 65
+    assert (status.step, status.finished, status.samples, len(status.durations_s)) == (65, 6, 192, 3)
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 4096])
@@ -334,36 +320,30 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
         WorkerStatusPage.open(tmp_path / "board")
 
 
-def ledger_of(node: str, began_s: float = 1_700_000_000.0) -> Ledger:
-    ledger = Ledger(node, 2, 100.0, began_s)
-    ledger.observe(101.5, AgentState.IDLE, ())
-    return ledger
-
-
-def test_what_was_written_is_read_back(store: Store) -> None:
+def test_what_was_written_is_read_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a node that comes back, whose former life stays as it was."""
-    later, ledger = ledger_of("host:1/a b", 1_700_000_060.0), ledger_of("host:1/a b")
-    LedgerWriter(store, "job", later).write_record()
-    writer = LedgerWriter(store, "job", ledger)
-    writer.write_record()
-    writer.record_event("join", "2 workers", generation=3)
-    writer.record_event("kill", "rank 1 by SIGKILL", generation=3, node="other")
-    ledger.observe(103.0, AgentState.RENDEZVOUS, ())
-    writer.write_record()
+    waits = cast(WorkerGroup, SimpleNamespace(generation=0, read_statuses=dict))
+    for life in range(2):
+        monkeypatch.setattr(time, "time", lambda life=life: NOW_S + 60 * life)
+        publisher = StatusPublisher(store, "job", "host:1/a b", 2)
+        publisher.follow_workers(waits)
+        publisher.record_event("join", f"life {life}", 3)
+        publisher.charge_time(TimeCategory.RENDEZVOUS, replicated_us=7)
+        publisher.close()
     back = read_job(store, "job")
-    assert back.nodes == (ledger.record(), later.record())
-    assert [(event.node, event.kind, event.text) for event in back.events] == [
-        ("host:1/a b", "join", "2 workers"),
-        ("other", "kill", "rank 1 by SIGKILL"),
+    assert [(node.node, node.state, node.began, node.record.replicated_us) for node in back.nodes] == [
+        ("host:1/a b", "left", NOW_S + 60, 7),
+        ("host:1/a b", "left", NOW_S, 7),
     ]
-    assert back.world is None
+    assert [(event.node, event.kind, event.text, event.generation, event.at) for event in back.events] == [
+        ("host:1/a b", "join", "life 0", 3, NOW_S),
+        ("host:1/a b", "join", "life 1", 3, NOW_S + 60),
+    ]
+    assert back.state == "unknown"
     store.put("jobs/job/world", World(generation=3).encode())
-    assert read_job(store, "job").world == World(generation=3)
-    assert list(list_jobs(store)) == ["job"]
+    assert (read_job(store, "job").state, read_job(store, "job").generation) == ("down", 3)
     with pytest.raises(SettingsError, match="there is no job 'other' in this store; there is job"):
         read_job(store, "other")
-    delete_ledgers(store, "job")
-    assert read_job(store, "job").nodes == ()
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a\n"])
@@ -372,18 +352,14 @@ def test_names_that_are_no_keys(name: str, store: Store) -> None:
         read_job(store, name)
 
 
-def test_largest_ledger_and_events_fit(store: Store) -> None:
+def test_largest_ledger_and_events_fit() -> None:
     spans = tuple(span_of(TimeCategory(index % 2), 2**42 + index, 4096, running=True) for index in range(MAX_SPANS))
     marks = tuple(ProgressMark(2**48 + index, 2**40, 2**50) for index in range(300))
-    assert len(encode_record(NodeRecord("a", 2**50, 4096, spans, marks))) < 60_000
-    writer = LedgerWriter(store, "job", ledger_of("a"))
-    for _ in range(3):
-        writer.record_event("error", "x" * 1000)
-    (entry,) = store.list("jobs/job/events/")
-    assert len(entry.value) / 3 * MAX_EVENTS < MAX_VALUE_BYTES
+    assert len(NodeRecord("a", 2**50, 4096, spans, marks).encode()) < 60_000
+    assert len(encode_events([Event(NOW_S, "a", "error", "x" * 1000)] * MAX_EVENTS)) < MAX_VALUE_BYTES
 
 
-GOOD = json.loads(encode_record(ledger_of("a").record()))
+GOOD = json.loads(record(0, running(TimeCategory.LOAD, 1.5)).encode())
 
 DAMAGES: list[dict[str, object]] = [
     {"spans": [[1, 1, 2]]},
@@ -401,11 +377,11 @@ DAMAGES: list[dict[str, object]] = [
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (b"\xff", "not JSON"),
+        (b"\xff", "decode"),
         (b"[1]", "no version"),
         (b'{"version": 99}', "version 99"),
-        (b'{"version": 1}', "not a ledger"),
-        *((json.dumps({**GOOD, **damage}).encode(), "not a ledger") for damage in DAMAGES),
+        (b'{"version": 1}', "node"),
+        *((json.dumps({**GOOD, **damage}).encode(), "instead of|in place of|expected") for damage in DAMAGES),
     ],
 )
 def test_what_is_no_ledger_is_named(value: bytes, words: str, store: Store) -> None:
@@ -430,15 +406,15 @@ class Refusing(SqliteStore):
 def test_unanswered_question_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_publisher, "_WRITE_EVERY_S", 0.01)
     with Refusing(str(tmp_path / "discovery.sqlite")) as store:
-        before = NodeRecord("before", 1, 1, generation=3, step=7)
-        LedgerWriter(store, "job", Ledger("before", 1, 0.0, 1.0)).write_record(before)
+        put(store, "job", NodeRecord("before", 1, 1, generation=3, step=7))
         publisher = StatusPublisher(store, "job", "late", 1)
         came_late = SimpleNamespace(generation=5, read_statuses=dict)
         publisher.follow_workers(cast(WorkerGroup, came_late))
 
         def known() -> list[int]:
-            publisher.charge_time(AgentState.RUNNING)
-            return [] if store.refusals else [one.reached for one in read_job(store, "job").nodes if one.reached >= 0]
+            publisher.charge_time(TimeCategory.TRAIN)
+            reached = [] if store.refusals else [one.record.reached for one in read_job(store, "job").nodes]
+            return [step for step in reached if step >= 0]
 
         wait_until(lambda: known() == [7], "steps that were finished before are charged as new ones")
         publisher.close()
@@ -453,20 +429,24 @@ def _now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: NOW_S)
 
 
-def add_node(store: Store, node: str, ago_s: float, trained_s: float) -> LedgerWriter:
+def put(store: Store, job: str, record: NodeRecord, *events: Event) -> None:
+    """What an agent writes."""
+    store.put(f"jobs/{job}/ledger/{record.node}/{record.began_us}", record.encode())
+    store.put(f"jobs/{job}/events/{record.node}/{record.began_us}", encode_events(events))
+
+
+def add_node(store: Store, node: str, ago_s: float, trained_s: float, *events: Event) -> None:
     """A node of two workers that began `ago_s` ago, met the others for a second, and trained ten steps."""
     ledger = Ledger(node, 2, 0.0, NOW_S - ago_s)
     status = replace(
         WorkerStatusPage.from_env().read_status(), generation=3, phase=Phase.TRAIN, phase_since=1.0, step_at=1.0
     )
-    ledger.observe(0.0, AgentState.RENDEZVOUS, ())
-    ledger.observe(1.0, AgentState.RUNNING, [status] * 2)
+    ledger.observe(0.0, TimeCategory.RENDEZVOUS, ())
+    ledger.observe(1.0, TimeCategory.TRAIN, [status] * 2)
     totals = {**status.totals_s, Phase.TRAIN: status.totals_s[Phase.TRAIN] + trained_s}
-    done = replace(status, totals_s=totals, step=9, step_at=1.0 + trained_s, samples=640)
-    ledger.observe(1.0 + trained_s, AgentState.RUNNING, [done] * 2)
-    writer = LedgerWriter(store, "resnet", ledger)
-    writer.write_record()
-    return writer
+    done = replace(status, totals_s=totals, step=9, step_at=1.0 + trained_s, samples=640, finished=10)
+    ledger.observe(1.0 + trained_s, TimeCategory.TRAIN, [done] * 2)
+    put(store, "resnet", ledger.record(), *events)
 
 
 def put_world(store: Store, *nodes: str, state: JobState = JobState.RUNNING) -> None:
@@ -475,9 +455,9 @@ def put_world(store: Store, *nodes: str, state: JobState = JobState.RUNNING) -> 
 
 
 def test_members_goodput_and_events(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    add_node(store, "a", 10.0, 9.0).record_event("join", "2 workers", generation=3)
+    add_node(store, "a", 10.0, 9.0, Event(NOW_S, "a", "join", "2 workers", 3))
     add_node(store, "b", 10.0, 9.0)
-    add_node(store, "gone", 60.0, 2.0).record_event("kill", "rank 1", node="b")
+    add_node(store, "gone", 60.0, 2.0, Event(NOW_S, "b", "kill", "rank 1"))
     put_world(store, "a", "b")
     assert main(["status", "resnet", "--store", url]) == 0
     out = capsys.readouterr().out
@@ -498,11 +478,11 @@ def test_members_goodput_and_events(store: Store, url: str, capsys: pytest.Captu
 
 
 def test_the_age_of_replicas_is_shown(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    records = {name: add_node(store, name, 10.0, 9.0) for name in "ab"}
+    add_node(store, "b", 10.0, 9.0)
     put_world(store, "a", "b")
     at = round((NOW_S - 600.0) * 1e6)
     spans = (span_of(TimeCategory.TRAIN, 600_000_000, 2, running=True),)
-    records["a"].write_record(NodeRecord("a", at, 2, spans, replicated_us=at))
+    put(store, "resnet", NodeRecord("a", at, 2, spans, replicated_us=at))
     assert main(["status", "resnet", "--store", url]) == 0
     assert re.search(r"replica.*a +0-1 .* 10 min 00 s old", capsys.readouterr().out, re.DOTALL)
     assert main(["status", "resnet", "--json", "--store", url]) == 0
@@ -511,7 +491,7 @@ def test_the_age_of_replicas_is_shown(store: Store, url: str, capsys: pytest.Cap
 
 
 def test_jobs_that_begin_end_or_are_down(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    LedgerWriter(store, "resnet", Ledger("a", 1, 0.0, NOW_S)).write_record()
+    put(store, "resnet", NodeRecord("a", round(NOW_S * SECOND), 1))
     assert main(["status", "resnet", "--store", url]) == 0
     out = capsys.readouterr().out
     assert re.search(r"job resnet: starting, \d+ nodes? so far", out)
@@ -537,7 +517,7 @@ def test_jobs_that_begin_end_or_are_down(store: Store, url: str, capsys: pytest.
 
 
 def test_names_cannot_control_the_terminal(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    add_node(store, "a\x1b[2J", 10.0, 9.0).record_event("join", "\x1b[31m[bold]x")
+    add_node(store, "a\x1b[2J", 10.0, 9.0, Event(NOW_S, "a", "join", "\x1b[31m[bold]x"))
     put_world(store, "a\x1b[2J")
     for command in ("status", "report"):
         assert main([command, "resnet", "--store", url]) == 0
@@ -549,7 +529,7 @@ def test_names_cannot_control_the_terminal(store: Store, url: str, capsys: pytes
 def test_watch_repeats_until_interrupted(
     store: Store, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = add_node(store, "a", 10.0, 9.0)
+    add_node(store, "a", 10.0, 9.0)
     put_world(store, "a")
     pauses: list[float] = []
 
@@ -557,7 +537,7 @@ def test_watch_repeats_until_interrupted(
         pauses.append(seconds)
         if len(pauses) == 2:
             raise KeyboardInterrupt
-        writer.record_event("hang", "no step for 30 s")
+        add_node(store, "a", 10.0, 9.0, Event(NOW_S, "a", "hang", "no step for 30 s"))
 
     monkeypatch.setattr(cmd_status, "time", SimpleNamespace(sleep=pause))
     assert main(["status", "resnet", "--watch", "--json", "--store", url]) == 130
@@ -567,7 +547,7 @@ def test_watch_repeats_until_interrupted(
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_the_picture_is_a_file(store: Store, url: str, suffix: str, tmp_path: Path) -> None:
-    add_node(store, "node-$\\x$", 10.0, 9.0).record_event("join", "2 workers")
+    add_node(store, "node-$\\x$", 10.0, 9.0, Event(NOW_S, "node-$\\x$", "join", "2 workers"))
     put_world(store)
     out = tmp_path / f"job{suffix}"
     assert main(["report", "resnet", "--store", url, "--out", str(out)]) == 0

@@ -1,0 +1,604 @@
+"""Where a job's time went: exclusive categories that add up to it, goodput, and what happened.
+
+Goodput is train / elapsed: the share of the wall-clock time since the job began that went into steps which were
+finished once and never lost. Availability, which is often published instead, is the share of the time in which the job
+was up; a job that keeps restarting, or repeats lost work, is available all the time.
+
+Every node's agent counts its own time (`agent.status_publisher`) and writes it into the Store::
+
+    jobs/JOB/world                  which nodes train together (edl.collective.job_records), written by all agents
+    jobs/JOB/ledger/NODE/BEGAN      one life of a node's agent: all of its time, rewritten about once a second
+    jobs/JOB/left-out/HOST          a host that the job excludes (edl.collective.job_records)
+    jobs/JOB/events/NODE/BEGAN      what recently happened to that agent or was seen by it
+
+None of these keys has a lease: they stay when the agents are gone. BEGAN is when that life began, so an agent that
+comes back does not overwrite what it wrote before. `read_job` combines them into one `JobSummary`, which `edl status`,
+`edl report`, the dashboard and the advice on workers read.
+
+Synchronous training is as fast as its slowest rank. So at each moment the job is charged like the node that trained
+least at that moment, among the nodes that run workers. If none does, the node with the most idle time decides; if no
+agent is alive, the job is DOWN. A node that waits to join costs the job nothing, but its workers' seconds count in
+`worker_goodput`. Nodes are aligned by their wall clocks: an error of a second moves a node's row by a second, and at
+each restart moves at most a second between the job's categories.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+
+from edl.collective.job_records import Exclusion, World, prefix
+from edl.discovery.store import Store
+from edl.errors import ProtocolError, SettingsError
+
+__all__ = [
+    "MAX_SPANS",
+    "Event",
+    "JobPart",
+    "JobSummary",
+    "NodeRecord",
+    "NodeStatus",
+    "ProgressMark",
+    "Span",
+    "TimeCategory",
+    "append_span",
+    "apportion",
+    "decode_part",
+    "encode_events",
+    "last_step_before",
+    "limit_spans",
+    "read_job",
+    "span_of",
+    "summarize",
+]
+
+MAX_SPANS: Final = 600
+"""About as many as a picture of a timeline has columns to distinguish; less than 40 KB as JSON."""
+SILENT_S: Final = 5.0
+"""An agent that wrote nothing for this long counts as gone.
+
+It writes about once a second, and may miss a few writes.
+"""
+_VERSION: Final = 1  # of the JSON; any other version is refused
+_MAX_TEXT: Final = 300  # characters of an event: a line or two; 300 events stay below 120 KB in ASCII
+_EXPLAINED: Final = frozenset({"generation", "restart", "faulty"})  # kinds of events whose text is the reason
+_LEADING: Final = frozenset({"kill", "exit", "hang", "leave", "faulty", "restart", "error"})  # to another generation
+_T = TypeVar("_T", int, float, str)
+
+
+class TimeCategory(enum.IntEnum):
+    """The use of a moment; exactly one category applies."""
+
+    TRAIN = 0
+    """Steps that count: forward, backward, waiting for other ranks' gradients, data, evaluation between steps."""
+    SAVE = 1
+    """The training loop is blocked by a copy of its state."""
+    LOAD = 2
+    """Everything before the first step of an agent or worker: imports, process group, model, reading a checkpoint."""
+    ROLLBACK = 3
+    """Work that was lost: steps done again, and the part of a step that a restart interrupted."""
+    RENDEZVOUS = 4
+    """Agents agree on the next world, or workers are paused for it."""
+    IDLE = 5
+    """An agent is alive but nothing moves: a hang until it is noticed, a worker that ended before the others."""
+    DOWN = 6
+    """No agent of the job is alive. A single node is never down, only absent."""
+
+
+_NAMES: Final = tuple(category.name.lower() for category in TimeCategory)
+
+# --- What a node's agent writes ---
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time with a counter for every category, which lasts as long as their sum.
+
+    So nothing can be counted twice or left out. Spans follow one another without gaps.
+
+    Attributes:
+        amounts: Microseconds by `TimeCategory`, in its order.
+        workers: Largest number of workers that the node (or the job) had in it.
+        running: Whether workers ran; False while an agent waited without any.
+    """
+
+    amounts: tuple[int, ...]
+    workers: int = 0
+    running: bool = False
+
+    @property
+    def length_us(self) -> int:
+        """Its length in microseconds."""
+        return sum(self.amounts)
+
+    @property
+    def main(self) -> TimeCategory:
+        """The category that took most of it."""
+        return TimeCategory(max(TimeCategory, key=lambda category: (self.amounts[category], -category)))
+
+    def __add__(self, later: Span) -> Span:
+        """Join two spans."""
+        amounts = tuple(mine + theirs for mine, theirs in zip(self.amounts, later.amounts, strict=True))
+        return Span(amounts, max(self.workers, later.workers), self.running or later.running)
+
+
+def span_of(category: TimeCategory, length_us: int, workers: int = 0, running: bool = False) -> Span:
+    """Return a span of a single category."""
+    return Span(tuple(length_us if found is category else 0 for found in TimeCategory), workers, running)
+
+
+def append_span(spans: list[Span], span: Span) -> None:
+    """Append a span, or merge it with the last one if a person would see no difference. Empty spans are dropped."""
+    if not span.length_us:
+        return
+    last = spans[-1] if spans else None
+    if last and (last.main, last.workers, last.running) == (span.main, span.workers, span.running):
+        spans[-1] = last + span
+    else:
+        spans.append(span)
+
+
+def limit_spans(spans: Iterable[Span]) -> list[Span]:
+    """Describe the same time in at most `MAX_SPANS` spans.
+
+    If there are too many, the older half is merged in pairs, which loses detail about when, but not about how much.
+    """
+    rest = list(spans)
+    while True:
+        done: list[Span] = []
+        for span in rest:
+            append_span(done, span)
+        if len(done) <= MAX_SPANS:
+            return done
+        old = done[: len(done) // 2]
+        rest = [sum(old[at + 1 : at + 2], old[at]) for at in range(0, len(old), 2)] + done[len(old) :]
+
+
+def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Split `total` into whole numbers in proportion to `weights`, which must not all be 0. Their sum is `total`."""
+    whole, left, parts = sum(weights), total, []
+    for weight in weights:
+        parts.append(min(left, round(total * (weight / whole))))
+        left -= parts[-1]
+    parts[max(range(len(weights)), key=weights.__getitem__)] += left  # the rest after rounding down
+    return tuple(parts)
+
+
+class ProgressMark(NamedTuple):
+    """How far a node was `at_us` microseconds after its ledger began: last finished step (-1: none) and samples."""
+
+    at_us: int
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """The record of one life of a node's agent, for others to read.
+
+    Attributes:
+        node: Name of the agent.
+        began_us: Wall clock at which the ledger began, in microseconds since 1970.
+        workers: Number of workers that it has or wants.
+        spans: All the time from then until the last observation.
+        marks: Progress over time, oldest first, thinned out as marks accumulate.
+        generation: Generation of the workers' world; -1 before the first.
+        step: The last finished step; -1 for none.
+        steps_per_s: Steps per second over the last 15 seconds; 0 if nothing moved.
+        samples_per_s: Samples per second over the last 15 seconds; 0 if nothing moved.
+        ended: Whether the agent ended its ledger. If not, it is alive or was killed.
+        reached: The last step that the job is known to have finished before `generation`; -1 for none.
+        replicated_us: Wall clock of the newest state of this node that another node has a replica of; 0 for none.
+    """
+
+    node: str
+    began_us: int
+    workers: int
+    spans: tuple[Span, ...] = ()
+    marks: tuple[ProgressMark, ...] = ()
+    generation: int = -1
+    step: int = -1
+    steps_per_s: float = 0.0
+    samples_per_s: float = 0.0
+    ended: bool = False
+    reached: int = -1
+    replicated_us: int = 0
+
+    @property
+    def samples_known(self) -> bool:
+        """Whether its workers ever reported samples. A script may report steps alone."""
+        return self.samples_per_s > 0 or any(mark.samples > 0 for mark in self.marks)
+
+    @property
+    def until_us(self) -> int:
+        """Wall clock of the last sign of life."""
+        return self.began_us + sum(span.length_us for span in self.spans)
+
+    def encode(self) -> bytes:
+        """Return the record as JSON: below 60 KB with `MAX_SPANS` spans and 300 marks."""
+        spans = [[span.workers, int(span.running), *span.amounts] for span in self.spans]
+        values = {**vars(self), "version": _VERSION, "states": list(_NAMES), "spans": spans}
+        values |= {name: round(values[name], 4) for name in ("steps_per_s", "samples_per_s")}
+        return json.dumps(values, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> NodeRecord:
+        """Read a record that `encode` wrote; ValueError, KeyError or TypeError says what is wrong with it."""
+        values = _versioned(data)
+        return cls(
+            node=_checked(values["node"], str),
+            began_us=_checked(values["began_us"], int),
+            workers=_checked(values["workers"], int),
+            spans=tuple(_decode_span(*row) for row in values["spans"]),
+            marks=tuple(
+                ProgressMark(_checked(at_us, int), _checked(step, int, -1), _checked(samples, int))
+                for at_us, step, samples in values["marks"]
+            ),
+            generation=_checked(values["generation"], int, -1),
+            step=_checked(values["step"], int, -1),
+            steps_per_s=_checked(float(values["steps_per_s"]), float),
+            samples_per_s=_checked(float(values["samples_per_s"]), float),
+            ended=values["ended"] is True,
+            reached=_checked(values.get("reached", -1), int, -1),
+            replicated_us=_checked(values.get("replicated_us", 0), int),
+        )
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a job.
+
+    Attributes:
+        at: Wall clock in seconds since 1970.
+        node: The node that it happened to, or that saw it.
+        kind: "join", "leave", "kill", "exit", "hang", "faulty", "restart", "generation" or "error"; any other kind is
+            shown as it is.
+        text: What happened, in a few words.
+        generation: Generation of the world in which it happened; -1 before the first.
+        cause: In a summary, what led to it, in words; empty where that is not known.
+    """
+
+    at: float
+    node: str
+    kind: str
+    text: str = ""
+    generation: int = -1
+    cause: str = ""
+
+
+def encode_events(events: Iterable[Event]) -> bytes:
+    """Return an agent's events, oldest first, as JSON."""
+    rows = [[round(one.at * 1e6), one.node, one.kind, one.text[:_MAX_TEXT], one.generation] for one in events]
+    return json.dumps({"version": _VERSION, "events": rows}, separators=(",", ":")).encode()
+
+
+JobPart: TypeAlias = "World | NodeRecord | tuple[Event, ...] | Exclusion | None"
+"""The content of one entry of a job; None for an entry that is not part of a summary."""
+
+
+def decode_part(key: str, value: bytes) -> JobPart:
+    """Read an entry of a job, whose `key` starts at `jobs/`.
+
+    Raises:
+        ProtocolError: This version cannot read the entry.
+    """
+    _, _, part = key.split("/", 2) if key.count("/") > 1 else ("", "", "")
+    if part == "world":
+        return World.decode(value)
+    if part.startswith("left-out/"):
+        return Exclusion.decode(value)
+    try:
+        if part.startswith("ledger/"):
+            return NodeRecord.decode(value)
+        if part.startswith("events/"):
+            return tuple(
+                Event(
+                    _checked(at_us, int) / 1e6,
+                    *(_checked(node, str), _checked(kind, str), _checked(text, str)),
+                    _checked(generation, int, -1),
+                )
+                for at_us, node, kind, text, generation in _versioned(value)["events"]
+            )
+    except (KeyError, TypeError, ValueError, RecursionError) as exc:
+        raise ProtocolError(f"{key} is not a record of this version of EDL: {exc!r}") from exc
+    return None
+
+
+def _versioned(data: bytes) -> dict[str, Any]:
+    values = json.loads(data)
+    if not isinstance(values, dict) or "version" not in values:
+        raise ValueError("it has no version")
+    if values["version"] != _VERSION:
+        raise ValueError(f"version {values['version']!r:.20} instead of {_VERSION}: use the job's edl")
+    return values
+
+
+def _decode_span(workers: Any, running: Any, *amounts: Any) -> Span:
+    if len(amounts) != len(TimeCategory):
+        raise ValueError(f"{len(amounts)} states in place of {len(TimeCategory)}")
+    return Span(tuple(_checked(amount, int) for amount in amounts), _checked(workers, int), bool(running))
+
+
+def _checked(value: Any, kind: type[_T], least: int = 0) -> _T:
+    """Return a value if it has this type and, if it is a number, is finite and not below `least`."""
+    if type(value) is not kind or not (kind is str or least <= value < 2**53):
+        raise ValueError(f"{value!r:.40} instead of {kind.__name__}{'' if kind is str else f' from {least}'}")
+    checked: _T = value
+    return checked
+
+
+# --- The summary ---
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """A life of a node of a job.
+
+    Attributes:
+        node: Name of the agent.
+        ranks: Ranks of its workers in the current world; None if it is not a member.
+        workers: Number of workers that it has or wants.
+        state: Category of its last span: "train", "load", ...; "left" if its agent ended the ledger or the job has
+            ended, "lost" if it fell silent.
+        silent_s: Seconds since its last sign of life.
+        began: Wall clock in seconds; with `node` the key of this life.
+        generation: Generation of its workers' world; -1 before the first.
+        step: The last finished step; -1 for none.
+        steps_per_s: Steps per second over the last 15 seconds.
+        samples_per_s: Samples per second over the last 15 seconds; None if samples were never reported.
+        goodput: Goodput of this node's own time; None if no time has passed.
+        replica_age_s: Age in seconds of the newest state that another node has a replica of; None if there is none.
+        seconds: Seconds of this node by category.
+        record: What its agent wrote; not in the JSON.
+    """
+
+    node: str
+    ranks: list[int] | None
+    workers: int
+    state: str
+    silent_s: float
+    began: float
+    generation: int
+    step: int
+    steps_per_s: float
+    samples_per_s: float | None
+    goodput: float | None
+    replica_age_s: float | None
+    seconds: Mapping[str, float]
+    record: NodeRecord = field(metadata={"json": False})
+
+    @property
+    def gone(self) -> bool:
+        """Whether this life is over."""
+        return self.state in ("left", "lost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSummary:
+    """A job at one moment. `edl status --json` and the dashboard's page have the same names.
+
+    Attributes:
+        job: Name of the job.
+        state: "forming", "running", "done" or "failed"; "down" if it has not ended but no agent gave a recent sign of
+            life; "unknown" without a world.
+        message: Why the current world was made; for a job that failed, the traceback.
+        generation: Generation of the current world; -1 before the first.
+        world_size: Number of ranks.
+        step: The last finished step. If it is -1, the script uses nothing of EDL that reports steps: all of its time
+            looks like "load", and its goodput is not known.
+        steps_per_s: Steps per second of the slowest member over the last 15 seconds.
+        samples_per_s: Samples per second of all members over the last 15 seconds; None if samples were never reported.
+        began: Wall clock at which its first agent began, in seconds since 1970; 0 for a job without a ledger.
+        elapsed_s: Seconds since then, until now or until the job ended.
+        seconds: Seconds by category: train, save, load, rollback, rendezvous, idle, down; their sum is `elapsed_s`.
+        goodput: train / elapsed, from 0 to 1; None if no step was reported.
+        worker_goodput: Share of its workers' seconds that trained. Nodes that wait to join, or for slower nodes, lower
+            it. None if no step was reported.
+        nodes: The current members by rank, then other live nodes, then nodes that are gone, the latest first.
+        left_out: Hosts that the job excludes because a GPU of theirs failed, in that order.
+        events: What happened, oldest first.
+        spans: The time since `began`; `workers` is the number that ran, over all nodes. Not in the JSON.
+    """
+
+    job: str
+    state: str
+    message: str
+    generation: int
+    world_size: int
+    step: int
+    steps_per_s: float
+    samples_per_s: float | None
+    began: float
+    elapsed_s: float
+    seconds: Mapping[str, float]
+    goodput: float | None
+    worker_goodput: float | None
+    nodes: tuple[NodeStatus, ...]
+    left_out: tuple[Exclusion, ...]
+    events: tuple[Event, ...]
+    spans: tuple[Span, ...] = field(metadata={"json": False})
+
+
+def read_job(store: Store, job: str, now_s: float | None = None) -> JobSummary:
+    """Read what the Store has of a job, and return its summary at the wall clock `now_s`, by default now.
+
+    Raises:
+        SettingsError: The Store has no such job; the message lists the jobs that it has.
+        ProtocolError: This version cannot read what the Store has.
+    """
+    if not job or "/" in job or not job.isprintable() or job in (".", ".."):
+        raise SettingsError(f"job {job!r:.80}: a name has at least one printable character, and no '/'")
+    found = store.list(prefix(job))
+    if not found:
+        known = ", ".join(sorted({entry.key.split("/")[1] for entry in store.list("jobs/")})) or "none at all"
+        raise SettingsError(f"there is no job {job!r} in this store; there is {known}")
+    now_us = round((time.time() if now_s is None else now_s) * 1e6)
+    return summarize(job, [decode_part(entry.key, entry.value) for entry in found], now_us)
+
+
+def last_step_before(store: Store, job: str, generation: int) -> int:
+    """Return the last step that any node of a job finished before a generation; -1 for none.
+
+    Other nodes may already work in that generation; their steps in it do not count.
+
+    Raises:
+        DiscoveryError: The store does not answer.
+    """
+    highest = -1
+    for entry in store.list(f"{prefix(job)}ledger/"):
+        with contextlib.suppress(ProtocolError):  # `edl status` reports it
+            record = decode_part(entry.key, entry.value)
+            assert isinstance(record, NodeRecord)
+            highest = max(highest, record.reached, record.step if record.generation < generation else -1)
+    return highest
+
+
+def summarize(job: str, parts: Iterable[JobPart], now_us: int) -> JobSummary:
+    """Summarize what the Store has of a job, at the wall clock `now_us` in microseconds.
+
+    A job that has not ended and is silent has been down until now. A job that ended did so at its last sign of life.
+    """
+    parts = list(parts)
+    world = next((part for part in parts if isinstance(part, World)), None)
+    records = [part for part in parts if isinstance(part, NodeRecord)]
+    records.sort(key=lambda record: (record.began_us, record.node))
+    ended = world is not None and world.ended
+    last_us = max((record.until_us for record in records), default=now_us) if ended else now_us
+    nodes = sorted((_node_status(record, world, now_us, last_us) for record in records), key=_place)
+    alive = [node for node in nodes if not node.gone]
+    members = [node for node in alive if node.ranks is not None]
+    step = max((node.step for node in nodes), default=-1)
+    samples_known = any(record.samples_known for record in records)
+    # Within SILENT_S of now, the last put is current; if it is older, no agent was alive since then.
+    spans, worker_goodput = _join(records, 0 if alive or ended else now_us)
+    seconds = _seconds(spans)
+    elapsed_s = sum(span.length_us for span in spans) / 1e6
+    known = step >= 0 and elapsed_s > 0
+    return JobSummary(
+        job=job,
+        state="unknown" if world is None else world.state.value if alive or ended else "down",
+        message=world.message if world is not None else "",
+        generation=world.generation if world is not None else max((node.generation for node in alive), default=-1),
+        world_size=world.size if world is not None else 0,
+        step=step,
+        steps_per_s=min((node.steps_per_s for node in members), default=0.0),
+        samples_per_s=sum(node.record.samples_per_s for node in members) if samples_known else None,
+        began=min((record.began_us for record in records if record.spans), default=0) / 1e6,
+        elapsed_s=elapsed_s,
+        seconds=seconds,
+        goodput=seconds["train"] / elapsed_s if known else None,
+        worker_goodput=worker_goodput if known else None,
+        nodes=tuple(nodes),
+        left_out=tuple(sorted((part for part in parts if isinstance(part, Exclusion)), key=lambda host: host.at_s)),
+        events=_with_causes(event for part in parts if isinstance(part, tuple) for event in part),
+        spans=tuple(limit_spans(spans)),
+    )
+
+
+def _node_status(record: NodeRecord, world: World | None, now_us: int, last_us: int) -> NodeStatus:
+    """Make the row of one life; `last_us` is when the job ended, or now."""
+    state = _NAMES[record.spans[-1].main] if record.spans else "rendezvous"
+    if (last_us - record.until_us) / 1e6 > SILENT_S and not record.ended:
+        state = "lost"
+    elif record.ended or (world is not None and world.ended):
+        state = "left"
+    members = world.nodes if world is not None else ()
+    since_us = record.until_us if state in ("left", "lost") else now_us
+    seconds = _seconds(record.spans)
+    elapsed_s = sum(seconds.values())
+    return NodeStatus(
+        node=record.node,
+        ranks=next((list(member.ranks) for member in members if member.id == record.node), None),
+        workers=record.workers,
+        state=state,
+        silent_s=max(0.0, (now_us - record.until_us) / 1e6),
+        began=record.began_us / 1e6,
+        generation=record.generation,
+        step=record.step,
+        steps_per_s=record.steps_per_s,
+        samples_per_s=record.samples_per_s if record.samples_known else None,
+        goodput=seconds["train"] / elapsed_s if elapsed_s else None,
+        replica_age_s=max(0.0, (since_us - record.replicated_us) / 1e6) if record.replicated_us else None,
+        seconds=seconds,
+        record=record,
+    )
+
+
+def _place(node: NodeStatus) -> tuple[int, float]:
+    if node.ranks is not None:
+        return (0, min(node.ranks, default=0))
+    return (2, -node.record.until_us) if node.gone else (1, node.began)
+
+
+def _join(records: Iterable[NodeRecord], until_us: int) -> tuple[list[Span], float | None]:
+    """Combine the ledgers of all lives of all nodes, in any order: the job's spans, and its `worker_goodput`.
+
+    The job's time ends at the wall clock `until_us` (microseconds), or at the last sign of life if that is later.
+    """
+    changes: list[tuple[int, int, Span | None]] = []  # at a wall clock, a life enters its next span, or ends
+    for life, record in enumerate(records):
+        at_us = record.began_us
+        for span in record.spans:
+            changes.append((at_us, life, span))
+            at_us += span.length_us
+        if record.spans:
+            changes.append((at_us, life, None))
+    changes.sort(key=lambda change: change[0])
+    if changes and until_us > changes[-1][0]:
+        changes.append((until_us, -1, None))
+    spans: list[Span] = []
+    trained_us = present_us = 0.0
+    current: dict[int, Span] = {}
+    for (at_us, life, entered), (next_us, _, _) in itertools.pairwise(changes):
+        if entered is None:
+            current.pop(life, None)
+        else:
+            current[life] = entered
+        length_us = next_us - at_us
+        if length_us:
+            spans.append(_charge(length_us, current.values()))
+            trained_us += sum(length_us * span.workers * _share(span, TimeCategory.TRAIN) for span in current.values())
+            present_us += sum(length_us * span.workers for span in current.values())
+    return spans, trained_us / present_us if present_us else None
+
+
+def _charge(length_us: int, present: Iterable[Span]) -> Span:
+    """Return what the job is charged for a time in which `present` are the nodes' spans."""
+    running = [span for span in present if span.running]
+    if running:
+        slowest = min(running, key=lambda span: _share(span, TimeCategory.TRAIN))
+        return Span(apportion(length_us, slowest.amounts), sum(span.workers for span in running), running=True)
+    waiting = max(present, key=lambda span: _share(span, TimeCategory.IDLE), default=span_of(TimeCategory.DOWN, 1))
+    return Span(apportion(length_us, waiting.amounts))
+
+
+def _share(span: Span, category: TimeCategory) -> float:
+    return span.amounts[category] / span.length_us
+
+
+def _seconds(spans: Sequence[Span]) -> dict[str, float]:
+    return {name: sum(span.amounts[at] for span in spans) / 1e6 for at, name in enumerate(_NAMES)}
+
+
+def _with_causes(events: Iterable[Event]) -> tuple[Event, ...]:
+    """Sort events, and add the cause of each.
+
+    A new generation and a restart state their reason in their text; an earlier event may add to it.
+    """
+    found = []
+    leading: dict[int, Event] = {}  # by generation: the last event in it that leads to another generation
+    for event in sorted(events, key=lambda event: event.at):
+        cause = event.text if event.kind in _EXPLAINED else ""
+        before = leading.get(event.generation - 1)
+        if event.kind == "generation" and before is not None and before.text not in cause:
+            cause = f"{cause} ({before.kind} at {before.node}: {before.text})"
+        if event.kind in _LEADING:
+            leading[event.generation] = event
+        found.append(replace(event, cause=cause))
+    return tuple(found)

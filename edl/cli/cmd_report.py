@@ -270,6 +270,8 @@ def _draw_row(axes: Axes, place: int, begin_s: float, spans: Sequence[Span], uni
 
 
 def _draw_progress(axes: Axes, summary: JobSummary) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     unit, unit_s = _time_unit(summary.elapsed_s)
     for node in summary.nodes:
         marks = [mark for mark in node.record.marks if mark.step >= 0]
@@ -287,5 +289,5 @@ def _draw_progress(axes: Axes, summary: JobSummary) -> None:
     size.stairs(sizes, edges, fill=True, color="#9d755d", alpha=0.18)
     size.set_ylabel("ranks that run", color="#9d755d")
     size.set_ylim(0, 1.6 * max([1, *sizes]))
-    size.yaxis.get_major_locator().set_params(integer=True)
+    size.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     size.spines[["top"]].set_visible(False)

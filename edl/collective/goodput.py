@@ -327,7 +327,7 @@ def _decode_span(workers: Any, running: Any, *amounts: Any) -> Span:
 
 def _checked(value: Any, kind: type[_T], least: int = 0) -> _T:
     """Return a value if it has this type and, if it is a number, is finite and not below `least`."""
-    if type(value) is not kind or not (kind is str or least <= value < 2**53):
+    if type(value) is not kind or not (isinstance(value, str) or least <= value < 2**53):
         raise ValueError(f"{value!r:.40} instead of {kind.__name__}{'' if kind is str else f' from {least}'}")
     checked: _T = value
     return checked

@@ -136,14 +136,13 @@ class Ledger:
 
     def record(self, *, ended: bool = False, replicated_us: int = 0) -> NodeRecord:
         """Return the record until the last observation; see `NodeRecord`."""
-        spans = list(self._spans)
-        append_span(spans, span_of(TimeCategory.TRAIN, self._open_us, self._workers, running=True))
+        open_step = span_of(TimeCategory.TRAIN, self._open_us, self._workers, running=True)
         steps_per_s, samples_per_s = self._rates()
         return NodeRecord(
             node=self.node,
             began_us=self.began_us,
             workers=self._workers,
-            spans=tuple(spans),
+            spans=tuple(limit_spans([*self._spans, open_step])),
             marks=tuple(self._marks),
             generation=max((status.generation for status in self._statuses), default=-1),
             step=min((status.step for status in self._statuses), default=-1),
@@ -168,7 +167,8 @@ class Ledger:
         self._open_us = min(max(open_us, 0), whole_us)
         done_us = whole_us - self._open_us
         again_us = 0
-        if finished := after.finished - before.finished:
+        finished = after.finished - before.finished
+        if finished > 0:
             repeated = min(max(self._reached - (after.step - finished), 0), finished)
             # A worker that itself knows that it repeats steps has charged them to ROLLBACK.
             known_us = amounts[TimeCategory.ROLLBACK]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -377,7 +378,7 @@ DAMAGES: list[dict[str, object]] = [
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (b"\xff", "decode"),
+        (b"\xff", "UnicodeDecodeError"),
         (b"[1]", "no version"),
         (b'{"version": 99}', "version 99"),
         (b'{"version": 1}', "node"),
@@ -431,8 +432,9 @@ def _now(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def put(store: Store, job: str, record: NodeRecord, *events: Event) -> None:
     """What an agent writes."""
-    store.put(f"jobs/{job}/ledger/{record.node}/{record.began_us}", record.encode())
-    store.put(f"jobs/{job}/events/{record.node}/{record.began_us}", encode_events(events))
+    life = f"{quote(record.node, safe='')}/{record.began_us}"
+    store.put(f"jobs/{job}/ledger/{life}", record.encode())
+    store.put(f"jobs/{job}/events/{life}", encode_events(events))
 
 
 def add_node(store: Store, node: str, ago_s: float, trained_s: float, *events: Event) -> None:

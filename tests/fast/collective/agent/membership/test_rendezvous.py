@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edl.collective.agent.agent import _check_job_state, _is_excluded
 from edl.collective.agent.context import AgentContext, ShutdownState
-from edl.collective.agent.join import _check_job_state, _is_excluded
 from edl.collective.agent.node_records import Exclusions, Membership, host_key
 from edl.collective.agent.rendezvous import (
     ChangeTimer,

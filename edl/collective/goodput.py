@@ -482,7 +482,7 @@ def summarize(job: str, parts: Iterable[JobPart], now_us: int) -> JobSummary:
     known = step >= 0 and elapsed_s > 0
     return JobSummary(
         job=job,
-        state="unknown" if world is None else world.state.value if alive or ended else "down",
+        state="down" if not alive and not ended else world.state.value if world is not None else "unknown",
         message=world.message if world is not None else "",
         generation=world.generation if world is not None else max((node.generation for node in alive), default=-1),
         world_size=world.size if world is not None else 0,

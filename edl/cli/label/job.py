@@ -350,20 +350,18 @@ class _Worker:
             or len(poisoned) < labels["shards"]["poisoned"]  # more than a report lists
         ):
             return 0, gone
-        with contextlib.ExitStack() as stack:
-            spaces = []
-            for path in here:
-                if path.is_dir():
-                    folder = stack.enter_context(contextlib.closing(LabelFolder(path, read_only=True)))
+        there: set[SampleId] = set()
+        for path in here:
+            if path.is_dir():
+                with contextlib.closing(LabelFolder(path, read_only=True)) as folder:
                     space = Namespace(key)
                     if self._guard.fits(folder.data_set(space)):
-                        spaces.append((folder, space))
+                        there.update(folder.ids(space))
 
-            def is_there(ids: list[SampleId], _: object) -> Array:
-                found = {sample for folder, space in spaces for sample in folder.known(space, ids)}
-                return np.fromiter((sample in found for sample in ids), np.bool_, len(ids))
+        def is_there(ids: list[SampleId], _: object) -> Array:
+            return np.fromiter((sample in there for sample in ids), np.bool_, len(ids))
 
-            missing = data.unknown(is_there)
+        missing = data.unknown(is_there)
         for shard in poisoned:
             missing = missing[(missing < shard["start"]) | (missing >= shard["stop"])]
         return len(missing), gone

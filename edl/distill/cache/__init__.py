@@ -3,18 +3,17 @@
 `SoftLabelCache` keeps rows by sample id, apart for everything else that an answer depends on (`CacheKey`), in memory
 and in a folder that several processes may share. `load_labels` reads such a folder whole. Inside:
 
-- `key`: the identity of labels; `records`: how a row of several outputs becomes a run of bytes;
-- `memory`: the records in memory, and which of them stay; `folder`: those on disk, in a SQLite database;
-- `store`: the front; `labels`: `load_labels`.
+- `records`: the identity of labels, and how a row of several outputs becomes a run of bytes;
+- `folder`: the records on disk, in a SQLite database;
+- `store`: the front, and the records in memory; `labels`: `load_labels`.
 
 What does not belong here: deciding when to ask teachers.
 """
 
 from __future__ import annotations
 
-from edl.distill.cache.key import CacheKey, RowIds, SequenceIds, fingerprints_of
 from edl.distill.cache.labels import LabelSet, load_labels
-from edl.distill.cache.records import Found
+from edl.distill.cache.records import CacheKey, Found, RowIds, SequenceIds, fingerprints_of
 from edl.distill.cache.store import CacheStats, CacheView, SoftLabelCache
 
 __all__ = [

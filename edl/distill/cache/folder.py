@@ -5,6 +5,9 @@
     key      what labels depend on (`CacheKey` as JSON), the layout of their records, which data they are of
     label    a record under a key and sample id, with a checksum; numbers grow, so the lowest is the oldest
 
+`put` gathers labels, and the thread writes them many at a time, because a sync of the disk takes longer than the labels
+of a request. Methods that look labels up find those on their way to the disk as well.
+
 A key's number is random, and changes when its labels are discarded because the data are others. Each process remembers
 the number that it began with, and each of its transactions checks it, so no label of the data before comes afterwards.
 
@@ -18,9 +21,6 @@ being emptied: then new labels are not written, and no old one is evicted.
 
 Disks, and what lies between, flip bits: each label has a checksum over its key, layout, id and bytes, verified when it
 is first read. A label that fails counts as missing.
-
-How the database is opened and checked is `edl.sqlite_file`'s. One that is not open elsewhere can be read anywhere, also
-where machines share its folder.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ from pathlib import Path
 from typing import Any
 
 from edl.background import BackgroundLoop
-from edl.distill.cache.key import FINGERPRINT_NBYTES, CacheKey, Head, SampleId
-from edl.distill.cache.records import RowLayout
+from edl.distill.cache.records import FINGERPRINT_NBYTES, CacheKey, RowLayout, SampleId
 from edl.errors import ConflictError, EDLError, SettingsError, TemporaryError
 from edl.sqlite_file import SqliteFile, Tables
 
-__all__ = ["LabelFolder", "LabelWriter", "Namespace"]
+__all__ = ["READ_AT_ONCE", "LabelFolder", "Namespace", "folder_path"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -81,6 +80,7 @@ _TABLES = Tables(
 _NUMBER_BITS = 62
 """Random bits of a key's number, which must not come again; SQLite's integers have 63."""
 _NUMBER = "(SELECT number FROM key WHERE text = ?)"
+_KEY = "SELECT number, layout, coalesce(data_set, '') FROM key WHERE text = ?"
 _PART = 8
 """A transaction changes an eighth of the bound at most. The journal takes as much; a quarter is kept free for it."""
 _SHARED_MEMORY_NBYTES = 64 << 10
@@ -89,10 +89,8 @@ _BUSY_S = 30.0
 """How long to wait for another process that writes: a slow disk takes seconds for a batch."""
 _PAUSE_S = 0.01
 """Between two tries to empty the journal: SQLite itself does not wait for another process that does the same."""
-_IDS_AT_ONCE = 512
-"""Ids of one query. SQLite before 3.32 takes 999."""
-_READ_AT_ONCE = 64
-"""Labels read at a time where all are, so that memory stays bounded for wide rows."""
+READ_AT_ONCE = 64
+"""Labels that are read at a time where many are, so that memory stays bounded for wide rows."""
 _MOST_VERIFIED = 1 << 22
 """Labels remembered as verified, about 200 bytes each: hashing a label takes as long as reading it."""
 _BATCH_NBYTES = 16 << 20
@@ -107,10 +105,7 @@ _STALLED_S = 60.0
 
 @dataclass(eq=False)
 class Namespace:
-    """The labels of a key, in memory and on disk; `layout` is None before there are any.
-
-    `number` is that of the key, None before it is known, and `data_set` what was noted with it.
-    """
+    """The labels of a key: its layout (None before there are any), its number, and which data were noted with it."""
 
     key: CacheKey
     layout: RowLayout | None = None
@@ -131,24 +126,35 @@ class Namespace:
 class LabelFolder:
     """Reads and writes labels; makes nothing if `read_only`. Thread-safe.
 
-    Counts the labels `evicted` to make room, and remembers the keys and ids of those found `damaged`, and why it was
-    `unreadable` last.
+    Counts the labels `evicted` to make room, and the batches that could not be written (`failures`, of which `failure`
+    says why the last was). Remembers the keys and ids of labels found `damaged`, and why it was `unreadable` last.
 
     Raises:
-        SettingsError: the folder cannot be used.
+        SettingsError: The folder cannot be used.
     """
 
-    def __init__(self, path: Path, limit_bytes: int | None = None, *, read_only: bool = False) -> None:
-        self.path = path
+    def __init__(
+        self, path: object, limit_bytes: int | None = None, flush_interval_s: float = 10.0, *, read_only: bool = False
+    ) -> None:
+        self.path = path = folder_path(path)
         self.limit_bytes = limit_bytes
-        self.evicted = 0
+        self.evicted = self.failures = 0
+        self.failure = self.unreadable = ""
         self.damaged: set[tuple[str, SampleId]] = set()
-        self.unreadable = ""
-        self._part_nbytes = _PART_NBYTES if limit_bytes is None else min(_PART_NBYTES, limit_bytes // _PART)
-        # Reentrant locks, since a signal handler may close the cache in the middle of a function.
-        self._read_lock, self._write_lock = threading.RLock(), threading.RLock()
         self._said: set[str] = set()
         self._verified: set[tuple[int, int]] = set()
+        self._part_nbytes = min(_PART_NBYTES, limit_bytes // _PART) if limit_bytes else _PART_NBYTES
+        self._batch_nbytes = min(_BATCH_NBYTES, limit_bytes // _PART) if limit_bytes else _BATCH_NBYTES
+        self._interval_s = flush_interval_s
+        self._pid = os.getpid()
+        # A reentrant lock, since a signal handler may close the cache in the middle of a function.
+        self._lock = threading.Condition()  # of the labels on their way to the disk
+        self._waiting: dict[Namespace, dict[SampleId, bytes]] = {}
+        self._under_way: dict[Namespace, dict[SampleId, bytes]] = {}
+        self._waiting_nbytes = self._under_way_nbytes = 0
+        self._lost = 0  # labels that could not be written since the last flush
+        self._closing = False
+        self._loop: BackgroundLoop | None = None
         try:
             if not read_only:
                 path.mkdir(parents=True, exist_ok=True)
@@ -167,13 +173,6 @@ class LabelFolder:
         except TemporaryError as exc:  # a full disk, say: that may pass
             self._warn(f"labels cannot be read now, and are asked for again: {exc}")
 
-    def close(self) -> None:
-        """Close the database, but for a connection in use by a function that this interrupts."""
-        for lock, database in ((self._read_lock, self._reading), (self._write_lock, self._writing)):
-            if not lock._is_owned():  # type: ignore[attr-defined]
-                with lock:
-                    database.close()
-
     def nbytes(self) -> int:
         """Return the bytes of the database, its journal and its shared memory."""
         return sum(map(self._size_of, ("", "-wal", "-shm")))
@@ -184,10 +183,107 @@ class LabelFolder:
         except OSError:
             return 0
 
+    def _warn(self, words: str, once: str = "", exc: Exception | None = None) -> None:
+        if (once or words) not in self._said:  # once for each label would fill the log
+            self._said.add(once or words)
+            logger.warning("soft-label cache %s: %s", self.path, words, exc_info=exc)
+
+    # Labels on their way to the disk
+
+    def put(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
+        """Take in labels. Waits while too many are on their way, so that memory stays bounded."""
+        with self._lock:
+            self._waiting.setdefault(space, {}).update(records)
+            self._waiting_nbytes += sum(map(len, records.values())) + _ROW_NBYTES * len(records)
+            if self._loop is None:
+                _RUNNING.add(self)
+                self._loop = BackgroundLoop("edl-cache", self._write_waiting)
+            if self._waiting_nbytes >= self._batch_nbytes:
+                self._loop.wake()
+            most = _MOST_WAITING * self._batch_nbytes
+            if not self._lock.wait_for(lambda: self._waiting_nbytes + self._under_way_nbytes <= most, _STALLED_S):
+                self._fail(sum(map(len, self._waiting.values())), f"nothing has been written for {_STALLED_S:g} s")
+                self._waiting.clear()
+                self._waiting_nbytes = 0
+
+    def _held(self, space: Namespace, ids: Iterable[SampleId] | None = None) -> dict[SampleId, bytes]:
+        """Return which of these records, or of all, are on their way to the disk."""
+        found: dict[SampleId, bytes] = {}
+        with self._lock:
+            for records in (self._under_way.get(space), self._waiting.get(space)):
+                if records:
+                    found.update(records if ids is None else {one: records[one] for one in ids if one in records})
+        return found
+
+    def flush(self, timeout_s: float) -> None:
+        """Write all labels that came until now.
+
+        Raises:
+            TemporaryError: Labels could not be written now or since the last flush, or not within `timeout_s`.
+        """
+        with self._lock:
+            mine = [labels for labels in (self._waiting, self._under_way) if labels]
+            if self._loop is not None:
+                self._loop.wake()
+            if not self._lock.wait_for(lambda: not any(mine), timeout_s):
+                raise TemporaryError(f"soft-label cache {self.path}: not written within {timeout_s:g} s")
+            lost, self._lost = self._lost, 0
+        if lost:
+            raise TemporaryError(f"{lost} rows could not be written: {self.failure}")
+
+    def let_go(self) -> None:
+        """Close from a finalizer, which may run in any thread and in the middle of any function. Waits for no disk."""
+        if self._loop is not None and os.getpid() == self._pid:
+            self._closing = True
+            self._loop.wake()
+
+    def close(self) -> None:
+        """Write what waits, end the thread and close the database. May be called twice. Not for a forked child.
+
+        A signal handler that calls this in the middle of a function of the folder does not wait: the thread writes when
+        that function has ended.
+        """
+        self.let_go()
+        if os.getpid() != self._pid:
+            return
+        is_in_the_middle = self._lock._is_owned()  # type: ignore[attr-defined]
+        if self._loop is not None and not is_in_the_middle and not self._loop.wait_ended(_STALLED_S):
+            self._warn(f"still writing {_STALLED_S:g} s after it was closed")
+        self._reading.close()
+        self._writing.close()
+
+    def _write_waiting(self) -> float | None:
+        """Write what waits, in the thread: every `flush_interval_s`, for a whole batch, `flush` and `close`."""
+        with self._lock:
+            if not self._waiting and self._closing:
+                _RUNNING.discard(self)
+                return None
+            self._under_way, self._waiting = self._waiting, {}
+            self._under_way_nbytes, self._waiting_nbytes = self._waiting_nbytes, 0
+        for space, records in self._under_way.items():
+            try:
+                self._write(space, records)
+            except Exception as exc:  # noqa: BLE001 - those who wait for this thread must not wait for ever
+                with self._lock:
+                    self._fail(len(records), str(exc), None if isinstance(exc, EDLError) else exc)
+            else:
+                self._said.discard(self.failure)  # to be said again if it fails again
+        with self._lock:
+            self._under_way.clear()
+            self._under_way_nbytes = 0
+            self._lock.notify_all()
+        return 0.0 if self._closing else self._interval_s
+
+    def _fail(self, rows: int, failure: str, exc: Exception | None = None) -> None:
+        self._warn(f"{rows} rows were not written, and will be asked for again: {failure}", failure, exc)
+        self.failures += 1
+        self._lost += rows
+        self.failure = failure
+
     # Reading
 
     def keys(self) -> list[CacheKey]:
-        """Return the keys of all labels in the folder."""
+        """Return the keys of all labels on disk."""
         found = []
         for (text,) in self._query("SELECT text FROM key WHERE EXISTS (SELECT 1 FROM label WHERE key = key.number)"):
             try:
@@ -198,90 +294,56 @@ class LabelFolder:
 
     def refresh(self, space: Namespace) -> None:
         """Find out which layout the labels have, if that is not known."""
-        if space.layout is not None:
-            return
-        for number, text in self._query(
-            "SELECT number, layout FROM key WHERE text = ? AND layout IS NOT NULL", space.text
-        ):
-            space.number = number if space.number is None else space.number
+        if space.layout is None and (found := self._found_key(space)) is not None and found[1] is not None:
+            space.number = found[0] if space.number is None else space.number
             try:
-                space.layout = RowLayout.from_json(text)
+                space.layout = RowLayout.from_json(found[1])
             except ValueError as exc:
                 self._warn(f"labels of {space.key} are left out: {exc}")
 
-    def known(self, space: Namespace, ids: Sequence[SampleId]) -> dict[SampleId, Head]:
-        """Return which labels are there, with their rows and fingerprints, without reading the records."""
-        self.refresh(space)
-        if space.layout is None:
-            return {}
-        row_nbytes = space.layout.columns.itemsize
-        return {
-            sample: ((size - FINGERPRINT_NBYTES) // row_nbytes, fingerprint)
-            for sample, size, fingerprint in self._by_ids("id, size, fingerprint", space, ids)
-            if isinstance(size, int)
-        }
+    def _found_key(self, space: Namespace) -> tuple[int, str | None, str] | None:
+        """Return number, layout and data set of a key."""
+        found = self._query(_KEY, space.text)
+        return found[0] if found else None
 
     def ids(self, space: Namespace) -> list[SampleId]:
-        """Return the ids of all labels: integers by value, then strings."""
-        self.refresh(space)
-        return [
-            sample for (sample,) in self._query(f"SELECT id FROM label WHERE key = {_NUMBER} ORDER BY id", space.text)
-        ]
+        """Return the ids of all labels: of those on disk integers by value, then strings."""
+        held = self._held(space)  # first, since a label goes from there to the disk
+        found = self._query(f"SELECT id FROM label WHERE key = {_NUMBER} ORDER BY id", space.text)
+        return [*dict.fromkeys([*(sample for (sample,) in found), *held])]
 
-    def read(self, space: Namespace, ids: Sequence[SampleId]) -> list[bytes | None]:
-        """Return records, None where there is none, or a damaged one."""
+    def read(self, space: Namespace, ids: Sequence[SampleId]) -> dict[SampleId, bytes]:
+        """Return the records of those ids that have one, but for damaged ones."""
+        records = self._held(space, ids)
         self.refresh(space)
         if len(self._verified) > _MOST_VERIFIED:
             self._verified.clear()
-        records: dict[SampleId, bytes] = {}
-        for number, sample, checksum, record in self._by_ids("number, id, checksum, record", space, ids):
-            version = number, checksum  # numbers alone may come again
-            if version not in self._verified:
-                if type(record) is not bytes or space.checksum(sample, record) != checksum:
-                    self.damaged.add((space.text, sample))
-                    self._warn(f"labels are damaged, that of sample {sample!r} first", "damaged")
-                    continue
-                self._verified.add(version)
-            records[sample] = record
-        return list(map(records.get, ids))
+        rest = [sample for sample in ids if sample not in records] if records else ids
+        for start in range(0, len(rest), READ_AT_ONCE):
+            part = rest[start : start + READ_AT_ONCE]
+            places = ",".join("?" * len(part))
+            sql = f"SELECT number, id, checksum, record FROM label WHERE key = {_NUMBER} AND id IN ({places})"
+            for number, sample, checksum, record in self._query(sql, space.text, *part):
+                version = number, checksum  # numbers alone may come again
+                if version not in self._verified:
+                    if type(record) is not bytes or space.checksum(sample, record) != checksum:
+                        self.damaged.add((space.text, sample))
+                        again = "a reader and `edl label` ask for them again"
+                        self._warn(f"labels are damaged, that of sample {sample!r} first: {again}", "damaged")
+                        continue
+                    self._verified.add(version)
+                records[sample] = record
+        return records
 
-    def read_all(self, space: Namespace) -> Iterator[tuple[list[SampleId], list[bytes | None]]]:
-        """Yield the ids of all labels and their records, some at a time."""
+    def read_all(self, space: Namespace) -> Iterator[dict[SampleId, bytes]]:
+        """Yield all records, some at a time, but for damaged ones."""
         ids = self.ids(space)
-        for start in range(0, len(ids), _READ_AT_ONCE):
-            part = ids[start : start + _READ_AT_ONCE]
-            yield part, self.read(space, part)
-
-    def data_set(self, space: Namespace) -> str:
-        """Return what `note_data_set` wrote down; empty if nothing is known. From here on `space` is of these data."""
-        found = self._query("SELECT number, coalesce(data_set, '') FROM key WHERE text = ?", space.text)
-        space.number, space.data_set = found[0] if found else (None, "")
-        return space.data_set
-
-    def check_data_set(self, space: Namespace) -> None:
-        """Check that the labels have not been discarded since `data_set` was asked for."""
-        for number, text in self._query("SELECT number, coalesce(data_set, '') FROM key WHERE text = ?", space.text):
-            if space.number not in (None, number):
-                raise ConflictError(self._discarded())
-            space.data_set = text
-
-    def _discarded(self) -> str:
-        return (
-            f"the folder {str(self.path)!r} is another run's now, which labels other data there (with --relabel, or "
-            "before there were labels), so this run's labels were discarded: give each data set a folder of its own"
-        )
-
-    def _by_ids(self, columns: str, space: Namespace, ids: Sequence[SampleId]) -> list[Any]:
-        found: list[Any] = []
-        for start in range(0, len(ids), _IDS_AT_ONCE):
-            part = ids[start : start + _IDS_AT_ONCE]
-            sql = f"SELECT {columns} FROM label WHERE key = {_NUMBER} AND id IN ({','.join('?' * len(part))})"
-            found += self._query(sql, space.text, *part)
-        return found
+        for start in range(0, len(ids), READ_AT_ONCE):
+            yield self.read(space, ids[start : start + READ_AT_ONCE])
 
     def _query(self, sql: str, *values: Any) -> list[Any]:
         try:
-            with self._read_lock:
+            with self._reading.lock:
                 file = self._reading.file()
                 with file.translated():
                     return file.sqlite.execute(sql, values).fetchall()
@@ -290,20 +352,52 @@ class LabelFolder:
             self._warn(f"labels cannot be read now, and are asked for again: {exc}")
             return []
 
-    def _warn(self, words: str, once: str = "") -> None:
-        if (once or words) not in self._said:  # once for each label would fill the log
-            self._said.add(once or words)
-            logger.warning("soft-label cache %s: %s", self.path, words)
+    # Which data the labels are of
 
-    # Writing. All of these raise `TemporaryError` where the folder cannot be written.
+    def data_set(self, space: Namespace) -> str:
+        """Return what `note_data_set` wrote down; empty if nothing is known. From here on `space` is of these data."""
+        space.number, _, space.data_set = self._found_key(space) or (None, None, "")
+        return space.data_set
 
-    def write(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
-        """Add labels; they are on the disk when this returns.
+    def check_data_set(self, space: Namespace) -> None:
+        """Raise `ConflictError` if labels were discarded since `data_set` or `note_data_set`, for other data."""
+        found = self._found_key(space)
+        if found is not None:
+            if space.number not in (None, found[0]):
+                raise ConflictError(self._discarded())
+            space.data_set = found[2]
+
+    def note_data_set(self, space: Namespace, text: str, *, relabel: bool = False) -> None:
+        """Write down which data the labels are of, for a later process to compare.
+
+        With `relabel` also forget the labels, which are of other data. Call it before the first is read.
 
         Raises:
-            SettingsError: labels of another layout are kept under the key.
-            ConflictError: the key's labels were discarded since `space` was made.
+            ConflictError: Another process wrote down other data since `data_set` was asked for.
+            TemporaryError: It could not be written.
         """
+        with self._transaction() as db:
+            number, _, there = self._row_of(db, space)
+            if there != text:
+                if there != space.data_set or space.number not in (None, number):
+                    raise ConflictError(self._discarded())
+                if relabel:
+                    db.execute("DELETE FROM label WHERE key = ?", (number,))
+                    number = secrets.randbits(_NUMBER_BITS)
+                db.execute("UPDATE key SET number = ?, data_set = ? WHERE text = ?", (number, text, space.text))
+        space.number, space.data_set = number, text
+
+    def _discarded(self) -> str:
+        return (
+            f"the folder {str(self.path)!r} is another run's now, which labels other data there (with --relabel, or "
+            "before there were labels), so this run's labels were discarded: give each data set a folder of its own"
+        )
+
+    # Writing. All of these raise `TemporaryError` where the folder cannot be written, `_write` also `ConflictError` if
+    # the key's labels were discarded, and `SettingsError` if they have another layout.
+
+    def _write(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
+        """Add labels; they are on the disk when this returns."""
         part: dict[SampleId, bytes] = {}
         part_nbytes = 0
         for sample, record in records.items():
@@ -321,7 +415,7 @@ class LabelFolder:
             raise SettingsError(f"a label of {largest} bytes is too large for disk_bytes={self.limit_bytes}")
         while True:
             with self._transaction() as db:
-                number = self._number(db, space)
+                number = self._enter_key(db, space)
                 if self.limit_bytes is not None and not self._make_room(db, nbytes, self.limit_bytes, number):
                     continue  # some of the oldest are gone
                 db.executemany("DELETE FROM label WHERE key = ? AND id = ?", [(number, sample) for sample in part])
@@ -333,39 +427,10 @@ class LabelFolder:
                 db.executemany(f"INSERT INTO label ({columns}) VALUES (?, ?, ?, ?, ?, ?)", rows)
                 return
 
-    def note_data_set(self, space: Namespace, text: str, *, relabel: bool) -> None:
-        """Write down which data the labels come from; with `relabel`, forget the labels.
-
-        Raises:
-            ConflictError: another process wrote down other data since `data_set` was asked for.
-        """
-        with self._transaction() as db:
-            db.execute("INSERT OR IGNORE INTO key (number, text) VALUES (?, ?)", (_new_number(space), space.text))
-            found = db.execute("SELECT number, coalesce(data_set, '') FROM key WHERE text = ?", (space.text,))
-            number, there = found.fetchone() or (None, None)
-            if there != text:
-                if there != space.data_set or space.number not in (None, number):
-                    raise ConflictError(self._discarded())
-                if relabel:
-                    db.execute("DELETE FROM label WHERE key = ?", (number,))
-                    number = secrets.randbits(_NUMBER_BITS)
-                db.execute("UPDATE key SET number = ?, data_set = ? WHERE text = ?", (number, text, space.text))
-        space.number, space.data_set = number, text
-
-    def verify(self, space: Namespace) -> None:
-        """Read every label, and forget the damaged ones."""
-        self.damaged -= {found for found in self.damaged if found[0] == space.text}  # they may have been replaced
-        for _ in self.read_all(space):
-            pass
-        bad = [found for found in self.damaged if found[0] == space.text]
-        if bad:
-            with self._transaction() as db:
-                db.executemany(f"DELETE FROM label WHERE key = {_NUMBER} AND id = ?", bad)
-
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Run a transaction that writes, under a bound only with an empty journal."""
-        with self._write_lock:
+        with self._writing.lock:
             try:
                 file = self._writing.file()
             except SettingsError as exc:  # it was fine when the cache was opened, so it may be again
@@ -383,16 +448,11 @@ class LabelFolder:
                 if time.monotonic() > deadline:
                     raise TemporaryError(f"{file}: another process has been reading or writing for {_BUSY_S:g} s")
 
-    def _number(self, db: sqlite3.Connection, space: Namespace) -> int:
+    def _enter_key(self, db: sqlite3.Connection, space: Namespace) -> int:
         """Return the number of a key, with its layout as it is and will be in the database."""
         assert space.layout is not None
-        db.execute(
-            "INSERT OR IGNORE INTO key (number, text, data_set) VALUES (?, ?, ?)",
-            (_new_number(space), space.text, space.data_set),  # also where the folder was deleted meanwhile
-        )
-        found = db.execute("SELECT number, layout FROM key WHERE text = ?", (space.text,)).fetchone()
-        number, text = found or (None, None)
-        if number is None or space.number not in (None, number):
+        number, text, _ = self._row_of(db, space)
+        if space.number not in (None, number):
             raise ConflictError(self._discarded())
         space.number = number
         there = RowLayout.from_json(text) if text is not None else space.layout
@@ -402,7 +462,16 @@ class LabelFolder:
         if text is None or merged != there:
             db.execute("UPDATE key SET layout = ? WHERE number = ?", (merged.to_json(), number))
         space.layout = merged
-        return int(number)
+        return number
+
+    def _row_of(self, db: sqlite3.Connection, space: Namespace) -> tuple[int, str | None, str]:
+        """Return number, layout and data set of a key. It is made if it is missing, as in a folder that was deleted."""
+        new = space.number or secrets.randbits(_NUMBER_BITS), space.text, space.data_set
+        db.execute("INSERT OR IGNORE INTO key (number, text, data_set) VALUES (?, ?, ?)", new)
+        row: tuple[int, str | None, str] | None = db.execute(_KEY, (space.text,)).fetchone()
+        if row is None:  # another key has this number now
+            raise ConflictError(self._discarded())
+        return row
 
     def _make_room(self, db: sqlite3.Connection, nbytes: int, limit_bytes: int, key: int) -> bool:
         """Delete the oldest labels, as many as a transaction may change, and return whether `nbytes` more fit."""
@@ -435,8 +504,11 @@ class LabelFolder:
         return total <= most and total - pages("freelist_count") + wanted <= most
 
 
-def _new_number(space: Namespace) -> int:
-    return space.number if space.number is not None else secrets.randbits(_NUMBER_BITS)
+def folder_path(path: object) -> Path:
+    """Return the path of a folder that is named. An empty name is refused: it would be the current folder."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise SettingsError(f"{path!r} names no folder of labels: pass its path, such as 'labels'")
+    return Path(path)
 
 
 class _Database:
@@ -447,16 +519,15 @@ class _Database:
         self._path = folder / _DATABASE
         self._read_only = read_only
         self._file: SqliteFile | None = None
+        self.lock = threading.RLock()  # reentrant for the same reason as that of the folder
 
     def file(self) -> SqliteFile:
-        """Return the connection.
+        """Return the connection: one that writes if that is possible, otherwise one that reads what is there.
 
-        Raises:
-            SettingsError: The database is not EDL's, or lies where machines share it; or none can be made.
-            TemporaryError: It cannot be opened now.
+        A database that is not open elsewhere can be read anywhere, also where machines share its folder.
         """
         if self._file is not None and self._file.change() == "":
-            self.close()
+            self._replace(None)
         is_writable = self._file is not None and self._file.writable
         if not is_writable and not self._read_only and os.access(self._folder, os.W_OK):
             try:
@@ -477,139 +548,28 @@ class _Database:
         return self._file
 
     def close(self) -> None:
-        """Close it, if it is open."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        """Close it, but not in the middle of a function that uses it."""
+        if not self.lock._is_owned():  # type: ignore[attr-defined]
+            with self.lock:
+                self._replace(None)
 
     def _open(self, mode: str) -> None:
-        file = SqliteFile(str(self._path), _TABLES, _BUSY_S, mode)
-        self.close()
-        self._file = file
+        self._replace(SqliteFile(str(self._path), _TABLES, _BUSY_S, mode))
+
+    def _replace(self, file: SqliteFile | None) -> None:
+        before, self._file = self._file, file
+        if before is not None:
+            before.close()
 
     def _has_wal(self) -> bool:
         return Path(f"{self._path}-wal").exists()
 
 
-class LabelWriter:
-    """Gathers labels and writes them in a background thread, which starts with the first label.
-
-    The cache's lock guards everything here; the cache itself is not held, so that one which is no longer used can go.
-    `lost_rows` counts the labels that could not be written since the last flush.
-    """
-
-    def __init__(self, folder: LabelFolder, lock: threading.Condition, interval_s: float) -> None:
-        self._folder = folder
-        self._lock = lock
-        self._interval_s = interval_s
-        self._batch_nbytes = min(_BATCH_NBYTES, folder.limit_bytes // _PART if folder.limit_bytes else _BATCH_NBYTES)
-        self._waiting: dict[Namespace, dict[SampleId, bytes]] = {}
-        self._writing: dict[Namespace, dict[SampleId, bytes]] = {}
-        self._waiting_nbytes = self._writing_nbytes = 0
-        self._since = 0.0  # when the first of the waiting labels came
-        self._loop: BackgroundLoop | None = None
-        self._urgent = self._closing = self._failing = False
-        self._pid = os.getpid()
-        self.failures = self.lost_rows = 0
-        self.failure = ""
-
-    def put(self, space: Namespace, samples: Sequence[SampleId], records: Sequence[bytes]) -> None:
-        """Take in labels. Waits while too many wait to be written, so that memory stays bounded."""
-        with self._lock:
-            if not self._waiting:
-                self._since = time.monotonic()
-            self._waiting.setdefault(space, {}).update(zip(samples, records, strict=True))
-            self._waiting_nbytes += sum(map(len, records)) + _ROW_NBYTES * len(records)
-            if self._loop is None:
-                _RUNNING.add(self)
-                self._loop = BackgroundLoop("edl-cache", self._step)
-            self._loop.wake()
-            most = _MOST_WAITING * self._batch_nbytes
-            if not self._lock.wait_for(lambda: self._waiting_nbytes + self._writing_nbytes <= most, _STALLED_S):
-                self._fail(sum(map(len, self._waiting.values())), f"nothing has been written for {_STALLED_S:g} s")
-                self._waiting, self._waiting_nbytes = {}, 0
-
-    def held(self, space: Namespace, ids: Iterable[SampleId] | None = None) -> dict[SampleId, bytes]:
-        """Return which of these records, or of all, are on their way to the disk."""
-        found: dict[SampleId, bytes] = {}
-        for records in (self._writing.get(space), self._waiting.get(space)):
-            if records:
-                found.update(records if ids is None else {one: records[one] for one in ids if one in records})
-        return found
-
-    def flush(self, timeout_s: float) -> bool:
-        """Write all labels that came until now; return False if `timeout_s` passed first."""
-        with self._lock:
-            mine = [held for held in (self._waiting, self._writing) if held]
-            self._urgent = bool(self._waiting)
-            if self._loop is not None:
-                self._loop.wake()
-            return self._lock.wait_for(
-                lambda: all(held is not self._waiting and held is not self._writing for held in mine), timeout_s
-            )
-
-    def let_go(self) -> None:
-        """Close from a finalizer, which may run in any thread and in the middle of any function. Waits for no disk."""
-        if self._loop is not None and os.getpid() == self._pid:
-            self._closing = True
-            self._loop.wake()
-
-    def close(self) -> None:
-        """Write what there is, and end the thread. May be called twice. Does nothing in a forked child.
-
-        Called by a signal handler in the middle of a function of this cache it does not wait: the thread writes when
-        that function has ended.
-        """
-        self.let_go()
-        if self._loop is None or os.getpid() != self._pid or self._lock._is_owned():  # type: ignore[attr-defined]
-            return
-        if not self._loop.wait_ended(_STALLED_S):
-            logger.warning("soft-label cache %s: still writing %g s after it was closed", self._folder.path, _STALLED_S)
-
-    def _step(self) -> float | None:
-        """Write what is due, in the thread; return the seconds until the next is, None at the end."""
-        with self._lock:
-            if not self._waiting and self._closing:
-                _RUNNING.discard(self)
-                return None
-            rest_s = self._since + self._interval_s - time.monotonic() if self._waiting else self._interval_s
-            if rest_s > 0 and not (self._urgent or self._closing or self._waiting_nbytes >= self._batch_nbytes):
-                return rest_s
-            self._writing, self._waiting = self._waiting, {}
-            self._writing_nbytes, self._waiting_nbytes = self._waiting_nbytes, 0
-            self._urgent = False
-        for space, records in self._writing.items():
-            try:
-                self._folder.write(space, records)
-            except Exception as exc:  # noqa: BLE001 - those who wait for this thread must not wait for ever
-                with self._lock:
-                    self._fail(len(records), str(exc), None if isinstance(exc, EDLError) else exc)
-            else:
-                self._failing = False
-        with self._lock:
-            self._writing, self._writing_nbytes = {}, 0
-            self._lock.notify_all()
-        return 0.0
-
-    def _fail(self, rows: int, failure: str, exc: Exception | None = None) -> None:
-        if not self._failing or failure != self.failure:
-            logger.warning(
-                "%d rows were not written to the soft-label cache, and will be asked for again: %s",
-                rows,
-                failure,
-                exc_info=exc,
-            )
-        self.failures += 1
-        self.lost_rows += rows
-        self.failure = failure
-        self._failing = True
-
-
-_RUNNING: set[LabelWriter] = set()
+_RUNNING: set[LabelFolder] = set()
 """Those whose threads are to write what they have when the program ends."""
 
 
 @atexit.register
 def _close_running() -> None:
-    for writer in _RUNNING.copy():
-        writer.close()
+    for folder in _RUNNING.copy():
+        folder.close()

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edl.distill.cache.folder import LabelFolder, Namespace
-from edl.distill.cache.key import CacheKey, Ids, SampleId, SequenceIds, as_ids, fingerprints_of
-from edl.distill.cache.records import RowLayout
-from edl.distill.cache.store import check_path
+from edl.distill.cache.folder import LabelFolder, Namespace, folder_path
+from edl.distill.cache.records import CacheKey, Ids, RowLayout, SampleId, SequenceIds, as_ids, fingerprints_of
 from edl.distill.compress import TopK
 from edl.distill.padding import as_token_mask, padded
 from edl.errors import SettingsError, SourceError
 from edl.protocol.tensors import Array
 
 __all__ = ["LabelSet", "load_labels"]
-
-logger = logging.getLogger("edl.distill")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +66,8 @@ class LabelSet:
             SettingsError: some of them lack a label, or have that of another text; or labels are of rows.
             SourceError: a text is a tensor that cannot be read as it is.
         """
-        places = self._checked_places(ids)
-        if inputs is not None:
-            texts = {name: [_array_of(text, f"input {name!r}") for text in texts] for name, texts in inputs.items()}
-            self._check_texts(places, texts)
-        index = [self._rows_at(place) for place in places]
+        texts = {name: [_array_of(text, f"input {name!r}") for text in texts] for name, texts in (inputs or {}).items()}
+        index = self._rows_of_texts(ids, texts if inputs is not None else None)
         return [{name: output[rows] for name, output in self.outputs.items()} for rows in index]
 
     def padded(self, ids: Ids, mask: Any, inputs: Mapping[str, Any] | None = None) -> dict[str, Array | TopK]:
@@ -96,62 +87,53 @@ class LabelSet:
         samples = as_ids(ids)
         if len(kept) != len(samples):
             raise SettingsError(f"a mask {list(kept.shape)} for {len(samples)} ids: expected [sequences, length]")
-        counts = kept.sum(axis=1)
-        places = self._checked_places([sample for sample, count in zip(samples, counts, strict=True) if count])
-        assert self.sequences is not None
-        assert self.sequences.lengths is not None
-        for place, count in zip(places, counts[counts > 0].tolist(), strict=True):
-            labelled = int(self.sequences.lengths[place])
-            if count != labelled:
-                raise SettingsError(
-                    f"sample {self.ids[place]!r} has {count} tokens, and the text that was labelled {labelled}"
-                )
+        texts = None
+        rows = np.flatnonzero(kept.any(axis=1)).tolist()
         if inputs is not None:
             arrays = {name: _array_of(array, f"the batch: input {name!r}") for name, array in inputs.items()}
-            rows = [row for row, count in enumerate(counts) if count]
-            self._check_texts(places, {name: [a[row][kept[row]] for row in rows] for name, a in arrays.items()})
-        index = np.concatenate([self._rows_at(place) for place in places]) if places else np.empty(0, np.intp)
+            texts = {name: [array[row][kept[row]] for row in rows] for name, array in arrays.items()}
+        found = self._rows_of_texts([samples[row] for row in rows], texts)
+        for row, labelled in zip(rows, found, strict=True):
+            if len(labelled) != kept[row].sum():
+                raise SettingsError(
+                    f"sample {samples[row]!r} has {kept[row].sum()} tokens, and the text that was labelled "
+                    f"{len(labelled)}"
+                )
+        index = np.concatenate([np.empty(0, np.intp), *found])
         return {name: padded(output[index], kept) for name, output in self.outputs.items()}
 
-    def _rows_at(self, place: int) -> Array:
-        return np.arange(self._stops[place], self._stops[place + 1])
-
-    def _checked_places(self, ids: Ids) -> list[int]:
-        if self.sequences is None:
-            raise SettingsError("these are labels of rows: read them with rows(ids)")
-        return self._places(ids)
-
-    def _check_texts(self, places: Sequence[int], inputs: Mapping[str, Sequence[Array]]) -> None:
+    def _rows_of_texts(self, ids: Ids, texts: Mapping[str, Sequence[Array]] | None) -> list[Array]:
+        """Return the rows of each of these sequences, after a comparison with their texts, if these are given."""
         sequences = self.sequences
-        assert sequences is not None
-        assert sequences.fingerprints is not None
-        missing = sorted({*sequences.inputs} - {*inputs})
-        if missing:
-            raise SettingsError(
-                f"texts were labelled by their inputs {list(sequences.inputs)}: {missing[0]!r} is missing"
-            )
-        if not places:
-            return
-        columns = {name: inputs[name] for name in sequences.inputs}
-        lengths = np.array([len(part) for part in next(iter(columns.values()))], np.int64)
-        if any([len(part) for part in column] != lengths.tolist() for column in columns.values()):
-            raise SettingsError("the inputs of a sequence have different numbers of tokens")
-        found = fingerprints_of({name: np.concatenate(column) for name, column in columns.items()}, lengths)
-        for place, fingerprint in zip(places, found.tolist(), strict=True):
-            if fingerprint != int(sequences.fingerprints[place]):
+        if sequences is None:
+            raise SettingsError("these are labels of rows: read them with rows(ids)")
+        places = self._places(ids)
+        if texts is not None and places:
+            missing = sorted({*sequences.inputs} - {*texts})
+            if missing:
+                raise SettingsError(
+                    f"texts were labelled by their inputs {list(sequences.inputs)}: {missing[0]!r} is missing"
+                )
+            lengths = {name: [len(part) for part in texts[name]] for name in sequences.inputs}
+            own, *others = lengths.values()
+            if any(other != own for other in others):
+                raise SettingsError("the inputs of a sequence have different numbers of tokens")
+            columns = {name: np.concatenate(texts[name]) for name in sequences.inputs}
+            assert sequences.fingerprints is not None
+            same = fingerprints_of(columns, np.array(own, np.int64)) == sequences.fingerprints[places]
+            for place in np.array(places)[~same][:1]:
                 raise SettingsError(f"sample {self.ids[place]!r} is not the text that was labelled under this id")
+        return [np.arange(self._stops[place], self._stops[place + 1]) for place in places]
 
     def _places(self, ids: Ids) -> list[int]:
-        where = self._where
         samples = as_ids(ids)
-        try:
-            return [where[sample] for sample in samples]
-        except KeyError as exc:
-            missing = sum(sample not in where for sample in samples)
+        missing = [sample for sample in samples if sample not in self._where]
+        if missing:
             raise SettingsError(
-                f"no label for sample {exc.args[0]!r} ({missing} of {len(samples)} are missing): "
+                f"no label for sample {missing[0]!r} ({len(missing)} of {len(samples)} are missing): "
                 "run `edl label` on the whole data set"
-            ) from exc
+            )
+        return [self._where[sample] for sample in samples]
 
     @cached_property
     def _where(self) -> dict[SampleId, int]:
@@ -190,63 +172,53 @@ def load_labels(
         SettingsError: the folders hold nothing, several keys to choose from, or labels that do not fit together.
     """
     paths: list[Any] = [*path] if isinstance(path, Iterable) and not isinstance(path, str) else [path]
-    for part in paths:
-        check_path(part)
-    roots = [Path(part) for part in paths]
-    name = ", ".join(repr(str(root)) for root in roots)
+    roots = [folder_path(part) for part in paths]
     if not roots:
         raise SettingsError("no folder of labels: name at least one")
     for root in roots:
         if not root.is_dir():
             raise SettingsError(f"{str(root)!r} is not a folder: name the one that `edl label --output` wrote to")
-    with contextlib.ExitStack() as stack:
-        folders = [stack.enter_context(contextlib.closing(LabelFolder(root, read_only=True))) for root in roots]
-        if key is None:
-            keys = [key for folder in folders for key in folder.keys()]  # noqa: SIM118 - not a mapping
-            if not keys:
-                _raise_unreadable(folders)
-            key = _only(keys, name)
-        return _labels(key, folders, name)
-
-
-def _labels(key: CacheKey, folders: Sequence[LabelFolder], name: str) -> LabelSet:
+    name = ", ".join(repr(str(root)) for root in roots)
     layout: RowLayout | None = None
     records: dict[SampleId, bytes] = {}
-    first = None
-    for folder in folders:
-        space = Namespace(key)
-        damaged = 0
-        for ids, found in folder.read_all(space):
-            there = {sample: record for sample, record in zip(ids, found, strict=True) if record is not None}
-            records.update(there)
-            damaged += len(ids) - len(there)
-        if space.layout is None:
-            continue
-        merged = space.layout if layout is None else layout.merged(space.layout)
-        if merged is None:
-            raise SettingsError(
-                f"labels in {str(folder.path)!r} are {space.layout}, in {first!r} {layout}: they do not go together"
-            )
-        layout, first = merged, first or str(folder.path)
-        if damaged:
-            logger.warning(
-                "soft-label cache %s: %d labels are damaged; `edl label` asks for them again", folder.path, damaged
-            )
+    with contextlib.ExitStack() as stack:
+        folders = [stack.enter_context(contextlib.closing(LabelFolder(root, read_only=True))) for root in roots]
+        keys = [*dict.fromkeys(key for folder in folders for key in folder.keys())]  # noqa: SIM118 - not a mapping
+        if key is None:
+            if len(keys) > 1:
+                listing = "\n".join(f"  {key}" for key in keys)
+                raise SettingsError(f"{name} has labels of several keys; pass key=, one of\n{listing}")
+            if not keys:
+                raise _none_found(name, folders, "no labels")
+            key = keys[0]
+        for folder in folders:
+            space = Namespace(key)
+            for part in folder.read_all(space):
+                records.update(part)
+            if space.layout is None:
+                continue
+            merged = space.layout if layout is None else layout.merged(space.layout)
+            if merged is None:
+                raise SettingsError(
+                    f"labels in {str(folder.path)!r} are {space.layout}, those of the folders before it {layout}: they "
+                    "do not go together"
+                )
+            layout = merged
     if layout is None or not records:
-        _raise_unreadable(folders)
-        raise SettingsError(f"{name} has no labels of {key}" + (" that are whole" if layout is not None else ""))
+        raise _none_found(name, folders, f"no labels of {key} that are whole")
     ids = sorted(records, key=lambda sample: (isinstance(sample, str), sample))
-    arrays, lengths, prints = layout.unpack([records.pop(sample) for sample in ids])
+    packed = [records[sample] for sample in ids]
     sequences = None
     if layout.sequence_inputs is not None:
-        sequences = SequenceIds(ids, lengths, prints, layout.sequence_inputs)
-    return LabelSet(key, tuple(ids), layout.restore(arrays), sequences)
+        lengths, prints = zip(*map(layout.head_of, packed), strict=True)
+        fingerprints = np.frombuffer(b"".join(prints), "<u8").astype(np.uint64)
+        sequences = SequenceIds(ids, np.array(lengths, np.int64), fingerprints, layout.sequence_inputs)
+    return LabelSet(key, tuple(ids), layout.restore(layout.unpack(packed)), sequences)
 
 
-def _raise_unreadable(folders: Sequence[LabelFolder]) -> None:
-    for folder in folders:
-        if folder.unreadable:
-            raise SettingsError(f"labels in {str(folder.path)!r} cannot be read: {folder.unreadable}")
+def _none_found(name: str, folders: Iterable[LabelFolder], what: str) -> SettingsError:
+    why = next((f"; they cannot be read: {folder.unreadable}" for folder in folders if folder.unreadable), "")
+    return SettingsError(f"{name} has {what}: `edl label --output` writes some{why}")
 
 
 def _array_of(value: Any, what: str) -> Array:
@@ -254,13 +226,3 @@ def _array_of(value: Any, what: str) -> Array:
         return np.asarray(value)
     except (RuntimeError, TypeError, ValueError) as exc:  # a tensor that requires grad, lies on a GPU, is sparse, ...
         raise SourceError(f"{what}: cannot be made an array: {exc}") from exc
-
-
-def _only(found: list[CacheKey], name: str) -> CacheKey:
-    keys = [*dict.fromkeys(found)]
-    if len(keys) == 1:
-        return keys[0]
-    if not keys:
-        raise SettingsError(f"{name} has no labels: `edl label --output` writes some")
-    listing = "\n".join(f"  {key}" for key in keys)
-    raise SettingsError(f"{name} has labels of several keys; pass key=, one of\n{listing}")

@@ -1,7 +1,13 @@
 """`SoftLabelCache`: soft labels by key and sample id, in memory and on disk. `CacheView`: those of a key.
 
-`put` packs outputs into records, keeps them in memory as far as there is room, and hands them to the folder's writer.
-`get` looks into memory, then among the records on their way to the disk, then into the folder.
+`put` packs outputs into records, hands them to the folder, and keeps them in memory as far as there is room. `get`
+looks into memory, then into the folder.
+
+A training loop is the worst case for a memory that drops the least recently used row: an epoch uses every row once, so
+each is gone just before it is wanted again. So `MemoryTier` lets new rows into a full memory rarely: those that are
+there stay and are found again, and yet a working set that changes is followed. (Qureshi et al., "Adaptive Insertion
+Policies for High Performance Caching", ISCA 2007: bimodal insertion.) Rows of a key that is no longer used, such as
+those of an older teacher, make room at once.
 """
 
 from __future__ import annotations
@@ -11,28 +17,46 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from edl.distill.cache.folder import LabelFolder, LabelWriter, Namespace
-from edl.distill.cache.key import UNKNOWN, CacheKey, Head, Ids, RowIds, SampleId, SequenceIds, as_ids
-from edl.distill.cache.memory import MemoryTier
-from edl.distill.cache.records import Found, Outputs, RowLayout, flatten
+from edl.distill.cache.folder import READ_AT_ONCE, LabelFolder, Namespace
+from edl.distill.cache.records import (
+    UNKNOWN,
+    CacheKey,
+    Found,
+    Head,
+    Ids,
+    Outputs,
+    RowIds,
+    RowLayout,
+    SampleId,
+    SequenceIds,
+    as_ids,
+    flatten,
+)
 from edl.distill.compress import ClampWarnings, TopK
-from edl.errors import ClosedError, SettingsError, TemporaryError
+from edl.errors import ClosedError, SettingsError
 from edl.protocol.tensors import Array
+from edl.settings import is_above_zero
 
 __all__ = ["CacheStats", "CacheView", "SoftLabelCache"]
 
 logger = logging.getLogger("edl.distill")
 
-_LEAST_DISK_BYTES = 1 << 20
+_LEAST_BYTES = 1 << 20
 """The smallest bound on disk: the tables alone take tens of KB, and a quarter is kept free for the journal."""
+ROW_OVERHEAD = 256
+"""Bytes that a row takes in memory besides its record: the objects around it and its place in the dictionary."""
+ADMIT_ONE_IN = 32
+"""How rarely a row is let into a full memory; the paper's 1/32. With 1 the oldest row would go each time."""
+IDLE_AFTER_CALLS = 1024
+"""Calls after which a key's rows make room: several epochs of other keys, so that an ensemble's are kept."""
 
 
 @dataclass(frozen=True)
@@ -101,32 +125,24 @@ class SoftLabelCache:
         store_dtype: Literal["float16"] | None = None,
         flush_interval_s: float = 10.0,
     ) -> None:
-        numbers = {"memory_bytes": memory_bytes, "flush_interval_s": flush_interval_s}
-        if disk_bytes is not None:
-            numbers["disk_bytes"] = disk_bytes
-        for name, value in numbers.items():
-            if not isinstance(value, Real):
-                raise SettingsError(f"{name}={value!r}: must be a number")
-        if memory_bytes < 0:
-            raise SettingsError(f"memory_bytes={memory_bytes}: must be 0 or more")
-        if path is not None:
-            check_path(path)
-        if disk_bytes is not None and (path is None or disk_bytes < _LEAST_DISK_BYTES):
-            raise SettingsError(f"disk_bytes={disk_bytes}: must be at least {_LEAST_DISK_BYTES}, together with a path")
+        if not is_above_zero(memory_bytes) and memory_bytes != 0:
+            raise SettingsError(f"memory_bytes={memory_bytes!r}: must be a number of at least 0")
+        is_bound = disk_bytes is not None and is_above_zero(disk_bytes) and disk_bytes >= _LEAST_BYTES
+        if disk_bytes is not None and (path is None or not is_bound):
+            raise SettingsError(f"disk_bytes={disk_bytes!r}: must be at least {_LEAST_BYTES}, together with a path")
         if store_dtype not in (None, "float16"):
             raise SettingsError(f"store_dtype={store_dtype!r}: must be 'float16', or None to keep what teachers give")
-        if not 0 < flush_interval_s < float("inf"):
-            raise SettingsError(f"flush_interval_s={flush_interval_s}: must be a finite number above 0")
+        if not is_above_zero(flush_interval_s) or flush_interval_s == float("inf"):
+            raise SettingsError(f"flush_interval_s={flush_interval_s!r}: must be a finite number above 0")
         self.store_dtype = store_dtype
         self._pid = os.getpid()
         self._closed = False
-        self.lock = threading.Condition()
+        self.lock = threading.RLock()
         self.memory = MemoryTier(memory_bytes)
         self._views: dict[CacheKey, CacheView] = {}
-        self.folder = LabelFolder(Path(path), disk_bytes) if path is not None else None
-        self.writer = LabelWriter(self.folder, self.lock, flush_interval_s) if self.folder is not None else None
-        if self.writer is not None:
-            weakref.finalize(self, self.writer.let_go).atexit = False  # the writer sees to that
+        self.folder = LabelFolder(path, disk_bytes, flush_interval_s) if path is not None else None
+        if self.folder is not None:
+            weakref.finalize(self, self.folder.let_go).atexit = False  # the folder sees to that
 
     @property
     def path(self) -> Path | None:
@@ -144,10 +160,9 @@ class SoftLabelCache:
 
     def _view(self, key: CacheKey) -> CacheView:
         with self.lock:
-            view = self._views.get(key)
-            if view is None:
-                view = self._views[key] = CacheView(key, self)
-        return view
+            if key not in self._views:
+                self._views[key] = CacheView(key, self)
+            return self._views[key]
 
     def add_folder(self, path: str | os.PathLike[str]) -> None:
         """Copy the labels of another folder, such as another machine's, into this cache.
@@ -159,38 +174,36 @@ class SoftLabelCache:
             SettingsError: the folder cannot be read, or its labels do not fit those that are here.
         """
         self.check()
-        with contextlib.closing(LabelFolder(Path(path), read_only=True)) as other:
+        with contextlib.closing(LabelFolder(path, read_only=True)) as other:
             for key in other.keys():  # noqa: SIM118 - not a mapping
                 space = Namespace(key)
-                for ids, records in other.read_all(space):
-                    there = {sample: record for sample, record in zip(ids, records, strict=True) if record is not None}
-                    if there and space.layout is not None:
-                        self._view(key).keep(space.layout, [*there], [*there.values()])
+                for records in other.read_all(space):
+                    if space.layout is not None:
+                        self._view(key)._keep(space.layout, records)
 
     def keys(self) -> list[CacheKey]:
         """Return the keys that there are rows for: in the folder, and in memory."""
         self.check()
         found = dict.fromkeys(self.folder.keys() if self.folder is not None else ())
         with self.lock:
-            views = list(self._views.items())
-        found.update(dict.fromkeys(key for key, view in views if key not in found and view.ids()))
-        return list(found)
+            views = list(self._views.values())
+        return [*found, *(view.key for view in views if view.key not in found and view.ids())]
 
     def stats(self) -> CacheStats:
         """Return what has been done so far; may be called from any thread."""
-        folder, writer = self.folder, self.writer
+        folder = self.folder
         with self.lock:
             views = list(self._views.values())
         return CacheStats(
             hits=sum(view.hits for view in views),
             misses=sum(view.misses for view in views),
-            memory_rows=len(self.memory),
+            memory_rows=len(self.memory.records),
             memory_bytes=self.memory.nbytes,
-            disk_rows=sum(len(view.disk_ids()) for view in views),
+            disk_rows=sum(len(folder.ids(view.space)) for view in views) if folder is not None else 0,
             disk_bytes=folder.nbytes() if folder is not None else 0,
             evicted_rows=self.memory.evicted,
             evicted_disk_rows=folder.evicted if folder is not None else 0,
-            failed_writes=writer.failures if writer is not None else 0,
+            failed_writes=folder.failures if folder is not None else 0,
             damaged_rows=len(folder.damaged) if folder is not None else 0,
         )
 
@@ -204,25 +217,19 @@ class SoftLabelCache:
             TemporaryError: rows could not be written now or since the last flush, or not within `timeout_s`.
         """
         self.check()
-        if self.writer is None:
-            return
-        if not self.writer.flush(timeout_s):
-            raise TemporaryError(f"soft-label cache {self.path}: not written within {timeout_s:g} s")
-        with self.lock:
-            lost, self.writer.lost_rows = self.writer.lost_rows, 0
-        if lost:
-            raise TemporaryError(f"{lost} rows could not be written: {self.writer.failure}")
+        if self.folder is not None:
+            self.folder.flush(timeout_s)
 
     def close(self) -> None:
         """Write what is left, and release everything. A row that cannot be written is logged. May be called twice."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        if self.writer is not None and self.folder is not None:
-            self.writer.close()
+        if self.folder is not None:
             self.folder.close()
         with self.lock:
-            self.memory.clear()
+            self.memory.records.clear()
+            self.memory.nbytes = 0
 
     def __enter__(self) -> SoftLabelCache:
         return self
@@ -234,7 +241,7 @@ class SoftLabelCache:
         """Check that the cache can be used.
 
         Raises:
-            ClosedError: it is closed, or belongs to the process that forked this.
+            ClosedError: it is closed, or belongs to the process that forked this one.
         """
         if os.getpid() != self._pid:
             raise ClosedError("this soft-label cache belongs to the process that forked this one: open another")
@@ -261,11 +268,10 @@ class CacheView:
     def __init__(self, key: CacheKey, cache: SoftLabelCache) -> None:
         self.key = key
         self.hits = self.misses = 0
+        self.space = Namespace(key)
+        self.folder = cache.folder
         self._cache = cache
-        self._memory = cache.memory.rows()
-        self._space = Namespace(key)
-        if cache.folder is not None:
-            cache.folder.refresh(self._space)
+        self._puts = 0
         where = f"soft-label cache {cache.path or 'in memory'}, model {key.model!r}"
         self._clamped = ClampWarnings(where, "leave store_dtype='float16' out of SoftLabelCache, under another path")
         self._warned = False
@@ -273,7 +279,9 @@ class CacheView:
     @property
     def layout(self) -> RowLayout | None:
         """Columns of the records; None before there are any."""
-        return self._space.layout
+        if self.folder is not None:
+            self.folder.refresh(self.space)
+        return self.space.layout
 
     def get(self, ids: Ids | SequenceIds) -> Found:
         """Look rows or sequences up.
@@ -291,22 +299,21 @@ class CacheView:
         sequences, samples = _split(ids)
         self._check_kind(sequences)
         records = self._records(samples, sequences.heads if sequences is not None else None)
+        self._check_kind(sequences)  # of labels that were found just now
         if isinstance(ids, RowIds):
             self._compare_inputs(ids, records)
-        self._check_kind(sequences)  # of labels that were found just now
-        mask = np.fromiter((record is not None for record in records), np.bool_, len(records))
+        there = [record for record in records if record is not None]
+        mask = np.array([record is not None for record in records], np.bool_)
         with self._cache.lock:
-            self.hits += int(mask.sum())
-            self.misses += int((~mask).sum())
+            self.hits += len(there)
+            self.misses += len(records) - len(there)
         layout = self.layout
         lengths = sequences.lengths if sequences is not None else None
         if sequences is not None and lengths is None:
             rows = [0 if record is None or layout is None else layout.rows_of(record) for record in records]
             lengths = np.array(rows, np.int64)
-        there = [record for record in records if record is not None]
-        if not there or layout is None:
-            return Found(mask, {}, lengths)
-        return Found(mask, layout.restore(layout.unpack(there)[0]), lengths)
+        outputs = layout.restore(layout.unpack(there)) if there and layout is not None else {}
+        return Found(mask, outputs, lengths)
 
     def put(self, ids: Ids | SequenceIds, outputs: Outputs) -> None:
         """Keep rows or sequences. If an id comes again, the last one counts.
@@ -323,13 +330,13 @@ class CacheView:
         """
         self._cache.check()
         sequences, samples = _split(ids)
-        if sequences is not None:
-            if sequences.heads is None or not all(rows for rows, _ in sequences.heads):
-                raise SettingsError("sequences are kept with their lengths, of at least one token, and fingerprints")
-            heads = sequences.heads
-        else:
+        if sequences is None:
             prints = ids.fingerprints if isinstance(ids, RowIds) else {}
             heads = [(1, prints.get(sample, UNKNOWN)) for sample in samples]
+        elif sequences.heads is not None and all(rows for rows, _ in sequences.heads):
+            heads = sequences.heads
+        else:
+            raise SettingsError("sequences are kept with their lengths, of at least one token, and fingerprints")
         if sorted(outputs) != sorted(self.key.outputs):
             raise SettingsError(f"outputs {sorted(outputs)}: the cache's key names {sorted(self.key.outputs)}")
         half = self._cache.store_dtype == "float16"
@@ -338,22 +345,13 @@ class CacheView:
         arrays, layout = flatten(outputs, sum(rows for rows, _ in heads), half=half)
         if sequences is not None:
             layout = replace(layout, sequence_inputs=sequences.inputs)
-        self.keep(layout, samples, layout.pack(arrays, heads))
+        self._keep(layout, dict(zip(samples, layout.pack(arrays, heads), strict=True)))
 
-    def keep(self, layout: RowLayout, samples: Sequence[SampleId], records: Sequence[bytes]) -> None:
-        """Keep records that are packed already, such as those of another folder.
-
-        Args:
-            layout: Columns of the records.
-            samples: The ids.
-            records: A record for each id.
-
-        Raises:
-            SettingsError: they have another layout than records kept before.
-        """
-        cache, space = self._cache, self._space
-        if cache.folder is not None and space.layout is None:
-            cache.folder.refresh(space)
+    def _keep(self, layout: RowLayout, records: Mapping[SampleId, bytes]) -> None:
+        """Keep records that are packed already, such as those of another folder."""
+        cache, space = self._cache, self.space
+        if self.folder is not None:
+            self.folder.refresh(space)
         with cache.lock:
             merged = layout if space.layout is None else space.layout.merged(layout)
             if merged is None:
@@ -362,12 +360,14 @@ class CacheView:
                     f"soft labels do not fit the cache: rows are {layout}, before them {space.layout}: {remedy}"
                 )
             space.layout = merged
-            cache.memory.put(self._memory, samples, records)
-        if cache.writer is not None and samples:
-            cache.writer.put(space, samples, records)
+        if self.folder is not None and records:
+            self.folder.put(space, records)
+        with cache.lock:
+            self._puts += 1
+            cache.memory.put(space, records)
 
     def contains(self, ids: Ids | SequenceIds) -> Array:
-        """Return which ids there are rows for, bool [ids]; without reading them.
+        """Return which ids there are rows for, bool [ids].
 
         Args:
             ids: Ids of rows, a sequence or an integer array; or those of sequences, which count if they are the same
@@ -375,132 +375,63 @@ class CacheView:
         """
         self._cache.check()
         sequences, samples = _split(ids)
-        known = self._cache.folder.known(self._space, samples) if self._cache.folder is not None else {}
-        layout = self.layout
-        with self._cache.lock:
-            held = self._held(samples)
-        if layout is not None:
-            known.update({sample: layout.head_of(held[sample]) for sample in samples if sample in held})
-        if sequences is None or sequences.heads is None or layout is None or layout.sequence_inputs is None:
-            return np.fromiter((sample in known for sample in samples), np.bool_, len(samples))
-        same = (known.get(sample) == head for sample, head in zip(samples, sequences.heads, strict=True))
-        return np.fromiter(same, np.bool_, len(samples))
-
-    @property
-    def data_set(self) -> str:
-        """What `note_data_set` wrote down; empty if nothing is known, and without a folder.
-
-        From now on the view writes labels only until another process notes other data with `relabel`.
-        """
-        self._cache.check()
-        return self._cache.folder.data_set(self._space) if self._cache.folder is not None else ""
-
-    def note_data_set(self, text: str, *, relabel: bool = False) -> None:
-        """Write down which data the labels are of, for a later process to compare.
-
-        Args:
-            text: Tells one data set from another, such as a checksum.
-            relabel: Also forget the labels on disk, which are of other data. Call it before the first `get`.
-
-        Raises:
-            ConflictError: another process noted other data since `data_set` was read.
-            TemporaryError: it could not be written.
-        """
-        self._cache.check()
-        if self._cache.folder is not None:
-            self._cache.folder.note_data_set(self._space, text, relabel=relabel)
-
-    def check_data_set(self) -> None:
-        """Check that the labels are still those of the data that `data_set` or `note_data_set` told.
-
-        Raises:
-            ConflictError: another process noted other data with `relabel`.
-        """
-        self._cache.check()
-        if self._cache.folder is not None:
-            self._cache.folder.check_data_set(self._space)
-
-    def verify(self) -> None:
-        """Read all rows on disk and forget damaged rows, so that `contains` and `ids` can be relied on.
-
-        Raises:
-            TemporaryError: the folder cannot be written.
-        """
-        self._cache.check()
-        if self._cache.folder is not None:
-            self._cache.folder.verify(self._space)
+        heads = sequences.heads if sequences is not None else None
+        found = []
+        for start in range(0, len(samples), READ_AT_ONCE):
+            part = slice(start, start + READ_AT_ONCE)
+            records = self._records(samples[part], heads[part] if heads is not None else None)
+            found += [record is not None for record in records]
+        return np.array(found, np.bool_)
 
     def ids(self) -> list[SampleId]:
         """Return all ids that there are rows for."""
         self._cache.check()
-        found = self.disk_ids()
+        on_disk = self.folder.ids(self.space) if self.folder is not None else []
         with self._cache.lock:
-            return list(found | dict.fromkeys(self._memory.records))
-
-    def disk_ids(self) -> dict[SampleId, None]:
-        """Return the ids of rows on disk, and of those on their way there."""
-        folder, writer = self._cache.folder, self._cache.writer
-        if folder is None or writer is None:
-            return {}
-        with self._cache.lock:
-            held = writer.held(self._space)  # first, since a row goes from there to the disk
-        return dict.fromkeys([*folder.ids(self._space), *held])
+            return [*dict.fromkeys(on_disk + self._cache.memory.ids(self.space))]
 
     def _check_kind(self, sequences: SequenceIds | None) -> None:
-        """Check that labels are of sequences if, and only if, those are wanted."""
-        layout = self.layout
-        if layout is None:
+        """Check that labels are of sequences if, and only if, those are looked up, and of the same inputs."""
+        if self.layout is None:
             return
-        if (sequences is None) == (layout.sequence_inputs is None):
-            if sequences is None or sequences.heads is None or sequences.inputs == layout.sequence_inputs:
-                return
-            raise SettingsError(
-                f"labels of sequences were kept for inputs {list(layout.sequence_inputs or ())}, and are looked up for "
-                f"{list(sequences.inputs)}: name the same inputs, or use another `dataset` tag"
-            )
-        kept, wanted = ("rows", "sequences") if sequences is not None else ("sequences", "rows")
+        kept, wanted = self.layout.sequence_inputs, None if sequences is None else sequences.inputs
+        if kept == wanted or (kept is not None and sequences is not None and sequences.heads is None):
+            return
         raise SettingsError(
-            f"the cache's labels of model {self.key.model!r} are of {kept}, and {wanted} are looked up: read them as "
-            "they were labelled (sequences with set_sequence_generator, or distill with tokens=), or use another "
-            "`dataset` tag"
+            f"the cache's labels of model {self.key.model!r} are of {_kind(kept)}, and {_kind(wanted)} are looked up: "
+            "read them as they were labelled (sequences with set_sequence_generator, or distill with tokens=, and by "
+            "the same inputs), or use another `dataset` tag"
         )
-
-    def _held(self, samples: Sequence[SampleId]) -> dict[SampleId, bytes]:
-        """Return the records that are in memory, be it on their way to disk."""
-        writer, records = self._cache.writer, self._memory.records
-        found = writer.held(self._space, samples) if writer is not None else {}
-        return found | {sample: records[sample] for sample in samples if sample in records}
 
     def _records(self, samples: list[SampleId], heads: list[Head] | None) -> list[bytes | None]:
         """Return the records, None where there is none, or that of another text."""
         cache = self._cache
         with cache.lock:
-            records = cache.memory.get(self._memory, samples)
-            if cache.writer is not None and (held := cache.writer.held(self._space, samples)):
-                records = [record or held.get(sample) for sample, record in zip(samples, records, strict=True)]
+            records = cache.memory.get(self.space, samples)
+            puts = self._puts
 
-        def is_right(at: int, record: bytes) -> bool:
-            layout = self.layout
-            if heads is None or layout is None or layout.sequence_inputs is None:
-                return True
-            return layout.head_of(record) == heads[at]
+        def is_of_other_text(at: int) -> bool:
+            record, layout = records[at], self.layout
+            if heads is None or record is None or layout is None or layout.sequence_inputs is None:
+                return False
+            return layout.head_of(record) != heads[at]
 
         # One of another text in memory is looked up too: another process may have labelled the text as it is now.
-        wrong = [at for at, record in enumerate(records) if record is None or not is_right(at, record)]
-        if wrong and cache.folder is not None:
+        wrong = [at for at, record in enumerate(records) if record is None or is_of_other_text(at)]
+        if wrong and self.folder is not None:
             # Without the lock, so that `put` does not wait for the disk.
-            read = cache.folder.read(self._space, [samples[at] for at in wrong])
+            read = self.folder.read(self.space, [samples[at] for at in wrong])
+            for at in wrong:
+                records[at] = read.get(samples[at], records[at])
             with cache.lock:
-                for at, record in zip(wrong, read, strict=True):
-                    if record is None:
-                        continue
-                    sample = samples[at]
-                    if cache.memory.limit_bytes and self._held([sample]).get(sample) is records[at]:  # none is newer
-                        cache.memory.put(self._memory, [sample], [record])
-                    records[at] = record
+                if cache.memory.limit_bytes and self._puts == puts:  # otherwise newer ones may be in memory
+                    cache.memory.put(self.space, read)
         for at in wrong:
-            if heads is not None and (record := records[at]) is not None and not is_right(at, record):
-                self._warn_of_other_text(samples[at], heads[at][0], record)
+            if heads is not None and is_of_other_text(at):
+                self._warn(
+                    f"sample {samples[at]!r} is another text than the one whose label is kept under this id: this "
+                    "label, and those of other samples like it, are not used"
+                )
                 records[at] = None
         return records
 
@@ -511,39 +442,88 @@ class CacheView:
         """
         for sample, record in zip(ids, records, strict=True):
             head = record[: len(UNKNOWN)] if record is not None else UNKNOWN
-            if not self._warned and head != UNKNOWN and ids.fingerprints.get(sample, head) != head:
-                self._warned = True
-                logger.warning(
-                    "soft-label cache %s: the inputs of sample %r are not those that its label was kept for. If the "
-                    "data set has changed, or is augmented at random, labels of other inputs are used: name another "
-                    "`dataset` tag, or have ids say which augmentation it is",
-                    self._cache.path or "in memory",
-                    sample,
+            if head != UNKNOWN and ids.fingerprints.get(sample, head) != head:
+                self._warn(
+                    f"the inputs of sample {sample!r} are not those that its label was kept for. If the data set has "
+                    "changed, or is augmented at random, labels of other inputs are used: name another `dataset` tag, "
+                    "or have ids say which augmentation it is"
                 )
 
-    def _warn_of_other_text(self, sample: SampleId, rows: int, record: bytes) -> None:
-        if self._warned or self.layout is None:
-            return
-        self._warned = True
-        logger.warning(
-            "soft-label cache: sample %r has %d tokens, and the text whose label is kept under this id had %d, "
-            "or other ones: this label, and those of other samples like it, are not used",
-            sample,
-            rows,
-            self.layout.rows_of(record),
-        )
+    def _warn(self, words: str) -> None:
+        if not self._warned:  # once for each sample would fill the log
+            self._warned = True
+            logger.warning("soft-label cache %s: %s", self._cache.path or "in memory", words)
 
 
-def check_path(path: object) -> None:
-    """Check that a folder is named.
-
-    Raises:
-        SettingsError: It is something else, or empty, which would be the current folder.
-    """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise SettingsError(f"{path!r} names no folder of labels: pass its path, such as 'labels'")
+def _kind(inputs: Sequence[str] | None) -> str:
+    return "rows" if inputs is None else f"sequences with the inputs {list(inputs)}"
 
 
 def _split(ids: Ids | SequenceIds) -> tuple[SequenceIds | None, list[SampleId]]:
     """Return the sequences, if these are any, and plain ids."""
     return (ids, as_ids(ids.ids)) if isinstance(ids, SequenceIds) else (None, as_ids(ids))
+
+
+class MemoryTier:
+    """Records of all keys, in `limit_bytes` together, bookkeeping included. Counts the rows `evicted` to make room.
+
+    Not thread-safe: the cache's lock guards it.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.nbytes = self.evicted = 0
+        self.records: OrderedDict[tuple[Namespace, SampleId], bytes] = OrderedDict()  # the least recently used first
+        self._calls = self._turned_away = 0
+        self._used_at: dict[Namespace, int] = {}
+
+    def ids(self, space: Namespace) -> list[SampleId]:
+        """Return the ids of a key's records."""
+        return [sample for owner, sample in self.records if owner is space]
+
+    def get(self, space: Namespace, ids: Sequence[SampleId]) -> list[bytes | None]:
+        """Return the records of `ids`, None where there is none; rows found become the most recently used."""
+        self._use(space)
+        found = [self.records.get((space, sample)) for sample in ids]
+        for sample, record in zip(ids, found, strict=True):
+            if record is not None:
+                self.records.move_to_end((space, sample))
+        return found
+
+    def put(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
+        """Keep what there is room for, and what takes the place of an older record of the same id."""
+        self._use(space)
+        for sample, record in records.items():
+            is_known = (space, sample) in self.records
+            if is_known:
+                self._discard(space, sample)
+            size = _size(sample, record)
+            if self._make_room(size, sure=is_known):
+                self.records[space, sample] = record
+                self.nbytes += size
+
+    def _use(self, space: Namespace) -> None:
+        self._calls += 1
+        self._used_at[space] = self._calls
+
+    def _discard(self, space: Namespace, sample: SampleId) -> None:
+        self.nbytes -= _size(sample, self.records.pop((space, sample)))
+
+    def _make_room(self, size: int, *, sure: bool) -> bool:
+        """Evict until a record of this size fits; return whether it may stay."""
+        if size > self.limit_bytes:
+            return False
+        while self.nbytes + size > self.limit_bytes:
+            space, sample = next(iter(self.records))
+            if not sure and self._calls - self._used_at[space] <= IDLE_AFTER_CALLS:
+                self._turned_away += 1
+                if self._turned_away % ADMIT_ONE_IN:
+                    return False
+                sure = True
+            self._discard(space, sample)
+            self.evicted += 1
+        return True
+
+
+def _size(sample: SampleId, record: bytes) -> int:
+    return len(record) + ROW_OVERHEAD + (len(sample) if isinstance(sample, str) else 0)

@@ -26,6 +26,7 @@ import numpy as np
 
 from edl.datasets.rows import Batch, IndexedData, LabelDataset, SampleId
 from edl.distill.cache import CacheView
+from edl.distill.cache.folder import LabelFolder, Namespace
 from edl.errors import ConflictError
 from edl.protocol.tensors import Array
 
@@ -167,7 +168,8 @@ class DataGuard:
         """
         if self.data.sequences:
             return
-        text, here = view.data_set, self.fingerprint
+        folder, space = _on_disk(view)
+        text, here = folder.data_set(space), self.fingerprint
         try:
             there = DataFingerprint.from_json(text) if text else here
         except ValueError:
@@ -178,13 +180,13 @@ class DataGuard:
             problem = "they changed while they were labelled, and it may have labels of both versions"
         else:
             problem = "; ".join(here.differences(there, "where they were labelled"))
-        if problem and not relabel and view.disk_ids():
+        if problem and not relabel and folder.ids(space):
             raise ConflictError(
                 f"the folder has labels of other data: {problem}. Name another folder or --dataset, or pass --relabel "
                 "to have all rows labelled again"
             )
         if problem or text != self.fingerprint.to_json():
-            view.note_data_set(self.fingerprint.to_json(), relabel=bool(problem))
+            folder.note_data_set(space, self.fingerprint.to_json(), relabel=bool(problem))
 
     def check_unchanged(self, view: CacheView, *, in_job: bool, at_end: bool = False) -> None:
         """Check that the data and the folder's are those of the start of this run; mark a folder of two versions.
@@ -196,7 +198,8 @@ class DataGuard:
             ConflictError: The data have changed, or another run took the folder for other data. For changed sequences
                 it is raised only at the end, because their labels are right.
         """
-        view.check_data_set()
+        folder, space = _on_disk(view)
+        folder.check_data_set(space)
         sequences = self.data.sequences
         if sequences and not at_end:
             return
@@ -209,7 +212,7 @@ class DataGuard:
             again = "Run it again under another --job name" if in_job else "Run the command again"
             remedy = f"{again}: it labels the sequences that have changed"
         else:
-            view.note_data_set(replace(self.fingerprint, rows_checksum=_MIXED).to_json(), relabel=False)
+            folder.note_data_set(space, replace(self.fingerprint, rows_checksum=_MIXED).to_json())
             remedy = "This folder may have labels of both versions: " + (
                 "delete it, and run under another --job name"
                 if in_job
@@ -224,6 +227,11 @@ class DataGuard:
         there = DataFingerprint.from_json(noted)
         # Where data grew at their end, before or after, the same rows have the same labels.
         return there.rows != self.fingerprint.rows or not self.fingerprint.differences(there, "there")
+
+
+def _on_disk(view: CacheView) -> tuple[LabelFolder, Namespace]:
+    assert view.folder is not None  # labels are for later
+    return view.folder, view.space
 
 
 def _none_known(ids: list[SampleId], _: object) -> Array:

@@ -122,6 +122,8 @@ class Labeller:
         self._guard = guard
         self._data = guard.data
         self._cache = cache
+        assert cache.folder is not None
+        self._folder = cache.folder
         policy = replace(plan.options.policy, open_max_s=min(plan.options.policy.open_max_s, _LONGEST_PAUSE_S))
         self._plan = replace(plan, options=replace(plan.options, policy=policy))
         self._session = session_of(self._plan, cache)
@@ -154,7 +156,6 @@ class Labeller:
             ConflictError: The data changed during the run.
             EDLError: Teachers refuse a row or are away for too long, or a sample or label cannot be read or written.
         """
-        self._view.verify()
         self._begin(tell)
         try:
             for number in range(PASSES):
@@ -174,8 +175,7 @@ class Labeller:
         return self._progress(self._data.rows)
 
     def _why_lost(self) -> str:
-        writer = self._cache.writer
-        return (writer is not None and writer.failure) or _LOST_LABELS
+        return self._folder.failure or _LOST_LABELS
 
     def close(self) -> None:
         """Close the connections. May be called twice."""

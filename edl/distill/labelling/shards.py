@@ -55,10 +55,6 @@ _BUSY_SHARE = 0.05
 """Share of the time that commits may take on a slow disk: meanwhile no answers are taken, and teachers may wait."""
 _MOST_SKIPPED = 64
 """Labelled shards to take in a row before they are reported: a folder may have the labels of a whole job."""
-_LOOKED_UP_AT_ONCE = 1024
-"""Rows read from disk at a time to check their labels: memory stays bounded for wide rows."""
-_SEQUENCES_AT_ONCE = 64
-"""As above for sequences, each of which has labels of hundreds of tokens."""
 _FEW_ROWS = 8
 """A shard with at most this many rows left, and others labelled, is tried row by row: mostly it failed before."""
 _MOST_BAD = 8
@@ -212,8 +208,8 @@ class ShardLabeller(Labeller):
             self._session.labeller.prepare_epoch()
             self._cache.flush()
         unkept = 0
-        looked_up = [self._data.unknown(self._is_kept, shard.start, shard.stop) for shard in shards]
-        self._view.check_data_set()  # these are labels of other data if another run took the folder
+        looked_up = [self._data.unknown(self._is_known, shard.start, shard.stop) for shard in shards]
+        self._folder.check_data_set(self._view.space)  # these are labels of other data if another run took the folder
         for shard, lost in zip(shards, looked_up, strict=True):
             if len(lost):
                 self._passes[shard] += 1
@@ -344,15 +340,9 @@ class ShardLabeller(Labeller):
 
     def _unknown(self, shard: RowShard) -> Array:
         """Return the positions of the shard's rows that have no label, or a damaged one."""
-        return self._data.unknown(self._is_whole, shard.start, shard.stop)
+        return self._data.unknown(self._is_known, shard.start, shard.stop)
 
-    def _is_whole(self, ids: Sequence[SampleId], inputs: Mapping[str, Any] | None) -> Array:
-        wanted = lookup_of(self._data, ids, inputs)
-        step = _SEQUENCES_AT_ONCE if self._data.sequences else _LOOKED_UP_AT_ONCE
-        parts = (wanted[start : start + step] for start in range(0, len(ids), step))
-        return np.concatenate([self._view.get(part).mask for part in parts])
-
-    def _is_kept(self, ids: Sequence[SampleId], inputs: Mapping[str, Any] | None) -> Array:
+    def _is_known(self, ids: Sequence[SampleId], inputs: Mapping[str, Any] | None) -> Array:
         return self._view.contains(lookup_of(self._data, ids, inputs))
 
     # The thread that loads

@@ -344,7 +344,7 @@ class ChunkLabeller:
             return found
         if self._offline is not None:
             layout = self._offline.layout
-            return {} if layout is None else layout.restore(layout.unpack([])[0])
+            return {} if layout is None else layout.restore(layout.unpack([]))
         if self.request.router is not None:  # all routes have the same outputs, but some may have no teacher yet
             known = self.limits.await_any(lambda: self.closed)
             service = service if known is None else known

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from edl.background import BackgroundLoop
 from edl.distill.cache import CacheKey, CacheView, Found, RowIds, SequenceIds, SoftLabelCache, fingerprints_of
 from edl.distill.pipeline.answers import outputs_nbytes
 from edl.distill.source.chunk import Chunk
@@ -189,6 +190,8 @@ _SETTLE_S = 60.0
 
 _ENTRY_NBYTES = 512
 """Memory of an answer in addition to its arrays. Without counting it, the number of tiny answers would be unbounded."""
+_IDLE_S = 3600.0
+"""How long the thread waits without work; `put` and `close` wake it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,26 +205,19 @@ class _Entry:
     # cache and key of another view in which to store the rows that it lacks
     of: tuple[SoftLabelCache, CacheKey] | None
 
-    @property
-    def rows(self) -> int:
-        return _rows(self.ids)
-
 
 class CacheQueue:
     """A thread that stores answers in the cache, and its queue, which holds `limit_bytes` or a single larger answer."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.failed = False  # whether the thread hit an unexpected error, after which no rows are stored
         self.queued_bytes = 0  # bytes of the queued answers, including the one being stored
         self.dropped_rows = 0  # rows that were not stored, for any reason
         self._changed = threading.Condition()
         self._entries: deque[_Entry] = deque()
-        self._closing = self._reported_full = False
+        self._closing = False
         self._reported: set[str] = set()
-        # Not a `BackgroundLoop`, which goes on after errors and ends without a last step; this must store the queue.
-        self._thread = threading.Thread(target=self._run, name="edl-cache", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop("edl-cache", self._store_next)
 
     def put(
         self,
@@ -240,18 +236,17 @@ class CacheQueue:
         entry = _Entry(view, ids, outputs, _ENTRY_NBYTES + outputs_nbytes(outputs), of)
         with self._changed:
             is_full = self.queued_bytes > 0 and self.queued_bytes + entry.nbytes > self.limit_bytes
-            if is_full or self.failed or self._closing:
-                self.dropped_rows += entry.rows
+            if is_full or self._closing:
+                self.dropped_rows += _rows(ids)
             else:
                 self.queued_bytes += entry.nbytes
                 self._entries.append(entry)
-                self._changed.notify_all()
-        if is_full and not self._reported_full:
-            self._reported_full = True
-            logger.warning(
+        self._loop.wake()
+        if is_full:
+            self._report(
                 "the soft-label cache cannot follow: some labels are not kept, and will be asked for again "
-                "(stats().rows_not_cached counts them). A faster disk helps, or a larger cache_queue_bytes=%d",
-                self.limit_bytes,
+                "(stats().rows_not_cached counts them). A faster disk helps, or a larger "
+                f"cache_queue_bytes={self.limit_bytes}"
             )
 
     def count_dropped(self, rows: int) -> None:
@@ -269,73 +264,56 @@ class CacheQueue:
                 self.queued_bytes / 1e6,
                 _SETTLE_S,
             )
-        return settled and not self.failed
+        return settled
 
     def close(self) -> None:
         """Store the queued rows and end the thread. May be called twice."""
+        self._closing = True
+        self._loop.wake()
+        self._loop.wait_ended(_SETTLE_S)
+
+    def _store_next(self) -> float | None:
+        """Store an answer, in the thread; return the seconds until the next, None at the end."""
         with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_SETTLE_S)
-
-    # The thread
-
-    def _run(self) -> None:
-        entry: _Entry | None = None
+            if not self._entries:
+                return None if self._closing else _IDLE_S
+            entry = self._entries.popleft()
         try:
-            while (entry := self._next()) is not None:
-                self._put(entry)
-                with self._changed:
-                    self.queued_bytes -= entry.nbytes
-                    self._changed.notify_all()
-        except BaseException as exc:
-            logger.exception(
-                "no more labels are kept in the soft-label cache until the reader is made anew, and they will be asked "
-                "for again: %s: %s, which was not foreseen",
-                type(exc).__name__,
-                exc,
+            self._store(entry)
+        except Exception as exc:  # noqa: BLE001 - an answer that cannot be stored must not cost those behind it
+            self.count_dropped(_rows(entry.ids))
+            self._report(
+                f"labels are not kept in the cache: {exc}", None if isinstance(exc, EDLError | OSError) else exc
             )
-            with self._changed:
-                self.failed = True
-                self.dropped_rows += sum(left.rows for left in (entry, *self._entries) if left is not None)
-                self._entries.clear()
-                self.queued_bytes = 0
-                self._changed.notify_all()
-            if not isinstance(exc, Exception):
-                raise
-
-    def _next(self) -> _Entry | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._entries or self._closing)
-            return self._entries.popleft() if self._entries else None
+            self.queued_bytes -= entry.nbytes
+            self._changed.notify_all()
+        return 0.0
 
-    def _put(self, entry: _Entry) -> None:
+    def _store(self, entry: _Entry) -> None:
         view, ids, outputs = entry.view, entry.ids, entry.outputs
-        try:
-            if entry.of is not None:
-                cache, key = entry.of
-                view = cache.view(key)
-                is_new = ~view.contains(ids)
-                if not is_new.any():
-                    return
-                if not is_new.all():
-                    rows = np.flatnonzero(ids.rows_of(is_new) if isinstance(ids, SequenceIds) else is_new)
-                    ids = select_ids(ids, is_new)
-                    outputs = {name: output[rows] for name, output in outputs.items()}
-            view.put(ids, outputs)
-        except (EDLError, OSError) as exc:
-            self.count_dropped(_rows(ids))
-            words = str(exc)
-            if words not in self._reported and len(self._reported) < 64:  # more would not be read
-                self._reported.add(words)
-                logger.warning("labels are not kept in the cache: %s", words)
+        if entry.of is not None:
+            cache, key = entry.of
+            view = cache.view(key)
+            is_new = ~view.contains(ids)
+            if not is_new.any():
+                return
+            lengths = ids.lengths if isinstance(ids, SequenceIds) else None
+            rows = np.flatnonzero(Found(is_new, {}, lengths).row_mask)
+            ids = select_ids(ids, is_new)
+            outputs = {name: output[rows] for name, output in outputs.items()}
+        view.put(ids, outputs)
+
+    def _report(self, words: str, exc: Exception | None = None) -> None:
+        if words not in self._reported and len(self._reported) < 64:  # more would not be read
+            self._reported.add(words)
+            logger.warning("%s", words, exc_info=exc)
 
 
 def select_ids(ids: Sequence[Any] | SequenceIds, mask: Array) -> Sequence[Any] | SequenceIds:
     """Return some of the ids."""
     if isinstance(ids, SequenceIds):
-        return ids.select(mask)
+        return ids[mask]
     found = [sample for sample, wanted in zip(ids, mask, strict=True) if wanted]
     return RowIds(found, ids.fingerprints) if isinstance(ids, RowIds) else found
 

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.distill.cache.key import UNKNOWN, CacheKey
-from edl.distill.cache.memory import ADMIT_ONE_IN, IDLE_AFTER_CALLS, ROW_OVERHEAD, MemoryTier
-from edl.distill.cache.records import RowLayout, flatten
+from edl.distill.cache.folder import Namespace
+from edl.distill.cache.records import UNKNOWN, CacheKey, RowLayout, flatten
+from edl.distill.cache.store import ADMIT_ONE_IN, IDLE_AFTER_CALLS, ROW_OVERHEAD, MemoryTier
 from edl.errors import SettingsError
 
+KEY = CacheKey("resnet", "1", ("logits",))
 RECORD = b"x" * (1024 - ROW_OVERHEAD)  # a row of one KiB, bookkeeping included
 
 
@@ -31,7 +32,7 @@ def test_rows_survive_records(rows: int) -> None:
     arrays, layout = flatten(outputs, rows)
     records = layout.pack(arrays, [(1, UNKNOWN)] * rows)
     assert RowLayout.from_json(layout.to_json()) == layout
-    again = layout.restore(layout.unpack(records)[0])
+    again = layout.restore(layout.unpack(records))
     assert again.keys() == outputs.keys()
     for name, array in outputs.items():
         assert again[name].dtype == array.dtype.newbyteorder("<")  # type: ignore[union-attr]
@@ -56,12 +57,12 @@ def test_what_cannot_be_kept_is_named(outputs: dict[str, np.ndarray], words: str
 def test_larger_epoch_leaves_most_rows() -> None:
     """Least recently used alone would find none: each row would be gone just before its turn."""
     tier = MemoryTier(50 * 1024)
-    rows = tier.rows()
+    rows = Namespace(KEY)
     for epoch in range(5):
         hits = 0
         for sample in range(100):
             if tier.get(rows, [sample]) == [None]:
-                tier.put(rows, [sample], [RECORD])
+                tier.put(rows, {sample: RECORD})
             else:
                 hits += 1
         assert epoch == 0 or hits >= 40
@@ -69,34 +70,34 @@ def test_larger_epoch_leaves_most_rows() -> None:
 
 def test_changed_working_set_is_followed() -> None:
     tier = MemoryTier(50 * 1024)
-    rows = tier.rows()
+    rows = Namespace(KEY)
     for base in (0, 1000):
         for _ in range(2 * ADMIT_ONE_IN):
             for sample in range(base, base + 40):
                 if tier.get(rows, [sample]) == [None]:
-                    tier.put(rows, [sample], [RECORD])
-    assert sum(sample >= 1000 for sample in rows.records) >= 35
+                    tier.put(rows, {sample: RECORD})
+    assert sum(int(sample) >= 1000 for sample in tier.ids(rows)) >= 35
 
 
 def test_larger_record_of_a_row_is_kept() -> None:
     tier = MemoryTier(10 * 1024)
-    rows = tier.rows()
-    tier.put(rows, range(10), [RECORD] * 10)
-    tier.put(rows, [9], [RECORD * 2])
-    assert rows.records[9] == RECORD * 2
+    rows = Namespace(KEY)
+    tier.put(rows, dict.fromkeys(range(10), RECORD))
+    tier.put(rows, {9: RECORD * 2})
+    assert tier.get(rows, [9]) == [RECORD * 2]
 
 
 def test_unused_namespace_makes_room_at_once() -> None:
     tier = MemoryTier(10 * 1024)
-    old, new = tier.rows(), tier.rows()
-    tier.put(old, range(10), [RECORD] * 10)
-    tier.put(new, [0], [RECORD])
-    assert not new.records  # the other one was used just now
+    old, new = Namespace(KEY), Namespace(KEY)
+    tier.put(old, dict.fromkeys(range(10), RECORD))
+    tier.put(new, {0: RECORD})
+    assert not tier.ids(new)  # the other one was used just now
     for _ in range(IDLE_AFTER_CALLS + 1):
         tier.get(new, [0])
-    tier.put(new, range(10), [RECORD] * 10)
-    assert len(new.records) == 10
-    assert not old.records
+    tier.put(new, dict.fromkeys(range(10), RECORD))
+    assert tier.ids(new) == list(range(10))
+    assert not tier.ids(old)
 
 
 @given(
@@ -105,16 +106,13 @@ def test_unused_namespace_makes_room_at_once() -> None:
 )
 def test_bound_and_counts_hold(limit: int, puts: list[tuple[int, int, int]]) -> None:
     tier = MemoryTier(limit)
-    spaces = [tier.rows(), tier.rows()]
-    last: dict[tuple[int, int], bytes] = {}
-    for space, sample, size in puts:
-        last[space, sample] = bytes([sample]) * size
-        tier.put(spaces[space], [sample], [last[space, sample]])
-        held = [record for rows in spaces for record in rows.records.values()]
-        assert tier.nbytes == sum(len(record) + ROW_OVERHEAD for record in held) <= limit
-        assert len(tier) == len(held)
-    for index, rows in enumerate(spaces):
-        assert all(last[index, int(sample)] == record for sample, record in rows.records.items())
+    spaces = [Namespace(KEY), Namespace(KEY)]
+    last: dict[tuple[Namespace, int], bytes] = {}
+    for index, sample, size in puts:
+        last[spaces[index], sample] = bytes([sample]) * size
+        tier.put(spaces[index], {sample: last[spaces[index], sample]})
+        assert tier.nbytes == sum(len(record) + ROW_OVERHEAD for record in tier.records.values()) <= limit
+    assert tier.records.items() <= last.items()
 
 
 def test_only_equal_keys_are_alike() -> None:

@@ -142,7 +142,7 @@ view = cache.view(KEY)
 view.put([1, 2], rows([1, 2]))
 held, done = threading.Event(), threading.Event()
 def hold():  # another thread, which the child will not have
-    with cache.lock:
+    with cache.lock, cache.folder._lock:
         held.set()
         done.wait(60)
 threading.Thread(target=hold, daemon=True).start()

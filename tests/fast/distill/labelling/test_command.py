@@ -173,7 +173,7 @@ def test_any_change_of_a_file_is_noticed(tmp_path: Path, change: Any, words: str
     path = tmp_path / "x.npy"
     np.save(path, X)
     guard = DataGuard(ArrayData({"x": X}), note_files(str(path), None, f"{path}:factory"))
-    with SoftLabelCache() as cache:
+    with SoftLabelCache(0, tmp_path / "labels") as cache:
         view = cache.view(CacheKey("m", "1", ("y",)))
         guard.check_unchanged(view, in_job=False, at_end=True)
         change(path)

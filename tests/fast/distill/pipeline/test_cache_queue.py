@@ -68,21 +68,11 @@ def test_answer_above_the_bound_goes_alone(cache_queue: CacheQueue) -> None:
     assert view.ids == [1]
 
 
-def test_end_of_the_thread_is_noticed(
-    cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failure", [SettingsError("rows are of another shape"), ZeroDivisionError("unforeseen")])
+def test_errors_cost_their_own_rows_only(
+    cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture, failure: Exception
 ) -> None:
-    """What is no `Exception` ends the thread itself."""
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    view: Any = View(failure=SystemExit(1))
-    cache_queue.put(view, [1], answer(64))
-    view.go_on.set()
-    assert not cache_queue.drain()
-    assert cache_queue.failed
-    assert len(caplog.messages) == 1
-
-
-def test_foreseen_errors_cost_own_rows_only(cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
-    bad: Any = View(failure=SettingsError("rows are of another shape"))
+    bad: Any = View(failure)
     good: Any = View()
     bad.go_on.set()
     good.go_on.set()
@@ -92,8 +82,9 @@ def test_foreseen_errors_cost_own_rows_only(cache_queue: CacheQueue, caplog: pyt
     assert cache_queue.drain()
     assert good.ids == [50]
     assert cache_queue.dropped_rows == 50
-    assert not cache_queue.failed
     assert len(caplog.messages) == 1, "the same words are said once, and not 50 times"
+    assert str(failure) in caplog.messages[0]
+    assert bool(caplog.records[0].exc_info) == isinstance(failure, ZeroDivisionError)
 
 
 def test_settle_gives_up_in_the_end(

@@ -1,34 +1,73 @@
-"""`edl label`: soft labels for a whole data set, ahead of time."""
+"""`edl label`: soft labels for a whole data set, ahead of time.
+
+Labelling (`edl.distill.labelling`) and masters (`edl.master`) know nothing of each other; `_label_job` joins them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edl.cli.label import options as command_line
-from edl.cli.label.output import counted, open_screen, print_outcome
+from edl.cli._credentials import add_credentials
+from edl.cli._label_output import counted, open_screen, print_outcome
+from edl.cli._store_option import STORE_URLS
 from edl.datasets import open_data
 from edl.distill.cache import SoftLabelCache
 from edl.distill.labelling import DataGuard, Labeller, LabelPlan, LabelProgress, note_files
+from edl.distill.options import Options
+from edl.distill.teachers import Teachers, teachers_from_env
+from edl.distill.transport.schema import OutputSpec
+from edl.errors import SettingsError
+from edl.quoting import quote
+from edl.settings import Credentials
 
-__all__ = ["main"]
+__all__ = ["main", "parser", "plan_of"]
 
 _FLUSH_S = 5.0
 """Time between two writes to the disk. After a crash, labels of this time are asked for again."""
 
+_DESCRIPTION = """\
+Asks teachers for the soft labels of a whole data set and writes them to a folder. A student that reads them with
+SoftLabelCache(path=FOLDER), or with load_labels(FOLDER), needs no teachers. If the command is stopped or killed, run it
+again: it continues where it was.
+
+With --job NAME, the same command on several machines shares the run: each takes shards of rows, and you may kill or
+start any of them at any moment. They need one store (--store) and nothing else: each of them can be the master."""
+
+_EXAMPLES = """\
+examples:
+  edl label digits.npz --service digits --inputs image=x --outputs logits --output labels
+      the array "x" of an .npz file is the teachers' input "image"; a row's position is its id
+  edl label train.py:dataset --teachers 10.0.0.7:8500,10.0.0.8:8500 --inputs image --outputs logits \\
+      --output labels --workers 8 --dtype float16
+      a PyTorch Dataset that the function dataset() in train.py returns; eight processes load its samples
+  edl label words.py:rows --service digits --inputs x --outputs logits --output labels --top-k 50 --temperature 2
+      the 50 largest logits of each row, and the mass of the rest, for a loss at temperature 2
+  edl label corpus.jsonl --service lm --inputs ids=input_ids --ids id --outputs logprobs --top-k 64 --output labels
+      sequences of tokens for a language model; each line is like {"id": "a-1", "input_ids": [5, 3, 9]}. A .parquet
+      file has them as columns, with input_ids as lists. Row t of the labels is the prediction of token t + 1
+  edl label corpus.npz --service lm --inputs ids=tokens --offsets begins --outputs logprobs --top-k 64 --output labels
+      "tokens" has the tokens of all sequences in a row, and "begins" the position of each sequence's first token,
+      followed by the number of all tokens: 0, 4, 6, 11 for three sequences of 4, 2 and 5 tokens
+  edl label digits.npz --service digits --inputs image=x --outputs logits --output labels --job digits-1 \\
+      --store consul://10.0.0.7:8500
+      on any number of machines, each with a folder of its own"""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run `edl label`."""
-    options = command_line.parser().parse_args(argv)
-    command_line.check_job(options)
-    plan = command_line.plan_of(options)
+    options = parser().parse_args(argv)
+    _check_job(options)
+    plan = plan_of(options)
     files = note_files(options.data, options.ids)
     data = open_data(
         options.data,
-        command_line.names(options.inputs),
+        _names(options.inputs),
         options.ids,
         options.workers,
         sequences=options.sequences,
@@ -40,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         with SoftLabelCache(0, options.output, store_dtype=half, flush_interval_s=_FLUSH_S) as cache:
             if options.job is None:
                 return _label_all(options, DataGuard(data, files), plan, cache)
-            from edl.cli.label.job import run_job  # imports the packages of a master
+            from edl.cli._label_job import run_job  # imports the packages of a master
 
             return run_job(options, DataGuard(data, files, compare_rows=not options.no_data_check), plan, cache)
     except BaseException:
@@ -66,3 +105,130 @@ def _label_all(options: argparse.Namespace, guard: DataGuard, plan: LabelPlan, c
             progress = labeller.label_all(show)
         print_outcome(progress, key, options.output, cache.stats().disk_bytes, guard.data)
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    found = argparse.ArgumentParser(
+        prog="edl label",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = found.add_argument
+    data = "FILE.npz, .npy, .jsonl or .parquet; FILE.py:FACTORY or MODULE:FACTORY (a Dataset or iterable)"
+    add("data", metavar="DATA", help=data)
+    add("--inputs", required=True, metavar="NAME[=KEY],…", help="inputs of the teachers, and their names in DATA")
+    add("--outputs", required=True, metavar="NAME,…", help="outputs of the teachers to keep")
+    add("--output", required=True, metavar="FOLDER", help="folder for the labels; created if missing")
+    add = found.add_argument_group("teachers (default: those of EDL_SERVICE or EDL_TEACHERS)").add_argument
+    add("--service", metavar="NAME", help="name under which the teachers register")
+    add("--teachers", metavar="HOST:PORT,…", help="addresses of the teachers")
+    add("--discovery", metavar="URL", help="store of --service (default: --store)")
+    add("--model", default="", metavar="NAME", help="model to use if the teachers serve several")
+    add("--model-version", default="", metavar="V", help="use only this version of the model (default: the newest)")
+    add("--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for a live teacher (default: 60)")
+    add_credentials(found)
+    add = found.add_argument_group("labels").add_argument
+    add("--top-k", type=int, metavar="K", help="keep only the K largest logits, and the mass of the rest")
+    add("--temperature", type=float, default=1.0, metavar="T", help="the student's, for --top-k (default: 1)")
+    add("--dtype", choices=("float16", "float32"), help="type of floating-point outputs (default: the teachers')")
+    add("--ids", metavar="KEY", help="name of the samples' ids in DATA (default: a row's position is its id)")
+    add("--dataset", default="", metavar="TAG", help="tag to tell data sets and augmentations in one folder apart")
+    add("--relabel", action="store_true", help="label all rows again if FOLDER has labels of other data than DATA")
+    add = found.add_argument_group("sequences of tokens (docs/tokens.md)").add_argument
+    add(
+        "--offsets",
+        metavar="KEY",
+        help="array of an .npz file: where each sequence begins, and the last ends",
+    )
+    add("--sequences", action="store_true", help="each sample of a function is a sequence [tokens] of its own length")
+    add = found.add_argument_group("speed").add_argument
+    batch = "rows of a request, or sequences to read at a time into requests of 2,048 tokens (default: 32)"
+    add("--batch", type=int, default=32, metavar="ROWS", help=batch)
+    add("--workers", type=int, default=0, metavar="N", help="processes that load samples of a Dataset (default: 0)")
+    many = "many machines (docs/master.md); the first process of a job decides on --shard and --worker-timeout"
+    add = found.add_argument_group(many).add_argument
+    add("--job", metavar="NAME", help="share the run with all commands that name this job")
+    store = f"where teachers and the processes of a job meet: {STORE_URLS} (default: EDL_DISCOVERY, or your file)"
+    add("--store", metavar="URL", help=store)
+    add(
+        "--shard",
+        type=int,
+        metavar="ROWS",
+        help="rows that a process takes at a time (default: 32 to 1024)",
+    )
+    silence = "seconds of silence after which others get the shards of a process (default: 10)"
+    add("--worker-timeout", type=float, default=10.0, metavar="S", help=silence)
+    host = "address to listen on as a master (default: all addresses, or 127.0.0.1 if the store is a file)"
+    add("--host", metavar="ADDRESS", help=host)
+    no_check = "accept rows that differ from those of other processes, as decoders may; their number is still compared"
+    add("--no-data-check", action="store_true", help=no_check)
+    add("--retry-poisoned", action="store_true", help="try rows again that no process could label")
+    return found
+
+
+def plan_of(options: argparse.Namespace) -> LabelPlan:
+    """Return the labels to ask for.
+
+    Raises:
+        SettingsError: Options are invalid, or contradict each other.
+    """
+    return LabelPlan(
+        teachers=_teachers(options),
+        output_spec=OutputSpec(
+            outputs=tuple(_names(options.outputs)),
+            top_k=options.top_k,
+            temperature=options.temperature,
+            dtype=options.dtype,
+            version=options.model_version,
+        ),
+        dataset=options.dataset,
+        batch_rows=_at_least_one("--batch", options.batch),
+        options=Options(teacher_timeout_s=options.timeout, credentials=Credentials.of_options(vars(options))),
+    )
+
+
+def _check_job(options: argparse.Namespace) -> None:
+    """Check the options that belong to a job.
+
+    Raises:
+        SettingsError: One of them is invalid, or given without `--job`.
+    """
+    if options.shard is not None:
+        _at_least_one("--shard", options.shard)
+    if not options.worker_timeout >= 1:
+        raise SettingsError(f"--worker-timeout {options.worker_timeout:g}: must be at least 1 second")
+    if options.job is not None:
+        if not re.fullmatch(r"[^/]{1,100}", options.job):
+            raise SettingsError(f"--job {quote(options.job)}: expected 1 to 100 characters without a slash")
+        if options.relabel:
+            raise SettingsError("--relabel does not go with --job: name an --output folder without labels")
+        return
+    for name in ("--shard", "--host", "--retry-poisoned", "--no-data-check"):
+        if getattr(options, name[2:].replace("-", "_")):
+            raise SettingsError(f"{name} belongs to a run of several processes: name it with --job")
+
+
+def _names(text: str) -> list[str]:
+    """Return the parts of a list with commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _teachers(options: argparse.Namespace) -> Teachers:
+    if options.service and options.teachers:
+        raise SettingsError("--service and --teachers exclude each other")
+    if options.service:
+        return Teachers(options.service, discovery=options.discovery or options.store, model=options.model)
+    if options.teachers:
+        return Teachers(endpoints=tuple(_names(options.teachers)), model=options.model)
+    found = teachers_from_env(optional=True)
+    if not found:
+        raise SettingsError("no teachers named: pass --service or --teachers, or set EDL_SERVICE")
+    return replace(found[0], model=options.model, discovery=options.discovery or found[0].discovery)
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if value < 1:
+        raise SettingsError(f"{name} {value}: must be at least 1")
+    return value

@@ -214,11 +214,7 @@ def pack_part(head: Mapping[str, Any], columns: Mapping[str, Numbers]) -> bytes:
 
 
 def unpack_parts(index: bytes) -> list[IndexPart]:
-    """Return the parts of an index, which is not trusted: it came over the network.
-
-    Raises:
-        ProtocolError: The bytes are not an index, or one of another version of EDL.
-    """
+    """Return the parts of an index, which is not trusted: it came over the network."""
     parts = []
     at = 0
     try:
@@ -308,11 +304,7 @@ class Dataset(abc.ABC):
 
     @classmethod
     def _read_options(cls, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all options of this kind of data set: those that are given, and defaults.
-
-        Raises:
-            SettingsError: There is no such option, or it has another type.
-        """
+        """Return all options of this kind of data set: those that are given, and defaults."""
         if unknown := given.keys() - cls._options_known.keys():
             raise SettingsError(f"data of the kind {kind!r} has no option {', '.join(map(repr, sorted(unknown)))}")
         for name, value in given.items():
@@ -323,13 +315,8 @@ class Dataset(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def _create(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
-        """Look at the data once, and cut them into shards."""
-
-    @classmethod
-    def _create_growing(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
-        """Open data that get more units (`follow:`), with an index that knows nothing yet."""
-        raise NotImplementedError
+    def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+        """Look at the data once, and cut them into shards. The index of data that grow (`follow`) knows nothing yet."""
 
     @abc.abstractmethod
     def _load(self, parts: Sequence[IndexPart]) -> int:
@@ -457,11 +444,10 @@ class Dataset(abc.ABC):
         return first, stop
 
     def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
-        """Look for units that have come since the index. `update` forgets earlier looks.
+        """Return how many units there are by now, and whether the source says that it is complete.
 
-        If the look is `final`, what looks unfinished counts too, such as a line without its end. Returns how many units
-        there are in all, and whether the source says that it is complete. Raises `SourceError` if the source has shrunk
-        or was replaced.
+        If the look is `final`, what looks unfinished counts too, such as a line without its end. `update` forgets
+        earlier looks. Raises `SourceError` if the source has shrunk or was replaced.
         """
         raise NotImplementedError
 
@@ -497,7 +483,7 @@ class NumberedDataset(Dataset):
     """The numbers from 0, the samples of your sequence that have these numbers, or the units of your `Source`."""
 
     @classmethod
-    def _create(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+    def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
         if not location.isascii() or not location.isdecimal():
             raise SettingsError(f"range:{location}: expected a size, as in range:1000")
         return cls.of(location, int(location), settings)

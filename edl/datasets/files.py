@@ -16,11 +16,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
-from edl.datasets.dataset import Dataset, IndexPart, Numbers, Options, ShardSettings, UnitId, pack_part
+from edl.datasets.dataset import Dataset, IndexPart, Options, ShardSettings, UnitId, pack_part
 from edl.errors import EDLError, SettingsError, SourceError
 from edl.quoting import quote, shown
 
@@ -55,17 +55,12 @@ class StorageError(SourceError):
     """A file could not be read now: the storage may be away. A follower tries again; a reader's shard fails."""
 
 
-@dataclass(frozen=True)
-class FileStat:
-    """Size and version of a file.
-
-    Attributes:
-        nbytes: Size in bytes.
-        version: Changes when the file is written again: its modification time, or an object's tag. Empty if unknown.
-    """
+class FileStat(NamedTuple):
+    """Size and version of a file."""
 
     nbytes: int
     version: str
+    """Changes when the file is written again: its modification time, or an object's tag. Empty if unknown."""
 
 
 def file_changed(path: str, how: str) -> SourceError:
@@ -122,12 +117,10 @@ def open_file(path: str) -> Any:
 
 
 def _is_pattern(location: str) -> bool:
-    """Tell whether a location has wildcards. A file may have such a name all the same."""
     return re.search(r"[*?\[]", location) is not None
 
 
 def _is_folder(location: str) -> bool:
-    """Tell whether there is a folder."""
     with translated(location):
         return bool(_file_system(location).isdir(location)) if _is_url(location) else Path(location).is_dir()
 
@@ -158,11 +151,7 @@ def list_files(location: str) -> list[str]:
 
 
 def find_files(location: str) -> tuple[str, list[str], list[FileStat]]:
-    """Return the absolute location, its files, of which there is at least one, and what is known of each.
-
-    Raises:
-        SettingsError: No file was found.
-    """
+    """Return the absolute location, its files, of which there is at least one, and what is known of each."""
     location = absolute(location)
     found = list_files(location)
     if not found:
@@ -178,7 +167,7 @@ def is_growing_folder(location: str) -> bool:
 
 
 def _find_root(location: str) -> str:
-    """Return what the paths of all files of an absolute location begin with, including a slash at the end."""
+    """Return what the paths of all files of a location begin with, including a slash at the end."""
     if _is_folder(location):
         return f"{location.rstrip('/')}/"
     return _plain_folder(location) if _is_pattern(location) else f"{location.rpartition('/')[0]}/"
@@ -244,11 +233,7 @@ def _is_url(location: str) -> bool:
 
 
 def _file_system(location: str) -> Any:
-    """Return fsspec's file system for a URL, which keeps nothing of what it listed before.
-
-    Raises:
-        SettingsError: fsspec or its package for such URLs is not installed, or there is none; or it is a chain of URLs.
-    """
+    """Return fsspec's file system for a URL, which keeps nothing of what it listed before."""
     if "::" in location:
         raise SettingsError(f"{quote(location)} is a chain of URLs, whose files cannot be named one by one: unpack it")
     try:
@@ -323,18 +308,13 @@ class FileSet(Dataset):
     _options_known: ClassVar[Options] = {"check": ("mtime", str)}
 
     @classmethod
-    def _create(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
-        location, paths, stats = find_files(location)
+    def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+        grows = kind == "follow"  # then none of the files is known yet
+        location, paths, stats = (absolute(location), [], []) if grows else find_files(location)
         root = _find_root(location)
         names = [path.removeprefix(root) for path in paths]
-        head = {"root": root, "check": options["check"]}
-        return cls(settings._make_spec("files", location, len(paths), *_describe_files(head, names, stats)))
-
-    @classmethod
-    def _create_growing(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
-        location = absolute(location)
-        head = {"of": "files", "root": _find_root(location), "check": options["check"]}
-        return cls(settings._make_spec("follow", location, None, *_describe_files(head, [], [])))
+        head = {"root": root, "check": options["check"], **({"of": "files"} if grows else {})}
+        return cls(settings._make_spec(kind, location, None if grows else len(paths), *_part_of(head, names, stats)))
 
     def _load(self, parts: Sequence[IndexPart]) -> int:
         self._root, self._check = parts[0].head["root"], parts[0].head["check"]
@@ -382,15 +362,12 @@ class FileSet(Dataset):
 
     def _next_part(self, known: int, units: int) -> bytes:
         taken, self._ready = self._ready[: units - known], self._ready[units - known :]
-        return pack_part(*_describe_files({}, [name for name, _ in taken], [stat for _, stat in taken]))
+        return pack_part(*_part_of({}, [name for name, _ in taken], [stat for _, stat in taken]))
 
 
-def _describe_files(
-    head: Mapping[str, Any], names: Sequence[str], stats: Sequence[FileStat]
-) -> tuple[dict[str, Any], dict[str, Numbers]]:
-    """Return a part of an index about files: their paths in the set, and what the storage says of each."""
+def _part_of(head: Mapping[str, Any], names: Sequence[str], stats: Sequence[FileStat]) -> IndexPart:
     columns = {
         "nbytes": np.array([stat.nbytes for stat in stats], np.int64),
         "versions": np.array([zlib.crc32(stat.version.encode()) for stat in stats], np.int64),
     }
-    return {**head, "names": list(names)}, columns
+    return IndexPart({**head, "names": list(names)}, columns)

@@ -151,8 +151,8 @@ class Follower:
         if not self._begun:
             self._begin()
         self._begun = False  # after an error, the master is asked again what it knows
-        finishing = self._finishing
-        end = self._look(final=finishing) or finishing or self._is_marked()
+        finishing, marker = self._finishing, self._settings.end_marker
+        end = self._look(final=finishing) or finishing or (marker != "" and bool(list_files(absolute(marker))))
         quiet_s = self._clock() - self._grown_s
         if not end and self._settings.end_after_s is not None:
             end = quiet_s >= self._settings.end_after_s
@@ -197,10 +197,6 @@ class Follower:
             )
         self._client.extend_dataset(self._name, units, index, self._published)
         self._published = units
-
-    def _is_marked(self) -> bool:
-        marker = self._settings.end_marker
-        return bool(marker) and bool(list_files(absolute(marker)))
 
     def _step(self) -> float | None:
         try:

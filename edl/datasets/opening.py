@@ -1,18 +1,15 @@
-"""Finds the kind of data set that a name stands for, opens it, and makes it again from what the master keeps of it.
+"""Opens the data set that a name stands for, to be cut into shards, and makes it again from what the master keeps.
 
-A name is `KIND:LOCATION`, a file, or a function of the user's: `MODULE:FACTORY` or `FILE.py:FACTORY`. `open_dataset`
-opens what is cut into shards (`edl master`), `open_data` what is labelled (`edl label`). Both find functions in the
-same way. Code is imported only because a user named it, never because a message did.
+A name is `KIND:LOCATION`, or a function of the user's: `MODULE:FACTORY` or `FILE.py:FACTORY`. `edl label` finds such
+functions in the same way. Code is imported only because a user named it, never because a message did.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
 import sys
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -20,13 +17,12 @@ from typing import Any, Final
 from edl.datasets.dataset import Dataset, NumberedDataset, ShardSettings, Source, unpack_parts
 from edl.datasets.files import FileSet, is_growing_folder
 from edl.datasets.parquet import ParquetDataset
-from edl.datasets.rows import IterableData, LabelDataset, SequenceData, open_arrays, open_sequences, take_field
 from edl.datasets.text import LinesDataset, RecordsDataset
 from edl.errors import SettingsError
 from edl.protocol.master import DatasetSpec
 from edl.quoting import quote
 
-__all__ = ["load_dataset", "open_data", "open_dataset", "same_data"]
+__all__ = ["find_factory", "is_indexed", "load_dataset", "make_samples", "open_dataset", "same_data"]
 
 _KINDS: Final[dict[str, type[Dataset]]] = {
     "range": NumberedDataset,
@@ -39,9 +35,6 @@ _KINDS: Final[dict[str, type[Dataset]]] = {
 _EXPECTED: Final = (
     f"expected range:SIZE, {', '.join(f'{kind}:PATH' for kind in [*_KINDS, 'follow'] if kind != 'range')}, "
     "MODULE:FACTORY, FILE.py:FACTORY"
-)
-_EXPECTED_ROWS: Final = (
-    "expected FILE.npz, FILE.npy, FILE.jsonl, FILE.parquet, PACKAGE.MODULE:FACTORY or FILE.py:FACTORY"
 )
 
 
@@ -72,11 +65,9 @@ def open_dataset(
         rest.encode()
     except UnicodeError as exc:
         raise SettingsError(f"data {quote(location)}: the name is not text, so no message can carry it") from exc
-    if samples is None and kind == "follow":
-        growing = FileSet if is_growing_folder(rest) else LinesDataset
-        return growing._create_growing(rest, settings, growing._read_options(kind, options))
-    if samples is None and kind in _KINDS:
-        return _KINDS[kind]._create(rest, settings, _KINDS[kind]._read_options(kind, options))
+    if samples is None and (kind == "follow" or kind in _KINDS):
+        found = _KINDS[kind if kind != "follow" else "files" if is_growing_folder(rest) else "lines"]
+        return found._create(kind, rest, settings, found._read_options(kind, options))
     NumberedDataset._read_options(kind, options)
     if samples is None and rest.startswith("//"):
         raise SettingsError(
@@ -84,12 +75,12 @@ def open_dataset(
             f" {_EXPECTED}"
         )
     if samples is None:
-        rest, samples = location, _make_samples(_find_factory(location, _EXPECTED))
+        rest, samples = location, make_samples(find_factory(location, _EXPECTED))
     elif kind not in ("range", "source"):
         raise SettingsError(f"data {quote(location)}: samples of yours are opened as 'range:NAME' or 'source:NAME'")
     if isinstance(samples, Source):
         return NumberedDataset.of(rest, None, settings, samples)
-    if not _is_indexed(samples):
+    if not is_indexed(samples):
         raise SettingsError(
             f"data {quote(location)} is a {type(samples).__name__}: expected a sequence (len, [number]), or a Source"
         )
@@ -119,7 +110,7 @@ def load_dataset(spec: DatasetSpec, samples: Any = None) -> Dataset:
         kind = quote(name if name == spec.kind else f"{spec.kind} of {name}")
         raise SettingsError(f"the data set is of the kind {kind}, which this version of EDL cannot read")
     if isinstance(samples, str):
-        samples = _make_samples(_find_factory(samples, _EXPECTED))
+        samples = make_samples(find_factory(samples, _EXPECTED))
     return _KINDS[name](spec, samples)
 
 
@@ -147,79 +138,7 @@ def _comparable(spec: DatasetSpec) -> tuple[DatasetSpec, list[Any]]:
     return plain, [(head, {name: numbers.tolist() for name, numbers in columns.items()}) for head, columns in parts]
 
 
-def open_data(
-    name: str,
-    inputs: Sequence[str],
-    ids: str | None = None,
-    workers: int = 0,
-    *,
-    sequences: bool = False,
-    offsets: str | None = None,
-) -> LabelDataset:
-    """Open a data set to be labelled.
-
-    Args:
-        name: `FILE.npz` or `FILE.npy` (mapped into memory where possible), or `MODULE:FACTORY` or `FILE.py:FACTORY`: a
-            function that returns a `Dataset`, a sequence or an iterable of samples (arrays, tuples or mappings).
-            `FILE.jsonl` and `FILE.parquet` (list columns) have sequences.
-        inputs: Inputs of the teachers' model: `NAME`, or `NAME=KEY` where the data set calls it otherwise (an array of
-            the file, the key of a mapping, the position in a tuple).
-        ids: What holds the ids: an array of an `.npz` file, an `.npy` file, or the key or position in a sample. None:
-            the position of a row is its id.
-        workers: See `SequenceData`.
-        sequences: Whether each sample of a function is a sequence of tokens, of its own length.
-        offsets: For sequences in an `.npz` file, the array [sequences + 1] of where each begins.
-
-    Returns:
-        The data set, whose `batches` yield ids and inputs.
-
-    Raises:
-        SettingsError: There is no such data set, or it has no such parts.
-    """
-    pairs = (part.partition("=") for part in inputs)
-    wanted = {name.strip(): key.strip() or name.strip() for name, _, key in pairs}
-    if not wanted or "" in wanted:
-        raise SettingsError(f"--inputs {','.join(inputs)!r}: name at least one input of the teachers")
-    if workers < 0:
-        raise SettingsError(f"--workers {workers}: must be 0 or more")
-    is_arrays = name.endswith((".npz", ".npy"))
-    if offsets is not None and not is_arrays:
-        raise SettingsError(f"--offsets {offsets}: belongs to sequences in an .npz file")
-    if is_arrays:
-        if sequences and offsets is None:
-            raise SettingsError("--sequences: name the array of an .npz file that has their beginnings with --offsets")
-        return open_arrays(Path(name), wanted, ids, offsets)
-    if name.endswith((".jsonl", ".parquet")):
-        return open_sequences(Path(name), wanted, ids)
-    return _open_samples(name, wanted, ids, workers, sequences)
-
-
-def _open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers: int, sequences: bool) -> LabelDataset:
-    found = _find_factory(name, _EXPECTED_ROWS)
-    data = _make_samples(found)
-    if type(data).__name__ == "DataLoader":
-        raise SettingsError(f"data {quote(name)} is a DataLoader: return the Dataset, and load it with --workers N")
-    fields = {}
-    for at, (key, part) in enumerate(wanted.items()):
-        position = int(part) if part.isdecimal() else at if part == key else None
-        alone = len(wanted) == 1
-        fields[key] = partial(take_field, key=part, position=position, alone=alone, sequences=sequences)
-    id_field = None
-    if ids is not None:
-        id_field = partial(take_field, key=ids, position=int(ids) if ids.isdecimal() else None)
-    if _is_indexed(data) and id_field is None:
-        return SequenceData(data, fields, workers, sequences=sequences)
-    if workers:
-        raise SettingsError(f"--workers {workers}: data {quote(name)} must be indexed, and have no ids of their own")
-    if _is_indexed(data):
-        return IterableData(lambda: (data[at] for at in range(len(data))), fields, id_field, sequences=sequences)
-    if not hasattr(data, "__iter__"):
-        raise SettingsError(f"data {quote(name)} is a {type(data).__name__}: expected samples by index, or an iterable")
-    again = itertools.chain([data], (_make_samples(found) for _ in itertools.count()))
-    return IterableData(lambda: next(again), fields, id_field, sequences=sequences)
-
-
-def _find_factory(name: str, expected: str) -> Any:
+def find_factory(name: str, expected: str) -> Any:
     """Return what `MODULE:FACTORY` or `FILE.py:FACTORY` names."""
     module, colon, attribute = name.rpartition(":")
     if not colon or not module or not attribute:
@@ -256,13 +175,14 @@ def _import(name: str, module: str, expected: str) -> ModuleType:
     return loaded
 
 
-def _make_samples(found: Any) -> Any:
+def make_samples(found: Any) -> Any:
     """Return what a factory returns; samples that are there already as they are."""
     is_made = isinstance(found, Source) or hasattr(found, "__getitem__") or hasattr(found, "__iter__")
     return found if not callable(found) or (is_made and not isinstance(found, type)) else found()
 
 
-def _is_indexed(data: Any) -> bool:
+def is_indexed(data: Any) -> bool:
+    """Return whether samples can be taken by number."""
     torch_data = sys.modules.get("torch.utils.data")
     if torch_data is not None and isinstance(data, torch_data.IterableDataset):
         return False  # it has `__getitem__` all the same, which raises

@@ -41,7 +41,7 @@ class ParquetDataset(Dataset):
     _options_known: ClassVar[Options] = {"columns": (None, list)}
 
     @classmethod
-    def _create(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+    def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
         columns: list[str] | None = options["columns"]
         location, paths, stats = find_files(location)
         nbytes = [stat.nbytes for stat in stats]
@@ -65,7 +65,7 @@ class ParquetDataset(Dataset):
         counts = {"nbytes": nbytes, "rows": rows, "crcs": crcs}
         index = {name: np.array(numbers, np.int64) for name, numbers in counts.items()}
         head = {"columns": columns, "files": paths}
-        return cls(settings._make_spec("parquet", location, sum(rows), head, index, most))
+        return cls(settings._make_spec(kind, location, sum(rows), head, index, most))
 
     def _load(self, parts: Sequence[IndexPart]) -> int:
         (part,) = parts
@@ -138,11 +138,7 @@ class ParquetDataset(Dataset):
 
 
 def import_parquet() -> Any:
-    """Return pyarrow's module, which is an extra.
-
-    Raises:
-        SettingsError: It is not installed.
-    """
+    """Return pyarrow's module, which is an extra."""
     try:
         import pyarrow.parquet
     except ImportError as exc:

@@ -17,19 +17,22 @@ import os
 import struct
 import zipfile
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+from edl.datasets.opening import find_factory, is_indexed, make_samples
 from edl.datasets.parquet import import_parquet
 from edl.errors import SettingsError, SourceError
 from edl.protocol.arrays import RowBuffer, as_array
 from edl.protocol.names import POSITION
 from edl.protocol.tensors import Array
+from edl.quoting import quote
 
 __all__ = [
     "ArrayData",
@@ -41,9 +44,7 @@ __all__ = [
     "RaggedData",
     "SampleId",
     "SequenceData",
-    "open_arrays",
-    "open_sequences",
-    "take_field",
+    "open_data",
 ]
 
 SampleId: TypeAlias = int | str
@@ -56,6 +57,54 @@ _BLOCK = 65536
 """Ids looked up at a time: enough that the call costs nothing, and a few megabytes of Python objects."""
 _SEQUENCES_BLOCK = 4096
 """Sequences looked up at a time: some megabytes of tokens."""
+_EXPECTED = "expected FILE.npz, FILE.npy, FILE.jsonl, FILE.parquet, PACKAGE.MODULE:FACTORY or FILE.py:FACTORY"
+
+
+def open_data(
+    name: str,
+    inputs: Sequence[str],
+    ids: str | None = None,
+    workers: int = 0,
+    *,
+    sequences: bool = False,
+    offsets: str | None = None,
+) -> LabelDataset:
+    """Open a data set to be labelled.
+
+    Args:
+        name: `FILE.npz` or `FILE.npy` (mapped into memory where possible), or `MODULE:FACTORY` or `FILE.py:FACTORY`: a
+            function that returns a `Dataset`, a sequence or an iterable of samples (arrays, tuples or mappings).
+            `FILE.jsonl` and `FILE.parquet` (list columns) have sequences.
+        inputs: Inputs of the teachers' model: `NAME`, or `NAME=KEY` where the data set calls it otherwise (an array of
+            the file, the key of a mapping, the position in a tuple).
+        ids: What holds the ids: an array of an `.npz` file, an `.npy` file, or the key or position in a sample. None:
+            the position of a row is its id.
+        workers: Processes that load samples, as in PyTorch's `DataLoader`; 0 to load them in this process.
+        sequences: Whether each sample of a function is a sequence of tokens, of its own length.
+        offsets: For sequences in an `.npz` file, the array [sequences + 1] of where each begins.
+
+    Returns:
+        The data set, whose `batches` yield ids and inputs.
+
+    Raises:
+        SettingsError: There is no such data set, or it has no such parts.
+    """
+    pairs = (part.partition("=") for part in inputs)
+    wanted = {name.strip(): key.strip() or name.strip() for name, _, key in pairs}
+    if not wanted or "" in wanted:
+        raise SettingsError(f"--inputs {','.join(inputs)!r}: name at least one input of the teachers")
+    if workers < 0:
+        raise SettingsError(f"--workers {workers}: must be 0 or more")
+    is_arrays = name.endswith((".npz", ".npy"))
+    if offsets is not None and not is_arrays:
+        raise SettingsError(f"--offsets {offsets}: belongs to sequences in an .npz file")
+    if is_arrays:
+        if sequences and offsets is None:
+            raise SettingsError("--sequences: name the array of an .npz file that has their beginnings with --offsets")
+        return _open_arrays(Path(name), wanted, ids, offsets)
+    if name.endswith((".jsonl", ".parquet")):
+        return _open_sequences(Path(name), wanted, ids)
+    return _open_samples(name, wanted, ids, workers, sequences)
 
 
 class LabelDataset(abc.ABC):
@@ -84,10 +133,8 @@ class LabelDataset(abc.ABC):
 class IndexedData(LabelDataset):
     """A data set whose rows can be loaded one by one, and whose ids are known before.
 
-    Args:
-        rows: Number of samples.
-        ids: Integers or strings [rows]; None: the position of a row is its id.
-        checksum: Checksum of the whole content, where it is known without reading it.
+    `ids` are integers or strings [rows]; None if the position of a row is its id. `checksum` is that of the whole
+    content, where it is known without reading it.
     """
 
     rows: int
@@ -99,17 +146,15 @@ class IndexedData(LabelDataset):
         if ids is not None and (ids.shape != (rows,) or ids.dtype.kind not in "iuUO"):
             raise SettingsError(f"--ids: {ids.dtype} {list(ids.shape)}, expected one integer or string for {rows} rows")
         if ids is not None and len(set(ids.tolist())) < rows:
-            raise SettingsError("--ids: some ids are there twice; each sample needs one of its own")
+            ((twice, _),) = Counter(ids.tolist()).most_common(1)
+            raise SettingsError(f"--ids: the id {quote(twice)} is there twice; each sample needs one of its own")
 
     @abc.abstractmethod
     def load(self, parts: Iterable[Array]) -> Iterator[Batch]:
-        """Yield a batch for each part; may take parts in ahead of what it yields.
+        """Yield a batch for each part, which has positions of rows, at least one.
 
-        Args:
-            parts: Positions [rows] of the rows of each batch, at least one.
-
-        Raises:
-            SourceError: A sample cannot be sent; or whatever the data set's own code raises.
+        May take parts in ahead of what it yields. Raises `SourceError` if a sample cannot be sent, or whatever the data
+        set's own code raises.
         """
 
     def batches(self, rows: int, known: KnownFilter) -> Iterator[Batch]:
@@ -155,17 +200,13 @@ class ArrayData(IndexedData):
 class RaggedData(IndexedData):
     """Sequences of any length: arrays [tokens of all, ...] by input, and where each sequence begins.
 
-    Args:
-        arrays: Arrays by input name.
-        offsets: [sequences + 1], rising from 0 to the number of all tokens.
-
-    Attributes:
-        position_input: The model's input that holds positions; it need not be among the arrays.
-        empty: Number of sequences without tokens, which get no label.
+    `offsets` [sequences + 1] rise from 0 to the number of all tokens. Sequences without tokens, of which there are
+    `empty`, get no label.
     """
 
     sequences = True
     position_input = POSITION
+    """The model's input that holds positions; it need not be among the arrays."""
 
     def __init__(
         self, arrays: Mapping[str, Array], offsets: Array, ids: Array | None = None, checksum: str = ""
@@ -219,8 +260,7 @@ def _rows(array: Array, rows: Any) -> Array:
     return cast(Array, array[rows])
 
 
-def open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None, offsets: str | None) -> LabelDataset:
-    """Open the arrays of an `.npz` or `.npy` file; see `edl.datasets.opening.open_data`."""
+def _open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None, offsets: str | None) -> LabelDataset:
     try:
         found_ids = None if ids is None else _open_array(Path(ids)) if ids.endswith(".npy") else _open_array(path, ids)
         if path.suffix == ".npy":
@@ -275,7 +315,7 @@ def _open_array(path: Path, key: str = "") -> Array:
 # --- Sequences in files. ---
 
 
-def open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> RaggedData:
+def _open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> RaggedData:
     """Read sequences of tokens from JSON lines such as `{"input_ids": [5, 3, 9]}`, or list columns of a Parquet file.
 
     Each input is a list of numbers in every row; null has no tokens.
@@ -365,16 +405,28 @@ def _numbers(key: str, found: Any) -> Array:
         array = np.array(found)
     except ValueError as exc:
         raise ValueError(f"{key!r} has lists of different lengths in it: {exc}") from exc
-    if not isinstance(found, list | np.ndarray) or array.dtype.kind not in "biuf":
-        raise TypeError(f"{key!r} is not a list of numbers: tokens are numbers, as a tokenizer makes them of a text")
+    values = [found]
+    if isinstance(found, list):
+        values = found if array.ndim == 1 else np.array(found, object).ravel().tolist()
+        kinds = set(map(type, values))
+        is_numbers = kinds <= {int, float} or kinds == {bool}  # numpy makes [1, 1] of [1, True]
+    else:
+        is_numbers = isinstance(found, np.ndarray)
+    if not is_numbers or array.dtype.kind not in "biuf":
+        odd = next((value for value in values if type(value) not in (int, float)), found)
+        raise TypeError(
+            f"{key!r} is not a list of numbers: it has {quote(odd)}; tokens are numbers, which a tokenizer makes of a "
+            "text"
+        )
     return array
 
 
 def _joined(name: str, parts: Sequence[Array]) -> Array:
     """Return all parts in one array; token ids in half the memory, where all of them fit."""
     full = [part for part in parts if len(part)]
-    if len({(part.shape[1:], part.dtype.kind in "biu") for part in full}) > 1:
-        raise ValueError(f"{name!r} has values of different shapes or types")
+    kinds = {f"{'integers' if part.dtype.kind in 'iu' else part.dtype} {list(part.shape[1:])}" for part in full}
+    if len(kinds) > 1:
+        raise ValueError(f"{name!r} has values of different shapes or types: {', '.join(sorted(kinds))}")
     array = np.concatenate(full) if full else np.empty(0, np.int32)
     fits = array.dtype == np.int64 and array.size and array.min() >= -(2**31) and array.max() < 2**31
     return array.astype(np.int32) if fits else array
@@ -383,18 +435,42 @@ def _joined(name: str, parts: Sequence[Array]) -> Array:
 # --- Samples that code of the user's makes. ---
 
 
-def take_field(sample: Any, key: str, position: int | None, *, alone: bool = False, sequences: bool = False) -> Any:
+def _open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers: int, sequences: bool) -> LabelDataset:
+    found = find_factory(name, _EXPECTED)
+    data = make_samples(found)
+    if type(data).__name__ == "DataLoader":
+        raise SettingsError(f"data {quote(name)} is a DataLoader: return the Dataset, and load it with --workers N")
+    fields = {}
+    for at, (key, part) in enumerate(wanted.items()):
+        position = at if part == key else None
+        fields[key] = partial(_take_field, key=part, position=position, alone=len(wanted) == 1, sequences=sequences)
+    id_field = None if ids is None else partial(_take_field, key=ids)
+    if is_indexed(data) and id_field is None:
+        return SequenceData(data, fields, workers, sequences=sequences)
+    if workers:
+        raise SettingsError(f"--workers {workers}: data {quote(name)} must be indexed, and have no ids of their own")
+    if is_indexed(data):
+        return IterableData(lambda: (data[at] for at in range(len(data))), fields, id_field, sequences=sequences)
+    if not hasattr(data, "__iter__"):
+        raise SettingsError(f"data {quote(name)} is a {type(data).__name__}: expected samples by index, or an iterable")
+    again = itertools.chain([data], (make_samples(found) for _ in itertools.count()))
+    return IterableData(lambda: next(again), fields, id_field, sequences=sequences)
+
+
+def _take_field(
+    sample: Any, key: str, position: int | None = None, *, alone: bool = False, sequences: bool = False
+) -> Any:
     """Return an input or the id that a sample has: by key, by position in a tuple or list, or the sample itself.
 
-    `position` is None if none was named, and `alone` says that nothing else is taken from a sample. With `sequences`, a
-    list of numbers is a sample, as tokenizers return it.
+    `position` is used where `key` is none, and `alone` says that nothing else is taken from a sample. With `sequences`,
+    a list of numbers is a sample, as tokenizers return it.
     """
-    is_tokens = sequences and alone and isinstance(sample, list) and sample
-    if is_tokens and isinstance(sample[0], int | float):
+    if sequences and alone and isinstance(sample, list) and sample and isinstance(sample[0], int | float):
         return sample
     if isinstance(sample, Mapping):
         return sample[key]
     if isinstance(sample, tuple | list):
+        position = int(key) if key.isdecimal() else position
         if position is None:
             raise TypeError(f"samples are {type(sample).__name__}s: name a position, not {key!r}")
         return sample[position]
@@ -405,17 +481,11 @@ def take_field(sample: Any, key: str, position: int | None, *, alone: bool = Fal
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Makes the inputs of a batch out of samples, in whichever process loads them. Can be pickled.
+    """Makes the inputs of a batch out of samples, in whichever process loads them. Can be pickled."""
 
-    Attributes:
-        fields: Finds an input in a sample, by input name.
-        sequences: See `LabelDataset`.
-        samples: Samples by position, for `__getitem__`.
-    """
-
-    fields: Mapping[str, Callable[[Any], Any]]
+    fields: Mapping[str, Callable[[Any], Any]]  # find an input in a sample
     sequences: bool
-    samples: Any = ()
+    samples: Any = ()  # by position
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -446,13 +516,7 @@ class _Inputs:
 
 
 class SequenceData(IndexedData):
-    """Samples by position, such as a PyTorch `Dataset` with `__len__` and `__getitem__`.
-
-    Args:
-        samples: Samples by position.
-        fields: Finds an input in a sample, by input name.
-        workers: Processes that load samples, as in PyTorch's `DataLoader`; 0 to load them in this process.
-    """
+    """Samples by position, such as a PyTorch `Dataset`; with `workers`, that many processes load them."""
 
     def __init__(
         self, samples: Any, fields: Mapping[str, Callable[[Any], Any]], workers: int = 0, *, sequences: bool = False
@@ -512,13 +576,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class IterableData(LabelDataset):
-    """Samples in sequence.
-
-    Args:
-        make: Returns an iterable from the start on, each time that it is called.
-        fields: Finds an input in a sample, by input name.
-        id_field: Finds a sample's id; None for its position.
-    """
+    """Samples in sequence. `make` returns an iterable from the start on, each time that it is called."""
 
     def __init__(
         self,

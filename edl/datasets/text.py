@@ -16,13 +16,15 @@ import abc
 import bisect
 import codecs
 import csv
+import io
 import itertools
 import logging
+import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 
@@ -58,67 +60,59 @@ _COMPRESSED: Final = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",
 }
+Pieces: TypeAlias = Iterator[tuple[memoryview, Numbers]]
+"""Bytes of a file, one piece after another, and where units end in each."""
 _BOM: Final = b"\xef\xbb\xbf"
 _NEWLINE, _RETURN = b"\n\r"
 _FIELD_LIMIT: Final = 64 << 20
 """Characters of a CSV field. Python's default of 131,072 is less than a document may have."""
+_MOST_RECORD: Final = 256 << 20
+"""Bytes of a CSV record: a quote that is never closed is noticed long before the end of a large file."""
 
 
 class _SegmentCutter:
     """Cuts a text into segments while it streams by, and keeps only their columns of the index.
 
-    Args:
-        shard_size: Units per shard.
-        units: Units that were there before.
-        most_nbytes: Bytes after which a segment ends, even if its shard goes on; None for no limit.
-
-    Attributes:
-        units: Units so far.
+    `units` were there before. After `most_nbytes`, a segment ends even if its shard goes on.
     """
 
-    def __init__(self, shard_size: int, units: int = 0, most_nbytes: int | None = None) -> None:
+    def __init__(self, shard_size: int, units: int = 0, most_nbytes: int = sys.maxsize) -> None:
         self.units = self._cut_units = units
         self._shard_size = shard_size
         self._most_nbytes = most_nbytes
         self._length = self._crc = 0
-        self._columns: dict[str, array[int]] = {}  # 8 bytes per number: lists would take five times as much
-        self.pop_columns()
+        self._segments = array("q")  # 8 bytes per number: a list would take five times as much
 
-    def feed(self, data: bytes, ends: Numbers) -> None:
-        """Take the next bytes, and where units end in them, rising; an end of 0 ends a unit of the bytes before."""
-        view = memoryview(data)
+    def feed(self, data: memoryview, ends: Numbers) -> None:
+        """Take the bytes of whole units, and where units end in them, rising."""
         begin = 0
         missing = self._shard_size - self.units % self._shard_size
         for number, end in enumerate(ends[missing - 1 :: self._shard_size].tolist()):
-            self._add(view[begin:end])
+            self._add(data[begin:end])
             self._cut(self.units + missing + number * self._shard_size)
             begin = end
         self.units += len(ends)
-        is_long = self._most_nbytes is not None and self._length + len(data) - begin >= self._most_nbytes
-        if is_long and len(ends) and self.units > self._cut_units:
-            self._add(view[begin : int(ends[-1])])
-            self._cut(self.units)
-            begin = int(ends[-1])
-        self._add(view[begin:])
-
-    def cut_rest(self) -> None:
-        """Make a segment of the units that fill no shard, if there are any."""
-        if self.units > self._cut_units:
+        self._add(data[begin:])
+        if self._length >= self._most_nbytes and self.units > self._cut_units:
             self._cut(self.units)
 
-    def pop_columns(self) -> dict[str, Numbers]:
-        """Return the columns of the segments so far, and forget them."""
-        found = {name: np.array(numbers, np.int64) for name, numbers in self._columns.items()}
-        self._columns = {name: array("q") for name in ("counts", "lengths", "crcs")}
-        return found
+    def pop_columns(self, *, rest: bool) -> dict[str, Numbers]:
+        """Return the columns of the segments so far, and forget them.
+
+        With `rest`, the units that fill no shard are a segment as well.
+        """
+        if rest and self.units > self._cut_units:
+            self._cut(self.units)
+        columns = np.array(self._segments, np.int64).reshape(-1, 3).T
+        self._segments = array("q")
+        return dict(zip(("counts", "lengths", "crcs"), columns, strict=True))
 
     def _add(self, data: memoryview) -> None:
         self._crc = zlib.crc32(data, self._crc)
         self._length += len(data)
 
     def _cut(self, units: int) -> None:
-        for name, number in (("counts", units - self._cut_units), ("lengths", self._length), ("crcs", self._crc)):
-            self._columns[name].append(number)
+        self._segments.extend((units - self._cut_units, self._length, self._crc))
         self._cut_units = units
         self._length = self._crc = 0
 
@@ -126,11 +120,9 @@ class _SegmentCutter:
 class _TextDataset(Dataset):
     """Text files; a shard may go from the end of a file into the next one."""
 
-    _kind: ClassVar[str]
-
     @classmethod
-    def _create(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
-        kind, shard_size = cls._kind, settings.shard_size or DEFAULT_SHARD_SIZE
+    def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+        shard_size = settings.shard_size or DEFAULT_SHARD_SIZE
         location, paths, stats = find_files(location)
         for path in paths:
             _check_uncompressed(path)
@@ -148,17 +140,13 @@ class _TextDataset(Dataset):
                 )
         if not cutter.units:
             raise SettingsError(f"{kind}:{location} has no {cls._unit}")
-        cutter.cut_rest()
         head = {"options": options, "files": paths, "nbytes": [stat.nbytes for stat in stats]}
-        return cls(settings._make_spec(kind, location, cutter.units, head, cutter.pop_columns()))
+        return cls(settings._make_spec(kind, location, cutter.units, head, cutter.pop_columns(rest=True)))
 
     @classmethod
     @abc.abstractmethod
-    def _scan(cls, path: str, blocks: Iterable[bytes], options: dict[str, Any]) -> Iterator[tuple[bytes, Numbers]]:
-        """Yield all bytes of a file, and where units end in them, as `_SegmentCutter.feed` takes them.
-
-        May add to the options what the first file says.
-        """
+    def _scan(cls, path: str, blocks: Iterable[bytes], options: dict[str, Any]) -> Pieces:
+        """Yield all bytes of a file, and where units end in them. May add to the options what the first file says."""
 
     @abc.abstractmethod
     def _parse(self, path: str, at: int, data: bytes) -> Iterable[Any]:
@@ -219,7 +207,6 @@ class LinesDataset(_TextDataset):
     line counts when its end is there; the last one when the source ends.
     """
 
-    _kind: ClassVar[str] = "lines"
     _unit: ClassVar[str] = "lines"
     _options_known: ClassVar[Options] = {
         "encoding": (None, str),
@@ -234,37 +221,27 @@ class LinesDataset(_TextDataset):
         return options
 
     @classmethod
-    def _scan(cls, path: str, blocks: Iterable[bytes], options: dict[str, Any]) -> Iterator[tuple[bytes, Numbers]]:
-        ended = True
-        for block in blocks:
-            yield block, _newline_ends(block)
-            ended = block.endswith(b"\n")
-        if not ended:
-            yield b"", np.zeros(1, np.int64)
+    def _scan(cls, path: str, blocks: Iterable[bytes], options: dict[str, Any]) -> Pieces:
+        return _whole_units(path, blocks, _newline_ends)
 
     def _parse(self, path: str, at: int, data: bytes) -> Iterable[Any]:
         encoding, errors, keep_ends = self._options.values()
         if encoding == "utf-8-sig":
             encoding, data = "utf-8", data if at else data.removeprefix(_BOM)  # a mark elsewhere is data
-        lines = _split_lines(data, keep_ends=keep_ends)
-        return lines if encoding is None else map(partial(self._decode, path, encoding, errors), lines)
-
-    def _decode(self, path: str, encoding: str, errors: str, line: bytes) -> str:
-        try:
-            return line.decode(encoding, errors)
-        except UnicodeError as exc:
-            raise SourceError(
-                f"{quote(path)}: the line {quote(line)} is not {encoding}: {exc}. Read bytes (encoding=None), or "
-                f"choose errors='replace' or another encoding"
-            ) from exc
+        lines = io.BytesIO(data).readlines()  # ends lines at byte 10 only, unlike `splitlines`
+        if not keep_ends:
+            lines = [line.removesuffix(b"\r\n").removesuffix(b"\n") for line in lines]
+        return lines if encoding is None else map(partial(_decode, path, encoding, errors), lines)
 
     @classmethod
-    def _create_growing(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+    def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+        if kind != "follow":
+            return super()._create(kind, location, settings, options)
         location = absolute(location)
         if list_files(location):  # it need not be there yet
             _check_uncompressed(location)
         head = {"of": "lines", "options": options, "files": [location], "nbytes": [None]}
-        return cls(settings._make_spec("follow", location, None, head, _SegmentCutter(1).pop_columns()))
+        return cls(settings._make_spec(kind, location, None, head, _SegmentCutter(1).pop_columns(rest=False)))
 
     def _load(self, parts: Sequence[IndexPart]) -> int:
         units = super()._load(parts)
@@ -283,29 +260,17 @@ class LinesDataset(_TextDataset):
         begin, end, crc = self._tail
         if zlib.crc32(b"".join(read_blocks(path, begin, end))) != crc:
             raise file_changed(path, f"its bytes {begin} to {end} are others: was it replaced, or rotated?")
-        begun: list[bytes] = []  # of a line whose end is not there yet
-        for block in read_blocks(path, self._at, nbytes if final else min(nbytes, self._at + _LOOK_NBYTES)):
-            cut = block.rfind(b"\n") + 1
-            if cut:
-                data = b"".join([*begun, block[:cut]])
-                self._feed(data, _newline_ends(data))
-                begun = []
-            begun.append(block[cut:])
-        rest = b"".join(begun)
-        if final and rest:
-            self._feed(rest, np.array([len(rest)]))
+        blocks = read_blocks(path, self._at, nbytes if final else min(nbytes, self._at + _LOOK_NBYTES))
+        for data, ends in _whole_units(path, blocks, _newline_ends):
+            if final or data[-1] == _NEWLINE:  # the end of the last line may not be there yet
+                self._cutter.feed(data, ends)
+                self._at += len(data)
+                last = data[-_TAIL_NBYTES:]
+                self._tail = (self._at - len(last), self._at, zlib.crc32(last))
         return self._cutter.units, False
 
-    def _feed(self, data: bytes, ends: Any) -> None:
-        self._cutter.feed(data, ends)
-        self._at += len(data)
-        last = data[-_TAIL_NBYTES:]
-        self._tail = (self._at - len(last), self._at, zlib.crc32(last))
-
     def _next_part(self, known: int, units: int) -> bytes:
-        if units == self._cutter.units:
-            self._cutter.cut_rest()
-        return pack_part({}, self._cutter.pop_columns())
+        return pack_part({}, self._cutter.pop_columns(rest=units == self._cutter.units))
 
 
 class RecordsDataset(_TextDataset):
@@ -315,7 +280,6 @@ class RecordsDataset(_TextDataset):
     with more or fewer fields than there are columns is an error. All files need the same header.
     """
 
-    _kind: ClassVar[str] = "csv"
     _unit: ClassVar[str] = "rows"
     _options_known: ClassVar[Options] = {
         "delimiter": (",", str),
@@ -342,27 +306,31 @@ class RecordsDataset(_TextDataset):
         return options
 
     @classmethod
-    def _create(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+    def _create(cls, kind: str, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
         if options["header"] and options["names"] is not None:
             raise SettingsError("names=: the header names the columns; pass header=False where there is none")
-        return super()._create(location, settings, options)
+        return super()._create(kind, location, settings, options)
 
     @classmethod
-    def _scan(cls, path: str, blocks: Iterable[bytes], options: dict[str, Any]) -> Iterator[tuple[bytes, Numbers]]:
-        header = b""
-        is_found = not options["header"]
-        for data, ends in _scan_records(path, blocks, options):
-            if not is_found:
-                header += data[: ends[0]] if len(ends) else data
-            if not is_found and len(ends):
-                found = next(_parse_rows(path, 0, header, options))
+    def _scan(cls, path: str, blocks: Iterable[bytes], options: dict[str, Any]) -> Pieces:
+        blocks = iter(blocks)
+        first = next(blocks, b"")
+        if first.startswith(_BOM):
+            yield memoryview(_BOM), np.empty(0, np.int64)
+        blocks = itertools.chain([first.removeprefix(_BOM)], blocks)
+        needs_header = options["header"]
+        for data, ends in _whole_units(path, blocks, partial(_record_ends, path, options)):
+            begins = np.frombuffer(data, np.uint8)[np.append(0, ends[:-1])]
+            ends = ends[(begins != _NEWLINE) & (begins != _RETURN)]  # blank lines do not count
+            if needs_header and len(ends):
+                found = next(_parse_rows(path, 0, bytes(data[: ends[0]]), options))
                 options["names"] = options["names"] or found
                 if found != options["names"]:
                     raise SettingsError(
                         f"{quote(path)} has the columns {quote(found)}, and the first file has "
                         f"{quote(options['names'])}: files with other columns are another data set"
                     )
-                is_found, ends = True, ends[1:]
+                needs_header, ends = False, ends[1:]
             yield data, ends
 
     def _load(self, parts: Sequence[IndexPart]) -> int:
@@ -392,11 +360,7 @@ class RecordsDataset(_TextDataset):
 
 
 def _check_uncompressed(path: str) -> None:
-    """Refuse a compressed file, in which nothing can be found by offset.
-
-    Raises:
-        SettingsError: The file is compressed.
-    """
+    """Refuse a compressed file, in which nothing can be found by offset."""
     head = read_range(path, 0, max(map(len, _COMPRESSED)))
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
@@ -428,82 +392,86 @@ def _check_encoding(options: dict[str, Any]) -> None:
         raise SettingsError(f"encoding={encoding!r}: lines cannot be found in it by bytes; convert to UTF-8")
 
 
-def _split_lines(data: bytes, *, keep_ends: bool) -> list[bytes]:
-    *lines, rest = data.split(b"\n")
-    lines = [line + b"\n" if keep_ends else line.removesuffix(b"\r") for line in lines]
-    return [*lines, rest] if rest else lines
-
-
 def _parse_rows(path: str, at: int, data: bytes, options: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield the records in the bytes of a file from offset `at` on."""
     csv.field_size_limit(max(csv.field_size_limit(), _FIELD_LIMIT))  # for the whole process: only ever raised
-    encoding = options["encoding"]
     quoting: Any = csv.QUOTE_NONE if options["quotechar"] is None else csv.QUOTE_MINIMAL
-    count = 0
-    lines = _split_lines(data if at else data.removeprefix(_BOM), keep_ends=True)
-    texts = (line.decode(encoding, options["errors"]) for line in lines)
+    lines = io.BytesIO(data if at else data.removeprefix(_BOM)).readlines()
+    reader = csv.reader(
+        map(partial(_decode, path, options["encoding"], options["errors"]), lines),
+        delimiter=options["delimiter"],
+        quotechar=options["quotechar"],
+        quoting=quoting,
+        strict=True,
+    )
     try:
-        for row in csv.reader(
-            texts, delimiter=options["delimiter"], quotechar=options["quotechar"], quoting=quoting, strict=True
-        ):
-            if row:
-                count += 1
-                yield row
+        yield from filter(None, reader)
+    except csv.Error as exc:
+        line = lines[reader.line_num - 1]
+        raise SourceError(f"{quote(path)}: the record that ends with the line {quote(line)}: {exc}") from exc
+
+
+def _decode(path: str, encoding: str, errors: str, line: bytes) -> str:
+    try:
+        return line.decode(encoding, errors)
     except UnicodeError as exc:
         raise SourceError(
-            f"{quote(path)}: record {count} from byte {at} on is not {encoding}: {exc}. Choose another encoding, or "
-            f"errors='replace'"
+            f"{quote(path)}: the line {quote(line)} is not {encoding}: {exc}. Choose errors='replace' or another "
+            f"encoding; lines: can also be read as bytes (encoding=None)"
         ) from exc
-    except csv.Error as exc:
-        raise SourceError(f"{quote(path)}: record {count} from byte {at} on: {exc}") from exc
 
 
-def _scan_records(path: str, blocks: Iterable[bytes], options: Mapping[str, Any]) -> Iterator[tuple[bytes, Numbers]]:
-    """Yield the bytes of a file, and after which of them records end. Blank lines do not count.
+def _whole_units(path: str, blocks: Iterable[bytes], find_ends: Callable[[bytes], Numbers]) -> Pieces:
+    """Yield the bytes of a file in pieces that end where a unit ends. The last may be a unit without a newline."""
+    begun: list[bytes] = []  # of a unit whose end has not come
+    for block in blocks:
+        begun.append(block)
+        if b"\n" in block:
+            data = b"".join(begun)
+            ends = find_ends(data)
+            cut = int(ends[-1]) if len(ends) else 0
+            if cut:
+                yield memoryview(data)[:cut], ends
+            begun = [data[cut:]]
+    if rest := b"".join(begun):
+        if not len(find_ends(rest + b"\n")):
+            raise _unclosed(path, rest)
+        yield memoryview(rest), np.array([len(rest)])
+
+
+def _record_ends(path: str, options: Mapping[str, Any], data: bytes) -> Numbers:
+    """Return where records end in bytes that begin with one; a blank line is one here.
 
     A field with quotes in it must be quoted as a whole, and the quotes in it doubled. So every newline after an even
     number of quotes ends a record, and no record has to be parsed to find its end.
     """
-    delimiter = ord(options["delimiter"])
-    mark = 256 if options["quotechar"] is None else ord(options["quotechar"])  # 256: equals no byte
-    at = opened = 0
-    is_quoted = False
-    last, first = _NEWLINE, -1  # the byte before the block, and the first byte of a record that it goes on with
-    for block in blocks:
-        skipped = len(_BOM) if not at and block.startswith(_BOM) else 0
-        data = np.frombuffer(block, np.uint8)[skipped:]
-        before = np.concatenate([np.array([last], np.uint8), data[:-1]])
-        marks = data == mark
-        # Whether each byte comes after an odd number of quotes, and what comes behind the last one.
-        quoted = np.bitwise_xor.accumulate(np.append(is_quoted, marks).view(np.uint8)).view(np.bool_)
-        outside = ~quoted[:-1]
-        opens, behind = np.flatnonzero(marks & outside), np.flatnonzero((before == mark) & outside)
-        odd = [
-            *opens[~np.isin(before[opens], [delimiter, _NEWLINE, mark])],
-            *behind[~np.isin(data[behind], [delimiter, _NEWLINE, _RETURN, mark])],
-        ]
-        if odd:
-            raise SettingsError(
-                f"{quote(path)}: the records cannot be told apart: at byte {at + skipped + min(odd)}, only a part of a "
-                f"field is in quotes. Quote all of it, and double the quotes in it, or pass quotechar=None"
-            )
-        if len(opens):
-            opened = at + skipped + int(opens[-1])
-        ends = np.flatnonzero((data == _NEWLINE) & outside) + 1
-        firsts = data[np.append(0, ends)[: len(ends)]]
-        if first >= 0:
-            firsts[:1] = first
-        yield block, ends[(firsts != _NEWLINE) & (firsts != _RETURN)] + skipped
-        rest = data[ends[-1] :] if len(ends) else data
-        if len(ends) or first < 0:
-            first = int(rest[0]) if len(rest) else -1
-        last = int(data[-1]) if len(data) else last
-        is_quoted = bool(quoted[-1])
-        at += len(block)
-    if is_quoted:
+    if options["quotechar"] is None or options["quotechar"].encode() not in data:
+        return _newline_ends(data)
+    view = np.frombuffer(data, np.uint8)
+    delimiter, mark = ord(options["delimiter"]), ord(options["quotechar"])
+    marks = view == mark
+    quoted = np.bitwise_xor.accumulate(marks.view(np.uint8)).view(np.bool_)  # an odd number of quotes up to here
+    opening, closing = np.flatnonzero(marks & quoted), np.flatnonzero(marks & ~quoted)
+    # Where nothing comes before or after, the quote itself is looked at, as if it was doubled.
+    before, after = view[np.maximum(opening - 1, 0)], view[np.minimum(closing + 1, len(view) - 1)]
+    odd = [
+        *opening[~np.isin(before, [delimiter, _NEWLINE, mark])],
+        *closing[~np.isin(after, [delimiter, _NEWLINE, _RETURN, mark])],
+    ]
+    if odd:
+        at = int(min(odd))
         raise SettingsError(
-            f"{quote(path)}: the records cannot be told apart: the quote at byte {opened} is never closed "
-            f"(delimiter={options['delimiter']!r}, quotechar={options['quotechar']!r})"
+            f"{quote(path)}: the records cannot be told apart: at {quote(data[max(0, at - 10) : at + 10])}, only a "
+            f"part of a field is in quotes. Quote all of it, and double the quotes in it, or pass quotechar=None"
         )
-    if first not in (-1, _NEWLINE, _RETURN):
-        yield b"", np.zeros(1, np.int64)
+    ends: Numbers = np.flatnonzero((view == _NEWLINE) & ~quoted) + 1
+    if not len(ends) and len(data) > _MOST_RECORD:
+        raise _unclosed(path, data)
+    return ends
+
+
+def _unclosed(path: str, record: bytes) -> SettingsError:
+    return SettingsError(
+        f"{quote(path)}: the records cannot be told apart: a quote in the record {quote(record)} is never closed; "
+        f"check delimiter and quotechar"
+    )

@@ -139,15 +139,10 @@ def _state_of(name: str) -> os.stat_result:
 
 
 class DataGuard:
-    """Keeps labels of different data apart: in a folder, and within a run.
+    """Keeps labels of different data apart: in a folder, and within a run. Its `fingerprint` is that of the start.
 
-    Args:
-        data: The data set.
-        files: State of the files that it reads, as `note_files` returns it.
-        compare_rows: Compare the content of rows as well, not only their number, types and shapes.
-
-    Attributes:
-        fingerprint: Fingerprint of the data at the start.
+    `files` is what `note_files` returned. Without `compare_rows`, the number, types and shapes of rows are compared,
+    and not their content.
     """
 
     def __init__(self, data: LabelDataset, files: FileStates | None = None, *, compare_rows: bool = True) -> None:

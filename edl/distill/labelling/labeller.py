@@ -64,38 +64,25 @@ _ROWS_REMEDY = (
 class LabelPlan:
     """The labels to ask for.
 
-    Attributes:
-        teachers: Teachers to ask.
-        output_spec: Outputs to ask for. Name the model's version if several processes share a run: labels of other
-            versions are kept apart.
-        dataset: Tag of `CacheKey`; a reader must use the same tag.
-        batch_rows: Rows of a request.
-        options: Deadlines, memory, retries.
+    If several processes share a run, `output_spec` must name the model's version: labels of other versions are kept
+    apart.
     """
 
     teachers: Teachers
     output_spec: OutputSpec
-    dataset: str = ""
-    batch_rows: int = 32
+    dataset: str = ""  # tag of `CacheKey`; a reader must use the same tag
+    batch_rows: int = 32  # of a request
     options: Options = field(default_factory=Options)
 
 
 @dataclass(frozen=True)
 class LabelProgress:
-    """Progress of a run in this process.
+    """Progress of a run in this process, in rows."""
 
-    Attributes:
-        total: Rows of the data set; None if unknown.
-        known: Rows that had a label already.
-        labelled: Rows that got a label.
-        seconds: Seconds since the run began.
-        teachers_live: Number of teachers that can be asked.
-    """
-
-    total: int | None = None
-    known: int = 0
+    total: int | None = None  # None if unknown
+    known: int = 0  # had a label already
     labelled: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # since the run began
     teachers_live: int = 0
 
     @property
@@ -105,16 +92,7 @@ class LabelProgress:
 
 
 class Labeller:
-    """Asks teachers for labels of a data set, and keeps them in a folder. For a single run.
-
-    Args:
-        guard: The data set, and its state at the start.
-        plan: The labels to ask for.
-        cache: Cache with the folder.
-
-    Raises:
-        SettingsError: Credentials or discovery are wrong.
-    """
+    """Asks teachers for labels of a data set, and keeps them in the folder of `cache`. For a single run."""
 
     _view: CacheView  # from `key` on
 

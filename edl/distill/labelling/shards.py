@@ -73,17 +73,11 @@ _LONGEST_REASON = 1000
 
 @dataclass(frozen=True, eq=False)
 class RowShard:
-    """A range of rows to label. Two objects are two shards, even with the same rows.
-
-    Attributes:
-        start: Position of the first row.
-        stop: Position after the last row.
-        lease: Anything that the source needs to recognize the shard.
-    """
+    """The rows to label from `start` to before `stop`. Two objects are two shards, even with the same rows."""
 
     start: int
     stop: int
-    lease: Any = None
+    lease: Any = None  # the source recognizes the shard by it
 
     def __len__(self) -> int:
         return self.stop - self.start

@@ -216,7 +216,7 @@ def test_bad_arrays_are_named(tmp_path: Path) -> None:
     for inputs, ids, words in [
         (["z"], None, "no array 'z', only f, s, twice, x, y"),
         (["x", "y"], None, "different numbers of rows"),
-        (["x"], "twice", "there twice"),
+        (["x"], "twice", "the id 1 is there twice"),
         (["x"], "y", r"expected one integer or string for 3 rows"),
         (["x"], "f", "float64"),
         (["s"], None, "arrays without rows: s"),
@@ -328,8 +328,10 @@ def test_json_lines(tmp_path: Path, newline: str, head: bytes) -> None:
         ('{"ids": [1]}', "line 2: it has no 'input_ids', only 'ids'"),
         ('{"input_ids": "a text"}', "line 2: 'input_ids' is not a list of numbers"),
         ('{"input_ids": [[1], [2, 3]]}', "line 2: 'input_ids' has lists of different lengths"),
-        ('{"input_ids": [1, null]}', "line 2: 'input_ids' is not a list of numbers"),
-        ('{"input_ids": [[1, 2]]}', "'ids' has values of different shapes or types"),
+        ('{"input_ids": [1, null]}', "line 2: 'input_ids' is not a list of numbers: it has None"),
+        ('{"input_ids": [1, true]}', "line 2: 'input_ids' is not a list of numbers: it has True"),
+        ('{"input_ids": [true]}', "'ids' has values of different shapes or types: bool [], integers []"),
+        ('{"input_ids": [[1, 2]]}', "'ids' has values of different shapes or types: integers [2], integers []"),
         ("\udcff", "line 2: "),
     ],
 )
@@ -348,7 +350,7 @@ def test_odd_ids_and_files_are_named(tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match=words):
             open_data(str(path), ["x"], "id")
     path.write_text('{"id": 1, "x": [1]}\n{"id": 1, "x": [2]}')
-    with pytest.raises(SettingsError, match="some ids are there twice"):
+    with pytest.raises(SettingsError, match="the id 1 is there twice"):
         open_data(str(path), ["x"], "id")
     path.write_text('{"id": 1, "x": [1], "y": [1, 2]}')
     with pytest.raises(SettingsError, match=r"line 1: each token has one value.*\{'x': 1, 'y': 2\}"):

@@ -28,7 +28,7 @@ import numpy as np
 
 from edl.background import BackgroundLoop
 from edl.cli._credentials import default_host, warn_of_open_port
-from edl.cli.label.output import counted, kind_of, model_of, open_screen, print_use
+from edl.cli._label_output import counted, kind_of, model_of, open_screen, print_use
 from edl.datasets.rows import IndexedData, SampleId
 from edl.discovery import Store, open_store
 from edl.distill.cache import CacheKey, SoftLabelCache
@@ -120,11 +120,8 @@ class LabelAgreement:
             fields = json.loads(text)
             if fields["format"] != _FORMAT:
                 raise ValueError(f"format {fields['format']!r}")
-            data, key = fields["data"], fields["key"]
-            return cls(
-                DataFingerprint(**{**data, "inputs": tuple(data["inputs"])}),
-                CacheKey(**{**key, "outputs": tuple(key["outputs"]), "inputs": tuple(key.get("inputs", ()))}),
-            )
+            data, key = (json.dumps(fields[name]) for name in ("data", "key"))
+            return cls(DataFingerprint.from_json(data), CacheKey.from_json(key))
         except (ValueError, TypeError, KeyError) as exc:
             raise ProtocolError(f"the job's master has no labelling job that this version of EDL knows: {exc}") from exc
 
@@ -210,12 +207,7 @@ class _Worker:
             return self._conclude(client, store, progress)
 
     def _await_master(self, master: MasterServer, client: MasterClient) -> None:
-        """Wait until a master leads, in this process or another.
-
-        Raises:
-            NoMasterError: None leads.
-            EDLError: This process cannot lead, for this reason, and no other does.
-        """
+        """Wait until a master leads, in this process or another."""
         begun = time.monotonic()
         warned = False
         while True:
@@ -233,11 +225,7 @@ class _Worker:
                 print(f"waiting for a master of job {self._job}; one that was lost is replaced soon", file=sys.stderr)
 
     def _agreed(self, client: MasterClient) -> ShardLabeller | None:
-        """Return a labeller that does what all processes of the job do; None if all is done.
-
-        Raises:
-            ConflictError: This process has other data or options.
-        """
+        """Return a labeller that does what all processes of the job do; None if all is done."""
         while True:
             plan = self._plan
             found = client.describe_dataset(_DATASET)
@@ -389,7 +377,6 @@ class _MasterShards(ShardSource):
         self._on_done: Callable[[], None] | None = on_done
 
     def take(self, timeout_s: float) -> RowShard | None:
-        """See `ShardSource.take`."""
         shard = self._reader.take(timeout_s)
         if shard is not None:
             return RowShard(shard.start, shard.stop, shard)
@@ -402,18 +389,16 @@ class _MasterShards(ShardSource):
 
     @property
     def finished(self) -> bool:
-        """See `ShardSource.finished`."""
         return self._reader.finished
 
     def report_done(self, shard: RowShard) -> None:
-        """See `ShardSource.report_done`. Does not wait: after a lost report the rows are only looked up again."""
         on_done, self._on_done = self._on_done, None
         if on_done is not None:
             on_done()
+        # Does not wait: after a lost report the rows are only looked up again.
         self._reader.report_done(shard.lease, wait=False)
 
     def report_failed(self, shard: RowShard, reason: str) -> None:
-        """See `ShardSource.report_failed`."""
         self._reader.report_failed(shard.lease, reason, wait=False)
 
 

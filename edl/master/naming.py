@@ -1,14 +1,41 @@
-"""Names that a job's masters and their clients agree on: of the service, and of keys in the Store."""
+"""What a job's masters and their clients agree on: names of the service and of keys in the Store, sizes, refusals."""
 
 from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["FORMAT", "SERVICE", "candidacy", "election_key", "report_key"]
+from edl.errors import ConflictError, EDLError, LeaseLostError, ProtocolError, SettingsError
+
+__all__ = [
+    "FORMAT",
+    "MESSAGE_NBYTES",
+    "REFUSALS",
+    "SERVICE",
+    "NotFoundError",
+    "candidacy",
+    "election_key",
+    "report_key",
+]
 
 SERVICE: Final = "edl.master.v1.Master"
 FORMAT: Final = 1
 """Of the protocol; a client of another version is told so, where it would misread answers otherwise."""
+MESSAGE_NBYTES: Final = 64 << 20
+"""Largest message: the index of a data set of a million file names has some 15 MB."""
+
+
+class NotFoundError(EDLError):
+    """The master has no such data set."""
+
+
+REFUSALS: Final[dict[str, type[EDLError]]] = {
+    "NOT_FOUND": NotFoundError,
+    "INVALID_ARGUMENT": SettingsError,
+    "ALREADY_EXISTS": ConflictError,
+    "FAILED_PRECONDITION": LeaseLostError,
+    "DATA_LOSS": ProtocolError,
+}
+"""gRPC's status codes that a master answers with, and the errors that they are in EDL. Others mean: ask again."""
 
 
 def candidacy(job: str) -> str:

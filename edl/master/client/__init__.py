@@ -6,8 +6,8 @@ its `conversation` is a thread that takes turns with the master, and what the tw
 What does not belong here: how data is read (`edl.datasets`), and what a master does with calls.
 """
 
+from edl.master.client.conversation import Shard
 from edl.master.client.master_client import MasterClient
-from edl.master.client.session import Shard
 from edl.master.client.shard_reader import ShardReader
 from edl.master.client.sharding_client import ShardingClient
 

@@ -9,18 +9,20 @@ that the master no longer knows is replaced by a new one; shards of the old one 
 No lock is held here, so a signal handler may close the reader in the middle of any call. State that both sides change
 is changed in single steps that are atomic in Python.
 
-Not here: reading data, and counting what was consumed (`shard_reader`).
+What does not belong here: reading data, and counting what was consumed (`shard_reader`).
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias
 
 from edl.background import BackgroundLoop
 from edl.errors import (
@@ -32,12 +34,12 @@ from edl.errors import (
     PermanentError,
     SettingsError,
 )
-from edl.master.client.master_client import MasterClient, MasterConnection, MasterWait, NotCreatedError, NotFoundError
-from edl.master.client.session import MarkRequest, Outbox, Report, ResumeRequest, Shard, ShardSession, first_of
+from edl.master.client.master_client import MasterClient, MasterConnection, MasterWait, NotCreatedError
+from edl.master.naming import NotFoundError
 from edl.notifier import Notifier
 from edl.protocol import master as messages
 
-__all__ = ["Conversation"]
+__all__ = ["Conversation", "Outcome", "Report", "Shard", "ShardSession"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,158 @@ _RESUME_RETRY_S: Final = 1.0
 """Between two attempts to resume at a mark that another reader holds: it may be dead, and its session expires."""
 _ASK_S: Final = 0.01
 """Shortest time between two requests for shards when there are none, so that the master is not flooded."""
+_MOST_REPORTS: Final = 4096
+"""Reports in a turn. The excess goes with the next one, so that a turn is applied in milliseconds."""
+
+Outcome: TypeAlias = Literal["done", "failed", "returned"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a data set that this reader has under a lease: units [start, stop) of an epoch.
+
+    Attributes:
+        id: Number of the lease, which is never given twice.
+        term: Term of the master that gave the lease.
+        epoch: The epoch, from 0.
+        shard: Number of the shard in the data set.
+        start: The first unit.
+        stop: The unit after the last.
+    """
+
+    id: int
+    term: int
+    epoch: int
+    shard: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(eq=False, slots=True)
+class Report:
+    """The outcome of a shard, on its way to the master.
+
+    `units` of the shard were done, if it was not done as a whole. `refused` is the master's reason, or None.
+    """
+
+    shard: Shard
+    outcome: Outcome
+    reason: str = ""
+    units: int = 0
+    refused: str | None = None
+    answered: bool = False
+
+    def add_to(self, turn: messages.Turn) -> None:
+        """Put it into a turn."""
+        lease = messages.LeaseId(id=self.shard.id, term=self.shard.term)
+        if self.outcome == "done":
+            turn.done.append(lease.id)
+            turn.done_terms.append(lease.term)
+        elif self.outcome == "failed":
+            reason = self.reason.encode(
+                errors="backslashreplace"
+            ).decode()  # a path may not be UTF-8, a message must be
+            turn.failed.append(messages.Failure(lease=lease, reason=reason, units=self.units))
+        else:
+            turn.returned.append(messages.Partial(lease=lease, units=self.units))
+
+
+@dataclass(eq=False)
+class _Request:
+    """Something that a caller waits for, and that is done after the reports before it.
+
+    `attempt` does it, and returns the seconds until the next attempt, 0 if there is none.
+    """
+
+    attempt: Callable[[_Request], float]
+    answered: bool = False
+    answer: Any = None
+    failure: EDLError | None = None
+    retry_until: float | None = None
+    opened: ShardSession | None = None  # the session for it; the same for each attempt
+
+
+@dataclass(slots=True)
+class _OpenShard:
+    """A shard that was given and whose report, if there is one, was not answered yet."""
+
+    shard: Shard
+    touched_at: float
+    taken: bool = False
+    reported: bool = False
+
+
+class ShardSession:
+    """A session as the reader sees it: shards that it has, and the turn in flight. No clock, no threads.
+
+    `restored` is how often the client had put the data set back when the session began.
+    """
+
+    def __init__(self, name: str, restored: int = 0) -> None:
+        self.name: Final = name
+        self.restored: Final = restored
+        self.open: dict[int, _OpenShard] = {}  # by lease
+        self.in_flight: messages.Turn | None = None  # it was not answered
+        self._turns = 0
+        self._sent: list[Report] = []
+
+    def next_turn(self, want: int, outbox: deque[Any]) -> messages.Turn:
+        """Return the turn in flight, or a new one that wants `want` shards and has the reports that come first."""
+        if self.in_flight is not None:
+            return self.in_flight
+        self._turns += 1
+        turn = messages.Turn(session=self.name, request=self._turns, want=want)
+        while len(self._sent) < _MOST_REPORTS and isinstance(report := _first_of(outbox), Report):
+            outbox.popleft()
+            self._sent.append(report)
+            report.add_to(turn)
+        self.in_flight = turn
+        return turn
+
+    def answer(self, reply: messages.NextReply) -> list[Report]:
+        """Take the answer of the turn in flight; return the reports that were answered, including those refused."""
+        refusals = {refusal.lease.id: refusal.reason for refusal in reply.refused}
+        for report in self._sent:
+            report.refused = refusals.get(report.shard.id)
+            self.open.pop(report.shard.id, None)
+        return self._settle()
+
+    def add(self, leases: Iterable[messages.Lease], now: float) -> list[tuple[ShardSession, Shard]]:
+        """Take shards that the master gives; return them for the inbox."""
+        given = [Shard(lease.id, lease.term, lease.epoch, lease.shard, lease.start, lease.stop) for lease in leases]
+        self.open.update((shard.id, _OpenShard(shard, now)) for shard in given)
+        return [(self, shard) for shard in given]
+
+    def is_same(self, reply: messages.NextReply) -> bool:
+        """Whether the answer to opening this session again is of this session, and not of a new one of its name."""
+        answered = self._turns - (self.in_flight is not None)
+        return reply.last_request in (answered, self._turns)
+
+    def abandon(self, why: str) -> list[Report]:
+        """Refuse the reports that were not answered, since the session is gone; return them."""
+        self.open.clear()
+        for report in self._sent:
+            report.refused = why
+        return self._settle()
+
+    def _settle(self) -> list[Report]:
+        self.in_flight = None
+        reports, self._sent = self._sent, []
+        for report in reports:
+            report.answered = True
+        return reports
+
+
+def _first_of(outbox: deque[Any]) -> Report | _Request | None:
+    """Return the report or request that comes first; None if there is none."""
+    try:
+        first: Report | _Request = outbox[0]
+    except IndexError:  # a caller has withdrawn its request
+        return None
+    return first
 
 
 class Conversation:
@@ -64,20 +218,19 @@ class Conversation:
         self.dataset: Final = dataset
         self.commit = False
         """With commit="checkpoint": whether `close` counts what was reported since the last mark as done."""
-        self.finished = False
         self.poisoned = 0
         self.refused = 0
         self._client = client
         self._holder = holder
         self._prefetch = prefetch
         self._stuck_s = stuck_s
-        self._wait = MasterWait(client.job, client.timeout_s)
-        self._outbox: Outbox = collections.deque()
-        self._inbox: collections.deque[tuple[ShardSession, Shard]] = collections.deque()
-        self._revoked: ShardSession | None = None  # nothing that the master gave in this session is handed out
-        self._hungry: collections.deque[None] = collections.deque()  # an entry for each caller that waits in `take`
+        self.wait: Final = MasterWait(client.job, client.timeout_s)
+        self._outbox: deque[Report | _Request] = deque()
+        self._inbox: deque[tuple[ShardSession, Shard]] = deque()
+        self._hungry: deque[None] = deque()  # an entry for each caller that waits in `take`
         self._changed = Notifier()
         self._failure: EDLError | None = None
+        self._finished = -1  # the epoch of `client.restored` in which the master has nothing left
         self._reading = False
         self._paused = False  # no shards are kept at hand before the caller asks for one
         self._asking = False  # a turn is under way, or about to be
@@ -90,9 +243,7 @@ class Conversation:
         self._unmarked = 0  # shards done since the last mark
         self._ask_at = 0.0
         self._heard_at = 0.0
-        self._look_at = 0.0
         self._thread = BackgroundLoop("edl-shards", self._work, self._interrupt)
-        client.add_reader(self)
 
     @property
     def spec(self) -> messages.DatasetSpec:
@@ -101,17 +252,20 @@ class Conversation:
         return self._spec
 
     @property
+    def finished(self) -> bool:
+        """Whether the master has nothing left for this reader."""
+        return self._finished == self._restored
+
+    @property
+    def _restored(self) -> int:
+        return self._client.restored[self.dataset]
+
+    @property
     def by_checkpoint(self) -> bool:
         """Whether shards are done with a mark; False also as long as no master has said so."""
         return self._spec is not None and self._spec.commit == messages.COMMIT_CHECKPOINT
 
     # --- For callers. ---
-
-    @property
-    def away_s(self) -> float:
-        """Seconds for which no master has answered; 0.0 while it does."""
-        since = self._wait.away_since
-        return 0.0 if since is None else time.monotonic() - since
 
     def take(self, timeout_s: float) -> Shard | None:
         """See `ShardReader.take`."""
@@ -145,11 +299,9 @@ class Conversation:
 
     def touch(self, shard: Shard) -> None:
         """Note that the caller works on a shard."""
-        session = self._session
-        lease = None if session is None else session.open.get(shard.id)
-        if lease is not None:
-            lease.touched_at = time.monotonic()
-            lease.taken = True
+        if (found := self._open(shard)) is not None:
+            found.touched_at = time.monotonic()
+            found.taken = True
 
     def tell(self, report: Report) -> None:
         """Have a report sent. Waits for nothing."""
@@ -166,24 +318,29 @@ class Conversation:
             self.tell(report)
         self._await(lambda: all(report.answered for report in reports), _IDLE_S)
 
-    def demand(self, request: MarkRequest | ResumeRequest) -> None:
-        """Have something done at the master, and wait for it. After an error it is not done later."""
-        if isinstance(request, ResumeRequest) and isinstance(self._failure, LeaseLostError):
+    def mark(self, consumed: Mapping[int, int]) -> tuple[str, int]:
+        """Have a position journalled: `consumed` units of open shards, by lease. Return its session and number."""
+        found: tuple[str, int] = self._demand(_Request(partial(self._set_mark, consumed)))
+        return found
+
+    def resume(self, holder: str, session: str, mark: int) -> None:
+        """Go back to the position that `holder` marked in `session`."""
+        if isinstance(self._failure, LeaseLostError):
             self._failure = None
+        wanted = messages.Resume(dataset=self.dataset, of_holder=holder, of_session=session, mark=mark)
+        self._demand(_Request(partial(self._resume, wanted)))
+
+    def _demand(self, request: _Request) -> Any:
+        """Wait until a request is done. After an error it is not done later, behind the caller's back."""
         self._outbox.append(request)
         self._thread.wake()
         try:
             self._await(lambda: request.answered, _IDLE_S)
         finally:
-            self._withdraw(request)  # if the caller gave up, it must not be done behind its back later
+            self._withdraw(request)
         if request.failure is not None:
             raise request.failure
-
-    def begin_anew(self) -> None:
-        """Hand out nothing that the master gave before the data set was put back."""
-        self._revoked = self._session
-        self.finished = False
-        self._thread.wake()
+        return request.answer
 
     def close(self) -> None:
         """Send what waits, give shards back, and end. Waits for seconds at most."""
@@ -198,14 +355,14 @@ class Conversation:
         with contextlib.suppress(IndexError):
             while True:
                 session, shard = self._inbox.popleft()
-                if session is not self._revoked:
+                if session.restored == self._restored:
                     self.touch(shard)
                     return shard
         return None
 
     def _has_shard(self) -> bool:
         with contextlib.suppress(IndexError):
-            return self._inbox[0][0] is not self._revoked
+            return self._inbox[0][0].restored == self._restored
         return False
 
     def _await(self, condition: Callable[[], object], timeout_s: float) -> None:
@@ -217,11 +374,11 @@ class Conversation:
             return bool(condition()) or self._failure is not None or self._ending
 
         while not settled():
-            away = self._wait.away_since
+            away = self.wait.away_since
             now = time.monotonic()
             patience_s = self._client.timeout_s - (now - max(begun, away) if away is not None else 0.0)
             if patience_s <= 0:
-                raise self._wait.error()
+                raise self.wait.error()
             if now >= until:
                 return
             self._changed.wait_for(settled, min(until - now, patience_s))
@@ -230,14 +387,17 @@ class Conversation:
         if self._ending and not condition():
             raise ClosedError("ShardReader was closed meanwhile")
 
-    def _withdraw(self, request: MarkRequest | ResumeRequest) -> None:
+    def _withdraw(self, request: Report | _Request) -> None:
         with contextlib.suppress(ValueError):
             self._outbox.remove(request)
 
     def _note_reported(self, shard: Shard) -> None:
+        if (found := self._open(shard)) is not None:
+            found.reported = True
+
+    def _open(self, shard: Shard) -> _OpenShard | None:
         session = self._session
-        if session is not None and (lease := session.open.get(shard.id)) is not None:
-            lease.reported = True
+        return None if session is None else session.open.get(shard.id)
 
     # --- In the thread. ---
 
@@ -254,7 +414,7 @@ class Conversation:
             wait_s = self._exchange()
         except NoMasterError as exc:
             self._drop_connection()
-            wait_s = self._wait.failed(exc)
+            wait_s = self.wait.failed(exc)
             if self._job_is_done():
                 return _IDLE_S
         except LeaseLostError as exc:
@@ -273,31 +433,29 @@ class Conversation:
     def _exchange(self) -> float:
         """Do what is due; return the seconds until something is due again."""
         while not self._ending:
-            if self._session is not None and self._session is self._revoked:
+            if self._session is not None and self._session.restored != self._restored:
+                if self._connection is not None:  # this session may be newer than the progress, and have shards
+                    self._close_session(self._session)
                 self._lose_session("the data set was put back to earlier progress")
-            first = first_of(self._outbox)
+            first = _first_of(self._outbox)
             if not (self._reading or first or self._session):
                 return _IDLE_S
-            if isinstance(first, ResumeRequest):
-                wait_s = self._resume(first)
+            if isinstance(first, _Request):
+                wait_s = first.attempt(first)
                 if wait_s:
                     return wait_s
                 continue
             session = self._attached()
             now = time.monotonic()
-            if now >= self._look_at:
-                self._look_at = now + self._renew_s
-                self._release_idle(session, now)
+            self._release_idle(session, now)
             if self._ask(session, now):
                 self._changed.notify()
-            elif isinstance(first := first_of(self._outbox), MarkRequest):
-                self._set_mark(session, first)
-            elif first is not None:
+            elif self._outbox:
                 continue
             elif self.finished and not self.by_checkpoint:
                 self._close_session(session)  # also after an attempt that failed: the master does not end before
             elif now >= (renew_at := self._heard_at + self._renew_s):
-                self._send(messages.Turn(session=session.name))
+                self._said(messages.NextRequest(turn=messages.Turn(session=session.name)))
             else:
                 due_at = min(renew_at, self._ask_at) if self._room else renew_at
                 return max(0.001, due_at - now)
@@ -305,12 +463,12 @@ class Conversation:
 
     def _owes(self, session: ShardSession) -> bool:
         """Whether there is a report to send, or a turn that was not answered."""
-        return session.in_flight is not None or isinstance(first_of(self._outbox), Report)
+        return session.in_flight is not None or isinstance(_first_of(self._outbox), Report)
 
     def _release_idle(self, session: ShardSession, now: float) -> None:
         """Let others have the shards with which the caller does nothing: this thread would renew them for ever."""
-        leases = [lease for lease in session.open.values() if not lease.reported]
-        idle = [lease for lease in leases if now > lease.touched_at + self._stuck_s]
+        unreported = [lease for lease in session.open.values() if not lease.reported]
+        idle = [lease for lease in unreported if now > lease.touched_at + self._stuck_s]
         if any(not lease.taken for lease in idle):
             self._paused = True
             while (shard := self._pop()) is not None:
@@ -354,28 +512,24 @@ class Conversation:
 
     def _turn(self, session: ShardSession, want: int) -> None:
         turn = session.next_turn(want, self._outbox)
-        reply = self._send(turn)
+        reply = self._said(messages.NextRequest(turn=turn))
         for report in session.answer(reply):
             self._note_answer(report)
         if turn.want:
             self._none_left = not reply.leases
-        self._inbox.extend((session, shard) for shard in session.add(reply.leases, time.monotonic()))
+            if self._none_left:
+                self._ask_at = self._heard_at + max(reply.wait_s, _ASK_S)
+        self._inbox.extend(session.add(reply.leases, time.monotonic()))
         self.poisoned = reply.poisoned
-        if reply.finished and not session.open and session is not self._revoked:
-            self.finished = True
+        if reply.finished and not session.open and session.restored == self._restored:
+            self._finished = session.restored
             self._reading = False
-
-    def _send(self, turn: messages.Turn) -> messages.NextReply:
-        reply = self._said(messages.NextRequest(turn=turn))
-        if turn.want and not reply.leases:
-            self._ask_at = self._heard_at + max(reply.wait_s, _ASK_S)
-        return reply
 
     def _said(self, request: messages.NextRequest) -> messages.NextReply:
         assert self._connection is not None
         reply = self._connection.exchange(request)
         self._heard_at = time.monotonic()
-        self._wait.answered()
+        self.wait.answered()
         return reply
 
     def _attached(self) -> ShardSession:
@@ -389,7 +543,8 @@ class Conversation:
         if connection.has_stream and self._session is not None:
             return self._session
         if self._session is None:
-            self._session = ShardSession(secrets.token_hex(16))  # kept until it is answered: the master may have heard
+            # Kept until it is answered: the master may have heard.
+            self._session = ShardSession(secrets.token_hex(16), self._restored)
         session = self._session
         connection.end_stream()
         request = messages.OpenSession(dataset=self.dataset, session=session.name, holder=self._holder)
@@ -415,28 +570,30 @@ class Conversation:
                 " under another --job, or another name of the job; `edl label` keeps the labels that are in its folder"
             ) from exc
 
-    def _set_mark(self, session: ShardSession, request: MarkRequest) -> None:
+    def _set_mark(self, consumed: Mapping[int, int], request: _Request) -> float:
+        session = self._attached()
+        self._flush(session)
         assert self._connection is not None
         if self.by_checkpoint:
             mark = messages.Mark(session=session.name, mark=self._mark + 1)
-            for number, units in request.consumed.items():
-                if (lease := session.open.get(number)) is not None:
-                    lease_id = messages.LeaseId(id=number, term=lease.shard.term)
-                    mark.partial.append(messages.Partial(lease=lease_id, units=units))
+            for number, units in consumed.items():
+                if (found := session.open.get(number)) is not None:
+                    lease = messages.LeaseId(id=number, term=found.shard.term)
+                    mark.partial.append(messages.Partial(lease=lease, units=units))
             self._connection.call("Mark", mark, messages.MarkReply)
             self._mark += 1
             self._unmarked = 0
-            request.session = session.name
-            request.number = self._mark
+            request.answer = (session.name, self._mark)
         else:
             request.failure = SettingsError(
                 f"shards of {self.dataset} are done when they are reported, and cannot be gone back to: create the "
                 'data set with commit="checkpoint" where readers are part of a checkpoint'
             )
         self._settle(request)
+        return 0.0
 
-    def _resume(self, request: ResumeRequest) -> float:
-        """Resume at a mark in a new session; return the seconds until the next attempt, 0 if there is none."""
+    def _resume(self, wanted: messages.Resume, request: _Request) -> float:
+        """Resume at a mark in a new session."""
         if self._session is not None and self._session is not request.opened:
             with contextlib.suppress(LeaseLostError):  # then there is nothing left to report
                 self._flush(self._attached())
@@ -444,20 +601,14 @@ class Conversation:
                 self._close_session(self._session)  # only a session that was never read from can resume
         self._inbox.clear()
         self._unmarked = 0
-        self.finished = False
+        self._finished = -1
         self._none_left = False
         self._ask_at = 0.0
         session = request.opened = self._attached()
+        wanted.session = session.name
         assert self._connection is not None
-        resume = messages.Resume(
-            dataset=self.dataset,
-            session=session.name,
-            of_holder=request.holder,
-            of_session=request.session,
-            mark=request.mark,
-        )
         try:
-            reply = self._connection.call("Resume", resume, messages.ResumeReply)
+            reply = self._connection.call("Resume", wanted, messages.ResumeReply)
         except ConflictError as exc:
             now = time.monotonic()
             if request.retry_until is None:
@@ -469,12 +620,12 @@ class Conversation:
         except (SettingsError, LeaseLostError) as exc:
             request.failure = exc
         else:
-            self._mark = request.mark
-            self._inbox.extend((session, shard) for shard in session.add(reply.leases, time.monotonic()))
+            self._mark = wanted.mark
+            self._inbox.extend(session.add(reply.leases, time.monotonic()))
         self._settle(request)
         return 0.0
 
-    def _settle(self, request: MarkRequest | ResumeRequest) -> None:
+    def _settle(self, request: Report | _Request) -> None:
         self._withdraw(request)
         request.answered = True
         self._changed.notify()
@@ -499,13 +650,14 @@ class Conversation:
         assert self._connection is not None
         request = messages.CloseSession(session=session.name, commit=commit)
         self._connection.call("CloseSession", request, messages.CloseSessionReply, timeout_s=_CLOSE_S)
-        session.abandon("the session was closed")
+        for report in session.abandon("the session was closed"):
+            self._note_answer(report)
         self._session = None
 
     def _say_goodbye(self) -> None:
         """Send the last reports and close the session, if the master is there."""
         try:
-            if self._session is not None and self._wait.away_since is None:
+            if self._session is not None and self.wait.away_since is None:
                 session = self._attached()
                 self._flush(session)
                 self._close_session(session, self.commit)
@@ -539,7 +691,7 @@ class Conversation:
 
     def _job_is_done(self) -> bool:
         """End if the job's master ended with all data sets done, and no other was started for a while."""
-        away_since = self._wait.away_since
+        away_since = self.wait.away_since
         if away_since is None or time.monotonic() < away_since + _DONE_S:
             return False
         report = self._client.final_report()
@@ -554,16 +706,14 @@ class Conversation:
             self._session.abandon("the job is done")
             self._session = None
         self.poisoned = int(found["shards"]["poisoned"])
-        self.finished = True
+        self._finished = self._restored
         self._reading = False
-        while (request := first_of(self._outbox)) is not None:
-            if isinstance(request, Report):
-                self._outbox.popleft()
-                request.refused = "the job is done"
-                request.answered = True
+        while (first := _first_of(self._outbox)) is not None:
+            if isinstance(first, Report):
+                first.refused = "the job is done"
             else:
-                request.failure = NoMasterError("the job is done, and its master has ended")
-                self._settle(request)
+                first.failure = NoMasterError("the job is done, and its master has ended")
+            self._settle(first)
         self._changed.notify()
         return True
 
@@ -575,5 +725,4 @@ class Conversation:
     def _drop_connection(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.end_stream()
             connection.close()

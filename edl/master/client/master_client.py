@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
@@ -29,13 +29,11 @@ from edl.errors import (
     ConflictError,
     DiscoveryError,
     EDLError,
-    LeaseLostError,
     NoMasterError,
-    ProtocolError,
     RejectedError,
     SettingsError,
 )
-from edl.master.naming import FORMAT, SERVICE, election_key
+from edl.master.naming import FORMAT, MESSAGE_NBYTES, REFUSALS, SERVICE, NotFoundError, election_key
 from edl.master.reports import read_report
 from edl.notifier import Notifier
 from edl.protocol import master as messages
@@ -46,7 +44,7 @@ from edl.quoting import shown
 from edl.resource import CallThread, Resource
 from edl.settings import Credentials, DiscoverySettings, is_above_zero
 
-__all__ = ["MasterClient", "MasterConnection", "MasterWait", "NotCreatedError", "NotFoundError"]
+__all__ = ["MasterClient", "MasterConnection", "MasterWait", "NotCreatedError"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +60,9 @@ RENEW_STREAM_S: Final = 30.0
 """An idle stream of this age is replaced: a turn on it would have less than `STREAM_S` for its answer."""
 _RETRY_S: Final = (0.1, 1.0)
 """The first and the longest wait between attempts: a restarted master answers after half a second."""
-_MESSAGE_NBYTES: Final = 64 << 20
-"""The index of a data set of a million file names has some 15 MB."""
 _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
-    ("grpc.max_receive_message_length", _MESSAGE_NBYTES),
-    ("grpc.max_send_message_length", _MESSAGE_NBYTES),
+    ("grpc.max_receive_message_length", MESSAGE_NBYTES),
+    ("grpc.max_send_message_length", MESSAGE_NBYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),  # another master takes over within seconds
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.min_reconnect_backoff_ms", 2_000),  # this is also the time limit of an attempt to connect
@@ -76,39 +72,20 @@ _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 )
 
 
-def _check_process() -> None:
-    """Raise SettingsError in a process that was forked from one that uses gRPC."""
-    if is_forked_from_grpc():
-        raise SettingsError(
-            "this process was forked from one that uses gRPC (a MasterClient, a DistillReader), which does not "
-            "survive a fork: start it in another way, a DataLoader's workers with "
-            'DataLoader(..., multiprocessing_context="forkserver"), or with "spawn"'
-        )
-
-
-class NotFoundError(EDLError):
-    """The master has no such data set."""
-
-
 class NotCreatedError(NoMasterError):
     """The master that leads has no such data set yet; it may still be created."""
 
 
 class MasterConnection(Resource):
-    """A channel to the master of `job` at `endpoint`, a `host:port`.
+    """A channel to the master at `endpoint`, a `host:port`.
 
     Not for the main thread, which signal handlers interrupt (`CallThread`). `exchange` is for one thread; closing the
-    connection ends all calls that are under way.
-
-    Raises:
-        SettingsError: A token would cross the network unencrypted, or this process cannot use gRPC.
+    connection ends all calls that are under way. SettingsError if a token would cross the network unencrypted.
     """
 
-    def __init__(self, job: str, endpoint: str, files: CredentialFiles | None) -> None:
+    def __init__(self, endpoint: str, files: CredentialFiles | None) -> None:
         super().__init__()
-        _check_process()
         self.endpoint: Final = endpoint
-        self._job = job
         self._metadata = call_metadata(endpoint, files)
         self._channel = channel(endpoint, files, _OPTIONS)
         self.on_stream_end: Callable[[], object] = lambda: None
@@ -117,21 +94,12 @@ class MasterConnection(Resource):
         self._requests: queue.SimpleQueue[messages.NextRequest | None] = queue.SimpleQueue()
         self._stream_opened = 0.0
 
-    def hello(self) -> None:
-        """Raise NoMasterError unless the job's master leads here, and SettingsError if it is of another version."""
-        reply = self.call("Hello", messages.HelloRequest(), messages.HelloReply)
-        if reply.format != FORMAT:
-            raise SettingsError(
-                f"the master at {self.endpoint} is of another version of EDL (protocol {reply.format}, not {FORMAT})"
-            )
-        if reply.job != self._job:
-            raise NoMasterError(f"the master at {self.endpoint} is job {shown(reply.job)!r}'s, not {self._job!r}'s")
-
     def call(self, method: str, request: Message, reply: type[R], timeout_s: float = CALL_S) -> R:
         """Make a unary call. After a NoMasterError it is not known whether the master has heard it."""
         self._check()
         with self._translating():
-            made: Any = self._channel.unary_unary(f"/{SERVICE}/{method}", _serialize, reply.FromString)
+            serialize = type(request).SerializeToString
+            made: Any = self._channel.unary_unary(f"/{SERVICE}/{method}", serialize, reply.FromString)
             answer: R = made(request, timeout=timeout_s, metadata=self._metadata)
             return answer
 
@@ -145,7 +113,14 @@ class MasterConnection(Resource):
         """Send a message on the stream of turns, and wait for its answer. Errors are those of `call`."""
         self._check()
         if not self.has_stream:
-            self._open_stream()
+            self.end_stream()
+            self._requests = queue.SimpleQueue()
+            self._stream_opened = time.monotonic()
+            kinds = messages.NextRequest.SerializeToString, messages.NextReply.FromString
+            made: Any = self._channel.stream_stream(f"/{SERVICE}/Next", *kinds)
+            with self._translating():
+                self._stream = made(iter(self._requests.get, None), timeout=STREAM_S, metadata=self._metadata)
+            self._stream.add_callback(self.on_stream_end)
         self._requests.put(request)
         try:
             with self._translating():
@@ -156,15 +131,6 @@ class MasterConnection(Resource):
         except BaseException:
             self.end_stream()  # it has ended, or a late answer would be mistaken for the next one
             raise
-
-    def _open_stream(self) -> None:
-        self.end_stream()
-        self._requests = queue.SimpleQueue()
-        self._stream_opened = time.monotonic()
-        made: Any = self._channel.stream_stream(f"/{SERVICE}/Next", _serialize, messages.NextReply.FromString)
-        with self._translating():
-            self._stream = made(iter(self._requests.get, None), timeout=STREAM_S, metadata=self._metadata)
-        self._stream.add_callback(self.on_stream_end)
 
     def end_stream(self) -> None:
         """End the stream of turns, if there is one. Waits for nothing."""
@@ -189,8 +155,8 @@ class MasterConnection(Resource):
         if self._closed:
             return ClosedError(f"the connection to the master at {self.endpoint} is closed")
         code, words = exc.code(), shown(exc.details() or "")
-        if code in _REFUSALS:
-            return _REFUSALS[code](words)
+        if code.name in REFUSALS:
+            return REFUSALS[code.name](words)
         if code is grpc.StatusCode.UNAUTHENTICATED:
             return RejectedError(
                 f"the master at {self.endpoint} refuses this process: {words}; name its tokens in EDL_TOKEN_FILE"
@@ -204,19 +170,6 @@ class MasterConnection(Resource):
     def _halt(self) -> None:
         self._requests.put(None)
         self._channel.close()  # this ends the calls that are under way
-
-
-_REFUSALS: Final[dict[grpc.StatusCode, type[EDLError]]] = {
-    grpc.StatusCode.NOT_FOUND: NotFoundError,
-    grpc.StatusCode.INVALID_ARGUMENT: SettingsError,
-    grpc.StatusCode.ALREADY_EXISTS: ConflictError,
-    grpc.StatusCode.FAILED_PRECONDITION: LeaseLostError,
-    grpc.StatusCode.DATA_LOSS: ProtocolError,
-}
-
-
-def _serialize(message: Message) -> bytes:
-    return message.SerializeToString()
 
 
 class MasterWait:
@@ -233,6 +186,12 @@ class MasterWait:
         self.away_since: float | None = None
         """In seconds of `time.monotonic()`; None while the master answers."""
 
+    @property
+    def away_s(self) -> float:
+        """Seconds for which no master has answered; 0.0 while it does."""
+        since = self.away_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def failed(self, exc: NoMasterError) -> float:
         """Note that the master did not answer; return the seconds until the next attempt."""
         if self.away_since is None:
@@ -248,7 +207,7 @@ class MasterWait:
     def answered(self) -> None:
         """Note that the master answers."""
         if self.away_since is not None:
-            logger.info("the master of job %r answers, after %.1f s", self._job, time.monotonic() - self.away_since)
+            logger.info("the master of job %r answers, after %.1f s", self._job, self.away_s)
             self.away_since = self._last = None
         self._backoff.reset()
 
@@ -290,7 +249,12 @@ class MasterClient(Resource):
         credentials: Credentials | None = None,
     ) -> None:
         super().__init__()
-        _check_process()  # before a Store is opened: SQLite hangs if a thread of the parent was in the middle of it
+        if is_forked_from_grpc():  # before a Store is opened: SQLite hangs if a thread of the parent was in the middle
+            raise SettingsError(
+                "this process was forked from one that uses gRPC (a MasterClient, a DistillReader), which does not "
+                "survive a fork: start it in another way, a DataLoader's workers with "
+                'DataLoader(..., multiprocessing_context="forkserver"), or with "spawn"'
+            )
         if not is_above_zero(timeout_s):
             raise SettingsError(f"timeout_s={timeout_s!r}: must be a number above 0")
         if store is not None and endpoint is not None:
@@ -309,7 +273,8 @@ class MasterClient(Resource):
         self._using = threading.Lock()  # never held by the main thread, which signal handlers interrupt
         self._connection: MasterConnection | None = None
         self._changed = Notifier()
-        self._readers: list[weakref.ref[Any]] = []
+        self.restored: Final = Counter[str]()
+        """How often this client has put a data set back: its readers drop at once what they had at hand before."""
         self._calls = self._own(CallThread("edl-master-calls"))
 
     def create_dataset(self, name: str, dataset: Dataset | messages.DatasetSpec) -> messages.DatasetSpec:
@@ -430,9 +395,7 @@ class MasterClient(Resource):
         """
         request = messages.RestoreProgress(dataset=name, progress=progress)
         self._call("RestoreProgress", request, messages.DatasetReply)
-        for reader in [reference() for reference in self._readers]:
-            if reader is not None and reader.dataset == name:
-                reader.begin_anew()
+        self.restored[name] += 1
 
     def status(self) -> dict[str, Any]:
         """Return what the master shows: data sets with their shards by state, holders, rates, and recent events."""
@@ -441,30 +404,25 @@ class MasterClient(Resource):
         return found
 
     def connect(self) -> MasterConnection:
-        """Connect to the leading master, without waiting for one. Not for the main thread.
-
-        Returns:
-            A connection, which the caller closes.
+        """Return a connection to the leading master, which the caller closes. Not for the main thread.
 
         Raises:
             NoMasterError: There is none that answers.
+            SettingsError: The master is of another version of EDL.
         """
         self._check()
-        connection = MasterConnection(self.job, self._find(), self._files)
+        connection = MasterConnection(self._find(), self._files)
         try:
-            connection.hello()
+            reply = connection.call("Hello", messages.HelloRequest(), messages.HelloReply)
+            where = f"the master at {connection.endpoint} is"
+            if reply.format != FORMAT:
+                raise SettingsError(f"{where} of another version of EDL (protocol {reply.format}, not {FORMAT})")
+            if reply.job != self.job:
+                raise NoMasterError(f"{where} job {shown(reply.job)!r}'s, not {self.job!r}'s")
         except BaseException:
             connection.close()
             raise
         return connection
-
-    def add_reader(self, reader: Any) -> None:
-        """Have a reader told when progress of its data set is restored. Does not keep it alive.
-
-        Args:
-            reader: Object with the attribute `dataset`, and the method `begin_anew` to call.
-        """
-        self._readers.append(weakref.ref(reader))
 
     def final_report(self) -> dict[str, Any] | None:
         """Return the last report of a master that ended with all data sets done; None if another is to come."""
@@ -524,12 +482,6 @@ class MasterClient(Resource):
                 else:
                     self._wait.answered()
                     return answer
-
-    def __enter__(self) -> MasterClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _halt(self) -> None:
         self._changed.notify()

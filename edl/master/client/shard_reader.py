@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final, Literal
 
-from typing_extensions import Self
-
 from edl.datasets import Dataset, load_dataset
 from edl.errors import (
     ClosedError,
@@ -23,10 +21,9 @@ from edl.errors import (
     SourceError,
     TemporaryError,
 )
-from edl.master.client.conversation import Conversation
+from edl.master.client.conversation import Conversation, Outcome, Report, Shard
 from edl.master.client.master_client import MasterClient
-from edl.master.client.session import MarkRequest, Outcome, Report, ResumeRequest, Shard
-from edl.master.shards.dataset_shards import check_name
+from edl.master.shards.units import check_name
 from edl.quoting import clip
 from edl.resource import Resource
 
@@ -137,7 +134,7 @@ class ShardReader(Resource):
 
         For callers of `take` whose timeouts are shorter than the client's `timeout_s`.
         """
-        return self._conversation.away_s
+        return self._conversation.wait.away_s
 
     def take(self, timeout_s: float = 0.0) -> Shard | None:
         """Return the next shard, which you must report. Never raises for poisoned shards: see `poisoned`.
@@ -173,7 +170,7 @@ class ShardReader(Resource):
                     self._consumed[shard.id] = len(shard)
                 return shard
             if self.finished:
-                self._end()
+                self._check_poisoned()
                 break
             if self._may_leave is not None and self._conversation.rest(_ASK_S) and self._may_leave():
                 break
@@ -313,15 +310,15 @@ class ShardReader(Resource):
         current = self._current
         if current is not None and self._consumed.get(current.id) == len(current):
             self._report_current()
-        mark = MarkRequest({lease: units for lease, units in list(self._consumed.items()) if units})
-        self._conversation.demand(mark)
+        consumed = {lease: units for lease, units in list(self._consumed.items()) if units}
+        session, mark = self._conversation.mark(consumed)
         return {
             "format": _FORMAT,
             "job": self._client.job,
             "dataset": self.dataset,
             "holder": self.holder,
-            "session": mark.session,
-            "mark": mark.number,
+            "session": session,
+            "mark": mark,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -339,7 +336,7 @@ class ShardReader(Resource):
         found = (state.get("job"), state.get("dataset"))
         if found != (self._client.job, self.dataset):
             raise SettingsError(f"the position is in {found[1]!r} of job {found[0]!r}, not in {self.dataset!r}")
-        self._go_back(ResumeRequest(state["holder"], state["session"], state["mark"]))
+        self._go_back(state["holder"], state["session"], state["mark"])
 
     def start_over(self) -> None:
         """Go back to before all that readers of this holder's name have read: for a process that finds no checkpoint.
@@ -352,14 +349,14 @@ class ShardReader(Resource):
             SettingsError: The data set has commit="report".
         """
         self._check()
-        self._go_back(ResumeRequest(self.holder, "", 0))
+        self._go_back(self.holder, "", 0)
 
-    def _go_back(self, request: ResumeRequest) -> None:
+    def _go_back(self, holder: str, session: str, mark: int) -> None:
         self._current = None
         self._sampling = False
         self._taken.clear()
         self._consumed.clear()
-        self._conversation.demand(request)
+        self._conversation.resume(holder, session, mark)
 
     def _report_current(self) -> None:
         """Report the shard that the iterator gave last as done."""
@@ -395,7 +392,7 @@ class ShardReader(Resource):
         self._consumed.pop(shard.id, None)
         return shard
 
-    def _end(self) -> None:
+    def _check_poisoned(self) -> None:
         if not self.poisoned:
             return
         text = (
@@ -430,9 +427,6 @@ class ShardReader(Resource):
     def _halt(self) -> None:
         self._conversation.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -444,12 +438,13 @@ class ShardReader(Resource):
 
 def _check_position(state: object) -> None:
     """Raise SettingsError for what `ShardReader.state_dict` has not returned."""
-    texts = [state.get(key) for key in ("session", "holder")] if isinstance(state, Mapping) else []
-    mark = state.get("mark") if isinstance(state, Mapping) else None
+    found = state if isinstance(state, Mapping) else {}
+    mark = found.get("mark")
     if (
-        not isinstance(state, Mapping)
-        or state.get("format") != _FORMAT
-        or not all(isinstance(text, str) and text and text.isprintable() for text in texts)
+        found.get("format") != _FORMAT
+        or not all(
+            isinstance(text, str) and text.isprintable() and text for text in map(found.get, ("session", "holder"))
+        )
         or type(mark) is not int
         or not 0 < mark < 2**63
     ):

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from edl.datasets import ShardSettings, open_dataset
 from edl.errors import SettingsError
+from edl.master.client.conversation import Shard
 from edl.master.client.master_client import MasterClient
-from edl.master.client.session import Shard
 from edl.master.client.shard_reader import ShardReader
 
 __all__ = ["IndexRange", "ShardingClient"]

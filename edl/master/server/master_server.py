@@ -3,6 +3,9 @@
 All candidates of a job compete in the Store. The one that is elected takes over the journal, which fences the master
 before it, replays it, and answers workers until it is stopped, the journal fails, or another candidate leads. Its place
 in the Store may end while the Store is away; it goes on, because no other can journal anything without fencing it.
+
+A leader's report stays in the Store when it has ended, so that the next one knows whether it has the right journal, and
+can say why it takes over.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,37 +28,45 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from edl.background import BackgroundLoop, start_call
 from edl.backoff import Backoff
+from edl.datasets import same_data
 from edl.discovery import Store, open_store
 from edl.discovery.served.addresses import ListenAddress, is_loopback, outward_address
 from edl.discovery.store import Election
 from edl.discovery.urls import servers_of
-from edl.errors import ClosedError, DiscoveryError, EDLError, JournalError, LeaseLostError, SettingsError
-from edl.master.journal import Journal, open_journal, set_aside
-from edl.master.naming import candidacy
-from edl.master.reports import read_report
-from edl.master.server.report import (
-    ReportWriter,
-    UnitRates,
-    check_continued,
-    check_data,
-    describe_dataset,
-    earlier_events,
-    takeover_cause,
+from edl.errors import (
+    ClosedError,
+    ConflictError,
+    DiscoveryError,
+    EDLError,
+    JournalError,
+    LeaseLostError,
+    SettingsError,
 )
-from edl.master.server.servicer import MasterServicer
-from edl.master.server.term import TICK_S, Term, load_book
+from edl.master.journal import Journal, open_journal, set_aside
+from edl.master.naming import MESSAGE_NBYTES, candidacy, report_key
+from edl.master.reports import read_report
+from edl.master.server.term import (
+    TICK_S,
+    MasterServicer,
+    Term,
+    UnitRates,
+    describe_datasets,
+    encode_report,
+    load_book,
+)
 from edl.master.shards import ShardBook
-from edl.master.shards.dataset_shards import check_spec
+from edl.master.shards.units import check_spec, describe_difference
 from edl.notifier import Notifier
 from edl.protocol import master as messages
 from edl.protocol.channel import listen
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.token_check import token_checks
 from edl.protocol.transport import grpc
+from edl.quoting import shown
 from edl.resource import Resource
 from edl.settings import Credentials, DiscoverySettings
 
-__all__ = ["MasterServer", "MasterSettings", "shown_endpoint"]
+__all__ = ["MasterServer", "MasterSettings", "check_continued", "check_data", "shown_endpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +83,11 @@ _RETRY_S: Final = (0.5, 5.0)
 _FENCED_LEASES: Final = 20
 """A leader that loses its journal takes it back, but only once in this many leases: the master that took it may be
 dead. A live master, in another Store, takes it again within two leases."""
-_MESSAGE_NBYTES: Final = 64 << 20
-"""The index of a data set of a million file names has some 15 MB."""
 _IN_STORE: Final = "store"
 _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.so_reuseport", 0),  # a second server at the same port would get half of the connections
-    ("grpc.max_receive_message_length", _MESSAGE_NBYTES),
-    ("grpc.max_send_message_length", _MESSAGE_NBYTES),
+    ("grpc.max_receive_message_length", MESSAGE_NBYTES),
+    ("grpc.max_send_message_length", MESSAGE_NBYTES),
     ("grpc.keepalive_time_ms", 10_000),  # a host that vanished must not hold its stream
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # clients ping every 10 s
@@ -87,6 +97,8 @@ _AGE_MS: Final = 3_600_000
 """With TLS or tokens, a connection of this age is replaced, so that new certificates and tokens count."""
 _BUCKETS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Seconds of a commit: a disk takes a millisecond, and a Store of several hosts up to its deadline of 5 s."""
+_FLUSH_S: Final = 2.0
+"""How long a master that ends waits for a report to reach the Store."""
 _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "*", "")
 
 
@@ -131,6 +143,13 @@ class MasterServer(Resource):
     Raises:
         SettingsError: The address, the credentials, the Store's URL or a specification cannot be used.
         DiscoveryError: Another program listens there, or the Store's file cannot be opened.
+
+    Attributes:
+        endpoint: Where this candidate listens.
+        failure: Why this candidate has ended though it was not closed; None until then.
+        done: Whether all data sets are, no shard being left but poisoned ones, and no reader has a session.
+        rival: Where the leader is, as far as known, while this candidate stands by.
+        metrics: Prometheus metrics that only the master itself knows.
     """
 
     def __init__(
@@ -145,8 +164,10 @@ class MasterServer(Resource):
         self.job: Final = job
         self.settings: Final = settings
         self.endpoint = ""
+        self.failure: BaseException | None = None
+        self.done = False
+        self.rival = ""
         self.metrics: Final = CollectorRegistry() if metrics is None else metrics
-        """Of Prometheus: what only the master itself knows."""
         self._commits = Histogram(
             "edl_master_journal_commit_seconds",
             "How long it took to journal a group of commands.",
@@ -157,26 +178,27 @@ class MasterServer(Resource):
         self._files = CredentialFiles.of(settings.credentials, serving=True)
         self._changed = Notifier()
         self._started = threading.Event()
-        self._failure: BaseException | None = None
-        self._leading: Term | None = None
-        self._done = False
+        self._servicer = MasterServicer(job, self._status)
+        self._journal_name = _IN_STORE if settings.journal.startswith("store:") else settings.journal
         self._anew = settings.begin_anew  # until this master leads
         self._rates = UnitRates()
         self._shown: dict[str, Any] = {}
-        self._rival = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._address = ListenAddress(settings.host, settings.port)
         self._address.check_free()
         self._url = DiscoverySettings.of(settings.store).url
         self._store: Store = self._own(open_store(self._url, credentials=settings.credentials))
-        self._reports = ReportWriter(self._store, job, anew=settings.begin_anew)
+        self._overwrites = settings.begin_anew  # a report of a later term, which came from another journal
+        self._newest: dict[str, Any] | None = None  # the report that is to be written
+        self._writing: Future[None] | None = None
+        self._store_is_away = False
         self._thread = self._own(BackgroundLoop("edl-master", self._run, self._interrupt))
         if not self._started.wait(_START_S):
-            self._failure = DiscoveryError(f"the master at {self._address.endpoint} did not start in {_START_S:g} s")
-        if self._failure is not None:
+            self.failure = DiscoveryError(f"the master at {self._address.endpoint} did not start in {_START_S:g} s")
+        if self.failure is not None:
             self.close()
-            raise self._failure
+            raise self.failure
         if not is_loopback(settings.host) and not settings.credentials.token_file:
             logger.warning(
                 "the master listens on %s without a token: anyone who reaches this port can read where the job's data "
@@ -187,22 +209,7 @@ class MasterServer(Resource):
     @property
     def is_leader(self) -> bool:
         """Whether this candidate answers."""
-        return self._leading is not None
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why this candidate has ended though it was not closed."""
-        return self._failure
-
-    @property
-    def done(self) -> bool:
-        """Whether all data sets are, no shard being left but poisoned ones, and no reader has a session."""
-        return self._done
-
-    @property
-    def rival(self) -> str:
-        """Where the leader is, as far as known, while this candidate stands by."""
-        return self._rival
+        return self._servicer.term is not None
 
     def wait_leading(self, timeout_s: float) -> bool:
         """Wait until this candidate leads, has failed or is closed.
@@ -213,7 +220,7 @@ class MasterServer(Resource):
         Returns:
             Whether it leads.
         """
-        self._changed.wait_for(lambda: self.is_leader or self._failure is not None or self._closed, timeout_s)
+        self._changed.wait_for(lambda: self.is_leader or self.failure is not None or self._closed, timeout_s)
         return self.is_leader
 
     def wait_done(self, timeout_s: float) -> bool:
@@ -225,18 +232,12 @@ class MasterServer(Resource):
         Returns:
             Whether they are done.
         """
-        self._changed.wait_for(lambda: self._done or self._failure is not None or self._closed, timeout_s)
-        return self._done
+        self._changed.wait_for(lambda: self.done or self.failure is not None or self._closed, timeout_s)
+        return self.done
 
     def status(self) -> dict[str, Any]:
         """Return what was shown last, as `master_reports/JOB` has it; empty before this candidate has led."""
         return self._shown
-
-    def __enter__(self) -> MasterServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _halt(self) -> None:
         self._changed.notify()
@@ -253,12 +254,11 @@ class MasterServer(Resource):
         try:
             asyncio.run(self._serve())
         except EDLError as exc:
-            self._failure = exc
+            self.failure = exc
         except Exception as exc:
             logger.exception("the master of job %r ended", self.job)
-            self._failure = exc
+            self.failure = exc
         finally:
-            self._leading = None
             self._started.set()
             self._changed.notify()
 
@@ -269,8 +269,7 @@ class MasterServer(Resource):
             return
         age = [("grpc.max_connection_age_ms", _AGE_MS)] if self._files is not None else []
         server = grpc.aio.server(options=[*_OPTIONS, *age], interceptors=token_checks(self._files))
-        servicer = MasterServicer(self.job, self._status)
-        server.add_generic_rpc_handlers((servicer.handler(),))
+        server.add_generic_rpc_handlers((self._servicer.handler(),))
         try:
             port = listen(server, self._address.endpoint, self._files)
         except RuntimeError as exc:
@@ -282,20 +281,15 @@ class MasterServer(Resource):
             election = self._store.elect(candidacy(self.job), json.dumps(value).encode(), self.settings.lease_s)
             self._started.set()
             try:
-                await self._campaign(election, servicer)
+                await self._campaign(election)
             finally:
                 # A process that goes on without its master, as a labelling worker does, must let others lead.
                 await asyncio.wrap_future(start_call("edl-master-step-down", election.close))
         finally:
-            self._leading = None
-            servicer.stand_by("it ends")
+            self._servicer.stand_by("it ends")
             await server.stop(_STOP_S)
 
-    @property
-    def _journal_name(self) -> str:
-        return _IN_STORE if self.settings.journal.startswith("store:") else self.settings.journal
-
-    async def _campaign(self, election: Election, servicer: MasterServicer) -> None:
+    async def _campaign(self, election: Election) -> None:
         """Lead whenever this candidate may, until it is stopped."""
         assert self._stop is not None
         backoff = Backoff(*_RETRY_S, jitter=0.5)
@@ -308,18 +302,18 @@ class MasterServer(Resource):
                     self._check_rival(await self._leader(election))
                 await self._sleep(_LOOK_S)
                 continue
-            self._rival = ""
+            self.rival = ""
             failure: BaseException | None
             try:
                 term = await self._take_over()
                 backoff.reset()
-                await self._lead(term, election, servicer)
+                await self._lead(term, election)
                 failure = term.failure
             except (DiscoveryError, JournalError, LeaseLostError) as exc:
                 failure = exc
             if self._stop.is_set() or failure is None:
                 continue
-            servicer.stand_by(str(failure))
+            self._servicer.stand_by(str(failure))
             if isinstance(failure, LeaseLostError):
                 # A master that took over sees to the journal a moment after this one's place in the Store has ended.
                 if election.is_leader and not await self._sleep(self.settings.lease_s) and election.is_leader:
@@ -344,39 +338,35 @@ class MasterServer(Resource):
         """Load the state."""
         url = f"store:{self.job}" if self._journal_name == _IN_STORE else self.settings.journal
 
-        def open_empty_or_kept() -> Journal:
+        def open_and_load() -> tuple[Journal, int, ShardBook, int, dict[str, Any] | None]:
             if self._anew and self._journal_name != _IN_STORE:
                 set_aside(url)
             self._anew = False
-            return open_journal(url, store=self._store)
+            journal = open_journal(url, store=self._store)
+            try:
+                number, book, replayed = load_book(journal)
+                last = None if self.settings.begin_anew else read_report(self._store, self.job)
+                check_continued(last, number, self._journal_name)
+                check_data(book, self._datasets)
+            except BaseException:
+                journal.close()
+                raise
+            return journal, number, book, replayed, last
 
-        def load() -> tuple[int, ShardBook, int, dict[str, Any] | None]:
-            number, book, replayed = load_book(journal)
-            last = None if self.settings.begin_anew else read_report(self._store, self.job)
-            check_continued(last, number, self._journal_name)
-            check_data(book, self._datasets)
-            return number, book, replayed, last
-
-        journal = await asyncio.wrap_future(start_call("edl-master-open", open_empty_or_kept))
+        journal, number, book, replayed, last = await asyncio.wrap_future(start_call("edl-master-load", open_and_load))
+        led_before = book.term > 0
+        term = Term(number, book, journal, self._commits.observe, replayed=replayed)
         try:
-            number, book, replayed, last = await asyncio.wrap_future(start_call("edl-master-load", load))
-            led_before = book.term > 0
-            term = Term(number, book, journal, self._commits.observe)
-        except BaseException:
-            journal.close()
-            raise
-        known = set(book.datasets())
-        try:
-            await term.begin(replayed)
+            await term.submit(messages.Command(begin_term=messages.BeginTerm(term=number)))
             term.events.extend(earlier_events(last))
             if led_before:
                 text = f"the master at {self.endpoint} leads, in term {number}"
                 term.add_event("takeover", text, takeover_cause(last, self.endpoint))
             for name, spec in self._datasets.items():
-                if name not in book.datasets():
+                if name not in book.datasets:
                     command = messages.CreateDataset(dataset=name, spec=spec)
                     await term.submit(messages.Command(create_dataset=command))
-            for name in book.datasets() if self.settings.retry_poisoned else ():
+            for name in list(book.datasets) if self.settings.retry_poisoned else ():
                 await term.submit(messages.Command(retry_poisoned=messages.RetryPoisoned(dataset=name)))
         except ClosedError as exc:
             await term.close(str(exc))
@@ -385,16 +375,15 @@ class MasterServer(Resource):
             await term.close(str(exc))
             raise
         logger.info(
-            "this master leads job %r from now on, at %s: term %d, %s",
-            *(self.job, self.endpoint, number, _told(book, known)),
+            "this master leads job %r from now on, at %s: term %d, data sets %s",
+            *(self.job, self.endpoint, number, sorted(book.datasets)),
         )
         return term
 
-    async def _lead(self, term: Term, election: Election, servicer: MasterServicer) -> None:
+    async def _lead(self, term: Term, election: Election) -> None:
         """Answer workers until this is stopped, the journal fails, or another master leads."""
         assert self._stop is not None
-        servicer.lead(term)
-        self._leading = term
+        self._servicer.term = term
         self._changed.notify()
         looked_at = time.monotonic()
         why = "it ends"
@@ -404,21 +393,21 @@ class MasterServer(Resource):
                 await self._sleep(TICK_S, term.ended)
                 await term.tick()
                 now = time.monotonic()
-                if now < looked_at + _RIVAL_S and self._done == _is_done(term):
+                if now < looked_at + _RIVAL_S and self.done == _is_done(term):
                     continue
                 looked_at = now
                 self._show(term)
-                if not election.is_leader and (leader := await self._leader(election)) and not self._is_own(leader):
+                leader = None if election.is_leader else await self._leader(election)
+                if leader is not None and leader.get("endpoint") != self.endpoint:
                     why = "another master leads"
                     break
         except ClosedError:
             pass  # the journal has failed: `term.failure` says how
         finally:
-            self._leading = None
-            servicer.stand_by(why)
+            self._servicer.stand_by(why)
             self._show(term)
             await term.close(why)
-            await self._reports.flush()
+            await self._flush_report()
             self._changed.notify()
         if why != "it ends":
             logger.warning("job %r: another master leads, and this one stands by", self.job)
@@ -426,21 +415,46 @@ class MasterServer(Resource):
     def _show(self, term: Term) -> None:
         """Bring the report up to date."""
         report = self._status(term)
-        self._done = _is_done(term)
-        if self._done:
+        self.done = _is_done(term)
+        if self.done:
             self._changed.notify()
             report["state"] = "done"
-        elif self._leading is None:
+        elif not self.is_leader:
             report["state"] = "stopped"
-        self._shown = report
-        self._reports.write(report)
+        self._shown = self._newest = report
+        if self._writing is None or self._writing.done():
+            self._writing = start_call("edl-master-report", self._write_reports)
+
+    async def _flush_report(self) -> None:
+        """Wait for the newest report to be written, for seconds at most."""
+        while self._writing is not None:
+            done, _ = await asyncio.wait([asyncio.wrap_future(self._writing)], timeout=_FLUSH_S)
+            if not done or self._newest is None:
+                return
+            self._writing = start_call("edl-master-report", self._write_reports)
+
+    def _write_reports(self) -> None:
+        """Write the newest report into the Store, in a thread; if the Store is away, the next report is tried."""
+        key = report_key(self.job)
+        while (report := self._newest) is not None:
+            self._newest = None
+            try:
+                entry = self._store.get(key)
+                if entry is not None and _term(entry.value) > report["term"] and not self._overwrites:
+                    continue  # another master has led since
+                self._overwrites = False
+                self._store.compare_and_set(key, encode_report(report), None if entry is None else entry.version)
+                self._store_is_away = False
+            except ClosedError:
+                return
+            except (EDLError, ValueError) as exc:
+                if not self._store_is_away:
+                    logger.warning("cannot write this master's report to the store; the job goes on: %s", exc)
+                self._store_is_away = True
 
     def _status(self, term: Term) -> dict[str, Any]:
-        book, now = term.book, time.monotonic()
-        datasets = [
-            describe_dataset(book.status(name), self._rates, now, term.clock.silence_s)
-            for name in sorted(book.datasets())
-        ]
+        book = term.book
+        statuses = [book.datasets[name].status() for name in sorted(book.datasets)]
         return {
             "job": self.job,
             "state": "leading",
@@ -451,7 +465,7 @@ class MasterServer(Resource):
             "term": term.number,
             "time": round(time.time(), 3),
             "commands": book.version,
-            "datasets": datasets,
+            "datasets": describe_datasets(statuses, self._rates, time.monotonic(), term.clock.silence_s),
             "events": list(term.events),
         }
 
@@ -467,16 +481,13 @@ class MasterServer(Resource):
             return None
         return found if isinstance(found, dict) else None
 
-    def _is_own(self, leader: Mapping[str, Any]) -> bool:
-        return leader.get("endpoint") == self.endpoint
-
     def _check_rival(self, leader: Mapping[str, Any] | None) -> None:
         """Raise SettingsError if this master could not go on with what the leader has journalled."""
-        if leader is None or self._is_own(leader):
+        if leader is None or leader.get("endpoint") == self.endpoint:
             return
         endpoint, host, journal = (str(leader.get(name, "")) for name in ("endpoint", "host", "journal"))
-        if endpoint != self._rival:
-            self._rival = endpoint
+        if endpoint != self.rival:
+            self.rival = endpoint
             then = ", and starts the job again when that one has ended" if self._anew else ""
             logger.info("job %r is led by the master at %s; this one stands by%s", self.job, endpoint, then)
         if journal != self._journal_name:
@@ -503,17 +514,73 @@ class MasterServer(Resource):
 
 
 def _is_done(term: Term) -> bool:
-    names = term.book.datasets()
-    return bool(names) and not term.book.sessions() and all(term.book.is_finished(name) for name in names)
-
-
-def _told(book: ShardBook, known: Collection[str]) -> str:
-    goes_on = {name: "goes on" if name in known else "begins" for name in sorted(book.datasets())}
-    states = [f"{name} {'is done' if book.is_finished(name) else state}" for name, state in goes_on.items()]
-    return ", ".join(states) or "no data set yet"
+    book = term.book
+    return bool(book.datasets) and not book.sessions and all(dataset.is_done for dataset in book.datasets.values())
 
 
 def shown_endpoint(host: str, port: int, store_url: str) -> str:
     """Return where workers reach a master that listens at `host` and `port`."""
     shown = outward_address(server for server, _ in servers_of(store_url)) if host in _ALL_ADDRESSES else host
     return f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
+
+
+def _term(value: bytes) -> int:
+    try:
+        return int(json.loads(value)["term"])
+    except (ValueError, TypeError, KeyError):
+        return 0
+
+
+# --- What a master takes from the one before it: `last` is that one's report. ---
+
+
+def check_continued(last: Mapping[str, Any] | None, term: int, journal: str) -> None:
+    """Raise SettingsError if the job was led with another journal, which gave a term that is not below `term`."""
+    if last is None or not isinstance(last.get("term"), int) or last["term"] < term:
+        return
+    raise SettingsError(
+        f"what is done of job {last.get('job')!r} is in another journal, {last.get('journal')} of host "
+        f"{last.get('host')}, not in {journal}: start the master with that one; or pass --new to start the job again"
+    )
+
+
+def check_data(book: ShardBook, datasets: Mapping[str, messages.DatasetSpec]) -> None:
+    """Raise ConflictError if `book` has other data under a name, or has cut them otherwise."""
+    for name, asked in datasets.items():
+        if name not in book.datasets:
+            continue
+        present, spec = book.datasets[name].describe().spec, check_spec(name, asked)
+        if not same_data(present, spec):
+            raise ConflictError(
+                f"data set {name} of this job is another: {_difference(present, spec)}. To go on with it, start the"
+                " master as before, or without data (--data); for other data choose another name for the data set"
+                " (--name) or for the job, or start again (--new), which forgets what is done"
+            )
+
+
+def _difference(present: messages.DatasetSpec, spec: messages.DatasetSpec) -> str:
+    """Say which fields differ; of an index, whose bytes mean nothing to people, only that it does."""
+    if present.kind != spec.kind or present.location != spec.location:
+        return f"it is {present.kind}:{present.location}, and not {spec.kind}:{spec.location}"
+    shown, other = messages.DatasetSpec(), messages.DatasetSpec()
+    shown.CopyFrom(present)
+    other.CopyFrom(spec)
+    shown.index = other.index = b""
+    return describe_difference(shown, other) or "its files, or what is in them, have changed since it was created"
+
+
+def takeover_cause(last: Mapping[str, Any] | None, endpoint: str) -> str:
+    """Return why the master at `endpoint` leads a job that was led before."""
+    if last is None:
+        return "the master before it left no report"
+    if last.get("endpoint") == endpoint:
+        return "another master took its journal, or the journal was away"
+    ends = {"done": "had ended, with everything done", "stopped": "was stopped, or had lost its journal"}
+    end = ends.get(str(last.get("state")), "ended without a word: killed, or cut off from the Store")
+    return shown(f"the one at {last.get('endpoint')} on {last.get('host')} {end}")
+
+
+def earlier_events(last: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the events in the report; those that cannot be shown are left out."""
+    events = last.get("events") if last is not None else None
+    return [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []

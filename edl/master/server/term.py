@@ -1,30 +1,50 @@
-"""A term of a leading master: the state, its journal, and the clocks of its sessions.
+"""A term of a leading master: the state, its journal, the clocks of its sessions, the calls of workers, the report.
 
 Commands get an order in the event loop, where they are applied to the book at once. A thread journals them in groups:
 what comes while a commit is under way is the next group. Nothing is answered before the journal has it, a refusal
 neither: its reason may be a command that the journal does not have yet.
 
 Clocks are here and not in the book, so what has expired becomes a command as well.
+
+`master.proto` is the table of calls: a method whose request is a kind of `Command` is applied to the book of shards,
+`Next` is a stream of such requests, and every other method reads.
+
+What the leading master reports is a JSON in the Store, written once a second: `edl status`, the dashboard and late
+workers read it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
+import contextlib
+import json
 import logging
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from edl.background import BackgroundLoop, start_call
-from edl.errors import ClosedError, EDLError, LeaseLostError
+from edl.errors import ClosedError, EDLError, LeaseLostError, SettingsError
 from edl.master.journal import Journal
+from edl.master.naming import FORMAT, REFUSALS, SERVICE, NotFoundError
 from edl.master.shards import ShardBook
 from edl.protocol import master as messages
+from edl.protocol.transport import grpc
+from edl.quoting import did_you_mean
 
-__all__ = ["PAUSE_S", "TICK_S", "LeaseClock", "Term", "load_book"]
+__all__ = [
+    "PAUSE_S",
+    "TICK_S",
+    "LeaseClock",
+    "MasterServicer",
+    "Term",
+    "UnitRates",
+    "describe_datasets",
+    "encode_report",
+    "load_book",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -37,23 +57,18 @@ _IDLE_S: Final = 3600.0
 """How long the committing thread waits unless it is woken: it always is."""
 _GROUP: Final = 512
 """Most commands in a commit: with more, the first of them would wait too long."""
-_SNAPSHOT_COMMANDS: Final = 100_000  # whichever comes first
 _SNAPSHOT_NBYTES: Final = 32 << 20
-"""Commands, and bytes of them, after which a snapshot replaces them: seconds of work to replay."""
-_REPLAYED: Final = 10_000
-"""Commands, about half a second of replay, which the next start should not repeat."""
+"""Bytes of commands after which a snapshot replaces them: seconds of work to replay."""
+_COMMAND_NBYTES: Final = 320
+"""Bytes that each command counts beside its own: 100,000 small ones take as long to replay as 32 MB of large ones."""
 _EVENTS: Final = 50
 """Events that are shown; older ones are in the log."""
-
-
-@dataclass(slots=True)
-class _Watched:
-    """A session: how many seconds it may be silent before its leases end, and before it ends itself."""
-
-    lease_s: float
-    session_s: float
-    heard_s: float
-    is_silent: bool = False  # its leases have ended
+_WINDOW_S: Final = 15.0
+"""Rates are averages over this time: a shard may take seconds."""
+_NBYTES: Final = 200_000
+"""Largest report: a value of the Store may have 256 KiB."""
+_HOLDERS: Final = 200
+"""Most holders listed of a data set, the busiest first."""
 
 
 class LeaseClock:
@@ -63,45 +78,39 @@ class LeaseClock:
         self._monotonic = monotonic
         self._seen = monotonic()
         self._now = 0.0
-        self._sessions: dict[str, _Watched] = {}
-
-    def watch(self, session: str, lease_s: float, session_s: float) -> None:
-        """Begin to watch a session, as heard at this moment."""
-        self._sessions[session] = _Watched(lease_s, session_s, self._now)
-
-    def is_watched(self, session: str) -> bool:
-        """Return whether the clock watches a session."""
-        return session in self._sessions
-
-    def forget(self, session: str) -> None:
-        """Stop watching a session."""
-        self._sessions.pop(session, None)
+        self._heard: dict[str, float] = {}
+        self._silent: set[str] = set()  # whose leases have ended since they were heard
 
     def hear(self, session: str) -> None:
         """Note a sign of life of a session."""
-        if (watched := self._sessions.get(session)) is not None:
-            watched.heard_s = self._now
-            watched.is_silent = False
+        self._heard[session] = self._now
+        self._silent.discard(session)
 
     def silence_s(self, session: str) -> float:
         """Return for how long a session was silent, as of the last look."""
-        watched = self._sessions.get(session)
-        return 0.0 if watched is None else self._now - watched.heard_s
+        return self._now - self._heard.get(session, self._now)
 
-    def due(self) -> tuple[list[str], list[str]]:
-        """Advance; return sessions whose leases have ended since the last look, and sessions that have ended."""
+    def due(self, limits: Mapping[str, tuple[float, float]]) -> tuple[list[str], list[str]]:
+        """Advance; return sessions whose leases have ended since the last look, and sessions that have ended.
+
+        `limits` has the live sessions, with the seconds that each may be silent before its leases end, and before it
+        ends itself. A session is first heard when it is first seen here: gRPC cancels the call of a worker that died,
+        so it may be open though `open_session` did not return.
+        """
         at = self._monotonic()
         self._now += min(at - self._seen, PAUSE_S)
         self._seen = at
+        self._heard = {session: self._heard.get(session, self._now) for session in limits}
+        self._silent.intersection_update(limits)
         silent: list[str] = []
         over: list[str] = []
-        for session, watched in self._sessions.items():
-            silence_s = self._now - watched.heard_s
-            if silence_s > watched.session_s:
+        for session, (lease_s, session_s) in limits.items():
+            silence_s = self.silence_s(session)
+            if silence_s > session_s:
                 over.append(session)
-            elif silence_s > watched.lease_s and not watched.is_silent:
-                watched.is_silent = True
+            elif silence_s > lease_s and session not in self._silent:
                 silent.append(session)
+        self._silent.update(silent)
         return silent, over
 
 
@@ -120,7 +129,7 @@ def load_book(journal: Journal) -> tuple[int, ShardBook, int]:
     book = ShardBook.restore(snapshot) if snapshot is not None else ShardBook()
     for record in records:
         book.apply(messages.Command.FromString(record))
-    book.pop_events()  # the master of that time has told them
+    book.events.clear()  # the master of that time has told them
     return term, book, len(records)
 
 
@@ -129,7 +138,7 @@ class Term:
 
     Term `number` came from `journal`, which `close` closes; `book` is the state as the journal has it. When the journal
     cannot be written, `failure` says why, `ended` is set, and nothing is answered from then on. `observe` gets the
-    seconds of each commit, in the committing thread.
+    seconds of each commit, in the committing thread. `replayed` commands of the journal are in no snapshot.
     """
 
     def __init__(
@@ -139,41 +148,29 @@ class Term:
         journal: Journal,
         observe: Callable[[float], object],
         *,
+        replayed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.number: Final = number
         self.book: Final = book
         self.failure: BaseException | None = None
         self.ended = asyncio.Event()
-        self.events: collections.deque[dict[str, Any]] = collections.deque(maxlen=_EVENTS)
+        self.events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
         self.clock: Final = LeaseClock(clock)
         self._journal = journal
         self._observe = observe
         self._loop = asyncio.get_running_loop()
-        self._lock = threading.Lock()
-        self._pending: list[_Entry] = []
+        self._pending: deque[_Entry] = deque()
         self._why_closed: BaseException | None = None
-        self._since_snapshot = 0
-        self._since_nbytes = 0
+        self._since_snapshot = replayed * _COMMAND_NBYTES
+        self._snapshot_coming = False
         self._thread = BackgroundLoop("edl-master-commit", self._commit)
-
-    async def begin(self, replayed: int) -> None:
-        """Journal that this term has begun, and give every session its full time.
-
-        After many `replayed` commands a snapshot replaces them.
-        """
-        await self.submit(messages.Command(begin_term=messages.BeginTerm(term=self.number)))
-        if replayed > _REPLAYED:
-            self.take_snapshot()
-        for session in self.book.sessions():
-            self._watch(session)
 
     async def submit(self, command: messages.Command) -> Any:
         """Apply a command; return the book's answer once the journal has the command.
 
-        Raises:
-            EDLError: The book refuses the command, which has changed nothing.
-            ClosedError: The journal cannot be written, or this is closed. What became of the command is unknown.
+        An EDLError of the book is a refusal, which has changed nothing. After a ClosedError (the journal cannot be
+        written, or this is closed) it is unknown what became of the command.
         """
         self._check()
         command.time_ms = round(time.time() * 1000)
@@ -187,32 +184,28 @@ class Term:
             await self.settled()
             return answer
         record = command.SerializeToString()
-        entry = _Entry(self._loop.create_future(), record)
-        self._append(entry)
-        self._since_snapshot += 1
-        self._since_nbytes += len(record)
-        if self._since_snapshot >= _SNAPSHOT_COMMANDS or self._since_nbytes >= _SNAPSHOT_NBYTES:
+        journalled = self._append(record=record)
+        self._since_snapshot += _COMMAND_NBYTES + len(record)
+        if self._since_snapshot >= _SNAPSHOT_NBYTES:
             self.take_snapshot()
-        await entry.answered
+        await journalled
         return answer
 
     async def settled(self) -> None:
         """Wait until the journal has all that was applied until now; ClosedError as for `submit`."""
         self._check()
-        entry = _Entry(self._loop.create_future())
-        self._append(entry)
-        await entry.answered
+        await self._append()
 
     def take_snapshot(self) -> None:
         """Have a snapshot of the present state replace the records before it."""
         self._since_snapshot = 0
-        self._since_nbytes = 0
-        self._append(_Entry(self._loop.create_future(), snapshot=self.book.snapshot()))
+        self._snapshot_coming = True
+        self._append(snapshot=self.book.snapshot())
 
     async def open_session(self, request: messages.OpenSession) -> messages.NextReply:
         """Open a session, or go on with it; return the number of its last request, and its leases."""
         reply: messages.NextReply = await self.submit(messages.Command(open_session=request))
-        self._watch(request.session)
+        self.clock.hear(request.session)
         return reply
 
     async def turn(self, turn: messages.Turn) -> messages.NextReply:
@@ -222,7 +215,7 @@ class Term:
         """
         self.clock.hear(turn.session)
         if turn.request == 0:
-            if self.book.session(turn.session) is None:
+            if turn.session not in self.book.sessions:
                 raise LeaseLostError(f"session {turn.session!r} has ended: it was silent for too long")
             return messages.NextReply()
         reply: messages.NextReply = await self.submit(messages.Command(turn=turn))
@@ -230,17 +223,13 @@ class Term:
 
     async def tick(self) -> None:
         """Expire what was not renewed, and note what has happened."""
-        # gRPC cancels the call of a worker that died: its session may be open though `open_session` did not return.
-        for session in self.book.sessions():
-            if not self.clock.is_watched(session):
-                self._watch(session)
-        silent, over = self.clock.due()
-        for session in over:
-            self.clock.forget(session)
-        leases = [lease for session in silent if (info := self.book.session(session)) for lease in info.leases]
+        specs = {session: info.dataset.spec for session, info in self.book.sessions.items()}
+        silent, over = self.clock.due({session: (spec.lease_s, spec.session_s) for session, spec in specs.items()})
+        leases = [lease for session in silent for lease in self.book.sessions[session].leases]
         if leases or over:
             await self.submit(messages.Command(expire=messages.Expire(leases=leases, sessions=over)))
-        for event in self.book.pop_events():
+        while self.book.events:
+            event = self.book.events.popleft()
             self.add_event(event.kind, f"{event.dataset}: {event.text}", event.cause)
 
     def add_event(self, kind: str, text: str, cause: str) -> None:
@@ -258,28 +247,21 @@ class Term:
 
         await asyncio.wrap_future(start_call("edl-master-close", close))
 
-    def _watch(self, session: str) -> None:
-        info = self.book.session(session)
-        if info is not None:
-            self.clock.watch(session, info.dataset.spec.lease_s, info.dataset.spec.session_s)
-
     def _check(self) -> None:
         if self._why_closed is not None:
             raise ClosedError(f"this master ends: {self._why_closed}")
 
-    def _append(self, entry: _Entry) -> None:
-        with self._lock:
-            first = not self._pending
-            self._pending.append(entry)
-        if first:
-            self._thread.wake()
+    def _append(self, *, record: bytes | None = None, snapshot: bytes | None = None) -> asyncio.Future[None]:
+        entry = _Entry(self._loop.create_future(), record, snapshot)
+        self._pending.append(entry)
+        self._thread.wake()
+        return entry.answered
 
     def _end(self, why: BaseException) -> None:
         """Answer nothing from now on."""
         self._why_closed = self._why_closed or why
-        with self._lock:
-            pending, self._pending = self._pending, []
-        _refuse(pending, why)
+        pending, self._pending = self._pending, deque()
+        _refuse(list(pending), why)
         self._thread.wake()
         self.ended.set()
 
@@ -289,11 +271,13 @@ class Term:
             self.failure = exc
             self._end(exc)
 
-    def _snapshot_if_due(self) -> None:
-        """Take the snapshot that the journal asks for, unless one is on its way to it."""
-        with self._lock:
-            coming = any(entry.snapshot is not None for entry in self._pending)
-        if not coming and self._why_closed is None and self._journal.snapshot_due:
+    def _release(self, group: list[_Entry]) -> None:
+        for entry in group:
+            if not entry.answered.done():
+                entry.answered.set_result(None)
+            if entry.snapshot is not None:
+                self._snapshot_coming = False
+        if self._journal.snapshot_due and not self._snapshot_coming and self._why_closed is None:
             self.take_snapshot()
 
     # --- In the committing thread. ---
@@ -301,8 +285,10 @@ class Term:
     def _commit(self) -> float | None:
         """Write what waits, in order, until nothing waits."""
         while self._why_closed is None:
-            with self._lock:
-                group, self._pending = self._pending[:_GROUP], self._pending[_GROUP:]
+            group: list[_Entry] = []
+            with contextlib.suppress(IndexError):  # nothing more waits
+                while len(group) < _GROUP and not (group and group[-1].snapshot is not None):
+                    group.append(self._pending.popleft())
             if not group:
                 return _IDLE_S
             try:
@@ -310,33 +296,18 @@ class Term:
             except Exception as exc:  # noqa: BLE001 - whatever it is: what is not journalled must not be answered
                 self._loop.call_soon_threadsafe(self._fail, exc, group)
                 return None
-            self._loop.call_soon_threadsafe(_release, group)
-            if self._journal.snapshot_due and not any(entry.snapshot is not None for entry in group):
-                self._loop.call_soon_threadsafe(self._snapshot_if_due)
+            self._loop.call_soon_threadsafe(self._release, group)
         return None
 
     def _write(self, group: list[_Entry]) -> None:
-        records: list[bytes] = []
-        for entry in group:
-            if entry.record is not None:
-                records.append(entry.record)
-            if entry.snapshot is not None:
-                self._append_records(records)
-                self._journal.snapshot(entry.snapshot)
-                records = []
-        self._append_records(records)
-
-    def _append_records(self, records: list[bytes]) -> None:
+        records = [entry.record for entry in group if entry.record is not None]
         if records:
             begun = time.perf_counter()
             self._journal.append(records)
             self._observe(time.perf_counter() - begun)
-
-
-def _release(group: list[_Entry]) -> None:
-    for entry in group:
-        if not entry.answered.done():
-            entry.answered.set_result(None)
+        snapshot = group[-1].snapshot
+        if snapshot is not None:
+            self._journal.snapshot(snapshot)
 
 
 def _refuse(group: list[_Entry], why: BaseException) -> None:
@@ -344,3 +315,186 @@ def _refuse(group: list[_Entry], why: BaseException) -> None:
         if not entry.answered.done():
             entry.answered.set_exception(ClosedError(f"this master ends: {why}"))
             entry.answered.exception()  # a call that was cancelled never asks for it
+
+
+# --- Calls of workers. ---
+
+_COMMAND: Final[Any] = messages.Command.DESCRIPTOR
+_FIELDS: Final[dict[str, str]] = {
+    field.message_type.name: field.name for field in _COMMAND.oneofs_by_name["kind"].fields
+}
+"""The field of a `Command` that holds a request, by the request's type."""
+
+
+class MasterServicer:
+    """Answers while `term` is set, and refuses with UNAVAILABLE while it is None, because this master stands by.
+
+    `status` returns what `GetStatus` answers.
+    """
+
+    def __init__(self, job: str, status: Callable[[Term], dict[str, Any]]) -> None:
+        self._job = job
+        self._status = status
+        self.term: Term | None = None
+        self._why = "it has just been started"
+        self._streams: dict[asyncio.Task[Any], str] = {}  # and the session that each has opened last
+
+    def stand_by(self, why: str) -> None:
+        """Refuse calls from now on, and end streams, so that their workers look for the next master at once."""
+        self.term = None
+        self._why = why
+        for stream in self._streams:
+            stream.cancel()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return the methods for gRPC's server."""
+        handlers: dict[str, Any] = {}
+        for method in _COMMAND.file.services_by_name[SERVICE.rpartition(".")[2]].methods:
+            request, reply = (getattr(messages, kind.name) for kind in (method.input_type, method.output_type))
+            if method.name == "Next":
+                handler = grpc.stream_stream_rpc_method_handler(self._next, request.FromString, reply.SerializeToString)
+            else:
+                answer = partial(self._answer, method.name, reply)
+                handler = grpc.unary_unary_rpc_method_handler(answer, request.FromString, reply.SerializeToString)
+            handlers[method.name] = handler
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    def _leading(self) -> Term:
+        if self.term is None:
+            raise ClosedError(f"this master of job {self._job!r} stands by: {self._why}")
+        return self.term
+
+    async def _answer(self, method: str, reply: Callable[[], Any], request: Any, context: Any) -> Any:
+        with _refusing(context):
+            term = self._leading()
+            field = _FIELDS.get(request.DESCRIPTOR.name)
+            if field is None:
+                answer = self._read(method, term, request)
+                await term.settled()  # the state may be ahead of the journal
+            else:
+                if field in ("mark", "resume"):
+                    term.clock.hear(request.session)
+                answer = await term.submit(messages.Command(**{field: request}))
+            if field == "restore_progress":
+                # So that readers whose sessions were ended drop what they have at hand at once.
+                for stream, session in self._streams.items():
+                    if session and session not in term.book.sessions:
+                        stream.cancel()
+            return reply() if answer is None else answer
+        return reply()
+
+    def _read(self, method: str, term: Term, request: Any) -> Any:
+        """Answer a call that changes nothing."""
+        if method == "Hello":
+            return messages.HelloReply(format=FORMAT, job=self._job, term=term.number)
+        if method == "GetStatus":
+            return messages.GetStatusReply(json=json.dumps(self._status(term)))
+        dataset = term.book.datasets.get(request.dataset)
+        if dataset is None:
+            there = sorted(term.book.datasets)
+            hint = did_you_mean(request.dataset, there)
+            raise NotFoundError(f"data set {request.dataset!r} does not exist; these do: {there}{hint}")
+        if method == "DescribeDataset":
+            return dataset.describe()
+        assert method == "GetProgress", method
+        return messages.Progress(progress=dataset.progress())
+
+    async def _next(self, requests: AsyncIterator[messages.NextRequest], context: Any) -> None:
+        """Answer the turns of a session, in their order. A stream may have several sessions, one after the other."""
+        stream = asyncio.current_task()
+        assert stream is not None
+        self._streams[stream] = ""
+        try:
+            with _refusing(context):
+                while (request := await context.read()) is not grpc.aio.EOF:
+                    term = self._leading()
+                    if request.HasField("turn"):
+                        reply = await term.turn(request.turn)
+                    elif request.HasField("open"):
+                        reply = await term.open_session(request.open)
+                        self._streams[stream] = request.open.session
+                    else:
+                        raise SettingsError("a message of the stream opens a session, or is a turn")
+                    await context.write(reply)
+        except asyncio.CancelledError:
+            session = self._streams[stream]
+            if self.term is not None and (not session or session in self.term.book.sessions):
+                raise  # by the worker
+            with _refusing(context):
+                self._leading()
+                raise LeaseLostError(f"session {session!r} has ended") from None
+        finally:
+            del self._streams[stream]
+
+
+@contextlib.contextmanager
+def _refusing(context: Any) -> Iterator[None]:
+    """Turn errors into gRPC's. Not by `context.abort`: its error would hold on to the server until it is collected."""
+    try:
+        yield
+    except EDLError as exc:
+        code = next((name for name, kind in REFUSALS.items() if isinstance(exc, kind)), "UNAVAILABLE")
+        context.set_code(grpc.StatusCode[code])
+        context.set_details(str(exc))
+
+
+# --- What is reported. ---
+
+
+class UnitRates:
+    """Growth of totals per second, each under a data set and a session of it; "" is the data set itself."""
+
+    def __init__(self) -> None:
+        self._looks: dict[tuple[str, str], deque[tuple[float, float]]] = {}
+
+    def look(self, totals: Mapping[tuple[str, str], float], now_s: float) -> dict[tuple[str, str], float]:
+        """Note totals; return by how much each grows a second. Those that are not there any more are forgotten."""
+        self._looks = {key: self._looks.get(key, deque()) for key in totals}
+        rates: dict[tuple[str, str], float] = {}
+        for key, looks in self._looks.items():
+            if looks and totals[key] < looks[-1][1]:
+                looks.clear()  # it was put back
+            looks.append((now_s, totals[key]))
+            while len(looks) > 2 and looks[1][0] <= now_s - _WINDOW_S:
+                looks.popleft()
+            (begun_s, before), (at_s, after) = looks[0], looks[-1]
+            rates[key] = (after - before) / (at_s - begun_s) if at_s > begun_s else 0.0
+        return rates
+
+
+def describe_datasets(
+    statuses: Sequence[dict[str, Any]], rates: UnitRates, now_s: float, silence_s: Callable[[str], float]
+) -> list[dict[str, Any]]:
+    """Return what is shown of data sets: `DatasetShards.status` with rates, and each holder's seconds of silence."""
+    totals = {(status["name"], ""): status["units_done"] for status in statuses}
+    totals |= {
+        (status["name"], holder["session"]): holder["units_done"] for status in statuses for holder in status["holders"]
+    }
+    per_s = {key: round(rate, 3) for key, rate in rates.look(totals, now_s).items()}
+    described: list[dict[str, Any]] = []
+    for status in statuses:
+        name, rate = status["name"], per_s[status["name"], ""]
+        holders = [
+            {
+                **holder,
+                "units_per_s": per_s[name, holder["session"]],
+                "seen_s": round(silence_s(holder["session"]), 3),
+            }
+            for holder in status["holders"]
+        ]
+        holders.sort(key=lambda holder: -holder["units_done"])
+        left = max(0, status["units"] * status["epochs"] - status["units_done"])  # 0 if there is no end
+        eta_s = round(left / rate, 1) if left and rate else None
+        described.append({**status, "units_per_s": rate, "eta_s": eta_s, "holders": holders})
+    return described
+
+
+def encode_report(report: dict[str, Any]) -> bytes:
+    """Return the report as JSON for the Store, without its longest parts if it is too long."""
+    for holders, poisoned in ((_HOLDERS, None), (20, 10), (0, 0)):
+        for dataset in report["datasets"]:
+            dataset.update(holders=dataset["holders"][:holders], poisoned=dataset["poisoned"][:poisoned])
+        data = json.dumps(report, allow_nan=False).encode()
+        if len(data) <= _NBYTES:
+            return data
+    return json.dumps({**report, "datasets": report["datasets"][:100], "events": []}, allow_nan=False).encode()

@@ -10,42 +10,29 @@ A new command is a kind of `Command` in master.proto and a method of `ShardBook`
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from edl.errors import ConflictError, LeaseLostError, SettingsError
-from edl.master.shards.dataset_shards import (
+from edl.master.shards.dataset_shards import DatasetShards, ReaderSession, ShardLease, open_envelope, seal
+from edl.master.shards.units import (
     MOST_UNITS,
-    MOST_WANTED,
-    DatasetShards,
-    ReaderHistory,
-    ReaderSession,
-    ShardLease,
+    UnitCursor,
+    UnitRange,
     check_name,
     check_spec,
-    dataset_status,
     describe_difference,
     is_same_spec,
 )
-from edl.master.shards.states import (
-    dataset_message,
-    decode_progress,
-    encode_progress,
-    make_dataset,
-    open_envelope,
-    seal,
-)
-from edl.master.shards.units import StreamCursor, UnitRange
 from edl.protocol import master
 from edl.quoting import shown
 
 __all__ = ["BookEvent", "ShardBook"]
 
-K = TypeVar("K")
-V = TypeVar("V")
-
 _SNAPSHOT: Final = b"EDL book\0"
+_MOST_WANTED: Final = 10_000
+"""Shards in a turn, wanted or reported: a reply of some 300 KB, and a turn of 20 ms in which all others wait."""
 _MOST_EVENTS: Final = 1000
-"""Events kept for `pop_events`, so that a master that never calls it does not grow by them."""
+"""Events kept, so that a replay of commands, in which nobody takes them out, does not grow by them."""
 _MOST_ENDED: Final = 1024
 """Sessions, and leases, whose end is remembered: late reports come within minutes. All are in a snapshot, 100 KB."""
 _MOST_EXPLAINED: Final = 20
@@ -79,62 +66,29 @@ class ShardBook:
     Attributes:
         term: Term of the present master; 0 before the first.
         version: Counts commands that changed anything. Not part of a snapshot.
+        datasets: Data sets by name, in the order of their creation. Only commands change them.
+        sessions: Live sessions by id. Only commands change them.
+        events: The last thousand things that happened. Others take them out.
     """
 
     def __init__(self) -> None:
         self.term = 0
         self.version = 0
+        self._time_ms = 0  # when the master took the command under way, for people
         self._last_lease = 0
-        self._sets: dict[str, DatasetShards] = {}
-        self._sessions: dict[str, ReaderSession] = {}
+        self.datasets: dict[str, DatasetShards] = {}
+        self.sessions: dict[str, ReaderSession] = {}
         self._leases: dict[int, ShardLease] = {}
         self._ended_sessions: dict[str, str] = {}  # and why; the oldest first
         self._ended_leases: dict[int, master.EndedLease] = {}  # without a report; the oldest first
-        self._events: deque[BookEvent] = deque(maxlen=_MOST_EVENTS)
-
-    # --- What can be asked. ---
-
-    def datasets(self) -> list[str]:
-        """Return the names of the data sets, in the order of their creation."""
-        return list(self._sets)
-
-    def sessions(self) -> list[str]:
-        """Return the ids of the live sessions."""
-        return list(self._sessions)
-
-    def session(self, session: str) -> ReaderSession | None:
-        """Return a live session, which must not be changed; None if there is no such session, or it has ended."""
-        return self._sessions.get(session)
-
-    def describe(self, dataset: str) -> master.DatasetReply:
-        """Return a data set's specification and size; SettingsError if it is unknown."""
-        return self._dataset(dataset).describe()
-
-    def status(self, dataset: str) -> dict[str, Any]:
-        """Return what people see of a data set, fit for JSON; SettingsError if it is unknown."""
-        return dataset_status(self._dataset(dataset))
-
-    def is_finished(self, dataset: str) -> bool:
-        """Whether nothing is left: nothing to give, nothing leased, nothing reported and not covered by a mark."""
-        found = self._dataset(dataset)
-        return found.is_finished and not found.provisional_units
-
-    def progress(self, dataset: str) -> bytes:
-        """Return the progress of a data set, for `RestoreProgress`. What readers have counts as not done."""
-        return encode_progress(self._dataset(dataset))
-
-    def pop_events(self) -> list[BookEvent]:
-        """Return what has happened since the last call, the last thousand at most."""
-        events = list(self._events)
-        self._events.clear()
-        return events
+        self.events: deque[BookEvent] = deque(maxlen=_MOST_EVENTS)
 
     def snapshot(self) -> bytes:
         """Return the whole state; equal states give equal bytes."""
         message = master.BookState(
             term=self.term,
             last_lease=self._last_lease,
-            datasets=[dataset_message(dataset) for dataset in self._sets.values()],
+            datasets=[dataset.message() for dataset in self.datasets.values()],
             ended_sessions=[
                 master.EndedSession(session=session, reason=reason) for session, reason in self._ended_sessions.items()
             ],
@@ -150,9 +104,9 @@ class ShardBook:
         book.term = message.term
         book._last_lease = message.last_lease
         for state in message.datasets:
-            dataset = book._sets[state.dataset] = make_dataset(state)
+            dataset = book.datasets[state.dataset] = DatasetShards.of_message(state)
             for session in dataset.sessions.values():
-                book._sessions[session.id] = session
+                book.sessions[session.id] = session
                 book._leases.update(session.leases)
         book._ended_sessions = {ended.session: ended.reason for ended in message.ended_sessions}
         book._ended_leases = {ended.id: ended for ended in message.ended_leases}
@@ -163,25 +117,21 @@ class ShardBook:
     def apply(self, command: master.Command) -> Any:
         """Apply a command, as it came or as the journal has it; return the answer, which must not be changed.
 
-        Commands of the master itself have no answer.
-
-        Raises:
-            SettingsError: It names an unknown data set or session, or is malformed.
-            ConflictError: Another has the name, number or mark.
-            LeaseLostError: The session has ended.
-            ProtocolError: It holds progress that is damaged.
+        Commands of the master itself have no answer. A refusal is a SettingsError (malformed, or it names an unknown
+        data set or session), ConflictError (another has the name, number or mark), LeaseLostError (the session has
+        ended) or ProtocolError (it holds progress that is damaged).
         """
         kind = command.WhichOneof("kind")
         if kind is None:
             raise SettingsError("the command is empty, or of a newer version of EDL")
         applier = self.turn if kind == "turn" else getattr(self, f"_{kind}")
-        return applier(getattr(command, kind), command.time_ms)
+        self._time_ms = command.time_ms
+        return applier(getattr(command, kind))
 
-    def turn(self, turn: master.Turn, time_ms: int = 0) -> master.NextReply:
+    def turn(self, turn: master.Turn) -> master.NextReply:
         """Apply a reader's reports, and give it what it wants. Its cost does not depend on the data set's size.
 
-        `time_ms` is the master's clock in milliseconds since 1970, for people. The answer is kept: it is given again if
-        the turn is repeated.
+        The answer is kept: it is given again if the turn is repeated.
         """
         session = self._session(turn.session)
         if session.reply is not None and turn.request == session.last_request:
@@ -209,7 +159,7 @@ class ShardBook:
             lease = self._pop_lease(session, failure.lease.id, failure.lease.term, reply)
             if lease is not None:
                 dataset.finish(lease, lease.start + failure.units)
-                self._fail(lease, failure.reason, time_ms, late=True)
+                self._fail(lease, failure.reason, late=True)
         if turn.want > 0:
             self._grant(session, dataset.take(turn.want, session), reply)
         if len(reply.leases) < turn.want:
@@ -222,17 +172,18 @@ class ShardBook:
         self.version += 1
         return reply
 
-    def _begin_term(self, command: master.BeginTerm, time_ms: int) -> None:
+    def _begin_term(self, command: master.BeginTerm) -> None:
         if command.term <= self.term:
             raise ConflictError(f"term {command.term}: {self.term} has begun")
         self.term = command.term
         self.version += 1
 
-    def _create_dataset(self, command: master.CreateDataset, time_ms: int) -> master.DatasetReply:
+    def _create_dataset(self, command: master.CreateDataset) -> master.DatasetReply:
         spec = check_spec(command.dataset, command.spec)
-        present = self._sets.get(command.dataset)
+        present = self.datasets.get(command.dataset)
         if present is None:
-            present = self._sets[command.dataset] = DatasetShards.create(command.dataset, spec)
+            cursor = UnitCursor(spec, spec.units)
+            present = self.datasets[command.dataset] = DatasetShards(command.dataset, spec, cursor)
             self.version += 1
         elif not is_same_spec(present.spec, spec):
             raise ConflictError(
@@ -241,7 +192,7 @@ class ShardBook:
             )
         return present.describe()
 
-    def _extend_dataset(self, command: master.ExtendDataset, time_ms: int) -> master.DatasetReply:
+    def _extend_dataset(self, command: master.ExtendDataset) -> master.DatasetReply:
         dataset, cursor = self._stream(command.dataset)
         repeated = command.units == cursor.units and dataset.index[-1:] == [command.index]
         if command.HasField("known") and command.index and command.known != cursor.units and not repeated:
@@ -260,7 +211,7 @@ class ShardBook:
             self.version += 1
         return dataset.describe(index=False)
 
-    def _end_dataset(self, command: master.EndDataset, time_ms: int) -> master.DatasetReply:
+    def _end_dataset(self, command: master.EndDataset) -> master.DatasetReply:
         dataset, cursor = self._stream(command.dataset)
         if not cursor.ended:
             cursor.ended = True
@@ -268,24 +219,21 @@ class ShardBook:
             self.version += 1
         return dataset.describe(index=False)
 
-    def _flush_dataset(self, command: master.FlushDataset, time_ms: int) -> master.DatasetReply:
+    def _flush_dataset(self, command: master.FlushDataset) -> master.DatasetReply:
         dataset, cursor = self._stream(command.dataset)
         if cursor.flushed < cursor.units:
             cursor.flushed = cursor.units
             self.version += 1
         return dataset.describe(index=False)
 
-    def _open_session(self, command: master.OpenSession, time_ms: int) -> master.NextReply:
+    def _open_session(self, command: master.OpenSession) -> master.NextReply:
         check_name("session", command.session)
         check_name("holder", command.holder)
         dataset = self._dataset(command.dataset)
-        session = self._sessions.get(command.session)
+        session = self.sessions.get(command.session)
         if session is None:
             self._check_ended(command.session)
-            session = ReaderSession(command.session, command.holder, dataset)
-            self._sessions[session.id] = dataset.sessions[session.id] = session
-            if dataset.by_checkpoint:
-                dataset.histories[session.id] = ReaderHistory.begin(session.id, session.holder)
+            session = self.sessions[command.session] = dataset.open_session(command.session, command.holder)
             self.version += 1
         elif session.dataset is not dataset or session.holder != command.holder:
             raise ConflictError(
@@ -295,7 +243,7 @@ class ShardBook:
         leases = [lease.message() for lease in session.leases.values()]
         return master.NextReply(leases=leases, last_request=session.last_request, epoch=dataset.cursor.epoch)
 
-    def _expire(self, command: master.Expire, time_ms: int) -> None:
+    def _expire(self, command: master.Expire) -> None:
         for lease_id in command.leases:
             lease = self._leases.get(lease_id)
             if lease is None:
@@ -303,23 +251,23 @@ class ShardBook:
             reason = f"lease of {lease.session.holder} expired"
             if lease.session.dataset.by_checkpoint:
                 # Its reader's state may hold units of it, which are another's now: the whole reader goes back.
-                self._end_session(lease.session, reason, expired=True, time_ms=time_ms)
+                self._end_session(lease.session, reason, expired=True)
             else:
-                self._expire_lease(lease, reason, time_ms)
+                self._end_lease(lease, reason, expired=True)
             self.version += 1
         for session_id in command.sessions:
-            session = self._sessions.get(session_id)
+            session = self.sessions.get(session_id)
             if session is not None:
-                self._end_session(session, f"lease of {session.holder} expired", expired=True, time_ms=time_ms)
+                self._end_session(session, f"lease of {session.holder} expired", expired=True)
                 self.version += 1
 
-    def _mark(self, command: master.Mark, time_ms: int) -> master.MarkReply:
+    def _mark(self, command: master.Mark) -> master.MarkReply:
         session = self._session(command.session)
         if session.dataset.mark(session, command):
             self.version += 1
         return master.MarkReply(mark=command.mark)
 
-    def _resume(self, command: master.Resume, time_ms: int) -> master.ResumeReply:
+    def _resume(self, command: master.Resume) -> master.ResumeReply:
         session = self._session(command.session)
         dataset = self._dataset(command.dataset)
         if session.resume is not None and session.resume[0] == command:
@@ -332,7 +280,7 @@ class ShardBook:
             # A reader that ends on purpose closes its session. One that crashes with the same shard again and again
             # comes back before its session expires: if it did not count, the shard would never be given up.
             reason = f"{live.holder} was lost; {session.holder} resumed it in session {session.id}"
-            self._end_session(live, reason, expired=True, time_ms=time_ms)
+            self._end_session(live, reason, expired=True)
         parts = dataset.resume(session, history, index)
         granted = master.NextReply()
         self._grant(session, parts, granted)
@@ -343,15 +291,15 @@ class ShardBook:
         self.version += 1
         return reply
 
-    def _close_session(self, command: master.CloseSession, time_ms: int) -> master.CloseSessionReply:
-        session = self._sessions.get(command.session)
+    def _close_session(self, command: master.CloseSession) -> master.CloseSessionReply:
+        session = self.sessions.get(command.session)
         if session is not None:
             reason = f"{session.holder} closed it"
-            self._end_session(session, reason, keep=command.commit, time_ms=time_ms)
+            self._end_session(session, reason, keep=command.commit)
             self.version += 1
         return master.CloseSessionReply()
 
-    def _retry_poisoned(self, command: master.RetryPoisoned, time_ms: int) -> master.RetryPoisonedReply:
+    def _retry_poisoned(self, command: master.RetryPoisoned) -> master.RetryPoisonedReply:
         dataset = self._dataset(command.dataset)
         count = dataset.retry(frozenset(command.shards))
         if count:
@@ -359,12 +307,12 @@ class ShardBook:
             self.version += 1
         return master.RetryPoisonedReply(shards=count)
 
-    def _restore_progress(self, command: master.RestoreProgress, time_ms: int) -> master.DatasetReply:
+    def _restore_progress(self, command: master.RestoreProgress) -> master.DatasetReply:
         dataset = self._dataset(command.dataset)
-        restored = decode_progress(dataset, command.progress)
+        restored = dataset.at_progress(command.progress)
         for session in list(dataset.sessions.values()):
-            self._end_session(session, "the data set's progress was replaced", time_ms=time_ms)
-        self._sets[dataset.name] = restored
+            self._end_session(session, "the data set's progress was replaced")
+        self.datasets[dataset.name] = restored
         text = "its progress was replaced; all readers start again"
         self._add_event("restored", restored, text, "a user sent progress that was saved before")
         self.version += 1
@@ -372,20 +320,20 @@ class ShardBook:
 
     # --- Parts of commands. ---
 
-    def _stream(self, name: str) -> tuple[DatasetShards, StreamCursor]:
+    def _stream(self, name: str) -> tuple[DatasetShards, UnitCursor]:
         dataset = self._dataset(name)
-        if not isinstance(dataset.cursor, StreamCursor):
+        if not dataset.cursor.is_stream:
             raise SettingsError(f"data set {name} has {dataset.cursor.units} units: only a source without an end grows")
         return dataset, dataset.cursor
 
     def _dataset(self, name: str) -> DatasetShards:
-        found = self._sets.get(name)
+        found = self.datasets.get(name)
         if found is None:
             raise SettingsError(f"data set {shown(name, 100)!r} is not known: create it first")
         return found
 
     def _session(self, session: str) -> ReaderSession:
-        found = self._sessions.get(session)
+        found = self.sessions.get(session)
         if found is None:
             self._check_ended(session)
             raise SettingsError(f"session {shown(session, 100)!r} is not known: open it first")
@@ -395,18 +343,13 @@ class ShardBook:
         if session in self._ended_sessions:
             raise LeaseLostError(self._ended_sessions[session])
 
-    def _note_ended(self, lease: ShardLease, reason: str) -> None:
-        name = lease.session.dataset.name
-        ended = master.EndedLease(id=lease.id, dataset=name, epoch=lease.epoch, shard=lease.shard, reason=reason)
-        _remember(self._ended_leases, lease.id, ended)
-
     def _pop_lease(
         self, session: ReaderSession, lease_id: int, term: int, reply: master.NextReply
     ) -> ShardLease | None:
         """Take a lease from its session, if it is the session's; otherwise refuse the report."""
         lease = session.leases.get(lease_id)
         if lease is None or lease.term != term:
-            reason = self._why_refused(lease_id, term, session, search=len(reply.refused) < _MOST_EXPLAINED)
+            reason = self._why_refused(lease_id, search=len(reply.refused) < _MOST_EXPLAINED)
             reply.refused.add(lease=master.LeaseId(id=lease_id, term=term), reason=reason)
             return None
         self._drop(lease)
@@ -417,17 +360,14 @@ class ShardBook:
         del self._leases[lease.id]
         lease.session.dataset.leased -= 1
 
-    def _why_refused(self, lease_id: int, term: int, session: ReaderSession, *, search: bool) -> str:
+    def _why_refused(self, lease_id: int, *, search: bool) -> str:
         lease = self._leases.get(lease_id)
-        if lease is not None and lease.session is not session:
-            return f"it is another session's, of {lease.session.holder}"
         if lease is not None:
-            return f"it was given in term {lease.term}, not in {term}"
+            return f"it is of {lease.session.holder}, in term {lease.term}"
         ended = self._ended_leases.get(lease_id)
         if ended is None:
-            was_given = 0 < lease_id <= self._last_lease
-            return "it was reported before, or ended long ago" if was_given else "it was never given"
-        dataset, key = self._sets[ended.dataset], (ended.epoch, ended.shard)
+            return "it was reported before, ended long ago, or was never given"
+        dataset, key = self.datasets[ended.dataset], (ended.epoch, ended.shard)
         if key in dataset.poisoned:
             return f"{ended.reason}; the shard is poisoned"
         if key in dataset.returned:
@@ -447,59 +387,51 @@ class ShardBook:
         session.dataset.leased += len(parts)
         self._last_lease = lease_id
 
-    def _fail(self, lease: ShardLease, reason: str, time_ms: int, *, late: bool) -> None:
+    def _fail(self, lease: ShardLease, reason: str, *, late: bool) -> None:
         dataset = lease.session.dataset
-        if dataset.fail(lease, reason, time_ms, late=late):
+        if dataset.fail(lease, reason, self._time_ms, late=late):
             failures = dataset.failures[lease.epoch, lease.shard]
             last = failures[-1]
             text = f"shard {lease.shard} of epoch {lease.epoch} is given up after {len(failures)} failures"
             self._add_event("poisoned", dataset, text, f"the last of {last.holder}: {last.reason}")
 
-    def _expire_lease(self, lease: ShardLease, reason: str, time_ms: int) -> None:
+    def _end_lease(self, lease: ShardLease, reason: str, *, expired: bool) -> None:
+        """End a lease without a report."""
         self._drop(lease)
         dataset = lease.session.dataset
-        self._note_ended(lease, reason)
-        if dataset.spec.ignore_expiries:
-            dataset.give_back(lease)
+        ended = master.EndedLease(
+            id=lease.id, dataset=dataset.name, epoch=lease.epoch, shard=lease.shard, reason=reason
+        )
+        _remember(self._ended_leases, lease.id, ended)
+        if expired and not dataset.spec.ignore_expiries:
+            self._fail(lease, reason, late=False)
         else:
-            self._fail(lease, reason, time_ms, late=False)
+            dataset.give_back(lease)
 
-    def _end_session(
-        self, session: ReaderSession, reason: str, *, expired: bool = False, keep: bool = False, time_ms: int
-    ) -> None:
+    def _end_session(self, session: ReaderSession, reason: str, *, expired: bool = False, keep: bool = False) -> None:
         """End a session: its leases go back, and without `keep` what no mark covers."""
         dataset = session.dataset
         for lease in list(session.leases.values()):
-            if expired:
-                self._expire_lease(lease, reason, time_ms)
-            else:
-                self._drop(lease)
-                self._note_ended(lease, reason)
-                dataset.give_back(lease)
+            self._end_lease(lease, reason, expired=expired)
         words = f"session {session.id} has ended: {reason}"
-        history = dataset.histories.get(session.id)
-        if history is not None:
-            if not keep:
-                dataset.undo(history.pending)
-                history.pending = []
-            dataset.histories[session.id] = dataset.histories.pop(session.id)  # the newest of those that ended
-            last = history.marks[-1].mark
+        del self.sessions[session.id]
+        last = dataset.end_session(session, keep=keep)
+        if last is not None:
             words += f". What it reported after its last mark, {last}, went back: resume at a mark that was saved"
-        del self._sessions[session.id]
-        del dataset.sessions[session.id]
-        dataset.trim_histories()
         _remember(self._ended_sessions, session.id, words)
         self._add_event("session_ended", dataset, f"the session of {session.holder} has ended", reason)
 
     def _add_event(self, kind: str, dataset: DatasetShards, text: str, cause: str) -> None:
-        self._events.append(BookEvent(kind, dataset.name, text, cause))
+        self.events.append(BookEvent(kind, dataset.name, text, cause))
 
 
 def _check_turn(turn: master.Turn, session: ReaderSession) -> None:
     """Raise SettingsError for a turn that no reader sends."""
     reports = len(turn.done) + len(turn.failed) + len(turn.returned)
-    if not 0 <= turn.want <= MOST_WANTED or reports > MOST_WANTED:
-        raise SettingsError(f"a turn wants {turn.want} shards and reports {reports}: 0 to {MOST_WANTED:,} are possible")
+    if not 0 <= turn.want <= _MOST_WANTED or reports > _MOST_WANTED:
+        raise SettingsError(
+            f"a turn wants {turn.want} shards and reports {reports}: 0 to {_MOST_WANTED:,} are possible"
+        )
     if len(turn.done) != len(turn.done_terms):
         raise SettingsError(f"a turn reports {len(turn.done)} leases with {len(turn.done_terms)} terms")
     reported = [(part.lease.id, part.units) for part in turn.returned]
@@ -510,7 +442,7 @@ def _check_turn(turn: master.Turn, session: ReaderSession) -> None:
             raise SettingsError(f"a turn reports {units} units of lease {lease_id}, which cannot be")
 
 
-def _remember(records: dict[K, V], key: K, value: V) -> None:
+def _remember(records: dict[Any, Any], key: object, value: object) -> None:
     records.pop(key, None)
     records[key] = value
     if len(records) > _MOST_ENDED:

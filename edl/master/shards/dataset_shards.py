@@ -1,61 +1,48 @@
-"""A data set: its specification, what was never given of it, what came back, what was given up, and who read what.
+"""A data set: what was never given of it, what came back, what was given up, who reads it, and all that as messages.
 
 A shard that was not given yet, or is done, is recorded nowhere: the cursor stands before or behind it, and nothing else
 names it. So a million shards cost what a thousand do.
 
 Readers of a data set with commit="checkpoint" make marks, and what a mark covers is done. A reader's history has its
 last marks with what was consumed between them, so that a new session can go back to one: what came after is undone.
+
+Snapshots of the book, and the progress of a data set, which users keep beside a checkpoint, are read again later,
+perhaps by another version of EDL. So they begin with what they are and their format, and end with a checksum.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
+import zlib
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from edl.errors import ConflictError, SettingsError
+from google.protobuf.message import DecodeError, Message
+
+from edl.errors import ConflictError, ProtocolError, SettingsError
 from edl.master.shards.units import (
     Bounds,
     ReturnedRanges,
     ShardKey,
-    StreamCursor,
     UnitCursor,
     UnitRange,
+    is_same_spec,
     join_bounds,
-    make_cursor,
 )
 from edl.protocol import master
-from edl.quoting import quote, shown
+from edl.quoting import shown
 
-__all__ = [
-    "MARKS_KEPT",
-    "MOST_UNITS",
-    "MOST_WANTED",
-    "DatasetShards",
-    "ReaderHistory",
-    "ReaderSession",
-    "ShardLease",
-    "check_name",
-    "check_spec",
-    "dataset_status",
-    "describe_difference",
-    "is_same_spec",
-]
+__all__ = ["DatasetShards", "ReaderHistory", "ReaderSession", "ShardLease", "open_envelope", "seal"]
 
-MOST_WANTED: Final = 10_000
-"""Shards in a turn, wanted or reported: a reply of some 300 KB, and a turn of 20 ms in which all others wait."""
-_MOST_NAME: Final = 200
-"""Characters of a name: those of keys of a store, where names end up, have 512 in all."""
-MOST_UNITS: Final = 2**62
-"""Units of a data set: sums of two such numbers are still 64-bit ones."""
-_MOST_SHARDS: Final = 2**40
-"""Shards of an epoch: a permutation of this many is computed, and tested."""
-_MOST_SECONDS: Final = 30 * 86_400.0
-"""Longest lease: a month without a sign of life is forever."""
-MARKS_KEPT: Final = 16
+M = TypeVar("M", bound=Message)
+
+_FORMAT: Final = 1
+"""Format of what is inside an envelope. Another version of EDL may refuse it, but never misreads it."""
+_CHECKSUM_NBYTES: Final = 4  # a CRC-32
+_PROGRESS: Final = b"EDL progress\0"
+_MARKS_KEPT: Final = 16
 """Marks of a reader. A job keeps a few checkpoints; each mark holds what was consumed since the mark before."""
 _MOST_REASON: Final = 300
 """Characters of a failure's reason. A million poisoned shards must fit into memory."""
@@ -67,66 +54,26 @@ _MOST_HOLDERS: Final = 500
 """Sessions shown; some 100 bytes of JSON each."""
 
 
-def check_name(what: str, name: str) -> None:
-    """Raise SettingsError unless a name can be shown and stored; `what` has the name, for the error."""
-    if not name or len(name) > _MOST_NAME or not name.isprintable():
-        raise SettingsError(f"{what} {quote(name)}: 1 to {_MOST_NAME} printable characters are possible")
+def seal(magic: bytes, message: Message) -> bytes:
+    """Return a message as bytes that begin with `magic`, which says what they are."""
+    body = magic + bytes([_FORMAT]) + message.SerializeToString(deterministic=True)
+    return body + zlib.crc32(body).to_bytes(_CHECKSUM_NBYTES, "big")
 
 
-def check_spec(name: str, spec: master.DatasetSpec) -> master.DatasetSpec:
-    """Return a copy of a data set's specification with its defaults: 3 failures, leases of 60 s, sessions of 30 s.
-
-    Raises:
-        SettingsError: It is invalid.
-    """
-    check_name("data set", name)
-    checked = master.DatasetSpec()
-    checked.CopyFrom(spec)
-    checked.max_failures = spec.max_failures or 3
-    checked.lease_s = spec.lease_s or 60.0
-    checked.session_s = spec.session_s or 30.0
-    bounded = spec.HasField("units")
-    problems = {
-        "kind: a name is needed": not spec.kind or len(spec.kind) > _MOST_NAME or not spec.kind.isprintable(),
-        f"units={spec.units}: 0 to 2**62 are possible": not 0 <= spec.units <= MOST_UNITS,
-        f"shard_size={spec.shard_size}: 1 to 2**62 are possible": not 1 <= spec.shard_size <= MOST_UNITS,
-        f"epochs={spec.epochs}: 0 or more are possible": spec.epochs < 0,
-        f"max_failures={spec.max_failures}: 1 or more are possible": spec.max_failures < 0,
-        f"commit={spec.commit}: not known": spec.commit not in (master.COMMIT_REPORT, master.COMMIT_CHECKPOINT),
-        "a source without an end is neither shuffled nor read several times": not bounded
-        and (spec.shuffle or spec.epochs > 1),
-        f"flush_s={spec.flush_s}: needs a source without an end, and seconds from 0 on": not (
-            0 <= spec.flush_s < math.inf and (spec.flush_s == 0 or not bounded)
-        ),
-    }
-    for name_s in ("lease_s", "session_s"):
-        value = getattr(checked, name_s)
-        problems[f"{name_s}={value}: 0.1 to {_MOST_SECONDS:.0f} are possible"] = not 0.1 <= value <= _MOST_SECONDS
-    for problem, found in problems.items():
-        if found:
-            raise SettingsError(f"data set {shown(name)}: {problem}")
-    if spec.units // spec.shard_size >= _MOST_SHARDS:
-        raise SettingsError(
-            f"data set {shown(name)}: shards of {spec.shard_size} make {spec.units // spec.shard_size:,} of"
-            f" {spec.units:,} units; at most {_MOST_SHARDS:,} are possible"
-        )
-    return checked
-
-
-def is_same_spec(first: master.DatasetSpec, second: master.DatasetSpec) -> bool:
-    """Whether two specifications, their defaults filled in, are equal."""
-    return first.SerializeToString(deterministic=True) == second.SerializeToString(deterministic=True)
-
-
-def describe_difference(present: master.DatasetSpec, other: master.DatasetSpec) -> str:
-    """Return in words which fields of two specifications differ, the present one's value first."""
-    return ", ".join(
-        f"{field.name} is {shown(repr(getattr(present, field.name)), 100)}"
-        f" and not {shown(repr(getattr(other, field.name)), 100)}"
-        for field in master.DatasetSpec.DESCRIPTOR.fields
-        if (getattr(present, field.name), field.has_presence and present.HasField(field.name))
-        != (getattr(other, field.name), field.has_presence and other.HasField(field.name))
-    )
+def open_envelope(magic: bytes, what: str, data: bytes, kind: type[M]) -> M:
+    """Return the message of type `kind` in bytes that `seal` made; else ProtocolError, in which `what` names them."""
+    if data[: len(magic)] != magic:
+        raise ProtocolError(f"{len(data):,} bytes are not a {what}")
+    body, checksum = data[:-_CHECKSUM_NBYTES], data[-_CHECKSUM_NBYTES:]
+    if zlib.crc32(body).to_bytes(_CHECKSUM_NBYTES, "big") != checksum:
+        raise ProtocolError(f"{what} of {len(data):,} bytes is damaged: its checksum does not match")
+    found = body[len(magic)]
+    if found != _FORMAT:
+        raise ProtocolError(f"{what} of format {found}; this version of EDL reads {_FORMAT}")
+    try:
+        return kind.FromString(body[len(magic) + 1 :])
+    except DecodeError as exc:
+        raise ProtocolError(f"{what} cannot be read: {exc}") from exc
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +113,11 @@ class ReaderSession:
     units_done: int = 0
     resume: tuple[master.Resume, master.ResumeReply] | None = None
 
+    def open_parts(self) -> list[master.ShardRange]:
+        """Return what it has and has not consumed."""
+        leases = self.leases.values()
+        return [lease.part(lease.marked, lease.stop) for lease in leases if lease.marked < lease.stop]
+
 
 @dataclass(slots=True)
 class ReaderHistory:
@@ -173,13 +125,8 @@ class ReaderHistory:
 
     session: str  # the latest
     holder: str  # the name that people see
-    marks: deque[master.MarkState]  # the last `MARKS_KEPT`; their numbers grow, from 0 for the beginning
+    marks: deque[master.MarkState]  # the last ones; their numbers grow, from 0 for the beginning
     pending: list[master.ShardRange] = field(default_factory=list)  # since the last mark; goes back with the session
-
-    @classmethod
-    def begin(cls, session: str, holder: str) -> ReaderHistory:
-        """Return the history of a reader that has consumed nothing."""
-        return cls(session, holder, deque([master.MarkState(session=session)], maxlen=MARKS_KEPT))
 
     @property
     def is_fresh(self) -> bool:
@@ -193,14 +140,10 @@ class ReaderHistory:
                 return index
         return None
 
-    def knows(self, session: str) -> bool:
-        """Whether a session is part of it."""
-        return session == self.session or any(mark.session == session for mark in self.marks)
-
 
 @dataclass(eq=False)
 class DatasetShards:
-    """A data set's shards. Only `retry`, `mark` and `find_mark` ask whether the command was right."""
+    """A data set's shards. Only `retry`, `mark`, `find_mark` and `at_progress` ask whether the command was right."""
 
     name: str
     spec: master.DatasetSpec  # with defaults filled in; `index` as it was at the creation
@@ -214,20 +157,10 @@ class DatasetShards:
     leased: int = 0
     units_done: int = 0  # in all epochs, including provisional ones
 
-    @classmethod
-    def create(cls, name: str, spec: master.DatasetSpec) -> DatasetShards:
-        """Return a data set of which nothing was given; `spec` is checked and has its defaults filled in."""
-        return cls(name, spec, make_cursor(spec, spec.units, False, 0, 0, 0))
-
     @property
     def by_checkpoint(self) -> bool:
         """Whether what is reported is done only when a mark covers it."""
         return self.spec.commit == master.COMMIT_CHECKPOINT
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether its size is not known."""
-        return not self.spec.HasField("units")
 
     @property
     def is_finished(self) -> bool:
@@ -235,27 +168,100 @@ class DatasetShards:
         return not self.leased and not self.returned and self.cursor.at_end
 
     @property
+    def is_done(self) -> bool:
+        """Whether there is also nothing that was reported and no mark covers."""
+        return self.is_finished and not self.provisional_units
+
+    @property
     def provisional_units(self) -> int:
         """Units that live sessions reported and no mark covers yet."""
+        return sum(part.stop - part.start for part in self._provisional())
+
+    def _provisional(self) -> list[master.ShardRange]:
         histories = (self.histories[session] for session in self.sessions if session in self.histories)
-        return sum(part.stop - part.start for history in histories for part in history.pending)
+        return [part for history in histories for part in history.pending]
 
     def describe(self, *, index: bool = True) -> master.DatasetReply:
         """Return what a reader needs to know. Without the index where each line of a growing source would copy it."""
-        reply = master.DatasetReply(dataset=self.name, spec=self.spec, units=self.cursor.units)
-        reply.ended = not isinstance(self.cursor, StreamCursor) or self.cursor.ended
+        reply = master.DatasetReply(dataset=self.name, spec=self.spec, units=self.cursor.units, ended=self.cursor.ended)
         if not index:
             reply.spec.ClearField("index")
         elif self.index:
             reply.spec.index = b"".join([self.spec.index, *self.index])
         return reply
 
+    def status(self) -> dict[str, Any]:
+        """Return what people see: counts, the poisoned shards with the reasons, and who reads it; fit for JSON.
+
+        A shard with parts in several states counts as poisoned before doing before todo. Takes some milliseconds with
+        ten thousand leases.
+        """
+        spec, cursor = self.spec, self.cursor
+        poisoned = set(self.poisoned)
+        doing = {(lease.epoch, lease.shard) for session in self.sessions.values() for lease in session.leases.values()}
+        doing -= poisoned
+        waiting = {key for key, *_ in self.returned}
+        given, left, begun = cursor.shards()
+        if begun is not None:
+            waiting.add((cursor.epoch, begun))
+        waiting -= poisoned | doing
+        given += cursor.epoch * -(-cursor.units // spec.shard_size)
+        return {
+            "name": self.name,
+            "kind": spec.kind,
+            "epoch": cursor.epoch,
+            "epochs": spec.epochs or (1 if cursor.is_stream else 0),
+            "units": cursor.units,
+            "ended": cursor.ended,
+            "units_done": self.units_done,
+            "provisional_units": self.provisional_units,
+            "finished": self.is_done,
+            "shards": {
+                "todo": len(waiting) + left,
+                "doing": len(doing),
+                "done": given - len(waiting) - len(doing) - len(poisoned),
+                "poisoned": len(poisoned),
+            },
+            "poisoned": [
+                {
+                    "shard": key[1],
+                    "epoch": key[0],
+                    "start": self.poisoned[key][0][0],
+                    "stop": self.poisoned[key][-1][1],
+                    "failures": [
+                        {"holder": failure.holder, "reason": failure.reason, "time": failure.time_ms / 1000}
+                        for failure in self.failures.get(key, ())
+                    ],
+                }
+                for key in itertools.islice(sorted(poisoned), _MOST_POISONED)
+            ],
+            "holders": [
+                {
+                    "holder": session.holder,
+                    "session": session.id,
+                    "leases": len(session.leases),
+                    "units_done": session.units_done,
+                }
+                for session in itertools.islice(self.sessions.values(), _MOST_HOLDERS)
+            ],
+        }
+
+    # --- What is given, and what comes back. ---
+
+    def open_session(self, name: str, holder: str) -> ReaderSession:
+        """Add a new reader."""
+        session = self.sessions[name] = ReaderSession(name, holder, self)
+        if self.by_checkpoint:
+            beginning = deque([master.MarkState(session=name)], maxlen=_MARKS_KEPT)
+            self.histories[name] = ReaderHistory(name, holder, beginning)
+        return session
+
     def take(self, most: int, session: ReaderSession) -> list[UnitRange]:
         """Take up to `most` ranges for a session."""
         taken: list[UnitRange] = []
-        at_risk = bool(self.failures and self.returned) and any(
-            self._is_at_risk((lease.epoch, lease.shard)) for lease in session.leases.values()
-        )
+        alone = at_risk = False
+        if self.failures and self.returned:
+            at_risk = any(self._is_at_risk((lease.epoch, lease.shard)) for lease in session.leases.values())
 
         def may_take(key: ShardKey) -> bool:
             """Give one shard at a time that the next failure gives up: of several, all would go with the guilty one."""
@@ -265,25 +271,21 @@ class DatasetShards:
             at_risk, refused = True, at_risk
             return not refused
 
+        def may_retry(key: ShardKey) -> bool:
+            """Keep a shard from the holder that failed it: a broken machine alone should not have it given up."""
+            failures = self.failures.get(key)
+            return (alone or not failures or failures[-1].holder != session.holder) and may_take(key)
+
         if len(self.returned):
             taken += self.returned.take(most, may_take)
         while len(taken) < most:
             taken += self.cursor.take(most - len(taken))
             if len(taken) < most and len(self.returned):
                 alone = all(other.holder == session.holder for other in self.sessions.values())
-                taken += self.returned.take(
-                    most - len(taken),
-                    lambda key, alone=alone: self._may_retry(session, alone, key) and may_take(key),  # type: ignore[misc]
-                    late=True,
-                )
+                taken += self.returned.take(most - len(taken), may_retry, late=True)
             if len(taken) == most or not self.cursor.begin_epoch():
                 break
         return taken
-
-    def _may_retry(self, session: ReaderSession, alone: bool, key: ShardKey) -> bool:
-        """Whether a session may have a shard that failed: a broken machine alone should not have it given up."""
-        failures = self.failures.get(key)
-        return alone or not failures or failures[-1].holder != session.holder
 
     def _is_at_risk(self, key: ShardKey) -> bool:
         failures = self.failures.get(key)
@@ -316,13 +318,13 @@ class DatasetShards:
         reason = shown(reason, _MOST_REASON) or "no reason was given"
         failures.append(master.FailureState(holder=lease.session.holder, reason=reason, time_ms=time_ms))
         if len(failures) < self.spec.max_failures:
-            self.returned.add(key, lease.marked, lease.stop, late=late and not self.is_stream)
+            self.returned.add(key, lease.marked, lease.stop, late=late and not self.cursor.is_stream)
             return False
         del failures[: -self.spec.max_failures]
         join_bounds(self.poisoned.setdefault(key, []), lease.marked, lease.stop)
         return True
 
-    def undo(self, parts: Iterable[master.ShardRange]) -> None:
+    def _undo(self, parts: Iterable[master.ShardRange]) -> None:
         """Have ranges wait again that were done."""
         for part in parts:
             self.returned.add((part.epoch, part.shard), part.start, part.stop)
@@ -331,8 +333,7 @@ class DatasetShards:
     def retry(self, shards: frozenset[int]) -> int:
         """Have `shards` of every epoch, or all if there are none, wait again that were given up; return their number.
 
-        Raises:
-            ConflictError: One of them was not given up.
+        ConflictError if one of them was not given up.
         """
         keys = [key for key in sorted(self.poisoned) if not shards or key[1] in shards]
         if missing := sorted(shards - {shard for _, shard in keys}):
@@ -346,12 +347,7 @@ class DatasetShards:
     # --- Marks, of data sets with commit="checkpoint". ---
 
     def mark(self, session: ReaderSession, command: master.Mark) -> bool:
-        """Cover what a session has reported, and parts of what it has, by a mark; return False for a repeated one.
-
-        Raises:
-            SettingsError: The data set commits by reports, or a part is impossible or of a lease of another session.
-            ConflictError: A later mark was made.
-        """
+        """Cover what a session has reported, and parts of what it has, by a mark; return False for a repeated one."""
         if not self.by_checkpoint:
             raise SettingsError(
                 f"data set {self.name} commits by reports: create it with commit='checkpoint' for marks"
@@ -366,8 +362,7 @@ class DatasetShards:
         for part in command.partial:
             lease = session.leases[part.lease.id]
             self.finish(lease, lease.start + part.units)
-        in_hand = [lease.part(lease.marked, lease.stop) for lease in session.leases.values()]
-        open_parts = [part for part in in_hand if part.start < part.stop]
+        open_parts = session.open_parts()
         history.marks.append(
             master.MarkState(session=session.id, mark=command.mark, consumed=history.pending, open=open_parts)
         )
@@ -378,10 +373,6 @@ class DatasetShards:
         """Return the history that a new session resumes, and the index of the mark in it. Changes nothing.
 
         The result is None for the beginning of a holder that has never read.
-
-        Raises:
-            SettingsError: The data set commits by reports, or is another than the session's; or the mark is not kept.
-            ConflictError: Another session that lives has resumed it, or `session` is not new.
         """
         if session.dataset is not self or not self.by_checkpoint:
             raise SettingsError(
@@ -404,7 +395,7 @@ class DatasetShards:
         if index is None:
             kept = ", ".join(str(mark.mark) for mark in history.marks)
             raise SettingsError(
-                f"mark {command.mark} of {name} is not kept: those of its history, the last {MARKS_KEPT}, are {kept},"
+                f"mark {command.mark} of {name} is not kept: those of its history, the last {_MARKS_KEPT}, are {kept},"
                 " and marks after one that was resumed are dropped. Load a checkpoint with one of them, or restore the"
                 " data set's progress"
             )
@@ -416,21 +407,6 @@ class DatasetShards:
             )
         return history, index
 
-    def resume(self, session: ReaderSession, history: ReaderHistory, index: int) -> list[UnitRange]:
-        """Give a history to a session, and undo what came after a mark; return what was in hand at that mark."""
-        while len(history.marks) > index + 1:
-            self.undo(history.marks.pop().consumed)
-        self.undo(history.pending)  # of a session that was closed and kept it
-        history.pending = []
-        self.histories.pop(history.session, None)
-        history.session, history.holder = session.id, session.holder
-        self.histories[session.id] = history
-        return [
-            UnitRange(part.epoch, part.shard, *bounds)
-            for part in history.marks[-1].open
-            for bounds in self.returned.cut((part.epoch, part.shard), part.start, part.stop)
-        ]
-
     def _find_history(self, session: str, holder: str, asking: str) -> ReaderHistory | None:
         """Return the history that `session` is part of, or without one the newest of `holder`; None if none is kept.
 
@@ -441,17 +417,194 @@ class DatasetShards:
             if history.session == asking:
                 continue
             if session:
-                if history.knows(session):
+                if session == history.session or any(mark.session == session for mark in history.marks):
                     return history
             elif history.holder == holder and (history.session in self.sessions or not history.is_fresh):
                 return history
         return None
 
-    def trim_histories(self) -> None:
-        """Forget the histories of readers that ended long ago."""
+    def resume(self, session: ReaderSession, history: ReaderHistory, index: int) -> list[UnitRange]:
+        """Give a history to a session, and undo what came after a mark; return what was in hand at that mark."""
+        while len(history.marks) > index + 1:
+            self._undo(history.marks.pop().consumed)
+        self._undo(history.pending)  # of a session that was closed and kept it
+        history.pending = []
+        self.histories.pop(history.session, None)
+        history.session, history.holder = session.id, session.holder
+        self.histories[session.id] = history
+        return [
+            UnitRange(part.epoch, part.shard, *bounds)
+            for part in history.marks[-1].open
+            for bounds in self.returned.cut((part.epoch, part.shard), part.start, part.stop)
+        ]
+
+    def end_session(self, session: ReaderSession, *, keep: bool) -> int | None:
+        """Take a reader out that has no lease; without `keep`, what no mark covers goes back. Return its last mark."""
+        history = self.histories.pop(session.id, None)
+        del self.sessions[session.id]
+        if history is None:
+            return None
+        if not keep:
+            self._undo(history.pending)
+            history.pending = []
+        self.histories[session.id] = history  # the newest of those that ended
         spare = len(self.histories) - len(self.sessions) - _MOST_HISTORIES
-        for session in [session for session in self.histories if session not in self.sessions][: max(spare, 0)]:
-            del self.histories[session]
+        for ended in [name for name in self.histories if name not in self.sessions][: max(spare, 0)]:
+            del self.histories[ended]
+        return int(history.marks[-1].mark)
+
+    # --- As messages. ---
+
+    def message(self) -> master.DatasetState:
+        """Return it with its readers, for `of_message`."""
+        cursor = self.cursor
+        return master.DatasetState(
+            dataset=self.name,
+            spec=self.spec,
+            index=self.index,
+            units=cursor.units,
+            ended=cursor.is_stream and cursor.ended,
+            flushed=cursor.flushed,
+            epoch=cursor.epoch,
+            position=cursor.position,
+            units_done=self.units_done,
+            shards=self._shard_messages(()),
+            sessions=[
+                master.SessionState(
+                    session=session.id,
+                    holder=session.holder,
+                    last_request=session.last_request,
+                    reply=session.reply,
+                    leases=[
+                        master.LeaseState(lease=lease.message(), marked=lease.marked)
+                        for lease in session.leases.values()
+                    ],
+                    units_done=session.units_done,
+                    resume=session.resume and session.resume[0],
+                    resume_reply=session.resume and session.resume[1],
+                )
+                for session in self.sessions.values()
+            ],
+            histories=[
+                master.HistoryState(
+                    session=history.session, holder=history.holder, marks=history.marks, pending=history.pending
+                )
+                for history in self.histories.values()
+            ],
+        )
+
+    @classmethod
+    def of_message(cls, message: master.DatasetState) -> DatasetShards:
+        """Return the data set of a message, with its readers."""
+        cursor = UnitCursor(
+            message.spec,
+            message.units,
+            ended=message.ended,
+            flushed=message.flushed,
+            epoch=message.epoch,
+            position=message.position,
+        )
+        dataset = cls(message.dataset, message.spec, cursor, list(message.index), units_done=message.units_done)
+        dataset._take_shards(message.shards)
+        for state in message.sessions:
+            session = ReaderSession(state.session, state.holder, dataset, state.last_request)
+            session.units_done = state.units_done
+            if state.HasField("reply"):
+                session.reply = state.reply
+            if state.HasField("resume"):
+                session.resume = (state.resume, state.resume_reply)
+            for given in state.leases:
+                lease = given.lease
+                session.leases[lease.id] = ShardLease(
+                    *(lease.id, lease.term, session, lease.epoch, lease.shard, lease.start, lease.stop, given.marked)
+                )
+            dataset.sessions[session.id] = session
+            dataset.leased += len(session.leases)
+        for history in message.histories:
+            marks = deque(history.marks, maxlen=_MARKS_KEPT)
+            dataset.histories[history.session] = ReaderHistory(
+                history.session, history.holder, marks, list(history.pending)
+            )
+        return dataset
+
+    def progress(self) -> bytes:
+        """Return what is done, for `at_progress`. What readers have, and what no mark covers, is not."""
+        open_parts = [part for session in self.sessions.values() for part in session.open_parts()]
+        state = master.ProgressState(
+            spec=self.spec,
+            units=self.cursor.units,
+            epoch=self.cursor.epoch,
+            position=self.cursor.position,
+            units_done=self.units_done - self.provisional_units,
+            shards=self._shard_messages(open_parts + self._provisional()),
+        )
+        return seal(_PROGRESS, state)
+
+    def at_progress(self, data: bytes) -> DatasetShards:
+        """Return the data set as it was when `progress` looked, without readers; a growing source is as large as now.
+
+        ProtocolError if the bytes are something else, damaged, or impossible for this data set; ConflictError if they
+        are of another specification, or of a source that has not grown that far here.
+        """
+        state = open_envelope(_PROGRESS, "progress of a data set", data, master.ProgressState)
+        if not is_same_spec(state.spec, self.spec):
+            raise ConflictError(f"data set {self.name}: the progress is of a data set with another specification")
+        now, size = self.cursor, self.spec.shard_size
+        if now.is_stream and state.position > now.units:
+            raise ConflictError(
+                f"data set {self.name} has {now.units} units so far, and the progress is at {state.position}: extend"
+                " its index first"
+            )
+        cursor = UnitCursor(
+            *(self.spec, now.units), ended=now.ended, flushed=now.flushed, epoch=state.epoch, position=state.position
+        )
+        possible = state.units_done >= 0 and cursor.is_possible and (now.is_stream or state.units == now.units)
+        for shard in state.shards:
+            low, high = shard.shard * size, min((shard.shard + 1) * size, now.units)
+            possible = possible and 0 <= shard.epoch <= cursor.epoch and 0 <= low < high
+            for bounds in (shard.returned, shard.poisoned):
+                pairs = list(zip(bounds[::2], bounds[1::2], strict=False))
+                possible = possible and len(bounds) % 2 == 0 and all(low <= a < b <= high for a, b in pairs)
+        if not possible:
+            raise ProtocolError(f"data set {self.name}: impossible progress")
+        restored = DatasetShards(self.name, self.spec, cursor, list(self.index), units_done=state.units_done)
+        restored._take_shards(state.shards)
+        return restored
+
+    def _shard_messages(self, more: Iterable[master.ShardRange]) -> list[master.ShardState]:
+        """Return the shards that are not untouched, leased or done, sorted; `more` ranges count as returned."""
+        shards: dict[ShardKey, master.ShardState] = {}
+
+        def of(key: ShardKey) -> master.ShardState:
+            return shards.setdefault(key, master.ShardState(epoch=key[0], shard=key[1]))
+
+        for key, parts, late, passed in self.returned:
+            state = of(key)
+            state.returned.extend(itertools.chain.from_iterable(parts))
+            state.late = late
+            state.passed = passed
+        for part in more:
+            of((part.epoch, part.shard)).returned.extend((part.start, part.stop))
+        for key, parts in self.poisoned.items():
+            of(key).poisoned.extend(itertools.chain.from_iterable(parts))
+        for key, failures in self.failures.items():
+            of(key).failures.extend(failures)
+        return [shards[key] for key in sorted(shards)]
+
+    def _take_shards(self, messages: Iterable[master.ShardState]) -> None:
+        for message in messages:
+            key = (message.epoch, message.shard)
+            for start, stop in _pairs(message.returned):
+                self.returned.add(key, start, stop, late=message.late, passed=message.passed)
+            if message.poisoned:
+                self.poisoned[key] = _pairs(message.poisoned)
+            if message.failures:
+                self.failures[key] = list(message.failures)
+
+
+def _pairs(bounds: Iterable[int]) -> list[Bounds]:
+    numbers = list(bounds)
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def _check_parts(session: ReaderSession, command: master.Mark) -> None:
@@ -469,61 +622,3 @@ def _check_parts(session: ReaderSession, command: master.Mark) -> None:
                 f" {lease.marked - lease.start} to {lease.stop - lease.start} can have been consumed"
             )
         seen.add(lease.id)
-
-
-def dataset_status(dataset: DatasetShards) -> dict[str, Any]:
-    """Return what people see of a data set: counts, its poisoned shards with the reasons, and who reads it.
-
-    A shard with parts in several states counts as poisoned before doing before todo. Takes some milliseconds with ten
-    thousand leases.
-    """
-    spec, cursor = dataset.spec, dataset.cursor
-    poisoned = set(dataset.poisoned)
-    doing = {(lease.epoch, lease.shard) for session in dataset.sessions.values() for lease in session.leases.values()}
-    doing -= poisoned
-    waiting = {key for key, *_ in dataset.returned}
-    if isinstance(cursor, StreamCursor) and cursor.begun_shard is not None:
-        waiting.add((cursor.epoch, cursor.begun_shard))
-    waiting -= poisoned | doing
-    began = cursor.epoch * -(-cursor.units // spec.shard_size) + cursor.shards_given
-    return {
-        "name": dataset.name,
-        "kind": spec.kind,
-        "epoch": cursor.epoch,
-        "epochs": spec.epochs or (0 if not dataset.is_stream else 1),
-        "units": cursor.units,
-        "ended": not isinstance(cursor, StreamCursor) or cursor.ended,
-        "units_done": dataset.units_done,
-        "provisional_units": dataset.provisional_units,
-        "finished": dataset.is_finished and not dataset.provisional_units,
-        "shards": {
-            "todo": len(waiting) + cursor.shards_left,
-            "doing": len(doing),
-            "done": began - len(waiting) - len(doing) - len(poisoned),
-            "poisoned": len(poisoned),
-        },
-        "poisoned": [_poisoned_shard(dataset, key) for key in itertools.islice(sorted(poisoned), _MOST_POISONED)],
-        "holders": [
-            {
-                "holder": session.holder,
-                "session": session.id,
-                "leases": len(session.leases),
-                "units_done": session.units_done,
-            }
-            for session in itertools.islice(dataset.sessions.values(), _MOST_HOLDERS)
-        ],
-    }
-
-
-def _poisoned_shard(dataset: DatasetShards, key: tuple[int, int]) -> dict[str, Any]:
-    parts = dataset.poisoned[key]
-    return {
-        "shard": key[1],
-        "epoch": key[0],
-        "start": parts[0][0],
-        "stop": parts[-1][1],
-        "failures": [
-            {"holder": failure.holder, "reason": failure.reason, "time": failure.time_ms / 1000}
-            for failure in dataset.failures.get(key, ())
-        ],
-    }

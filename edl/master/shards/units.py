@@ -1,24 +1,30 @@
-"""Which units are given next: ranges that came back, and the rest of an epoch's order or of a source that grows."""
+"""A data set's specification, and which of its units are given next: what came back, and the rest of an order."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
+from edl.errors import SettingsError
 from edl.permutation import Permutation
 from edl.protocol import master
+from edl.quoting import quote, shown
 
 __all__ = [
+    "MOST_UNITS",
     "Bounds",
     "ReturnedRanges",
     "ShardKey",
-    "ShardOrder",
-    "StreamCursor",
     "UnitCursor",
     "UnitRange",
-    "make_cursor",
+    "check_name",
+    "check_spec",
+    "describe_difference",
+    "is_same_spec",
+    "join_bounds",
 ]
 
 ShardKey: TypeAlias = tuple[int, int]
@@ -26,6 +32,14 @@ ShardKey: TypeAlias = tuple[int, int]
 Bounds: TypeAlias = tuple[int, int]
 """The first unit, and the unit after the last."""
 
+_MOST_NAME: Final = 200
+"""Characters of a name: those of keys of a store, where names end up, have 512 in all."""
+MOST_UNITS: Final = 2**62
+"""Units of a data set: sums of two such numbers are still 64-bit ones."""
+_MOST_SHARDS: Final = 2**40
+"""Shards of an epoch: a permutation of this many is computed, and tested."""
+_MOST_SECONDS: Final = 30 * 86_400.0
+"""Longest lease: a month without a sign of life is forever."""
 _MOST_PASSES: Final = 20
 """How often a failed shard is kept from the holder that failed it while others are there: about ten seconds of turns of
 a holder that finds nothing else. Without a limit, a live holder that asks for nothing would stop everything."""
@@ -35,6 +49,69 @@ _CHUNK: Final = 1024
 """Positions that are computed together: numpy's cost of a call is spread over them, and the first waits 0.2 ms."""
 
 
+# --- Specifications. ---
+
+
+def check_name(what: str, name: str) -> None:
+    """Raise SettingsError unless a name can be shown and stored; `what` has the name, for the error."""
+    if not name or len(name) > _MOST_NAME or not name.isprintable():
+        raise SettingsError(f"{what} {quote(name)}: 1 to {_MOST_NAME} printable characters are possible")
+
+
+def check_spec(name: str, spec: master.DatasetSpec) -> master.DatasetSpec:
+    """Return a copy with defaults filled in: 3 failures, leases of 60 s, sessions of 30 s; SettingsError if invalid."""
+    check_name("data set", name)
+    checked = master.DatasetSpec()
+    checked.CopyFrom(spec)
+    checked.max_failures = spec.max_failures or 3
+    checked.lease_s = spec.lease_s or 60.0
+    checked.session_s = spec.session_s or 30.0
+    bounded = spec.HasField("units")
+    shards = spec.units // max(spec.shard_size, 1)
+    problems = {
+        "kind: a name is needed": not spec.kind or len(spec.kind) > _MOST_NAME or not spec.kind.isprintable(),
+        f"units={spec.units}: 0 to 2**62 are possible": not 0 <= spec.units <= MOST_UNITS,
+        f"shard_size={spec.shard_size}: 1 to 2**62 are possible": not 1 <= spec.shard_size <= MOST_UNITS,
+        f"shards of {spec.shard_size} make {shards:,} of {spec.units:,} units; at most {_MOST_SHARDS:,} are possible": (
+            shards >= _MOST_SHARDS
+        ),
+        f"epochs={spec.epochs}: 0 or more are possible": spec.epochs < 0,
+        f"max_failures={spec.max_failures}: 1 or more are possible": spec.max_failures < 0,
+        f"commit={spec.commit}: not known": spec.commit not in (master.COMMIT_REPORT, master.COMMIT_CHECKPOINT),
+        "a source without an end is neither shuffled nor read several times": not bounded
+        and (spec.shuffle or spec.epochs > 1),
+        f"flush_s={spec.flush_s}: needs a source without an end, and seconds from 0 on": not (
+            0 <= spec.flush_s < math.inf and (spec.flush_s == 0 or not bounded)
+        ),
+    }
+    for name_s in ("lease_s", "session_s"):
+        value = getattr(checked, name_s)
+        problems[f"{name_s}={value}: 0.1 to {_MOST_SECONDS:.0f} are possible"] = not 0.1 <= value <= _MOST_SECONDS
+    for problem, found in problems.items():
+        if found:
+            raise SettingsError(f"data set {shown(name)}: {problem}")
+    return checked
+
+
+def is_same_spec(first: master.DatasetSpec, second: master.DatasetSpec) -> bool:
+    """Whether two specifications, their defaults filled in, are equal."""
+    return first.SerializeToString(deterministic=True) == second.SerializeToString(deterministic=True)
+
+
+def describe_difference(present: master.DatasetSpec, other: master.DatasetSpec) -> str:
+    """Return in words which fields of two specifications differ, the present one's value first."""
+    return ", ".join(
+        f"{field.name} is {shown(repr(getattr(present, field.name)), 100)}"
+        f" and not {shown(repr(getattr(other, field.name)), 100)}"
+        for field in master.DatasetSpec.DESCRIPTOR.fields
+        if (getattr(present, field.name), field.has_presence and present.HasField(field.name))
+        != (getattr(other, field.name), field.has_presence and other.HasField(field.name))
+    )
+
+
+# --- What came back. ---
+
+
 class UnitRange(NamedTuple):
     """Units [start, stop) of a data set: all of a shard, or a part of it."""
 
@@ -42,9 +119,6 @@ class UnitRange(NamedTuple):
     shard: int
     start: int
     stop: int
-
-
-# --- What came back. ---
 
 
 def join_bounds(parts: list[Bounds], start: int, stop: int) -> None:
@@ -57,21 +131,6 @@ def join_bounds(parts: list[Bounds], start: int, stop: int) -> None:
             start, stop = min(start, part[0]), max(stop, part[1])
     kept.append((start, stop))
     parts[:] = sorted(kept)
-
-
-def cut_bounds(parts: list[Bounds], start: int, stop: int) -> list[Bounds]:
-    """Take what lies in [start, stop) out of sorted ranges, and return it."""
-    found: list[Bounds] = []
-    kept: list[Bounds] = []
-    for part in parts:
-        low, high = max(part[0], start), min(part[1], stop)
-        if low >= high:
-            kept.append(part)
-            continue
-        found.append((low, high))
-        kept += [rest for rest in ((part[0], low), (high, part[1])) if rest[0] < rest[1]]
-    parts[:] = kept
-    return found
 
 
 @dataclass
@@ -97,7 +156,6 @@ class ReturnedRanges:
         self._late: list[ShardKey] = []
 
     def __len__(self) -> int:
-        """Return how many shards have ranges that wait."""
         return len(self._shards)
 
     def __contains__(self, key: object) -> bool:
@@ -118,10 +176,7 @@ class ReturnedRanges:
         heapq.heappush(self._late if entry.late else self._early, key)
 
     def take(self, most: int, may_take: Callable[[ShardKey], bool], *, late: bool = False) -> list[UnitRange]:
-        """Take out ranges of either kind.
-
-        A shard to which `may_take` says yes is taken. A late one is taken all the same after too many noes.
-        """
+        """Take out ranges, of late shards or of others, if `may_take` says yes; a late one also after too many noes."""
         heap = self._late if late else self._early
         taken: list[UnitRange] = []
         kept: set[ShardKey] = set()
@@ -131,7 +186,9 @@ class ReturnedRanges:
             if entry is None or entry.late is not late or key in kept:
                 heapq.heappop(heap)
             elif entry.passed >= _MOST_PASSES or may_take(key):
-                taken.append(self._pop(key, entry))
+                taken.append(UnitRange(*key, *entry.parts.pop(0)))
+                if not entry.parts:
+                    del self._shards[key]
             else:
                 heapq.heappop(heap)
                 entry.passed += late
@@ -145,165 +202,119 @@ class ReturnedRanges:
         entry = self._shards.get(key)
         if entry is None:
             return []
-        found = cut_bounds(entry.parts, start, stop)
-        if not entry.parts:
+        found: list[Bounds] = []
+        kept: list[Bounds] = []
+        for part in entry.parts:
+            low, high = max(part[0], start), min(part[1], stop)
+            if low >= high:
+                kept.append(part)
+                continue
+            found.append((low, high))
+            kept += [rest for rest in ((part[0], low), (high, part[1])) if rest[0] < rest[1]]
+        entry.parts = kept
+        if not kept:
             del self._shards[key]
         return found
-
-    def _pop(self, key: ShardKey, entry: _Returned) -> UnitRange:
-        start, stop = entry.parts.pop(0)
-        if not entry.parts:
-            del self._shards[key]
-        return UnitRange(*key, start, stop)
 
 
 # --- What was never given. ---
 
 
-class ShardOrder:
-    """The shard at each position of an epoch; each epoch has another order. `seed` is 0 to 2**64 - 1."""
+class UnitCursor:
+    """A position in the order of an epoch; all before it was given. Each epoch of shuffled shards has another order.
 
-    def __init__(self, count: int, seed: int, epoch: int, shuffle: bool) -> None:
-        self.count = count
-        self._order = Permutation(count, b"%d/%d" % (seed, epoch)) if shuffle else None
-        self._chunk = -1
-        self._shards: list[int] = []
+    It counts shards; in a source that grows it counts units. Such a source has one epoch, and its shards are in order,
+    and whole until it ends or is flushed.
+    """
 
-    def shards(self, position: int, most: int) -> list[int]:
-        """Return up to `most` shards from `position` on; there may be fewer, but not none before the end."""
-        if self._order is None:
-            return list(range(position, min(position + most, self.count)))
-        chunk, offset = divmod(position, _CHUNK)
-        if chunk != self._chunk:
-            self._shards = self._order.values(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.count))
-            self._chunk = chunk
-        return self._shards[offset : offset + most]
-
-
-class EpochCursor:
-    """A position in the order of an epoch, in shards, of a data set of a known size. All before it was given."""
-
-    def __init__(self, units: int, spec: master.DatasetSpec, epoch: int, position: int) -> None:
+    def __init__(
+        self,
+        spec: master.DatasetSpec,
+        units: int,
+        *,
+        ended: bool = False,
+        flushed: int = 0,
+        epoch: int = 0,
+        position: int = 0,
+    ) -> None:
+        self.is_stream = not spec.HasField("units")
         self.units = units
+        self.ended = ended or not self.is_stream
+        self.flushed = flushed
         self.epoch = epoch
         self.position = position
+        self._spec = spec
         self._size = spec.shard_size
-        self._seed = spec.seed
-        self._shuffle = spec.shuffle
-        self._epochs = spec.epochs
-        self._count = -(-units // spec.shard_size)
-        self._order = self._make_order()
+        self._epochs = 1 if self.is_stream else spec.epochs
+        self._begin_order()
 
-    def _make_order(self) -> ShardOrder:
-        return ShardOrder(self._count, self._seed, self.epoch, self._shuffle)
+    def _begin_order(self) -> None:
+        spec, key = self._spec, b"%d/%d" % (self._spec.seed, self.epoch)
+        self._order = Permutation(-(-self.units // self._size), key) if spec.shuffle else None
+        self._chunk = -1
+        self._chunk_shards: list[int] = []
+
+    def _end(self) -> int:
+        """Return the position at which nothing is left to give for now."""
+        if not self.is_stream:
+            return -(-self.units // self._size)
+        return self.units if self.ended else max(self.flushed, self.units // self._size * self._size)
 
     def take(self, most: int) -> list[UnitRange]:
-        """Advance by up to `most` shards of this epoch; return them, or none if there is none now."""
+        """Advance by up to `most` shards of this epoch, or parts of them after a flush; return them."""
         taken: list[UnitRange] = []
-        epoch, size, units = self.epoch, self._size, self.units
-        while (missing := most - len(taken)) > 0 and self.position < self._count:
-            shards = self._order.shards(self.position, missing)
-            self.position += len(shards)
-            taken += [UnitRange(epoch, shard, shard * size, min(shard * size + size, units)) for shard in shards]
+        epoch, size, units, end = self.epoch, self._size, self.units, self._end()
+        while (missing := most - len(taken)) > 0 and self.position < end:
+            if self.is_stream:
+                shard = self.position // size
+                stop = min((shard + 1) * size, end)
+                taken.append(UnitRange(epoch, shard, self.position, stop))
+                self.position = stop
+            else:
+                shards = self._next_shards(missing, end)
+                self.position += len(shards)
+                taken += [UnitRange(epoch, shard, shard * size, min(shard * size + size, units)) for shard in shards]
         return taken
+
+    def _next_shards(self, most: int, end: int) -> list[int]:
+        """Return up to `most` shards from the position on; there may be fewer, but not none before the `end`."""
+        if self._order is None:
+            return list(range(self.position, min(self.position + most, end)))
+        chunk, offset = divmod(self.position, _CHUNK)
+        if chunk != self._chunk:
+            self._chunk_shards = self._order.values(chunk * _CHUNK, min((chunk + 1) * _CHUNK, end))
+            self._chunk = chunk
+        return self._chunk_shards[offset : offset + most]
 
     def begin_epoch(self) -> bool:
         """Begin the next epoch if all of this one was given and there is a next one; return whether it was begun."""
-        if self.position < self._count or self.at_end:
+        if self.is_stream or self.position < self._end() or self.at_end:
             return False
         self.epoch += 1
         self.position = 0
-        self._order = self._make_order()
+        self._begin_order()
         return True
 
     @property
     def at_end(self) -> bool:
         """Whether nothing will follow. An empty data set has one epoch."""
-        last = not self._count or 0 < self._epochs <= self.epoch + 1
-        return last and self.position >= self._count
+        is_last = not self.units or 0 < self._epochs <= self.epoch + 1
+        return self.ended and is_last and self.position >= self._end()
 
     @property
     def is_possible(self) -> bool:
         """Whether the position can have been reached; it may come from a file."""
-        return 0 <= self.position <= self._count and 0 <= self.epoch < (self._epochs or self.epoch + 1)
+        end = self.units if self.is_stream else self._end()
+        return 0 <= self.position <= end and 0 <= self.epoch < (self._epochs or self.epoch + 1)
 
-    @property
-    def shards_given(self) -> int:
-        """How many shards of this epoch were given, or begun."""
-        return self.position
+    def shards(self) -> tuple[int, int, int | None]:
+        """Return how many shards of this epoch were given or begun, how many could follow now, and a begun one.
 
-    @property
-    def shards_left(self) -> int:
-        """How many shards of this epoch could be given now, of which nothing was given yet."""
-        return self._count - self.position
-
-
-class StreamCursor:
-    """A position in a source that grows, in units. Its shards are in order, and whole until it ends or is flushed.
-
-    Has what `EpochCursor` has, and `begun_shard`.
-    """
-
-    def __init__(self, units: int, shard_size: int, position: int, flushed: int, ended: bool) -> None:
-        self.epoch = 0
-        self.units = units
-        self.position = position
-        self.flushed = flushed
-        self.ended = ended
-        self._size = shard_size
-
-    def take(self, most: int) -> list[UnitRange]:
-        """Advance by up to `most` shards, or parts of them after a flush."""
-        taken: list[UnitRange] = []
-        limit = self._limit()
-        while len(taken) < most and self.position < limit:
-            shard = self.position // self._size
-            stop = min((shard + 1) * self._size, limit)
-            taken.append(UnitRange(0, shard, self.position, stop))
-            self.position = stop
-        return taken
-
-    def begin_epoch(self) -> bool:
-        """Return False: such a source has one epoch."""
-        return False
-
-    @property
-    def at_end(self) -> bool:
-        """Whether the source has ended, and all of it was given."""
-        return self.ended and self.position >= self.units
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether the position is within the source."""
-        return 0 <= self.position <= self.units and self.epoch == 0
-
-    @property
-    def shards_given(self) -> int:
-        """How many shards were given, or begun."""
-        return -(-self.position // self._size)
-
-    @property
-    def shards_left(self) -> int:
-        """How many shards could be given now, of which nothing was given yet."""
-        return max(0, -(-self._limit() // self._size) - self.shards_given)
-
-    @property
-    def begun_shard(self) -> int | None:
-        """The shard that a flush has cut, if it has grown since."""
-        cut = self.position % self._size and self.position < self._limit()
-        return self.position // self._size if cut else None
-
-    def _limit(self) -> int:
-        return self.units if self.ended else max(self.flushed, self.units // self._size * self._size)
-
-
-UnitCursor: TypeAlias = EpochCursor | StreamCursor
-
-
-def make_cursor(
-    spec: master.DatasetSpec, units: int, ended: bool, flushed: int, epoch: int, position: int
-) -> UnitCursor:
-    """Return the cursor that a specification calls for, at a position."""
-    if spec.HasField("units"):
-        return EpochCursor(units, spec, epoch, position)
-    return StreamCursor(units, spec.shard_size, position, flushed, ended)
+        A shard that a flush has cut is begun, if it has grown since.
+        """
+        end = self._end()
+        if not self.is_stream:
+            return self.position, end - self.position, None
+        begun = self.position // self._size if self.position % self._size and self.position < end else None
+        given = -(-self.position // self._size)
+        return given, max(0, -(-end // self._size) - given), begun

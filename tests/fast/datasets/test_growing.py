@@ -36,7 +36,7 @@ class Master:
         if self.away:
             self.away -= 1
             raise DiscoveryError("away")
-        reply = self.book.describe(name)
+        reply = self.book.datasets[name].describe()
         spec = DatasetSpec()
         spec.CopyFrom(reply.spec)
         spec.units = reply.units
@@ -56,7 +56,7 @@ class Master:
 
     @property
     def units(self) -> int:
-        return self.book.describe("data").units
+        return self.book.datasets["data"].describe().units
 
     def read(self) -> list[Any]:
         spec = self.describe_dataset("data")

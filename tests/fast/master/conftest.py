@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -82,12 +83,14 @@ def taken(reader: ShardReader) -> Any:
 
 def lapse(master: MasterServer, holder: str) -> None:
     """Have the master take a reader for one that has been silent for longer than its session."""
-    term = master._leading
-    for session in term.book.sessions():
-        info = term.book.session(session)
-        if info is not None and info.holder == holder:
-            term.clock.watch(session, -1.0, -1.0)
-            wait_until(lambda session=session: term.book.session(session) is None, f"{holder} to lapse")  # type: ignore[misc]
+    term = master._servicer.term
+    sessions = [session for session, info in term.book.sessions.items() if info.holder == holder]
+
+    def has_lapsed() -> bool:
+        term.clock._heard.update(dict.fromkeys(sessions, -math.inf))
+        return not term.book.sessions.keys() & sessions
+
+    wait_until(has_lapsed, f"{holder} to lapse")
 
 
 def shards(client: MasterClient) -> dict[str, int]:

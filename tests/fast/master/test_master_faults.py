@@ -16,8 +16,7 @@ from edl.discovery import open_store
 from edl.errors import ConflictError, JournalError, NoMasterError, RejectedError, SettingsError
 from edl.master import MasterClient, MasterServer, MasterSettings, ShardReader, ShardSettings, open_dataset
 from edl.master.client.master_client import MasterConnection
-from edl.master.journal import open_journal
-from edl.master.journal.sqlite import SqliteJournal
+from edl.master.journal import SqliteJournal, open_journal
 from edl.master.reports import read_report
 from edl.protocol import master as messages
 from edl.settings import Credentials
@@ -38,7 +37,7 @@ def turn(stream: MasterConnection, session: str, request: int, **fields: Any) ->
 @pytest.fixture
 def connect(stack: ExitStack) -> Callable[[MasterServer], MasterConnection]:
     def make(master: MasterServer) -> MasterConnection:
-        connection = MasterConnection("job", master.endpoint, None)
+        connection = MasterConnection(master.endpoint, None)
         stack.callback(connection.close)
         return connection
 

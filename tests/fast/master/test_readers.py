@@ -29,9 +29,8 @@ from edl.errors import (
 )
 from edl.master import MasterClient, ShardingClient, ShardReader, ShardSettings, open_dataset
 from edl.master.client import shard_reader
-from edl.master.client.conversation import Conversation
+from edl.master.client.conversation import Conversation, ShardSession
 from edl.master.client.master_client import MasterConnection
-from edl.master.client.session import ShardSession
 from edl.master.journal import open_journal
 from edl.protocol import master as messages
 from tests.fast.master.conftest import Create, Lead, Read, lapse, shards, taken
@@ -324,6 +323,15 @@ def test_restored_progress_is_read_once(led: Lead, client: MasterClient, read: R
         found.append(shard.start)
     assert sorted(found) == [0, 10, 20, 30]
     assert reader.refused == 0
+
+
+def test_a_newer_session_is_given_back(led: Lead, client: MasterClient, read: Read) -> None:
+    """Its reader heard of the restored progress before the client that restored it: no shard waits for its end."""
+    led(20)
+    reader = read(explicit=True, prefetch=3)
+    taken(reader)
+    client.restored["d"] += 1
+    assert sorted(taken(reader).start for _ in range(2)) == [0, 10]
 
 
 def test_a_failed_close_is_tried_again(led: Lead, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:

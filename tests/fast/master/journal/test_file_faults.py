@@ -12,8 +12,7 @@ import pytest
 
 from edl import mounts
 from edl.errors import JournalError, SettingsError
-from edl.master.journal import open_journal
-from edl.master.journal.sqlite import SqliteJournal
+from edl.master.journal import SqliteJournal, open_journal
 from edl.sqlite_file import SqliteFile
 from tests.fast.master.journal.conftest import remove_database
 

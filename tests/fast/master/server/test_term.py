@@ -18,9 +18,8 @@ from edl.datasets import ShardSettings, open_dataset
 from edl.discovery.served.addresses import outward_address
 from edl.errors import ClosedError, ConflictError, JournalError, LeaseLostError, SettingsError
 from edl.master.journal import Journal
-from edl.master.server.master_server import _told, shown_endpoint
-from edl.master.server.report import UnitRates, check_continued, check_data, encode
-from edl.master.server.term import PAUSE_S, TICK_S, LeaseClock, Term
+from edl.master.server.master_server import check_continued, check_data, shown_endpoint
+from edl.master.server.term import PAUSE_S, TICK_S, LeaseClock, Term, UnitRates, encode_report
 from edl.master.shards import ShardBook
 from edl.protocol import master as messages
 from tests.waiting import DEADLINE_S, wait_until
@@ -190,7 +189,7 @@ def test_session_of_a_cancelled_call_ends() -> None:
         journal, now = GatedJournal(), 0.0
         journal.gate.release(2)
         term = Term(1, ShardBook(), journal, lambda seconds: None, clock=lambda: now)
-        await term.begin(0)
+        await term.submit(messages.Command(begin_term=messages.BeginTerm(term=1)))
         await term.submit(messages.Command(create_dataset=messages.CreateDataset(dataset="d", spec=spec)))
         opening = asyncio.ensure_future(term.open_session(messages.OpenSession(dataset="d", session="s", holder="w")))
         await journal.wait_begun(3)
@@ -199,11 +198,11 @@ def test_session_of_a_cancelled_call_ends() -> None:
         assert opening.cancelled()
         journal.gate.release(100)
         await term.tick()
-        assert term.book.sessions() == ["s"]
+        assert list(term.book.sessions) == ["s"]
         for _ in range(3):
             now += 1.0
             await term.tick()
-        assert term.book.sessions() == []
+        assert not term.book.sessions
         with pytest.raises(LeaseLostError, match="lease of w expired"):
             await term.turn(messages.Turn(session="s", request=1, want=1))
         await term.close("the test is over")
@@ -222,17 +221,15 @@ def advance(clock: SimpleNamespace, leases: LeaseClock, seconds: float) -> tuple
     over: list[str] = []
     for _ in range(round(seconds / TICK_S)):
         clock.now += TICK_S
-        found = leases.due()
+        found = leases.due({} if over else {"a": (2.0, 5.0)})
         silent += found[0]
         over += found[1]
-        for session in found[1]:
-            leases.forget(session)
     return silent, over
 
 
 def test_a_silent_session_ends(clock: SimpleNamespace) -> None:
     leases = LeaseClock(lambda: clock.now)
-    leases.watch("a", lease_s=2.0, session_s=5.0)
+    leases.due({"a": (2.0, 5.0)})
     for _ in range(5):
         assert advance(clock, leases, 1.5) == ([], [])
         leases.hear("a")
@@ -241,16 +238,16 @@ def test_a_silent_session_ends(clock: SimpleNamespace) -> None:
     leases.hear("a")
     assert advance(clock, leases, 3.0) == (["a"], []), "its leases end again"
     assert advance(clock, leases, 1.5) == ([], [])
-    assert advance(clock, leases, 1.0) == ([], ["a"])
-    assert advance(clock, leases, 10.0) == ([], [])
+    assert advance(clock, leases, 10.0) == ([], ["a"])
 
 
 def test_a_stopped_process_expires_nothing(clock: SimpleNamespace) -> None:
     """What workers sent while the process stood still was not read."""
     leases = LeaseClock(lambda: clock.now)
-    leases.watch("a", lease_s=PAUSE_S + 1, session_s=PAUSE_S + 1)
+    limits = {"a": (PAUSE_S + 1, PAUSE_S + 1)}
+    leases.due(limits)
     clock.now += 3600
-    assert leases.due() == ([], [])
+    assert leases.due(limits) == ([], [])
     assert leases.silence_s("a") == PAUSE_S
 
 
@@ -275,7 +272,6 @@ def test_the_same_data_go_on() -> None:
     plain.CopyFrom(open_dataset("range:100", ShardSettings(max_failures=3)).spec)
     plain.max_failures = 0
     check_data(book, {"data": plain})
-    assert (_told(book, ()), _told(book, ("data",))) == ("data begins", "data goes on")
 
 
 @pytest.mark.parametrize(
@@ -330,16 +326,17 @@ def status(done: int, holders: int = 0, poisoned: int = 0) -> dict[str, Any]:
 
 def test_rates_are_of_the_last_seconds() -> None:
     rates = UnitRates()
-    assert rates.look("d", 0, 0.0) == 0.0
+    assert rates.look({("d", ""): 0.0, ("d", "s"): 0.0}, 0.0) == {("d", ""): 0.0, ("d", "s"): 0.0}
     for second in range(1, 101):
-        rate = rates.look("d", 10.0 * second if second < 50 else 490.0, float(second))
+        (rate,) = rates.look({("d", ""): 10.0 * second if second < 50 else 490.0}, float(second)).values()
         if second == 49:
             assert rate == pytest.approx(10.0)
     assert rate == 0.0
+    assert rates._looks.keys() == {("d", "")}, "what is kept of sessions grows with those that have ended"
 
 
 def test_a_report_fits_into_a_store() -> None:
     datasets = [status(0, holders=200, poisoned=50) for _ in range(20)]
-    data = encode({"job": "j", "datasets": datasets, "events": []})
+    data = encode_report({"job": "j", "datasets": datasets, "events": []})
     assert len(data) <= 200_000
     assert len(json.loads(data)["datasets"]) == 20

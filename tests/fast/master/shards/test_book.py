@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from edl.errors import ConflictError, LeaseLostError, ProtocolError, SettingsError
 from edl.master.shards import ShardBook
-from edl.master.shards.states import open_envelope, seal
-from edl.master.shards.units import ShardOrder
+from edl.master.shards.dataset_shards import open_envelope, seal
+from edl.master.shards.units import UnitCursor
 from edl.protocol import master
 
 
@@ -58,7 +58,7 @@ class Job:
         self.apply(expire=master.Expire(sessions=sessions, leases=[lease.id for lease in leases]))
 
     def shards(self) -> dict[str, int]:
-        return self.book.status("d")["shards"]
+        return self.book.datasets["d"].status()["shards"]
 
 
 def lease_id(lease: master.Lease) -> master.LeaseId:
@@ -103,7 +103,7 @@ def test_failures_poison_with_reasons() -> None:
         job.book.apply(master.Command(turn=turn, time_ms=1000 * number))
         job.requests[holder] = 3
     assert job.shards() == {"todo": 1, "doing": 0, "done": 0, "poisoned": 1}
-    (poisoned,) = job.book.status("d")["poisoned"]
+    (poisoned,) = job.book.datasets["d"].status()["poisoned"]
     assert (poisoned["shard"], poisoned["start"], poisoned["stop"]) == (1, 10, 20)
     assert [(failure["holder"], failure["time"]) for failure in poisoned["failures"]] == [
         ("a", 0.0), ("b", 1.0), ("c", 2.0)
@@ -113,10 +113,9 @@ def test_failures_poison_with_reasons() -> None:
         assert len(failure["reason"]) < 400
     reply = job.turn("a", 5, done=job.turn("a", 5).leases)
     assert (reply.finished, reply.poisoned) == (True, 1)
-    (event,) = [event for event in job.book.pop_events() if event.kind == "poisoned"]
+    (event,) = [event for event in job.book.events if event.kind == "poisoned"]
     assert "is given up after" in event.text
     assert event.cause.startswith("the last of "), event.cause
-    assert job.book.pop_events() == []
     with pytest.raises(ConflictError, match="shard 0 is not poisoned"):
         job.apply(retry_poisoned=master.RetryPoisoned(dataset="d", shards=[0, 1]))
     assert job.apply(retry_poisoned=master.RetryPoisoned(dataset="d", shards=[1])).shards == 1
@@ -156,7 +155,7 @@ def test_endless_and_empty_datasets() -> None:
     job = Job(units=0, epochs=0)
     job.open("a")
     assert job.turn("a", 5).finished
-    assert job.book.is_finished("d")
+    assert job.book.datasets["d"].is_done
 
 
 def stream(**spec: Any) -> Job:
@@ -186,8 +185,8 @@ def test_stream_gives_whole_shards() -> None:
     with pytest.raises(ConflictError, match="ended with 31 units"):
         extend(job, 40)
     book = ShardBook.restore(job.book.snapshot())
-    assert book.describe("d") == job.book.describe("d")
-    assert book.describe("d").spec.index == b"012"
+    assert book.datasets["d"].describe() == job.book.datasets["d"].describe()
+    assert book.datasets["d"].describe().spec.index == b"012"
 
 
 def test_progress_needs_the_index() -> None:
@@ -197,7 +196,7 @@ def test_progress_needs_the_index() -> None:
     extend(job, 45)
     first, second = job.turn("a", 2).leases
     job.turn("a", 0, done=[first])
-    command = master.RestoreProgress(dataset="d", progress=job.book.progress("d"))
+    command = master.RestoreProgress(dataset="d", progress=job.book.datasets["d"].progress())
     other = stream()
     extend(other, 19)
     with pytest.raises(ConflictError, match="19 units so far, and the progress is at 20"):
@@ -206,7 +205,7 @@ def test_progress_needs_the_index() -> None:
     other.apply(restore_progress=command)
     other.open("b")
     assert bounds(other.turn("b", 9).leases) == [(10, 20), (20, 30)]
-    assert other.book.describe("d").units == 31
+    assert other.book.datasets["d"].describe().units == 31
     assert second.start == 10
 
 
@@ -238,9 +237,9 @@ def test_loss_after_a_mark_goes_back() -> None:
     job.turn("a", 0, done=[first])
     job.mark("a", 1, (second, 4))
     job.turn("a", 0, done=[second])
-    assert job.book.status("d")["provisional_units"] == 6
+    assert job.book.datasets["d"].status()["provisional_units"] == 6
     job.expire("a")
-    assert job.book.status("d")["units_done"] == 14
+    assert job.book.datasets["d"].status()["units_done"] == 14
     with pytest.raises(LeaseLostError, match="after its last mark, 1, went back: resume"):
         job.turn("a", 1)
     job.open("b")
@@ -268,7 +267,7 @@ def test_marks_of_the_given_up_branch() -> None:
     with pytest.raises(SettingsError, match="mark 2 of a is not kept"):
         job.resume("c", "a", 2)
     job.resume("c", "b", 2)
-    assert job.book.status("d")["units_done"] == 20
+    assert job.book.datasets["d"].status()["units_done"] == 20
 
 
 def test_start_without_a_checkpoint() -> None:
@@ -283,7 +282,7 @@ def test_start_without_a_checkpoint() -> None:
         job.resume("b", "", 0, "rank-0")
     job.expire("a")
     job.resume("b", "", 0, "rank-0")
-    assert job.book.status("d")["units_done"] == 0
+    assert job.book.datasets["d"].status()["units_done"] == 0
 
 
 def test_resume_is_for_new_sessions() -> None:
@@ -301,30 +300,31 @@ def test_resume_is_for_new_sessions() -> None:
         reporting.mark("a", 1)
 
 
-def whole(order: ShardOrder, most: int = 100) -> list[int]:
-    shards: list[int] = []
-    while len(shards) < order.count:
-        taken = order.shards(len(shards), most)
-        assert 0 < len(taken) <= most
-        shards += taken
-    assert order.shards(order.count, most) == []
-    return shards
+def shuffled(count: int, seed: int, epoch: int, position: int = 0) -> UnitCursor:
+    spec = master.DatasetSpec(units=count, shard_size=1, seed=seed, shuffle=True)
+    return UnitCursor(spec, count, epoch=epoch, position=position)
+
+
+def numbers(taken: Any) -> list[int]:
+    return [part.shard for part in taken]
 
 
 @settings(max_examples=40)
 @given(st.integers(1, 600), st.integers(0, 2**64 - 1), st.integers(0, 10**9), st.integers(1, 2000))
 def test_order_is_a_permutation(count: int, seed: int, epoch: int, most: int) -> None:
-    order = ShardOrder(count, seed, epoch, True)
-    shards = whole(order, most)
+    shards = numbers(shuffled(count, seed, epoch).take(count + 1))
     assert sorted(shards) == list(range(count))
-    assert whole(ShardOrder(count, seed, epoch, True), 7) == shards
+    again = shuffled(count, seed, epoch)
+    parts = [numbers(again.take(most)) for _ in range(-(-count // most) + 1)]
+    assert [shard for part in parts for shard in part] == shards
+    assert parts[-1] == []
 
 
 def test_order_is_pinned() -> None:
     """A change would have a job that goes on after an update of EDL read samples twice, and others never."""
-    assert whole(ShardOrder(10, 7, 3, True)) == PINNED_10
-    assert ShardOrder(10**6, 2**64 - 1, 10**12, True).shards(999_000, 5) == PINNED_MILLION
-    assert ShardOrder(2**40, 1, 0, True).shards(2**39, 3) == PINNED_LARGE
+    assert numbers(shuffled(10, 7, 3).take(10)) == PINNED_10
+    assert numbers(shuffled(10**6, 2**64 - 1, 10**12, 999_000).take(5)) == PINNED_MILLION
+    assert numbers(shuffled(2**40, 1, 0, 2**39).take(3)) == PINNED_LARGE
 
 
 PINNED_10 = [0, 2, 3, 4, 5, 6, 8, 7, 1, 9]
@@ -364,7 +364,7 @@ def test_datasets_are_created_once() -> None:
         with pytest.raises(SettingsError, match="printable"):
             job.apply(create_dataset=master.CreateDataset(dataset=name, spec=job.spec))
     with pytest.raises(SettingsError, match="'nothing' is not known"):
-        job.book.describe("nothing")
+        job.apply(end_dataset=master.EndDataset(dataset="nothing"))
     with pytest.raises(SettingsError, match="only a source without an end grows"):
         job.apply(extend_dataset=master.ExtendDataset(dataset="d", units=200, index=b""))
 
@@ -411,7 +411,7 @@ def test_impossible_commands_are_refused() -> None:
 
 def test_foreign_progress_is_refused() -> None:
     job = Job()
-    progress = job.book.progress("d")
+    progress = job.book.datasets["d"].progress()
     before = job.book.snapshot()
     for data in (b"", b"nonsense", progress[:-1], progress + b"x", job.book.snapshot()):
         with pytest.raises(ProtocolError, match="progress of a data set"):
@@ -423,7 +423,7 @@ def test_foreign_progress_is_refused() -> None:
             job.apply(restore_progress=master.RestoreProgress(dataset="d", progress=bytes(flipped)))
     other = Job(seed=9)
     with pytest.raises(ConflictError, match="another specification"):
-        job.apply(restore_progress=master.RestoreProgress(dataset="d", progress=other.book.progress("d")))
+        job.apply(restore_progress=master.RestoreProgress(dataset="d", progress=other.book.datasets["d"].progress()))
     assert job.book.snapshot() == before
 
 
@@ -431,7 +431,7 @@ def test_impossible_progress_is_refused() -> None:
     """Its checksum is right: made by another program, or for what was here another time."""
     job = Job()
     magic = b"EDL progress\0"
-    state = open_envelope(magic, "x", job.book.progress("d"), master.ProgressState)
+    state = open_envelope(magic, "x", job.book.datasets["d"].progress(), master.ProgressState)
     for change in (
         {"position": 11},
         {"position": -1},
@@ -453,7 +453,7 @@ def test_impossible_progress_is_refused() -> None:
 def test_foreign_snapshots_are_refused() -> None:
     job = Job()
     data = job.book.snapshot()
-    for wrong in (b"", b"EDL book\0", data[:-1], data + b"x", job.book.progress("d")):
+    for wrong in (b"", b"EDL book\0", data[:-1], data + b"x", job.book.datasets["d"].progress()):
         with pytest.raises(ProtocolError, match="snapshot of a book"):
             ShardBook.restore(wrong)
     newer = bytearray(data)

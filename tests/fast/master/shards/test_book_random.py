@@ -103,8 +103,8 @@ class Pair:
         assert data == self.book.snapshot()
         self.restored = ShardBook.restore(data)
         assert self.restored.snapshot() == data
-        assert self.restored.status("d") == self.book.status("d")
-        assert self.restored.sessions() == self.book.sessions()
+        assert self.restored.datasets["d"].status() == self.book.datasets["d"].status()
+        assert list(self.restored.sessions) == list(self.book.sessions)
 
     def replay(self) -> None:
         book = ShardBook()
@@ -246,7 +246,7 @@ class Pair:
 
     def progress(self) -> None:
         """Out and in again: readers are gone, and what they had is to do."""
-        data = self.book.progress("d")
+        data = self.book.datasets["d"].progress()
         self.apply(restore_progress=master.RestoreProgress(dataset="d", progress=data))
         for session in list(self.live):
             self.lose(session, failed=False)
@@ -328,7 +328,7 @@ class Pair:
         return all(state in ("done", "poisoned") for state in states)
 
     def check(self) -> None:
-        status = self.book.status("d")
+        status = self.book.datasets["d"].status()
         done = sum(state == "done" for state in self.state.values())
         assert status["units_done"] == done
         assert status["shards"]["poisoned"] == len(self.poisoned())
@@ -342,7 +342,7 @@ class Pair:
             assert status["shards"]["todo"] == len(todo - doing - self.poisoned()), status
             assert sum(status["shards"].values()) == (epoch + 1) * -(-self.units // size)
         for session in self.live.values():
-            info = self.book.session(session.id)
+            info = self.book.sessions[session.id]
             assert set(info.leases) == {lease.id for lease in self.leases.values() if lease.session == session.id}
 
 
@@ -437,9 +437,9 @@ def drain(pair: Pair) -> None:
     else:
         raise AssertionError("it never ends")
     if pair.by_checkpoint:
-        assert pair.book.is_finished("d") == (not pair.live[session].consumed)
+        assert pair.book.datasets["d"].is_done == (not pair.live[session].consumed)
         pair.mark(session, 1000, [])
-    assert pair.book.is_finished("d")
+    assert pair.book.datasets["d"].is_done
     expected = {(epoch, unit) for epoch in range(max(pair.spec.epochs, 1)) for unit in range(pair.units)}
     assert set(pair.state) == expected
     assert set(pair.state.values()) <= {"done", "poisoned"}

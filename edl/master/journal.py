@@ -251,8 +251,6 @@ class SqliteJournal(Journal):
 
     @override
     def append(self, records: Sequence[bytes]) -> None:
-        if not records:
-            return
         with self._transaction("append") as connection:
             self._check_term(connection)
             rows = [(number, record, zlib.crc32(record)) for number, record in enumerate(records, self._last + 1)]
@@ -314,12 +312,8 @@ _VALUE_NBYTES: Final = 190_000
 """Largest value: Consul's transactions take 512 KiB of JSON with base64 in it, and a store of EDL 256 KiB."""
 
 
-def _join_records(records: Sequence[bytes]) -> bytes:
-    return b"".join(part for record in records for part in (_RECORD.pack(len(record), zlib.crc32(record)), record))
-
-
 def _split_records(data: bytes) -> list[bytes]:
-    """Return the records that `_join_records` joined; ProtocolError if one of them is damaged, or cut off."""
+    """Return records that lie behind one another; ProtocolError if one of them is damaged, or cut off."""
     records: list[bytes] = []
     at = 0
     while at < len(data):
@@ -348,15 +342,6 @@ class _Values(NamedTuple):
     stop: int
 
 
-class _StoredSnapshot(NamedTuple):
-    """A snapshot in values, with the CRC-32 of the whole."""
-
-    folder: str
-    first: int
-    stop: int
-    checksum: int
-
-
 class _MissingValueError(DiscoveryError):
     """The store does not show a value that the head names."""
 
@@ -368,7 +353,7 @@ class _Head:
     term: int = 0  # the last one that has begun
     writer: str = ""  # a random name of the writer that began it
     snapshots: int = 0  # that were begun
-    snapshot: _StoredSnapshot | None = None  # the newest that is complete
+    snapshot: tuple[str, int, int, int] | None = None  # the newest that is complete: its values, and their CRC-32
     records: tuple[_Values, ...] = ()  # after it; values of each term
     garbage: tuple[_Values, ...] = ()  # that no longer belongs to the journal, or not yet
 
@@ -391,7 +376,7 @@ class _Head:
                 int(message["term"]),
                 str(message["writer"]),
                 int(message["snapshots"]),
-                None if snapshot is None else _StoredSnapshot(*values(*snapshot[:3]), int(snapshot[3])),
+                None if snapshot is None else (*values(*snapshot[:3]), int(snapshot[3])),
                 tuple(values(*found) for found in message["records"]),
                 tuple(values(*found) for found in message["garbage"]),
             )
@@ -443,8 +428,8 @@ class StoreJournal(Journal):
             head = self._head if self._term else self._read_head()[0]
             snapshot = None
             if head.snapshot is not None:
-                snapshot = self._read(head.snapshot)
-                if zlib.crc32(snapshot) != head.snapshot.checksum:
+                snapshot = self._read(_Values(*head.snapshot[:3]))
+                if zlib.crc32(snapshot) != head.snapshot[3]:
                     raise ProtocolError(f"journal {self.name}: its snapshot is damaged: its checksum does not match")
             records: list[bytes] = []
             for run in head.records:
@@ -466,7 +451,8 @@ class StoreJournal(Journal):
         with self._turn("append"):
             self._check_begun()
             run = self._head.records[-1]
-            pieces = _cut(_join_records(records))
+            parts = [_RECORD.pack(len(record), zlib.crc32(record)) + record for record in records]
+            pieces = _cut(b"".join(parts))
             self._put(run.folder, run.stop, pieces)
             longer = run._replace(stop=run.stop + len(pieces))
             self._commit(replace(self._head, records=(*self._head.records[:-1], longer)))
@@ -491,7 +477,7 @@ class StoreJournal(Journal):
             self._commit(
                 replace(
                     self._head,
-                    snapshot=_StoredSnapshot(*run, zlib.crc32(state)),
+                    snapshot=(*run, zlib.crc32(state)),
                     records=(last._replace(first=last.stop),),
                     garbage=(*left, *replaced),
                 )
@@ -548,7 +534,7 @@ class StoreJournal(Journal):
         for number, piece in enumerate(pieces, first):
             self._ask(partial(self._store.put, self._key(folder, number), piece))
 
-    def _read(self, run: _Values | _StoredSnapshot) -> bytes:
+    def _read(self, run: _Values) -> bytes:
         if run.first == run.stop:
             return b""
         values: list[bytes] = []

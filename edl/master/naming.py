@@ -24,7 +24,7 @@ MESSAGE_NBYTES: Final = 64 << 20
 """Largest message: the index of a data set of a million file names has some 15 MB."""
 
 
-class NotFoundError(EDLError):
+class NotFoundError(SettingsError):
     """The master has no such data set."""
 
 

@@ -97,20 +97,6 @@ class Report:
     refused: str | None = None
     answered: bool = False
 
-    def add_to(self, turn: messages.Turn) -> None:
-        """Put it into a turn."""
-        lease = messages.LeaseId(id=self.shard.id, term=self.shard.term)
-        if self.outcome == "done":
-            turn.done.append(lease.id)
-            turn.done_terms.append(lease.term)
-        elif self.outcome == "failed":
-            reason = self.reason.encode(
-                errors="backslashreplace"
-            ).decode()  # a path may not be UTF-8, a message must be
-            turn.failed.append(messages.Failure(lease=lease, reason=reason, units=self.units))
-        else:
-            turn.returned.append(messages.Partial(lease=lease, units=self.units))
-
 
 @dataclass(eq=False)
 class _Request:
@@ -160,17 +146,27 @@ class ShardSession:
         while len(self._sent) < _MOST_REPORTS and isinstance(report := _first_of(outbox), Report):
             outbox.popleft()
             self._sent.append(report)
-            report.add_to(turn)
+            lease = messages.LeaseId(id=report.shard.id, term=report.shard.term)
+            if report.outcome == "done":
+                turn.done.append(lease.id)
+                turn.done_terms.append(lease.term)
+            elif report.outcome == "failed":
+                reason = report.reason.encode(errors="backslashreplace").decode()  # a path may not be UTF-8
+                turn.failed.append(messages.Failure(lease=lease, reason=reason, units=report.units))
+            else:
+                turn.returned.append(messages.Partial(lease=lease, units=report.units))
         self.in_flight = turn
         return turn
 
-    def answer(self, reply: messages.NextReply) -> list[Report]:
-        """Take the answer of the turn in flight; return the reports that were answered, including those refused."""
-        refusals = {refusal.lease.id: refusal.reason for refusal in reply.refused}
-        for report in self._sent:
+    def answer(self, refusals: Mapping[int, str]) -> list[Report]:
+        """Note that the turn in flight was answered; return its reports. `refusals` has reasons by lease."""
+        self.in_flight = None
+        reports, self._sent = self._sent, []
+        for report in reports:
             report.refused = refusals.get(report.shard.id)
+            report.answered = True
             self.open.pop(report.shard.id, None)
-        return self._settle()
+        return reports
 
     def add(self, leases: Iterable[messages.Lease], now: float) -> list[tuple[ShardSession, Shard]]:
         """Take shards that the master gives; return them for the inbox."""
@@ -186,16 +182,7 @@ class ShardSession:
     def abandon(self, why: str) -> list[Report]:
         """Refuse the reports that were not answered, since the session is gone; return them."""
         self.open.clear()
-        for report in self._sent:
-            report.refused = why
-        return self._settle()
-
-    def _settle(self) -> list[Report]:
-        self.in_flight = None
-        reports, self._sent = self._sent, []
-        for report in reports:
-            report.answered = True
-        return reports
+        return self.answer({report.shard.id: why for report in self._sent})
 
 
 def _first_of(outbox: deque[Any]) -> Report | _Request | None:
@@ -441,8 +428,7 @@ class Conversation:
             if not (self._reading or first or self._session):
                 return _IDLE_S
             if isinstance(first, _Request):
-                wait_s = first.attempt(first)
-                if wait_s:
+                if wait_s := first.attempt(first):
                     return wait_s
                 continue
             session = self._attached()
@@ -513,7 +499,7 @@ class Conversation:
     def _turn(self, session: ShardSession, want: int) -> None:
         turn = session.next_turn(want, self._outbox)
         reply = self._said(messages.NextRequest(turn=turn))
-        for report in session.answer(reply):
+        for report in session.answer({refusal.lease.id: refusal.reason for refusal in reply.refused}):
             self._note_answer(report)
         if turn.want:
             self._none_left = not reply.leases
@@ -573,24 +559,23 @@ class Conversation:
     def _set_mark(self, consumed: Mapping[int, int], request: _Request) -> float:
         session = self._attached()
         self._flush(session)
-        assert self._connection is not None
-        if self.by_checkpoint:
-            mark = messages.Mark(session=session.name, mark=self._mark + 1)
-            for number, units in consumed.items():
-                if (found := session.open.get(number)) is not None:
-                    lease = messages.LeaseId(id=number, term=found.shard.term)
-                    mark.partial.append(messages.Partial(lease=lease, units=units))
-            self._connection.call("Mark", mark, messages.MarkReply)
-            self._mark += 1
-            self._unmarked = 0
-            request.answer = (session.name, self._mark)
-        else:
+        if not self.by_checkpoint:
             request.failure = SettingsError(
                 f"shards of {self.dataset} are done when they are reported, and cannot be gone back to: create the "
                 'data set with commit="checkpoint" where readers are part of a checkpoint'
             )
-        self._settle(request)
-        return 0.0
+            return self._settle(request)
+        mark = messages.Mark(session=session.name, mark=self._mark + 1)
+        for number, units in consumed.items():
+            if (found := session.open.get(number)) is not None:
+                lease = messages.LeaseId(id=number, term=found.shard.term)
+                mark.partial.append(messages.Partial(lease=lease, units=units))
+        assert self._connection is not None
+        self._connection.call("Mark", mark, messages.MarkReply)
+        self._mark += 1
+        self._unmarked = 0
+        request.answer = (session.name, self._mark)
+        return self._settle(request)
 
     def _resume(self, wanted: messages.Resume, request: _Request) -> float:
         """Resume at a mark in a new session."""
@@ -622,13 +607,13 @@ class Conversation:
         else:
             self._mark = wanted.mark
             self._inbox.extend(session.add(reply.leases, time.monotonic()))
-        self._settle(request)
-        return 0.0
+        return self._settle(request)
 
-    def _settle(self, request: Report | _Request) -> None:
+    def _settle(self, request: Report | _Request) -> float:
         self._withdraw(request)
         request.answered = True
         self._changed.notify()
+        return 0.0
 
     # --- Ends and losses. ---
 
@@ -691,8 +676,7 @@ class Conversation:
 
     def _job_is_done(self) -> bool:
         """End if the job's master ended with all data sets done, and no other was started for a while."""
-        away_since = self.wait.away_since
-        if away_since is None or time.monotonic() < away_since + _DONE_S:
+        if self.wait.away_s < _DONE_S:
             return False
         report = self._client.final_report()
         datasets = [] if report is None else report.get("datasets", [])

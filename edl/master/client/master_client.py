@@ -376,11 +376,8 @@ class MasterClient(Resource):
         Raises:
             SettingsError: There is no such data set.
         """
-        try:
-            request = messages.DescribeDatasetRequest(dataset=name)
-            return self._call("GetProgress", request, messages.Progress).progress
-        except NotFoundError as exc:
-            raise SettingsError(str(exc)) from exc
+        request = messages.DescribeDatasetRequest(dataset=name)
+        return self._call("GetProgress", request, messages.Progress).progress
 
     def restore_progress(self, name: str, progress: bytes) -> None:
         """Put a data set back to earlier progress. All its readers lose the shards that they have.

@@ -52,7 +52,6 @@ from edl.master.server.term import (
     UnitRates,
     describe_datasets,
     encode_report,
-    load_book,
 )
 from edl.master.shards import ShardBook
 from edl.master.shards.units import check_spec, describe_difference
@@ -184,7 +183,7 @@ class MasterServer(Resource):
         self._rates = UnitRates()
         self._shown: dict[str, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
+        self._stop = asyncio.Event()
         self._address = ListenAddress(settings.host, settings.port)
         self._address.check_free()
         self._url = DiscoverySettings.of(settings.store).url
@@ -243,10 +242,9 @@ class MasterServer(Resource):
         self._changed.notify()
 
     def _interrupt(self) -> None:
-        loop, stop = self._loop, self._stop
-        if loop is not None and stop is not None:
+        if (loop := self._loop) is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(stop.set)
+                loop.call_soon_threadsafe(self._stop.set)
 
     # --- In the event loop's thread. ---
 
@@ -264,7 +262,6 @@ class MasterServer(Resource):
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
         if self._closed:  # before there was anything to stop
             return
         age = [("grpc.max_connection_age_ms", _AGE_MS)] if self._files is not None else []
@@ -291,7 +288,6 @@ class MasterServer(Resource):
 
     async def _campaign(self, election: Election) -> None:
         """Lead whenever this candidate may, until it is stopped."""
-        assert self._stop is not None
         backoff = Backoff(*_RETRY_S, jitter=0.5)
         looked_at = 0.0
         fenced_at = -math.inf
@@ -344,21 +340,28 @@ class MasterServer(Resource):
             self._anew = False
             journal = open_journal(url, store=self._store)
             try:
-                number, book, replayed = load_book(journal)
+                number = journal.begin_term()
+                snapshot, records = journal.load()
+                book = ShardBook.restore(snapshot) if snapshot is not None else ShardBook()
+                for record in records:
+                    book.apply(messages.Command.FromString(record))
+                book.events.clear()  # the master of that time has told them
                 last = None if self.settings.begin_anew else read_report(self._store, self.job)
                 check_continued(last, number, self._journal_name)
                 check_data(book, self._datasets)
             except BaseException:
                 journal.close()
                 raise
-            return journal, number, book, replayed, last
+            return journal, number, book, len(records), last
 
         journal, number, book, replayed, last = await asyncio.wrap_future(start_call("edl-master-load", open_and_load))
         led_before = book.term > 0
         term = Term(number, book, journal, self._commits.observe, replayed=replayed)
         try:
             await term.submit(messages.Command(begin_term=messages.BeginTerm(term=number)))
-            term.events.extend(earlier_events(last))
+            earlier = None if last is None else last.get("events")
+            if isinstance(earlier, list):
+                term.events.extend(event for event in earlier if isinstance(event, dict))
             if led_before:
                 text = f"the master at {self.endpoint} leads, in term {number}"
                 term.add_event("takeover", text, takeover_cause(last, self.endpoint))
@@ -368,11 +371,10 @@ class MasterServer(Resource):
                     await term.submit(messages.Command(create_dataset=command))
             for name in list(book.datasets) if self.settings.retry_poisoned else ():
                 await term.submit(messages.Command(retry_poisoned=messages.RetryPoisoned(dataset=name)))
-        except ClosedError as exc:
-            await term.close(str(exc))
-            raise term.failure or exc from exc
         except BaseException as exc:
             await term.close(str(exc))
+            if isinstance(exc, ClosedError) and term.failure is not None:
+                raise term.failure from exc
             raise
         logger.info(
             "this master leads job %r from now on, at %s: term %d, data sets %s",
@@ -382,15 +384,14 @@ class MasterServer(Resource):
 
     async def _lead(self, term: Term, election: Election) -> None:
         """Answer workers until this is stopped, the journal fails, or another master leads."""
-        assert self._stop is not None
         self._servicer.term = term
         self._changed.notify()
         looked_at = time.monotonic()
         why = "it ends"
         try:
             self._show(term)
-            while not self._stop.is_set() and not term.ended.is_set():
-                await self._sleep(TICK_S, term.ended)
+            while not self._stop.is_set() and not term.ended:
+                await self._sleep(TICK_S)
                 await term.tick()
                 now = time.monotonic()
                 if now < looked_at + _RIVAL_S and self.done == _is_done(term):
@@ -473,11 +474,8 @@ class MasterServer(Resource):
         """Ask the Store which master leads; None if none does, or the Store is away."""
         try:
             value = await asyncio.wrap_future(start_call("edl-master-rival", election.leader))
-        except (DiscoveryError, ClosedError):
-            return None
-        try:
             found = json.loads(value or b"null")
-        except ValueError:
+        except (DiscoveryError, ClosedError, ValueError):
             return None
         return found if isinstance(found, dict) else None
 
@@ -501,15 +499,10 @@ class MasterServer(Resource):
                 "host can stand by where both keep the journal in the Store (--journal store:)"
             )
 
-    async def _sleep(self, seconds: float, also: asyncio.Event | None = None) -> bool:
-        """Wait, until this is stopped or `also` is set; return whether it is stopped."""
-        assert self._stop is not None
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._stop, also) if event is not None]
-        try:
-            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+    async def _sleep(self, seconds: float) -> bool:
+        """Wait, until this is stopped; return whether it is."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), seconds)
         return self._stop.is_set()
 
 
@@ -520,8 +513,9 @@ def _is_done(term: Term) -> bool:
 
 def shown_endpoint(host: str, port: int, store_url: str) -> str:
     """Return where workers reach a master that listens at `host` and `port`."""
-    shown = outward_address(server for server, _ in servers_of(store_url)) if host in _ALL_ADDRESSES else host
-    return f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
+    if host in _ALL_ADDRESSES:
+        host = outward_address(server for server, _ in servers_of(store_url))
+    return ListenAddress(host, port).endpoint
 
 
 def _term(value: bytes) -> int:
@@ -552,21 +546,10 @@ def check_data(book: ShardBook, datasets: Mapping[str, messages.DatasetSpec]) ->
         present, spec = book.datasets[name].describe().spec, check_spec(name, asked)
         if not same_data(present, spec):
             raise ConflictError(
-                f"data set {name} of this job is another: {_difference(present, spec)}. To go on with it, start the"
-                " master as before, or without data (--data); for other data choose another name for the data set"
+                f"data set {name} of this job is another: {describe_difference(present, spec)}. To go on with it, start"
+                " the master as before, or without data (--data); for other data choose another name for the data set"
                 " (--name) or for the job, or start again (--new), which forgets what is done"
             )
-
-
-def _difference(present: messages.DatasetSpec, spec: messages.DatasetSpec) -> str:
-    """Say which fields differ; of an index, whose bytes mean nothing to people, only that it does."""
-    if present.kind != spec.kind or present.location != spec.location:
-        return f"it is {present.kind}:{present.location}, and not {spec.kind}:{spec.location}"
-    shown, other = messages.DatasetSpec(), messages.DatasetSpec()
-    shown.CopyFrom(present)
-    other.CopyFrom(spec)
-    shown.index = other.index = b""
-    return describe_difference(shown, other) or "its files, or what is in them, have changed since it was created"
 
 
 def takeover_cause(last: Mapping[str, Any] | None, endpoint: str) -> str:
@@ -578,9 +561,3 @@ def takeover_cause(last: Mapping[str, Any] | None, endpoint: str) -> str:
     ends = {"done": "had ended, with everything done", "stopped": "was stopped, or had lost its journal"}
     end = ends.get(str(last.get("state")), "ended without a word: killed, or cut off from the Store")
     return shown(f"the one at {last.get('endpoint')} on {last.get('host')} {end}")
-
-
-def earlier_events(last: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the events in the report; those that cannot be shown are left out."""
-    events = last.get("events") if last is not None else None
-    return [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []

@@ -43,7 +43,6 @@ __all__ = [
     "UnitRates",
     "describe_datasets",
     "encode_report",
-    "load_book",
 ]
 
 logger = logging.getLogger(__name__)
@@ -122,17 +121,6 @@ class _Entry(NamedTuple):
     snapshot: bytes | None = None
 
 
-def load_book(journal: Journal) -> tuple[int, ShardBook, int]:
-    """Begin a term; return its number, the state as the journal has it, and how many commands were replayed."""
-    term = journal.begin_term()
-    snapshot, records = journal.load()
-    book = ShardBook.restore(snapshot) if snapshot is not None else ShardBook()
-    for record in records:
-        book.apply(messages.Command.FromString(record))
-    book.events.clear()  # the master of that time has told them
-    return term, book, len(records)
-
-
 class Term:
     """Takes commands as long as the journal does. For the thread of the event loop that made it.
 
@@ -154,7 +142,7 @@ class Term:
         self.number: Final = number
         self.book: Final = book
         self.failure: BaseException | None = None
-        self.ended = asyncio.Event()
+        self.ended = False
         self.events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
         self.clock: Final = LeaseClock(clock)
         self._journal = journal
@@ -229,11 +217,11 @@ class Term:
         if leases or over:
             await self.submit(messages.Command(expire=messages.Expire(leases=leases, sessions=over)))
         while self.book.events:
-            event = self.book.events.popleft()
-            self.add_event(event.kind, f"{event.dataset}: {event.text}", event.cause)
+            kind, dataset, text, cause = self.book.events.popleft()
+            self.add_event(kind, f"{dataset}: {text}", cause)
 
     def add_event(self, kind: str, text: str, cause: str) -> None:
-        """Log an event and keep it for the report. Kinds are those of `BookEvent`, and `takeover`."""
+        """Log an event and keep it for the report. Kinds are those of `ShardBook.events`, and `takeover`."""
         logger.info("%s: %s: %s", kind, text, cause)
         self.events.append({"time": round(time.time(), 3), "kind": kind, "text": text, "cause": cause})
 
@@ -263,7 +251,7 @@ class Term:
         pending, self._pending = self._pending, deque()
         _refuse(list(pending), why)
         self._thread.wake()
-        self.ended.set()
+        self.ended = True
 
     def _fail(self, exc: BaseException, group: list[_Entry]) -> None:
         _refuse(group, exc)

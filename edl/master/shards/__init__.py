@@ -6,6 +6,6 @@ server decides what has expired, and says so in a command; a journal keeps the c
 
 from __future__ import annotations
 
-from edl.master.shards.book import BookEvent, ShardBook
+from edl.master.shards.book import ShardBook
 
-__all__ = ["BookEvent", "ShardBook"]
+__all__ = ["ShardBook"]

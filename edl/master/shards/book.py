@@ -10,7 +10,7 @@ A new command is a kind of `Command` in master.proto and a method of `ShardBook`
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from edl.errors import ConflictError, LeaseLostError, SettingsError
 from edl.master.shards.dataset_shards import DatasetShards, ReaderSession, ShardLease, open_envelope, seal
@@ -26,7 +26,7 @@ from edl.master.shards.units import (
 from edl.protocol import master
 from edl.quoting import shown
 
-__all__ = ["BookEvent", "ShardBook"]
+__all__ = ["ShardBook"]
 
 _SNAPSHOT: Final = b"EDL book\0"
 _MOST_WANTED: Final = 10_000
@@ -40,18 +40,6 @@ _MOST_EXPLAINED: Final = 20
 _WAIT_S: Final = 0.5
 """After how long a reader that got nothing asks again. It adds up to this to the wait for another's last shard, and a
 thousand readers that wait cost 2,000 turns a second."""
-
-
-class BookEvent(NamedTuple):
-    """Something that people want to know: what happened in `dataset`, and why, in words.
-
-    `kind` is `ended`, `poisoned`, `restored`, `resumed`, `retried` or `session_ended`.
-    """
-
-    kind: str
-    dataset: str
-    text: str
-    cause: str
 
 
 class ShardBook:
@@ -68,7 +56,8 @@ class ShardBook:
         version: Counts commands that changed anything. Not part of a snapshot.
         datasets: Data sets by name, in the order of their creation. Only commands change them.
         sessions: Live sessions by id. Only commands change them.
-        events: The last thousand things that happened. Others take them out.
+        events: The last thousand things that people want to know, each with its kind (`ended`, `poisoned`, `restored`,
+            `resumed`, `retried` or `session_ended`), the data set, what happened, and why. Others take them out.
     """
 
     def __init__(self) -> None:
@@ -81,7 +70,7 @@ class ShardBook:
         self._leases: dict[int, ShardLease] = {}
         self._ended_sessions: dict[str, str] = {}  # and why; the oldest first
         self._ended_leases: dict[int, master.EndedLease] = {}  # without a report; the oldest first
-        self.events: deque[BookEvent] = deque(maxlen=_MOST_EVENTS)
+        self.events: deque[tuple[str, str, str, str]] = deque(maxlen=_MOST_EVENTS)
 
     def snapshot(self) -> bytes:
         """Return the whole state; equal states give equal bytes."""
@@ -422,7 +411,7 @@ class ShardBook:
         self._add_event("session_ended", dataset, f"the session of {session.holder} has ended", reason)
 
     def _add_event(self, kind: str, dataset: DatasetShards, text: str, cause: str) -> None:
-        self.events.append(BookEvent(kind, dataset.name, text, cause))
+        self.events.append((kind, dataset.name, text, cause))
 
 
 def _check_turn(turn: master.Turn, session: ReaderSession) -> None:

@@ -133,13 +133,6 @@ class ReaderHistory:
         """Whether nothing was consumed and nothing marked."""
         return len(self.marks) == 1 and not self.marks[0].mark and not self.pending
 
-    def find(self, session: str, number: int) -> int | None:
-        """Return the index of a mark; None if it is not kept. Without a session, marks of any session count."""
-        for index, mark in enumerate(self.marks):
-            if mark.mark == number and session in ("", mark.session):
-                return index
-        return None
-
 
 @dataclass(eq=False)
 class DatasetShards:
@@ -389,15 +382,14 @@ class DatasetShards:
                 f"nothing is kept of {name}: it never read data set {self.name}, or ended too long ago."
                 " Restore the data set's progress, or read without resuming"
             )
-        index = history.find(command.of_session, command.mark)
-        if index is None and not command.mark:
-            index = history.find("", 0)  # the beginning, of whichever session
-        if index is None:
-            kept = ", ".join(str(mark.mark) for mark in history.marks)
+        kept = [mark.mark for mark in history.marks]
+        index = kept.index(command.mark) if command.mark in kept else None
+        # The beginning, mark 0, is of whichever session.
+        if index is None or (command.mark and command.of_session not in ("", history.marks[index].session)):
             raise SettingsError(
-                f"mark {command.mark} of {name} is not kept: those of its history, the last {_MARKS_KEPT}, are {kept},"
-                " and marks after one that was resumed are dropped. Load a checkpoint with one of them, or restore the"
-                " data set's progress"
+                f"mark {command.mark} of {name} is not kept: those of its history, the last {_MARKS_KEPT}, are"
+                f" {', '.join(map(str, kept))}, and marks after one that was resumed are dropped. Load a checkpoint"
+                " with one of them, or restore the data set's progress"
             )
         live = self.sessions.get(history.session)
         if live is not None and command.of_session != live.id:
@@ -594,17 +586,12 @@ class DatasetShards:
     def _take_shards(self, messages: Iterable[master.ShardState]) -> None:
         for message in messages:
             key = (message.epoch, message.shard)
-            for start, stop in _pairs(message.returned):
+            for start, stop in zip(message.returned[::2], message.returned[1::2], strict=True):
                 self.returned.add(key, start, stop, late=message.late, passed=message.passed)
             if message.poisoned:
-                self.poisoned[key] = _pairs(message.poisoned)
+                self.poisoned[key] = list(zip(message.poisoned[::2], message.poisoned[1::2], strict=True))
             if message.failures:
                 self.failures[key] = list(message.failures)
-
-
-def _pairs(bounds: Iterable[int]) -> list[Bounds]:
-    numbers = list(bounds)
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def _check_parts(session: ReaderSession, command: master.Mark) -> None:

@@ -99,14 +99,18 @@ def is_same_spec(first: master.DatasetSpec, second: master.DatasetSpec) -> bool:
 
 
 def describe_difference(present: master.DatasetSpec, other: master.DatasetSpec) -> str:
-    """Return in words which fields of two specifications differ, the present one's value first."""
-    return ", ".join(
-        f"{field.name} is {shown(repr(getattr(present, field.name)), 100)}"
-        f" and not {shown(repr(getattr(other, field.name)), 100)}"
+    """Return in words how two specifications differ, the present one's value first; of an index only that it does."""
+    if present.kind != other.kind or present.location != other.location:
+        places = [shown(f"{spec.kind}:{spec.location}", 200) for spec in (present, other)]
+        return f"location is {places[0]} and not {places[1]}"
+    fields = [
+        f"{field.name} is {getattr(present, field.name)!r} and not {getattr(other, field.name)!r}"
         for field in master.DatasetSpec.DESCRIPTOR.fields
-        if (getattr(present, field.name), field.has_presence and present.HasField(field.name))
+        if field.name != "index"
+        and (getattr(present, field.name), field.has_presence and present.HasField(field.name))
         != (getattr(other, field.name), field.has_presence and other.HasField(field.name))
-    )
+    ]
+    return ", ".join(fields) or "its files, or what is in them, have changed since it was created"
 
 
 # --- What came back. ---

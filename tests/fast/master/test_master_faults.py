@@ -189,7 +189,7 @@ def test_other_data_and_journals_end_it(lead: Lead, tmp_path: Path, url: str, cl
     with MasterServer("job", settings, {"data": open_dataset("range:200").spec}) as master:
         wait_until(lambda: master.failure is not None, "the end of one with other data")
         assert isinstance(master.failure, ConflictError)
-        assert "range:100, and not range:200" in str(master.failure)
+        assert "range:100 and not range:200" in str(master.failure)
     other = lead(wait=False, journal=elsewhere)
     wait_until(lambda: other.failure is not None, "the end of one without the journal")
     assert "is in another journal" in str(other.failure)

@@ -443,5 +443,5 @@ def test_a_new_session_of_its_name_shows() -> None:
     session.next_turn(1, collections.deque())
     assert session.is_same(messages.NextReply(last_request=0)), "the turn was not heard"
     assert session.is_same(messages.NextReply(last_request=1)), "the turn was heard, its answer lost"
-    session.answer(messages.NextReply())
+    session.answer({})
     assert not session.is_same(messages.NextReply(last_request=0)), "a new session of this name"

@@ -147,7 +147,7 @@ def test_a_failed_journal_answers_nothing() -> None:
         for answer in answers:
             with pytest.raises(ClosedError, match="the disk is full"):
                 await answer
-        assert term.ended.is_set()
+        assert term.ended
         assert term.failure is journal.failure
         with pytest.raises(ClosedError, match="the disk is full"):
             await term.submit(command("d"))
@@ -277,7 +277,7 @@ def test_the_same_data_go_on() -> None:
 @pytest.mark.parametrize(
     ("location", "settings", "difference"),
     [
-        ("range:200", {}, "it is range:100, and not range:200"),
+        ("range:200", {}, "location is range:100 and not range:200"),
         ("range:100", {"shard_size": 7}, "and not 7"),
         ("range:100", {"shuffle": True}, "shuffle is False and not True"),
     ],

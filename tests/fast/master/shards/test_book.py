@@ -113,9 +113,9 @@ def test_failures_poison_with_reasons() -> None:
         assert len(failure["reason"]) < 400
     reply = job.turn("a", 5, done=job.turn("a", 5).leases)
     assert (reply.finished, reply.poisoned) == (True, 1)
-    (event,) = [event for event in job.book.events if event.kind == "poisoned"]
-    assert "is given up after" in event.text
-    assert event.cause.startswith("the last of "), event.cause
+    ((_, _, text, cause),) = [event for event in job.book.events if event[0] == "poisoned"]
+    assert "is given up after" in text
+    assert cause.startswith("the last of "), cause
     with pytest.raises(ConflictError, match="shard 0 is not poisoned"):
         job.apply(retry_poisoned=master.RetryPoisoned(dataset="d", shards=[0, 1]))
     assert job.apply(retry_poisoned=master.RetryPoisoned(dataset="d", shards=[1])).shards == 1

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from edl.errors import SettingsError
-from edl.protocol.tensors import Array
+from edl.protocol.tensors import Array, cast_clamped, split_top_k
 
 __all__ = ["TopK", "to_float16", "top_k"]
 
@@ -65,9 +65,6 @@ class ClampWarnings:
             _MOST,
             self._remedy,
         )
-
-
-_FLOAT16_MAX = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,34 +265,8 @@ def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:
     if not 1 <= k <= classes:
         raise SettingsError(f"k={k}: must be from 1 to the number of classes, {classes}")
     _check_temperature(temperature)
-    if k < classes:
-        order = np.argpartition(logits, classes - k, axis=-1)
-        kept, rest = order[..., classes - k :], order[..., : classes - k]
-        tail_lse = _log_sum_exp(np.take_along_axis(logits, rest, axis=-1), temperature)
-    else:
-        kept = np.broadcast_to(np.arange(classes), logits.shape)
-        tail_lse = np.full(logits.shape[:-1], -np.inf, np.float32)
-    values = np.take_along_axis(logits, kept, axis=-1)
-    falling = np.argsort(-values, axis=-1, kind="stable")
-    return TopK(
-        ids=np.take_along_axis(kept, falling, axis=-1).astype(np.int32),
-        values=np.take_along_axis(values, falling, axis=-1),
-        tail_lse=tail_lse,
-        temperature=float(temperature),
-        classes=classes,
-    )
-
-
-def _log_sum_exp(logits: Array, temperature: float) -> Array:
-    """Return float32 [...] of [..., classes]: log of the sum of exp(logits / temperature), without overflow."""
-    scaled = logits.astype(np.float32 if logits.dtype.itemsize <= 4 else logits.dtype) / temperature
-    largest = scaled.max(axis=-1, keepdims=True)
-    # A row of -inf alone has no mass: subtracting its maximum would make NaN of it.
-    shift = np.where(np.isneginf(largest), 0, largest)
-    with np.errstate(divide="ignore"):
-        total = np.log(np.exp(scaled - shift).sum(axis=-1))
-    result: Array = (total + shift[..., 0]).astype(np.float32)
-    return result
+    ids, values, tail_lse = split_top_k(logits, k, temperature)
+    return TopK(ids, values, tail_lse, float(temperature), classes)
 
 
 def to_float16(array: Array) -> Array:
@@ -307,13 +278,7 @@ def to_float16(array: Array) -> Array:
     Args:
         array: Floating-point array of any shape.
     """
-    if array.dtype == np.float16:
-        return array
-    clipped = np.clip(array, -_FLOAT16_MAX, _FLOAT16_MAX)
-    if not np.isfinite(array).all():
-        clipped = np.where(np.isfinite(array), clipped, array)
-    result: np.ndarray[Any, np.dtype[Any]] = clipped.astype(np.float16)
-    return result
+    return cast_clamped(array, np.dtype(np.float16))
 
 
 def _check_temperature(temperature: float) -> None:

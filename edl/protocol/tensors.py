@@ -1,4 +1,4 @@
-"""KServe v2 tensors as numpy arrays: names of types, sizes, raw bytes and typed contents."""
+"""KServe v2 tensors as numpy arrays: names of types, sizes, raw bytes, typed contents and top-k labels."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ __all__ = [
     "CONTENTS_FIELDS",
     "Array",
     "array_of",
+    "cast_clamped",
     "datatype_of",
     "dtype_of",
     "expected_nbytes",
     "from_bfloat16",
     "from_contents",
     "from_raw",
+    "split_top_k",
     "to_bfloat16",
     "to_raw",
     "with_objects",
@@ -277,6 +279,46 @@ def from_bfloat16(array: Array) -> Array:
     """Return the same numbers as float32."""
     result: Array = (array.view("<u2").astype("<u4") << 16).view("<f4")
     return result
+
+
+def cast_clamped(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Cast floating-point numbers, and clamp finite values to the range of `dtype`.
+
+    Masks such as -1e9 are common, and a logit that becomes infinite would make all probabilities of its row NaN.
+    """
+    if array.dtype.itemsize <= dtype.itemsize or not array.size:
+        return array.astype(dtype, copy=False)
+    most = np.finfo(dtype).max
+    if not (-most <= array.min() and array.max() <= most):  # also if there is NaN
+        array = np.where(np.isinf(array), array, np.clip(array, -most, most))
+    return array.astype(dtype)
+
+
+def split_top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array, Array]:
+    """Find the k largest logits on the last axis, and what the remaining ones add to a softmax.
+
+    Returns:
+        Class ids (int32 `[..., k]`, by falling logit, equal logits by rising id), their logits (in the dtype of
+        `logits`), and log(sum(exp(logit / temperature))) over the rest (float32 `[...]`, -inf if there are none).
+    """
+    ids = np.argpartition(logits, logits.shape[-1] - k, axis=-1)[..., -k:]
+    ids.sort(axis=-1)
+    values = np.take_along_axis(logits, ids, -1)
+    order = np.argsort(-values, axis=-1, kind="stable")
+    ids = np.take_along_axis(ids, order, -1)
+    values = np.take_along_axis(values, order, -1)
+    if k == logits.shape[-1]:
+        return ids.astype(np.int32), values, np.full(logits.shape[:-1], -np.inf, np.float32)
+    tail = logits.astype(np.float64 if logits.dtype.itemsize > 4 else np.float32)
+    np.put_along_axis(tail, ids, -np.inf, -1)
+    largest = tail.max(-1, keepdims=True)
+    shift = np.where(np.isfinite(largest), largest, 0)  # inf - inf would be NaN
+    with np.errstate(over="ignore", divide="ignore"):
+        np.subtract(tail, shift, out=tail)
+        np.divide(tail, temperature, out=tail)
+        total = np.exp(tail, out=tail).sum(-1, keepdims=True)
+        lse = np.log(total) + shift / temperature
+    return ids.astype(np.int32), values, lse[..., 0].astype(np.float32)
 
 
 def to_raw(array: Array) -> Buffer:

@@ -26,7 +26,6 @@ from edl.backoff import Backoff
 from edl.discovery import Instance, Registry, open_registry
 from edl.discovery.records import check_ttl, validated
 from edl.discovery.registry import Registration
-from edl.discovery.urls import servers_of
 from edl.errors import DiscoveryError, SettingsError
 from edl.load_reporting import LoadPublisher, LoadSource
 from edl.protocol import names
@@ -82,28 +81,6 @@ class RegistrationSettings:
             tags=self.tags,
             meta={**meta, **self.meta},
         )
-
-
-_ANYWHERE = "198.51.100.1"  # RFC 5737: unassigned, so it is routed like any other foreign address
-
-
-def outward_address(discovery_url: str | None) -> str:
-    """Return this host's address on the route to the registry, or else on the default route.
-
-    Nothing is sent, because connecting a datagram socket only makes the kernel choose a route.
-    """
-    registry = [host for host, _ in servers_of(discovery_url or "")]
-    for host in (*registry, _ANYWHERE):
-        if is_loopback(host):
-            continue
-        try:
-            ((family, kind, protocol, _, target), *_) = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return "127.0.0.1"
 
 
 def warn_of_loopback(discovery_url: str | None, address: str, remedy: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from edl.errors import ProtocolError
 from edl.protocol import kserve, names
-from edl.protocol.tensors import dtype_of, expected_nbytes, from_contents
+from edl.protocol.tensors import cast_clamped, dtype_of, expected_nbytes, from_contents, split_top_k
 from edl.quoting import quote
 from edl_serving.backends.backend import Array, TensorSpec, TopKArrays
 from edl_serving.model import ServedModel
@@ -91,7 +91,7 @@ class OutputOptions:
         if self.top_k is None:
             return {spec.name: self.cast(output)}
         self._check_classes(spec.name, output.shape[-1])
-        return self._named(spec, top_k(output, self.top_k, self.temperature))
+        return self._named(spec, split_top_k(output, self.top_k, self.temperature))
 
     def apply_to_top_k(self, spec: TensorSpec, computed: TopKArrays) -> dict[str, Array]:
         """Do as `apply_to`, for an output whose largest values the model has already selected."""
@@ -114,7 +114,7 @@ class OutputOptions:
         """Return `output` in the datatype that the request asks for."""
         if self.datatype is None or output.dtype.kind != "f":
             return output
-        return _cast_clamped(output, dtype_of(self.datatype))
+        return cast_clamped(output, dtype_of(self.datatype))
 
     def _check_classes(self, name: str, classes: int) -> None:
         if self.top_k is not None and classes != -1 and self.top_k > classes:
@@ -122,19 +122,6 @@ class OutputOptions:
 
 
 _AS_THEY_ARE = OutputOptions()
-
-
-def _cast_clamped(output: Array, dtype: np.dtype[Any]) -> Array:
-    """Cast `output`, and clamp finite values to the range of `dtype`, as students do themselves.
-
-    Masks such as -1e9 are common, and a logit that becomes infinite would make all probabilities of its row NaN.
-    """
-    if output.dtype.itemsize <= dtype.itemsize or not output.size:
-        return output.astype(dtype, copy=False)
-    most = np.finfo(dtype).max
-    if not (-most <= output.min() and output.max() <= most):  # also if there is NaN
-        output = np.where(np.isinf(output), output, np.clip(output, -most, most))
-    return output.astype(dtype)
 
 
 def read_parameter(parameters: Mapping[str, kserve.InferParameter], name: str, fields: tuple[str, ...]) -> Any:
@@ -145,33 +132,6 @@ def read_parameter(parameters: Mapping[str, kserve.InferParameter], name: str, f
     if field not in fields:
         raise invalid_argument(f"parameter {name}: must be given as {' or '.join(fields)}, not {field}")
     return getattr(parameters[name], field)
-
-
-def top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array, Array]:
-    """Find the k largest logits on the last axis, and what the remaining ones add to a softmax.
-
-    Returns:
-        Class ids (int32 `[..., k]`, by falling logit, equal logits by rising id), their logits (in the dtype of
-        `logits`), and log(sum(exp(logit / temperature))) over the rest (float32 `[...]`, -inf if there are none).
-    """
-    ids = np.argpartition(logits, logits.shape[-1] - k, axis=-1)[..., -k:]
-    ids.sort(axis=-1)
-    values = np.take_along_axis(logits, ids, -1)
-    order = np.argsort(-values, axis=-1, kind="stable")
-    ids = np.take_along_axis(ids, order, -1)
-    values = np.take_along_axis(values, order, -1)
-    if k == logits.shape[-1]:
-        return ids.astype(np.int32), values, np.full(logits.shape[:-1], -np.inf, np.float32)
-    tail = logits.astype(np.float64 if logits.dtype.itemsize > 4 else np.float32)
-    np.put_along_axis(tail, ids, -np.inf, -1)
-    largest = tail.max(-1, keepdims=True)
-    shift = np.where(np.isfinite(largest), largest, 0)  # inf - inf would be NaN
-    with np.errstate(over="ignore", divide="ignore"):
-        np.subtract(tail, shift, out=tail)
-        np.divide(tail, temperature, out=tail)
-        total = np.exp(tail, out=tail).sum(-1, keepdims=True)
-        lse = np.log(total) + shift / temperature
-    return ids.astype(np.int32), values, lse[..., 0].astype(np.float32)
 
 
 def cut_top_k(computed: TopKArrays, k: int, temperature: float) -> TopKArrays:

@@ -18,6 +18,8 @@ from typing import Any
 from typing_extensions import Self
 
 from edl.background import BackgroundLoop
+from edl.discovery.served.addresses import outward_address
+from edl.discovery.urls import servers_of
 from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
 from edl.protocol.tls.credentials import CredentialFiles
@@ -26,7 +28,7 @@ from edl_serving import options as v
 from edl_serving.backends import MODEL_LOADERS
 from edl_serving.backends.source import DEFAULT_MAX_TOKENS, ModelSource
 from edl_serving.options import Option, OptionGroup
-from edl_serving.registration import ReadyFile, RegistrationSettings, TeacherRegistration, outward_address
+from edl_serving.registration import ReadyFile, RegistrationSettings, TeacherRegistration
 from edl_serving.settings import ServerSettings
 
 NO_DISCOVERY = "none"
@@ -288,7 +290,9 @@ def _advertised_address(given: Mapping[str, Any], url: str | None) -> str:
     if "advertise" in given:
         return str(given["advertise"])
     host = str(given.get("host", ServerSettings.host)).strip("[]")
-    return outward_address(url) if host in ("0.0.0.0", "::", "*") else host
+    if host not in ("0.0.0.0", "::", "*"):
+        return host
+    return outward_address(server for server, _ in servers_of(url or ""))
 
 
 _POLL_S = 0.25  # poll interval without pidfd; short enough that tests can soon reuse a port

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from edl.discovery.served.addresses import outward_address
 from edl.errors import SettingsError
 from edl_serving import ServerSettings, TeacherServer, TensorSpec
 from edl_serving import options as values
@@ -16,7 +17,6 @@ from edl_serving.backends.backend import cast_to_spec, parse_spec, parse_specs
 from edl_serving.backends.source import import_target
 from edl_serving.options import CommandParser, add_flags, read_file
 from edl_serving.options import values as merged
-from edl_serving.registration import outward_address
 from edl_serving.request_error import RequestError
 from edl_serving.serve_config import GROUPS, ServeConfig
 from tests.fast.serving.fakes import FakeBackend, X, model_of
@@ -43,7 +43,7 @@ def test_names_and_addresses_have_defaults() -> None:
     assert config_of(*LEAST, "--host", "[::1]").address == "::1"
     assert config_of(*LEAST, "--host", "0.0.0.0", "--advertise", "t.example").address == "t.example"
     everywhere = config_of(*LEAST, "--host", "0.0.0.0").address
-    assert everywhere == outward_address(None)
+    assert everywhere == outward_address([])
     assert everywhere not in ("", "0.0.0.0")
 
 

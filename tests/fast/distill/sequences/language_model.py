@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from edl.protocol.tensors import split_top_k
 from edl.testing.models import prefix_scores, prefix_scores_of
 from edl_serving import Array, Backend, TensorSpec
 from edl_serving.backends.backend import TopKArrays
-from edl_serving.request_plan import top_k
 
 VOCABULARY = 31
 
@@ -40,7 +40,7 @@ class PrefixModel(Backend):
 
     def predict_top_k(self, inputs: Mapping[str, Array], k: int, temperature: float) -> Mapping[str, Any]:
         whole = self._model(inputs)["logprobs"]
-        answers: dict[str, Any] = {"logprobs": TopKArrays(*top_k(whole, k, temperature))}
+        answers: dict[str, Any] = {"logprobs": TopKArrays(*split_top_k(whole, k, temperature))}
         if "targets" in inputs:
             answers["target_logprobs"] = np.take_along_axis(whole, inputs["targets"], -1)
         return answers

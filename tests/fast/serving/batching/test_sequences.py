@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from edl.errors import SettingsError
 from edl.protocol import kserve, names
+from edl.protocol.tensors import split_top_k
 from edl_serving import Array, Backend, ServerSettings, TensorSpec
 from edl_serving.backends.backend import TopKArrays
 from edl_serving.batching.batch_queue import InferenceJob
@@ -20,7 +21,7 @@ from edl_serving.model import ServedModel
 from edl_serving.monitoring import WorkerMetrics
 from edl_serving.request import DecodedRequest, check_sequences
 from edl_serving.request_error import RequestError, invalid_argument
-from edl_serving.request_plan import cut_top_k, plan_request, top_k
+from edl_serving.request_plan import cut_top_k, plan_request
 from tests.fast.distill.sequences.language_model import PrefixModel
 from tests.fast.serving.conftest import outputs_of
 from tests.fast.serving.fakes import FakeBackend, header_for, model_of, refusal_of
@@ -90,7 +91,7 @@ def tokens(*lengths: int, seed: int = 0) -> dict[str, Array]:
 
 
 def assert_top_k(answer: dict[str, Array], inputs: Mapping[str, Array], k: int, temperature: float = 1.0) -> None:
-    ids, values, tail = top_k(logprobs_of(inputs["ids"], inputs["position"]), k, temperature)
+    ids, values, tail = split_top_k(logprobs_of(inputs["ids"], inputs["position"]), k, temperature)
     found = [answer[name] for name in names.top_k_names("logprobs")]
     np.testing.assert_array_equal(found[1], values)
     np.testing.assert_allclose(found[2], tail, rtol=1e-5)
@@ -193,8 +194,8 @@ def test_a_smaller_k_is_cut_exactly(larger: int, data: st.DataObject, temperatur
     smaller = data.draw(st.integers(1, larger))
     logits = np.random.default_rng(seed).normal(0, 8, (4, 11)).astype(np.float32)
     logits[0, :3] = -np.inf  # masked classes
-    cut = cut_top_k(TopKArrays(*top_k(logits, larger, temperature)), smaller, temperature)
-    direct = top_k(logits, smaller, temperature)
+    cut = cut_top_k(TopKArrays(*split_top_k(logits, larger, temperature)), smaller, temperature)
+    direct = split_top_k(logits, smaller, temperature)
     np.testing.assert_array_equal(cut.ids[1:], direct[0][1:])
     np.testing.assert_array_equal(cut.values, direct[1])
     np.testing.assert_allclose(cut.tail, direct[2], rtol=2e-5, atol=1e-5)

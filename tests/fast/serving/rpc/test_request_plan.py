@@ -16,10 +16,11 @@ from hypothesis.extra import numpy as hnp
 
 from edl.errors import ProtocolError
 from edl.protocol import codec, kserve
+from edl.protocol.tensors import split_top_k
 from edl_serving import Array, TensorSpec
 from edl_serving.request import DecodedRequest, RequestDecoder
 from edl_serving.request_error import RequestError
-from edl_serving.request_plan import OutputOptions, plan_request, top_k
+from edl_serving.request_plan import OutputOptions, plan_request
 from tests.fast.serving.fakes import LOGITS, FakeBackend, header_for, model_of, refusal_of
 
 TWO = model_of(
@@ -243,7 +244,7 @@ def parameters(**values: Any) -> dict[str, kserve.InferParameter]:
 @given(logits, st.data(), st.floats(0.5, 20))
 def test_top_k_and_the_sum_of_the_rest(array: Array, data: st.DataObject, temperature: float) -> None:
     k = data.draw(st.integers(1, array.shape[-1]))
-    ids, values, tail = top_k(array, k, temperature)
+    ids, values, tail = split_top_k(array, k, temperature)
     assert ids.dtype == np.int32
     assert values.dtype == array.dtype
     assert tail.dtype == np.float32
@@ -255,7 +256,7 @@ def test_top_k_and_the_sum_of_the_rest(array: Array, data: st.DataObject, temper
         rest = np.delete(row, ids[index]) / temperature
         expected = -math.inf if len(rest) == 0 else float(np.logaddexp.reduce(rest))
         assert tail[index] == pytest.approx(expected, rel=1e-4, abs=1e-4)
-    assert top_k(np.array([[1, 7, 7, 0, 7]], np.float32), 3, 1.0)[0].tolist() == [[1, 2, 4]], "equal ones by their ids"
+    assert split_top_k(np.array([[1, 7, 7, 0, 7]], np.float32), 3, 1.0)[0].tolist() == [[1, 2, 4]], "ties by id"
 
 
 @pytest.mark.parametrize(

@@ -134,13 +134,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--preload": {
         "metavar": "MODULE[,MODULE]",
         "default": "",
-        "help": "modules of the script that are imported once, before workers are forked from that process; torch and "
-        "numpy are anyway, where the script imports them before it does anything else. Name only modules that do "
-        "the same in each worker: what one draws at random when it is imported is the same on all ranks",
+        "help": "modules that are imported once, before workers are forked from that process, besides torch and the "
+        "packages that the script imports first. Name only modules that do the same in each worker: what one draws "
+        "at random when it is imported is the same on all ranks",
     },
     "--no-prewarm": {
         "action": "store_true",
-        "help": "import nothing ahead of time, neither torch (or Paddle) nor what --preload names",
+        "help": "import nothing ahead of time, neither what the script imports nor what --preload names",
     },
 }
 

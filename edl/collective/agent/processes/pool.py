@@ -240,26 +240,34 @@ class WorkerProcesses:
         Call this from a thread that lives as long as the workers.
 
         Args:
-            timeout_s: How long the imports may take, in seconds.
+            timeout_s: How long the imports may take, in seconds. If they take longer, or kill the process, another one
+                imports nothing.
             raise_if_stopping: Called repeatedly during the wait; if it raises, only `close` may be called afterwards.
 
         Raises:
-            EDLError: The zygote died, or was not ready in time.
+            EDLError: The zygote died, or was not ready in time, although it imported nothing.
         """
-        deadline = time.monotonic() + timeout_s
         unfit: dict[str, str] = {}
+        lost = ""
         for attempt in range(1, _ATTEMPTS + 1):
             self._start()
-            ready = self._wait_until_ready(deadline, timeout_s, raise_if_stopping)
-            unfit |= ready.unfit
-            if not ready.unfit:
-                break
+            try:
+                ready = self._wait_until_ready(timeout_s, raise_if_stopping)
+            except EDLError as exc:
+                if not self._program.prewarm:
+                    raise
+                lost = str(exc)
+            else:
+                unfit |= ready.unfit
+                if not ready.unfit:
+                    break
             # An import cannot be undone, so another process starts without these modules.
             self.close()
             self._closing = False
-            self._program = replace(self._program, without=tuple(unfit), prewarm=attempt < _ATTEMPTS - 1)
+            prewarm = attempt < _ATTEMPTS - 1 and not lost
+            self._program = replace(self._program, without=tuple(unfit), prewarm=prewarm)
         failures = [f"importing {name} {why}" for name, why in unfit.items()]
-        self.import_failures = "; ".join([*failures, *ready.failed])
+        self.import_failures = "; ".join(filter(None, [*failures, *ready.failed, lost]))
 
     def _describe_zygote_end(self) -> str:
         """Return which signal or exit code ended the zygote."""
@@ -272,14 +280,13 @@ class WorkerProcesses:
                 return signal.Signals(-code).name
         return "its output above says why" if code is None else f"exit code {code}; its output above says why"
 
-    def _wait_until_ready(
-        self, deadline: float, timeout_s: float, raise_if_stopping: Callable[[], object]
-    ) -> PreloadResult:
+    def _wait_until_ready(self, timeout_s: float, raise_if_stopping: Callable[[], object]) -> PreloadResult:
+        deadline = time.monotonic() + timeout_s
         with self._lock:
             while self._ready is None and not self._lost:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise EDLError(f"importing torch and what --preload names took more than {timeout_s:g} s")
+                    raise EDLError(f"importing ahead of time took more than {timeout_s:g} s (--no-prewarm)")
                 raise_if_stopping()
                 self._lock.wait(min(left, _POLL_S))
             if self._ready is None:

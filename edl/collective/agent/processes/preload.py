@@ -17,7 +17,9 @@ process id, or does any of this after its import. Modules named by `--preload` a
 
 A module may be imported ahead of time only if that changes nothing. A program that first sets an environment variable,
 `sys.path` or anything else, and then imports torch, relies on that order. So everything after the first statement that
-may have an effect is left to the worker, as under torchrun.
+may change what an import does is left to the worker, as under torchrun. Before it, what the program surely imports from
+site-packages is imported ahead of time. The program's own modules are only read: they may change between two starts,
+and often draw random numbers or look at their rank.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import importlib.util
 import os
 import re
 import signal
@@ -50,9 +53,19 @@ __all__ = [
 
 _IMPORT_TORCH: Final = ("edl.collective", "edl.distill.torch", "edl.distill.paddle")
 """Modules of EDL that import the framework themselves."""
+_HARMLESS_MODULES: Final = {
+    "argparse", "collections", "copy", "dataclasses", "datetime", "enum", "glob", "itertools", "json", "math",
+    "pathlib", "platform", "re", "string", "textwrap", "time", "typing", "uuid", "warnings",
+}  # fmt: skip
+"""Modules of which no call changes what a later import does. `logging` and `random` are not among them: some packages
+ask at their import whether the root logger has handlers, or draw a number."""
 _HARMLESS_CALLS: Final = {
-    "warnings.filterwarnings", "warnings.simplefilter", "logging.getLogger", "TypeVar", "typing.TypeVar",
-    "NewType", "typing.NewType",
+    "logging.getLogger", "os.cpu_count", "os.environ.get", "os.getcwd", "os.getenv", "os.getpid", "os.makedirs",
+    "socket.gethostname",
+}  # fmt: skip
+_HARMLESS_BUILTINS: Final = {
+    "abs", "all", "any", "bool", "bytes", "dict", "enumerate", "float", "frozenset", "int", "isinstance", "len", "list",
+    "max", "min", "open", "print", "range", "repr", "round", "set", "sorted", "str", "sum", "tuple", "zip",
 }  # fmt: skip
 _HARMLESS_DECORATORS: Final = {
     "staticmethod", "classmethod", "property", "dataclass", "dataclasses.dataclass", "functools.cache",
@@ -67,16 +80,17 @@ class ProgramImports:
     """The imports of a program that may happen ahead of time.
 
     Attributes:
-        modules: Pairs of a module and a name in it (or ""), from the given roots, in the program's order.
+        modules: Pairs of a module and a name in it (or ""), in the program's order.
         framework: Whether the first of the roots may be imported.
-        obstacle: The statement after which the program imports the first root, such as "train.py, line 3"; empty if
-            there is none, or if it never imports it.
+        obstacle: The statement because of which `missed` is left to the workers, such as "train.py, line 3".
+        missed: Packages that the program imports after that statement.
         variables: String constants of the program that may be names of environment variables.
     """
 
     modules: tuple[tuple[str, str], ...] = ()
     framework: bool = True
     obstacle: str = ""
+    missed: tuple[str, ...] = ()
     variables: frozenset[str] = frozenset()
 
 
@@ -86,18 +100,22 @@ def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequen
     Args:
         program: The files that run, in order: a script, or a package's `__init__.py` and the module in it.
         folders: Where the program's own modules are; those that it imports are read as well.
-        roots: Top-level packages that may be imported ahead of time, the framework first.
+        roots: Top-level packages of which even an import under a condition may happen ahead of time, the framework
+            first.
     """
-    scan = _Scan(folders, roots)
+    scan = _Scan(program, folders, roots)
     for path in program:
         scan.read(path)
-    framework, variables = roots[0], scan.variables()
-    if any(module.split(".")[0] == framework or module.startswith(_IMPORT_TORCH) for module, _ in scan.found):
-        return ProgramImports(tuple(scan.found), True, "", variables)
-    if scan.imports_later(framework):
-        return ProgramImports(tuple(scan.found), not scan.obstacle, scan.obstacle, variables)
-    # None of the program's own files imports the framework. If other packages do, they may do it at any point.
-    return ProgramImports(tuple(scan.found), scan.foreign or not scan.obstacle, "", variables)
+    framework, loads_framework = roots[0], (roots[0], *_IMPORT_TORCH)
+    if any(f"{module}.".startswith(tuple(f"{name}." for name in loads_framework)) for module, _ in scan.found):
+        allowed = True
+    elif scan.imports_later(framework):
+        allowed = not scan.obstacle
+        scan.missed[:0] = [framework] if scan.obstacle else []
+    else:  # none of the program's own files imports the framework; if other packages do, they may do it at any point
+        allowed = scan.foreign or not scan.obstacle
+    missed = tuple(dict.fromkeys(scan.missed))
+    return ProgramImports(tuple(scan.found), allowed, scan.obstacle if missed else "", missed, scan.variables())
 
 
 def sources_of(name: str, folders: Iterable[Path]) -> list[Path]:
@@ -120,11 +138,13 @@ def sources_of(name: str, folders: Iterable[Path]) -> list[Path]:
 
 @dataclass
 class _Scan:
-    """Reads statements in the order in which they run, until one may have an effect."""
+    """Reads statements in the order in which they run, until one may change what a later import does."""
 
+    program: Sequence[Path]
     folders: Sequence[Path]
     roots: Sequence[str]
     found: list[tuple[str, str]] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
     obstacle: str = ""
     foreign: bool = False
     _seen: set[Path] = field(default_factory=set)
@@ -139,7 +159,7 @@ class _Scan:
         except (OSError, SyntaxError, ValueError):
             return  # the worker raises it, where the user sees it
         self._trees.append(tree)
-        self._run(tree.body, path)
+        self._run(tree.body, path, set(_HARMLESS_BUILTINS))
 
     def imports_later(self, root: str) -> bool:
         """Return whether any file that was read imports `root` anywhere."""
@@ -157,22 +177,33 @@ class _Scan:
         strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         return frozenset(filter(_VARIABLE.fullmatch, strings))
 
-    def _run(self, body: Sequence[ast.stmt], path: Path) -> None:
+    def _run(self, body: Sequence[ast.stmt], path: Path, safe: set[str], *, surely: bool = True) -> None:
+        """Read statements. `safe` are the names of which no call has an effect; `surely` says that all of them run."""
         for node in body:
             if isinstance(node, ast.Import | ast.ImportFrom):
-                self._import(node, path)
+                self._import(node, path, surely=surely)
+                safe |= _safe_names(node)
             elif isinstance(node, ast.If):
-                if "TYPE_CHECKING" in ast.unparse(node.test):
-                    self._run(node.orelse, path)
-                else:
-                    if not _is_pure(node.test):
-                        self._record_obstacle(node, path)
-                    self._run([*node.body, *node.orelse], path)
+                test = ast.unparse(node.test)
+                if "TYPE_CHECKING" in test or ("__name__" in test and path not in self.program):
+                    self._run(node.orelse, path, safe, surely=surely)
+                    continue
+                if not _is_pure(node.test, safe):
+                    self._record_obstacle(node, path)
+                self._run([*node.body, *node.orelse], path, safe, surely=False)
             elif isinstance(node, ast.Try):
-                handlers = [statement for handler in node.handlers for statement in handler.body]
-                self._run([*node.body, *handlers, *node.orelse, *node.finalbody], path)
-            elif not _is_harmless(node):
+                self._run(node.body, path, safe, surely=surely)
+                for handler in node.handlers:
+                    self._run(handler.body, path, safe, surely=False)
+                self._run([*node.orelse, *node.finalbody], path, safe, surely=surely)
+            elif not _is_harmless(node, safe):
                 self._record_obstacle(node, path)
+            elif isinstance(node, ast.Assign):
+                known = {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)} <= safe | {"__file__"}
+                names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+                safe.update(names) if known else safe.difference_update(names)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                safe.discard(node.name)
 
     def _record_obstacle(self, node: ast.stmt, path: Path) -> None:
         if not self.obstacle:
@@ -180,7 +211,7 @@ class _Scan:
             line = min([node.lineno, *(decorator.lineno for decorator in decorators)])
             self.obstacle = f"{path.name}, line {line}"
 
-    def _import(self, node: ast.Import | ast.ImportFrom, path: Path) -> None:
+    def _import(self, node: ast.Import | ast.ImportFrom, path: Path, *, surely: bool) -> None:
         if isinstance(node, ast.ImportFrom) and node.level:
             folder = path.parents[node.level - 1] if node.level <= len(path.parents) else path.parent
             names = [node.module] if node.module else [alias.name for alias in node.names]
@@ -194,11 +225,15 @@ class _Scan:
                 self._read_own(own)
                 if name:
                     self._read_own(sources_of(f"{module}.{name}", self.folders))
-            elif root in self.roots:
+                continue
+            foreign = root not in self.roots and root not in sys.stdlib_module_names
+            if foreign and not self.obstacle:
+                self.foreign = True
+            if root in self.roots or (foreign and surely and _is_installed(root)):
                 if not self.obstacle:
                     self.found.append((module, name))
-            elif root not in sys.stdlib_module_names and not self.obstacle:
-                self.foreign = True
+                elif root != "edl":
+                    self.missed.append(root)
 
     def _read_own(self, paths: Iterable[Path]) -> None:
         for path in paths:
@@ -211,6 +246,14 @@ def _is_loaded(root: str, path: Path) -> bool:
     return loaded is not None and Path(loaded).resolve() == path.resolve()
 
 
+def _is_installed(root: str) -> bool:
+    """Return whether a package is in site-packages. One that is being developed may change between two starts."""
+    with contextlib.suppress(ValueError):  # a module without a specification
+        found = importlib.util.find_spec(root)
+        return found is not None and "-packages" in (found.origin or "")
+    return False
+
+
 def _names(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
     """Return the pairs of module and name that a statement imports; none for relative imports."""
     if isinstance(node, ast.Import):
@@ -220,25 +263,40 @@ def _names(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
     return [(node.module, "" if alias.name == "*" else alias.name) for alias in node.names]
 
 
-def _is_harmless(node: ast.stmt) -> bool:
-    """Return whether a statement has no effect beyond binding names."""
+def _safe_names(node: ast.Import | ast.ImportFrom) -> set[str]:
+    """Return the names that an import binds to modules without effects, or to what is in them."""
+    if isinstance(node, ast.ImportFrom):
+        if node.level or (node.module or "").split(".")[0] not in _HARMLESS_MODULES:
+            return set()
+        return {alias.asname or alias.name for alias in node.names}
+    return {
+        alias.asname or alias.name.split(".")[0]
+        for alias in node.names
+        if alias.name.split(".")[0] in _HARMLESS_MODULES
+    }
+
+
+def _is_harmless(node: ast.stmt, safe: set[str]) -> bool:
+    """Return whether a statement changes nothing that an import may depend on."""
     if isinstance(node, ast.Pass | ast.Global | ast.Nonlocal):
         return True
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         defaults = [*node.args.defaults, *(default for default in node.args.kw_defaults if default is not None)]
-        return _decorators_harmless(node.decorator_list) and all(map(_is_pure, defaults))
+        return _decorators_harmless(node.decorator_list) and all(_is_pure(default, safe) for default in defaults)
     if isinstance(node, ast.ClassDef):
         bases = [*node.bases, *(keyword.value for keyword in node.keywords)]
         return (
             _decorators_harmless(node.decorator_list)
-            and all(map(_is_pure, bases))
-            and all(map(_is_harmless, node.body))
+            and all(_is_pure(base, safe) for base in bases)
+            and all(_is_harmless(statement, safe) for statement in node.body)
         )
     if isinstance(node, ast.Assign):
-        return all(isinstance(target, ast.Name) for target in node.targets) and _is_pure(node.value)
+        return all(isinstance(target, ast.Name) for target in node.targets) and _is_pure(node.value, safe)
     if isinstance(node, ast.AnnAssign):
-        return isinstance(node.target, ast.Name) and (node.value is None or _is_pure(node.value))
-    return isinstance(node, ast.Expr) and _is_pure(node.value)
+        return isinstance(node.target, ast.Name) and (node.value is None or _is_pure(node.value, safe))
+    if isinstance(node, ast.Assert):
+        return _is_pure(node.test, safe)
+    return isinstance(node, ast.Expr) and _is_pure(node.value, safe)
 
 
 def _decorators_harmless(decorators: Iterable[ast.expr]) -> bool:
@@ -246,14 +304,26 @@ def _decorators_harmless(decorators: Iterable[ast.expr]) -> bool:
     return all(name in _HARMLESS_DECORATORS for name in names)
 
 
-def _is_pure(expression: ast.expr) -> bool:
+def _is_pure(expression: ast.expr, safe: set[str]) -> bool:
     """Return whether evaluating an expression calls nothing that could have an effect."""
     for node in ast.walk(expression):
         if isinstance(node, ast.Await | ast.Yield | ast.YieldFrom | ast.NamedExpr):
             return False
-        if isinstance(node, ast.Call) and ast.unparse(node.func) not in _HARMLESS_CALLS:
+        if isinstance(node, ast.Call) and not _is_safe_call(node.func, safe):
             return False
     return True
+
+
+def _is_safe_call(function: ast.expr, safe: set[str]) -> bool:
+    """Return whether a function is one without effects, or a method of what such a function returned."""
+    if isinstance(function, ast.Call):
+        return _is_safe_call(function.func, safe)
+    name = ast.unparse(function)
+    if name in _HARMLESS_CALLS or name.startswith("os.path."):
+        return True
+    if isinstance(function, ast.Attribute | ast.Subscript):
+        return _is_safe_call(function.value, safe)
+    return isinstance(function, ast.Constant | ast.JoinedStr) or name in safe
 
 
 # --- Importing modules and checking whether a fork may have them ---
@@ -265,6 +335,8 @@ _OF_A_WORKER: Final = {
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
     "EDL_GENERATION", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_CURRENT_ENDPOINT",
 }  # fmt: skip
+_FIX_THEIR_RANK: Final = {"lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"}
+"""Packages that are known to be unfit: to find that out, this process would be started, and torch imported, again."""
 _TEST_FORK_S: Final = 10.0
 """How long a test fork may take to compute a sum. It takes milliseconds, unless it waits for its parent's threads.
 
@@ -300,7 +372,11 @@ def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]
     """
     done = PreloadResult()
     for module, name in dict.fromkeys(modules):
-        if module not in done.unfit and module not in without:
+        root = module.split(".")[0]
+        if root in _FIX_THEIR_RANK:
+            if (text := f"{root} fixes its rank when it is imported") not in done.failed:
+                done.failed.append(text)
+        elif module not in done.unfit and module not in without:
             _import(module, name, done)
     return done
 

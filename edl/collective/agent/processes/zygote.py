@@ -77,8 +77,8 @@ class ProgramSpec:
         kind: `script` (a Python file), `module` (as for `python -m`) or `program` (anything else, run by exec).
         target: The file, module or program.
         arguments: The arguments that follow it on the command line.
-        prewarm: Whether to import ahead of time: the framework and numpy, if the program imports them before it does
-            anything else (see `edl.collective.agent.processes.preload`), and `preload`.
+        prewarm: Whether to import ahead of time what the program imports first (see
+            `edl.collective.agent.processes.preload`), and `preload`.
         framework: What the workers train with, `torch` or `paddle`.
         preload: Further modules to import ahead of time.
         without: Modules that workers must import themselves (see `edl.collective.agent.processes.preload`).
@@ -240,9 +240,10 @@ def _warm_up(program: ProgramSpec) -> PreloadResult:
             preloaded = preload_modules(named, program.without)
         if not preloaded.unfit and (hazard := find_fork_hazard()):
             preloaded.unfit[program.framework] = hazard
-    if scan.obstacle and program.framework not in program.preload:
-        what = f"{scan.obstacle} runs before {program.framework} is imported"
-        preloaded.failed.append(f"{what} (--preload {program.framework} has it imported ahead of time all the same)")
+    if missed := ", ".join(module for module in scan.missed if module not in program.preload):
+        what = f"{scan.obstacle} runs before the import of {missed}"
+        option = f"--preload {missed.replace(' ', '')}"
+        preloaded.failed.append(f"{what} ({option} has this imported ahead of time all the same)")
     return preloaded
 
 

@@ -73,6 +73,16 @@ def pids_in(path: Path) -> list[int]:
     return [int(one) for one in path.read_text().split()]
 
 
+def test_deadly_import_is_left_to_workers(tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text("import os\nos._exit(3)")
+    (tmp_path / "script.py").write_text("begin()")
+    workers = WorkerProcesses(ProgramSpec("script", str(tmp_path / "script.py"), preload=("deadly",)), print)
+    with contextlib.closing(workers):
+        workers.warm_up()
+        assert "died while it imported (exit code 3" in workers.import_failures
+        assert not workers.prewarmed
+
+
 DRAW = "import random; open(os.environ['OUT'], 'w').write(str(random.random()))"
 FILES = """
 files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd") if int(number) > 2]
@@ -320,7 +330,13 @@ def test_imports_before_statements_are_found(tmp_path: Path) -> None:
         from __future__ import annotations
         import argparse, os
         import warnings
+        print("hello")
         warnings.filterwarnings("ignore")
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--epochs", type=int, default=os.environ.get("EPOCHS", "3").strip())
+        ARGS = parser.parse_args()
+        if ARGS.trace: import coverage
+        import pytest, elsewhere
         EPOCHS = 3
         from dataclasses import dataclass
         @dataclass
@@ -335,16 +351,17 @@ def test_imports_before_statements_are_found(tmp_path: Path) -> None:
             np = None
         from torch.utils.data import DataLoader, Dataset
         from edl.collective import State
-        import elsewhere
-        print("an effect")
+        setup()
         import torch.nn.functional as F
+        import hypothesis
         """,
     )
     assert found.modules == (
-        ("numpy", ""), ("torch.utils.data", "DataLoader"), ("torch.utils.data", "Dataset"), ("edl.collective", "State"),
+        ("pytest", ""), ("numpy", ""), ("torch.utils.data", "DataLoader"),
+        ("torch.utils.data", "Dataset"), ("edl.collective", "State"),
     )  # fmt: skip
     assert found.framework
-    assert found.obstacle == ""
+    assert (found.obstacle, found.missed) == ("train.py, line 27", ("torch", "hypothesis"))
 
 
 def test_another_edl_is_left_to_workers(tmp_path: Path) -> None:
@@ -356,6 +373,8 @@ def test_another_edl_is_left_to_workers(tmp_path: Path) -> None:
     "effect",
     [
         'os.environ["OMP_NUM_THREADS"] = "1"',
+        'print(os.environ.update(A="1"))',
+        "logging.basicConfig()",
         "args = parser.parse_args()",
         "for name in names: setup(name)",
         "with context(): pass",
@@ -372,12 +391,13 @@ def test_another_edl_is_left_to_workers(tmp_path: Path) -> None:
 )
 def test_effects_are_obstacles(tmp_path: Path, effect: str) -> None:
     found = scan(tmp_path, f"import os, sys\nimport numpy\n{effect}\nimport torch\n")
-    assert (found.obstacle, found.framework) == ("train.py, line 3", False)
+    assert (found.obstacle, found.framework, found.missed) == ("train.py, line 3", False, ("torch",))
     assert found.modules == (("numpy", ""),), "what stands before the statement is found all the same"
 
 
 def test_obstacles_in_own_modules_are_found(tmp_path: Path) -> None:
-    own = {"config": "import argparse\nP = argparse.ArgumentParser()\n", "lib__quiet": "X = 1", "lib____init__": ""}
+    quiet = "X = 1\nif __name__ == '__main__':\n    test()"
+    own = {"config": "import os\nos.chdir('..')\n", "lib__quiet": quiet, "lib____init__": ""}
     found = scan(tmp_path, "from lib import quiet\nimport config\nimport torch", **own)
     assert (found.obstacle, found.framework) == ("config.py, line 2", False)
     found = scan(tmp_path, "from lib import quiet\nimport torch\nimport config", **own)

@@ -31,6 +31,15 @@ _FRUITFUL_S: Final = 60.0
 It takes less to start, connect and fail again.
 """
 
+HANGING = "the workers hang"
+"""Beginning of a restart's reason that makes every node log the stacks of its workers."""
+
+_REGULAR: Final = (
+    "they do so every {} steps, which a new start does not help: if the script does something long there, such as an "
+    "evaluation, it was broken off and left out. Put it into Checkpointer.busy() or evaluate(), or choose a longer "
+    "--hang-after"
+)
+
 
 class RestartPolicy:
     """Limits the restarts of a node's workers."""
@@ -40,6 +49,7 @@ class RestartPolicy:
         self._fruitless = 0
         self._best_step = -1
         self._unclear_faults = 0
+        self._hung_after: list[int] = []  # the last steps before workers were killed because they hung
 
     def apply_limits(self, decision: RecoveryDecision, forgiven: int, step: int) -> RecoveryDecision:
         """Return the decision, changed where earlier failures and restarts require it.
@@ -55,29 +65,41 @@ class RestartPolicy:
             return replace(decision, restart=decision.fatal.split("\n", 1)[0], fatal="", after_error=True)
         if decision.restart and self._fruitless >= _FRUITLESS and self._best_step >= step:
             why = f"{_FRUITLESS} restarts in a row led nowhere; the last because {decision.restart}"
-            return replace(decision, restart="", fatal=why, unclear=False, leave_out=False)
+            fatal = "\n".join(filter(None, (why, decision.traceback)))
+            return replace(decision, restart="", fatal=fatal, unclear=False, leave_out=False)
+        if decision.restart.startswith(HANGING) and self._hangs_regularly(step):
+            why = f"{decision.restart}; {_REGULAR.format(step - self._hung_after[-1])}"
+            return replace(decision, restart="", fatal=why, cause=ExitCause.ERROR)
         return decision
+
+    def _hangs_regularly(self, step: int) -> bool:
+        """Return whether it is as many steps from the last hang to this one as from the one before to the last.
+
+        Before the first hang comes the job's beginning: the first step is 0 or 1.
+        """
+        *_, last = self._hung_after or [step]
+        return any(step - last == last - start > 0 for start in self._hung_after[-2:-1] or (-1, 0))
 
     def record_unclear_fault(self) -> None:
         """Record a fault that a GPU or a kernel of the script may have caused. The next one is blamed on the GPU."""
         self._unclear_faults += 1
 
-    def record_restart(self, step: int, lived_s: float) -> None:
+    def record_restart(self, step: int, lived_s: float, *, hung: bool = False) -> None:
         """Record that the workers are started again.
 
         Args:
             step: The last step that any worker finished; -1 for none.
             lived_s: How long the workers had run, in seconds.
+            hung: Whether they were killed because they hung.
         """
+        if hung and step not in self._hung_after[-1:]:
+            self._hung_after.append(step)
         self._fruitless = 0 if step > self._best_step or lived_s > _FRUITFUL_S else self._fruitless + 1
         self._best_step = max(self._best_step, step)
 
 
 # --- The outcome of a generation on this node ---
 
-
-HANGING = "the workers hang"
-"""Beginning of a restart's reason that makes every node log the stacks of its workers."""
 
 _PEER_FAILURE_GRACE_S = 0.5
 """How long a traceback may come after the death of the peer that caused it.
@@ -214,7 +236,7 @@ class GenerationOutcome:
         """
         hung = any(failure.description.startswith(HANGING) for failure in self._failures)
         lived_s = 0.0 if hung else time.monotonic() - self._began_at
-        self._restart_policy.record_restart(step, lived_s)
+        self._restart_policy.record_restart(step, lived_s, hung=hung)
 
     def close(self) -> None:
         """Stop reading the kernel's log."""

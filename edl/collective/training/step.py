@@ -147,13 +147,14 @@ def begin_counted_step(
 
     Raises:
         SettingsError: No rank has a sample, or a rank has no row but must run a backward pass, or has one row but its
-            module needs more (all of these on every rank); or `mine` is not from 0 to `given` (on this rank only).
+            module needs more, or its `mine` is not from 0 to `given`; raised on all ranks alike.
     """
-    if not 0 <= mine <= given:
-        raise SettingsError(f"rows={mine} of a batch of {given}: must be from 0 to {given}")
     world = world_of(group)
-    sizes = _sizes(mine, world, how)
+    sizes = _sizes(min(max(mine, 0), given), world, how)
     everyone = exchange([mine, len(sizes), given], group, device)
+    for rank, (rows, _, most) in enumerate(everyone):
+        if not 0 <= rows <= most:
+            raise SettingsError(f"rows={rows} of a batch of {most} on rank {rank}: must be from 0 to {most}")
     samples = sum(rows for rows, _, _ in everyone)
     _check_rows([rows or rows_given for rows, _, rows_given in everyone if rows_given], how)
     if how.lockstep and world > 1:

@@ -241,7 +241,7 @@ def _times(table: npt.NDArray[np.float64], numbers: list[float], gamma: float) -
 # --- Choosing the batch with the best goodput ---
 
 
-_LEAST_EFFICIENCY = 0.5  # a batch tried only to measure it must exceed this by 0.1, or about half of it is wasted
+_LEAST_EFFICIENCY = 0.6  # of a batch tried only to measure it: with less, about half of it would be wasted
 _GROWTH = 2.0  # largest growth of the batch in one change: the fitted step times were never tested farther away
 
 
@@ -321,7 +321,7 @@ def choose_batch_size(
     phi = f"noise scale {noise_scale:.4g}"
     if len({(step.rows, step.parts) for step in measured}) < 2 and limit > batch:
         worth = statistical_efficiency(noise_scale, limit, batch)
-        if worth < _LEAST_EFFICIENCY + 0.1:
+        if worth < _LEAST_EFFICIENCY:
             return BatchSizeDecision(
                 batch, f"batch {batch} stays: {limit} would train {worth:.0%} as well per sample ({phi})"
             )

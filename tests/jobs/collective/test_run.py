@@ -166,7 +166,6 @@ def test_log_lines_are_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--rzdv-id", "x", "hello.py"], 2, "did you mean --rdzv-id instead of --rzdv-id?"),
         (["--checkpoint", "/proc/checkpoints", "hello.py"], 2, "checkpoints cannot be stored at /proc/checkpoints"),
         (["--store", "consul://127.0.0.1:1", "--rdzv-id", "x", "hello.py"], ExitCode.TRY_AGAIN, "cannot be reached"),
     ],

@@ -235,7 +235,7 @@ class RecoveryDecision:
         after_error: Whether the restart forgives an error of the script itself.
         unclear: Whether a GPU or a kernel of the script failed, and it is unknown which.
         leave_out: Whether the node's GPU is to blame, so that the job continues without the node.
-        traceback: The whole error, if a GPU may have failed.
+        traceback: The whole error, if a GPU may have failed or no cause was found.
         rank: Rank of the worker that led to the decision; -1 for none.
         cause: Why that worker ended; None for none.
         oom_kills: How many processes the kernel killed for lack of memory in this generation; None if unknown.
@@ -334,7 +334,7 @@ def decide_recovery(
         if not error.text and missing:
             return None
         limit_s = error_grace_s if error.text else contact_timeout_s
-        fatal = f"rank {error.rank}: {error.description}\n{error.text or error.description}"
+        fatal = f"{error.description}\n{error.text}" if error.text else error.description
         decision = RecoveryDecision(fatal=fatal, rank=error.rank, cause=ExitCause.ERROR)
         return decision if waited_s >= limit_s else None
     if unclear:
@@ -352,7 +352,7 @@ def decide_recovery(
             ended and not missing and all(failure.status > 0 for failure in failures)
         ):  # after a signal, it may have been its own code
             what += f", perhaps because the script had already ended on {_ranks(ended)}: all must make the same steps"
-        return RecoveryDecision(restart=what, rank=first.rank, cause=ExitCause.PEER_LOST)
+        return RecoveryDecision(restart=what, traceback=first.text, rank=first.rank, cause=ExitCause.PEER_LOST)
     return None
 
 

@@ -227,10 +227,11 @@ def _end_by_exception(exc: BaseException) -> NoReturn:
     from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 
     lost_contact = find_exit_cause(1, text) is ExitCause.PEER_LOST
-    if sys.excepthook is sys.__excepthook__ and lost_contact:  # the agent reports the other end
-        rank = os.environ.get("RANK", "?")
-        sys.stderr.write(f"rank {rank} lost contact with another one ({type(exc).__name__})\n")
-    else:
+    if lost_contact:
+        what = f"rank {os.environ.get('RANK', '?')} lost contact with another rank ({type(exc).__name__})"
+        sys.stderr.write(f"{what}: a consequence; that rank's output or the agent's says what the cause was\n")
+    # If the agent finds no other cause, it shows this traceback.
+    if not (lost_contact and _is_usual_hook(sys.excepthook)):
         _call_excepthook(exc)
     raise SystemExit(1)
 

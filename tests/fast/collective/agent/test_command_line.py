@@ -133,14 +133,7 @@ def test_rendezvous_pairs_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator names a pair of its own: a user's other pair leaves it as it is, and the same one wins."""
     monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=9")
     assert parse_options(["train.py"], None).rdzv_conf == "last_call_timeout=9"
-    argv = [
-        "--rdzv-conf",
-        "takeover_timeout=45",
-        "--rdzv-conf=takeover_timeout=9",
-        "train.py",
-        "--rdzv-conf",
-        "its-own",
-    ]
+    argv = ["--rdzv-conf=takeover_timeout=45", "--rdzv-conf=takeover_timeout=9", "train.py", "--rdzv-conf", "its-own"]
     assert parse_options(argv, None).rdzv_conf == "takeover_timeout=45,takeover_timeout=9"
 
 

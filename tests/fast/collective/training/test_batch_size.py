@@ -94,15 +94,6 @@ def test_choices_end_near_the_best_batch(phi: float, world: int, most: int | Non
     assert goodput(batch) >= 0.9 * max(map(goodput, range(32, upper + 1, 7)))
 
 
-def test_second_size_is_measured_first() -> None:
-    bounds = AutoBatch(least=64, most=1024)
-    one = measured(TRUTH, [(2, 32, 1)])
-    noisy = choose_batch_size(bounds, one, 5000.0, batch=64, base_batch=64, world=2)
-    assert (noisy.batch, "to measure a second size" in noisy.reason) == (128, True)
-    quiet = choose_batch_size(bounds, one, 1.0, batch=64, base_batch=64, world=2)
-    assert quiet.batch == 64
-
-
 @pytest.mark.parametrize(
     ("batch", "phi", "seen", "wanted", "reason"),
     [
@@ -110,6 +101,8 @@ def test_second_size_is_measured_first() -> None:
         (4096, 100.0, SETTINGS, 1024, "bounds are 32 to 1024"),
         (64, None, SETTINGS, 64, "no gradient noise"),
         (64, 100.0, [], 64, "no step times"),
+        (64, 33.0, [(2, 32, 1)], 128, "to measure a second size; 60% as efficient"),
+        (64, 31.0, [(2, 32, 1)], 64, "would train 60% as well"),
         (1024, 1e6, SETTINGS, 1024, "nothing is better"),
         (64, 1e6, SETTINGS, 128, "x samples/s x 1.00 efficiency"),
     ],

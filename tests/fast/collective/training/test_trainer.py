@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from edl.collective.checkpoint.state.metadata import parse_meta
 from edl.collective.checkpoint.state.state import State
+from edl.collective.training import step as steps
 from edl.collective.training.learning_rate import AdaScale, SampleSchedule, SquareRoot
 from edl.collective.training.sampler import ElasticSampler, count_rows, cut_rows
 from edl.collective.training.step import TrainingStep
@@ -203,6 +204,15 @@ def test_foreign_batch_is_refused() -> None:
     trainer, _, _ = setup(sampler=ElasticSampler(20, global_batch=8))
     with pytest.raises(SettingsError, match="7 rows, but this rank's share is 8 of 8"):
         next(trainer.micro_batches(rows(7)))
+
+
+def test_wrong_rows_fail_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This rank's rows are right, and the exchange tells it that another one's are not."""
+    monkeypatch.setattr(steps, "world_of", lambda group: 2)
+    monkeypatch.setattr(steps, "exchange", lambda numbers, group, device: [numbers, [5, 1, 4]])
+    how = steps.StepRequirements(None, 1, False, False)
+    with pytest.raises(SettingsError, match="rows=5 of a batch of 4 on rank 1"):
+        steps.begin_counted_step(4, 4, how, None, torch.device("cpu"))
 
 
 def test_skipped_step_counts_samples() -> None:

@@ -7,11 +7,12 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 
 from edl import cgroups
 from edl.collective.agent.ending import TerminationMessage, cut_traceback, write_termination_message
-from edl.collective.agent.generation_outcome import GenerationOutcome, RestartPolicy
+from edl.collective.agent.generation_outcome import HANGING, GenerationOutcome, RestartPolicy
 from edl.collective.agent.health.failures import (
     ExitCause,
     RecoveryDecision,
@@ -43,6 +44,7 @@ from edl.collective.agent.health.hangs import (
     read_usage,
 )
 from edl.collective.agent.launch_spec import LaunchSpec
+from edl.collective.agent.processes import main_program
 from edl.collective.agent.processes.pool import WorkerExit
 from edl.collective.agent.processes.zygote import ProgramSpec
 from edl.collective.agent.rendezvous import RendezvousSettings
@@ -159,7 +161,7 @@ def test_exit_code_while_a_node_is_missing() -> None:
     assert decide([silent], 99.0, missing=True) == RecoveryDecision()
     for failures in ([WRONG], [silent, WRONG], [WRONG, silent]):
         verdict = decide(failures, 0.5, missing=True)
-        assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake", "an error is one"
+        assert verdict.fatal == "worker 4\nLookupError: the user's own mistake", "an error is one"
 
 
 def test_early_rank_is_a_likely_cause() -> None:
@@ -169,6 +171,21 @@ def test_early_rank_is_a_likely_cause() -> None:
         assert f" ended on {ranks}: " in decide([LOST], 2.5, ended=ended).restart
     assert decide([LOST], 2.5, ended=[1], missing=True).restart == lost, "it is not where something else is"
     assert decide([LOST, ABORTED], 2.5, ended=[1]).restart == lost
+    assert decide([LOST], 2.5).traceback == LOST.text, "there is no other cause to show"
+
+
+def test_lost_contact_is_a_consequence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where `init_process_group` has wrapped the hook, as this does; one of the script's own is called."""
+    usual = sys.__excepthook__
+    for module in ("train", "torch.distributed.distributed_c10d"):
+        wrapped: Any = lambda *failure: usual(*failure)  # noqa: E731
+        wrapped.__module__ = module
+        monkeypatch.setattr(sys, "excepthook", wrapped)
+        with pytest.raises(SystemExit):
+            main_program._end_by_exception(RuntimeError(CONTACT[0]))
+        error = capsys.readouterr().err
+        assert "a consequence" in error.splitlines()[0]
+        assert ("GLHF" in error) == (module == "train")
 
 
 @pytest.mark.parametrize(
@@ -206,6 +223,19 @@ def test_fruitless_restarts_end_the_job(step: int, lived_s: float) -> None:
         assert policy.apply_limits(KILLED_0, 0, step) == KILLED_0
         policy.record_restart(step, 1.0)
     assert policy.apply_limits(KILLED_0, 0, step).fatal
+
+
+def test_regular_hangs_end_the_job() -> None:
+    """An evaluation after each epoch of 100 steps is killed, and left out; a hang now and then is something else."""
+    hang = RecoveryDecision(restart=f"{HANGING}: rank 0, no step", cause=ExitCause.KILLED)
+    for steps in ([99, 99, 199], [100, 200], [31, 100, 200, 300], [99, 156, 200, 244]):
+        policy = RestartPolicy(0)
+        for step in steps[:-1]:
+            assert policy.apply_limits(hang, 0, step) == hang
+            policy.record_restart(step, 1.0, hung=True)
+        found = policy.apply_limits(hang, 0, steps[-1])
+        assert found.cause is ExitCause.ERROR
+        assert re.search("every (100|44) steps.*--hang-after", found.fatal)
 
 
 def outcome_of(folder: Path, status: int, rank: int = 0, leave_on_oom: bool = False) -> GenerationOutcome:
@@ -276,18 +306,6 @@ def decode(message: TerminationMessage) -> dict[str, object]:
     return values
 
 
-def test_short_text_is_kept_whole() -> None:
-    message = TerminationMessage("error", 1, 3, "host-1", None, deep_traceback("ValueError: é\x00\n\t…", 3))
-    assert decode(message) == {
-        "cause": "error",
-        "exit_code": 1,
-        "rank": 3,
-        "node": "host-1",
-        "oom_kills": None,
-        "message": message.message,
-    }
-
-
 def test_long_traceback_keeps_its_ends() -> None:
     text = deep_traceback("ValueError: the user's own mistake")
     assert len(text) > MEGABYTE
@@ -313,7 +331,10 @@ def test_exception_of_a_megabyte() -> None:
 @settings(max_examples=30)
 @given(st.text(st.characters(), max_size=3000), st.text(max_size=400), st.integers(0, 4), st.integers(0, 400))
 def test_any_text_fits(text: str, node: str, times: int, max_bytes: int) -> None:
-    decode(TerminationMessage("error", 255, 2**40, node, 2**62, text * times))
+    message = TerminationMessage("error", 255, 2**40, node, 2**62, text * times)
+    found = decode(message)
+    short = len(message.message) < 300
+    assert not short or found == asdict(message), "a short text is kept whole"
     cut = cut_traceback(text * times, max_bytes)
     assert len(json.dumps(cut, ensure_ascii=False).encode("utf-8", "replace")) - 2 <= max_bytes
 

@@ -21,12 +21,13 @@ from edl.cli.kube.connection import add_cluster_options, open_cluster
 from edl.cli.kube.targets import find_target
 from edl.cli.kube.workload_status import show_workload
 from edl.collective.goodput import Event, NodeStatus
-from edl.collective.job_records import Exclusion
+from edl.collective.job_records import GAVE_UP, Exclusion
 from edl.dashboard.state import as_json
 from edl.dashboard.state.jobs import read_job_status
 from edl.dashboard.state.schema import JobStatus
 from edl.discovery import Store, open_store
-from edl.errors import DiscoveryError, KubernetesError, PermanentError, SettingsError
+from edl.errors import DiscoveryError, KubernetesError, PermanentError, ProtocolError, SettingsError
+from edl.master.kube.operator.stores.owner_keys import delete_job_keys
 from edl.settings import DiscoverySettings
 
 __all__ = ["main"]
@@ -52,6 +53,7 @@ _STYLES = {
     "failed": "bold red",
     "lost": "red",
     "down": "bold red",
+    "gave up": "bold red",
     "left": "dim",
 }
 
@@ -70,7 +72,8 @@ examples:
   edl status myjob --store consul://10.0.0.7:8500
   edl status myjob -n research              of a Kubernetes cluster: with conditions, pods, how they ended, and events
   edl status myjob -n research --store consul://10.0.0.7:8500   its agents' reports are there, and you trust that host
-  edl status pool/digits --kube             a pool of teachers"""
+  edl status pool/digits --kube             a pool of teachers
+  edl status myjob --forget                 remove what the store has of a job that has ended or was given up"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,16 +83,25 @@ def main(argv: Sequence[str]) -> int:
     add("--events", type=int, default=10, metavar="N", help="show the last N events (default: 10)")
     add("--watch", action="store_true", help="go on, until the job ends or Ctrl-C")
     add("--json", action="store_true", help="print JSON")
+    add(
+        "--forget",
+        action="store_true",
+        help="remove the job's records, and its master's progress, from the store; no agent or master may be there",
+    )
     add("--kube", action="store_true", help="of a Kubernetes cluster: NAME, job/NAME or pool/NAME")
     add_cluster_options(parser)
     options = parser.parse_args(argv)
     if options.events < 0:
         raise SettingsError(f"--events {options.events}: must be at least 0")
     if options.kube or options.namespace is not None or options.context or options.kubeconfig:
+        if options.forget:
+            raise SettingsError("--forget is for a job in a store (--store), and not for one of a cluster")
         with open_cluster(options) as client:
             show_workload(client, options, _jobs.console(_WIDTH), _shown)
         return 0
     with open_store(DiscoverySettings.of(options.store).url) as store:
+        if options.forget:
+            return _forget(store, options.job)
         try:
             status = read_job_status(store, options.job, options.events)
         except SettingsError as exc:
@@ -102,6 +114,15 @@ def main(argv: Sequence[str]) -> int:
             print(_json(status))
         else:
             _jobs.console(_WIDTH).print(_shown(status))
+    return 0
+
+
+def _forget(store: Store, job: str) -> int:
+    with contextlib.suppress(ProtocolError):  # what this version cannot read is removed as well
+        read_job_status(store, job, 0)
+    if in_use := delete_job_keys(store, job):
+        raise SettingsError(f"--forget {job}: {in_use}; stop them first")
+    print(f"job {printable(job)} is removed from the store; its checkpoints stay")
     return 0
 
 
@@ -157,7 +178,7 @@ def _watch(store: Store, status: JobStatus, events: int, *, as_json: bool) -> No
                     console.print(shown)
                 else:
                     live.update(shown, refresh=True)
-            if status.state in ("done", "failed"):
+            if status.state in ("done", "failed", GAVE_UP):
                 return
             time.sleep(_EVERY_S)
             try:
@@ -184,7 +205,8 @@ def _headline(status: JobStatus) -> Text:
     title = ("job ", (printable(status.job), "bold"), ": ")
     if status.generation < 0:
         nodes = "1 node" if len(status.nodes) == 1 else f"{len(status.nodes)} nodes"
-        return Text.assemble(*title, f"starting, {nodes} so far")
+        state = status.state if status.state in ("down", GAVE_UP) else "starting"
+        return Text.assemble(*title, _coloured(state), f", {nodes} so far")
     text = Text.assemble(*title, _coloured(status.state))
     ranks = "1 rank" if status.world_size == 1 else f"{status.world_size} ranks"
     text.append(f", generation {status.generation}, {ranks}")

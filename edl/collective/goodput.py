@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
-from edl.collective.job_records import Exclusion, World, prefix
+from edl.collective.job_records import GAVE_UP, Exclusion, World, prefix
 from edl.discovery.store import Store
 from edl.errors import ProtocolError, SettingsError
 
@@ -65,6 +65,8 @@ SILENT_S: Final = 5.0
 
 It writes about once a second, and may miss a few writes.
 """
+_GIVEN_UP_S: Final = 86400.0
+"""Silence after which a job that is down counts as given up: whoever wanted it back would have started it by then."""
 _VERSION: Final = 1  # of the JSON; any other version is refused
 _MAX_TEXT: Final = 300  # characters of an event: a line or two; 300 events stay below 120 KB in ASCII
 _EXPLAINED: Final = frozenset({"generation", "restart", "faulty"})  # kinds of events whose text is the reason
@@ -386,7 +388,7 @@ class JobSummary:
     Attributes:
         job: Name of the job.
         state: "forming", "running", "done" or "failed"; "down" if it has not ended but no agent gave a recent sign of
-            life; "unknown" without a world.
+            life; "gave up" if its last node gave up, or none was there for a day; "unknown" without a world.
         message: Why the current world was made; for a job that failed, the traceback.
         generation: Generation of the current world; -1 before the first.
         world_size: Number of ranks.
@@ -475,6 +477,12 @@ def summarize(job: str, parts: Iterable[JobPart], now_us: int) -> JobSummary:
     members = [node for node in alive if node.ranks is not None]
     step = max((node.step for node in nodes), default=-1)
     samples_known = any(record.samples_known for record in records)
+    events = _with_causes(event for part in parts if isinstance(part, tuple) for event in part)
+    state = world.state.value if world is not None else "unknown"
+    if not (alive or ended):
+        gave_up = bool(events) and events[-1].text.startswith(GAVE_UP)
+        silent_s = min((node.silent_s for node in nodes), default=0.0)
+        state = GAVE_UP if gave_up or silent_s > _GIVEN_UP_S else "down"
     # Within SILENT_S of now, the last put is current; if it is older, no agent was alive since then.
     spans, worker_goodput = _join(records, 0 if alive or ended else now_us)
     seconds = _seconds(spans)
@@ -482,7 +490,7 @@ def summarize(job: str, parts: Iterable[JobPart], now_us: int) -> JobSummary:
     known = step >= 0 and elapsed_s > 0
     return JobSummary(
         job=job,
-        state="down" if not alive and not ended else world.state.value if world is not None else "unknown",
+        state=state,
         message=world.message if world is not None else "",
         generation=world.generation if world is not None else max((node.generation for node in alive), default=-1),
         world_size=world.size if world is not None else 0,
@@ -496,7 +504,7 @@ def summarize(job: str, parts: Iterable[JobPart], now_us: int) -> JobSummary:
         worker_goodput=worker_goodput if known else None,
         nodes=tuple(nodes),
         left_out=tuple(sorted((part for part in parts if isinstance(part, Exclusion)), key=lambda host: host.at_s)),
-        events=_with_causes(event for part in parts if isinstance(part, tuple) for event in part),
+        events=events,
         spans=tuple(limit_spans(spans)),
     )
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from edl.errors import ProtocolError
 
-__all__ = ["Exclusion", "JobState", "Member", "Node", "World", "exclusions_prefix", "prefix"]
+__all__ = ["GAVE_UP", "Exclusion", "JobState", "Member", "Node", "World", "exclusions_prefix", "prefix"]
+
+GAVE_UP: Final = "gave up"
+"""Beginning of the event of a node that leaves because too few others came, or the store stayed away."""
 
 
 def prefix(job: str) -> str:

@@ -63,7 +63,7 @@ _JOB: Final = ("job_name",)
 _DATASET: Final = ("job_name", "dataset")
 _TEACHER: Final = ("service", "teacher")
 _STUDENT: Final = ("service", "student", "job_name")
-_JOB_STATES: Final = ("forming", "running", "done", "failed", "down", "unknown")
+_JOB_STATES: Final = ("forming", "running", "done", "failed", "down", "gave up", "unknown")
 _BEGAN_ANEW: Final = 0.5
 """Of a counter's highest value: a new job of the same name begins near 0, and a rollback takes back minutes."""
 _TEACHER_STATES: Final = ("starting", "ready", "draining", "lapsed")

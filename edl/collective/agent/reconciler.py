@@ -29,7 +29,7 @@ from edl.collective.agent.rendezvous import (
 )
 from edl.collective.checkpoint.memory.slots import slot_nbytes
 from edl.collective.goodput import TimeCategory
-from edl.collective.job_records import Exclusion, JobState, World
+from edl.collective.job_records import GAVE_UP, Exclusion, JobState, World
 from edl.errors import DiscoveryError
 
 __all__ = ["Departure", "NodeReconciler"]
@@ -240,6 +240,7 @@ class NodeReconciler:
             *(reason, code),
             extra={"exit_code": code},
         )
+        self._context.status.record_event("leave", f"{GAVE_UP}: {reason}")
         self._context.shutdown.end = TerminationMessage(node=self._context.id, message=reason)
         return code
 
@@ -262,7 +263,8 @@ class NodeReconciler:
         )
         self._context.status.record_event("generation", world.message, world.generation)
         if world.message.startswith(HANGING) and self._worker_group.running:
-            logger.warning("what the workers of this node did:\n%s", self._worker_group.dump_stacks())
+            what = "what the workers of this node did (of an evaluation, Checkpointer.busy() says how long it may take)"
+            logger.warning("%s:\n%s", what, self._worker_group.dump_stacks())
             self._context.status.record_event("hang", world.message, world.generation - 1)
         if self._worker_group.running:
             # The time from here on is not the old workers' training.
@@ -416,8 +418,10 @@ class NodeReconciler:
         """Record the recovery, or the end of the job, that followed from failures of this node's workers."""
         if decision.fatal:
             self._note_failure(decision, decision.fatal)
-        if decision.fatal and decision.unclear:
-            self._exclusions.remove_unclear()
+            if decision.unclear:
+                self._exclusions.remove_unclear()
+        elif decision.cause is ExitCause.PEER_LOST and decision.traceback:
+            logger.warning("%s, and no other cause was found:\n%s", decision.restart, decision.traceback)
         self._worker_group.count_restart()
         self._context.persister.store_newest()
         kind, text = ("error", _summarize_error(decision.fatal)) if decision.fatal else ("restart", decision.restart)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from edl.collective.goodput import JobPart, JobSummary, decode_part, read_job, summarize
-from edl.collective.job_records import prefix
+from edl.collective.job_records import GAVE_UP, prefix
 from edl.dashboard.state.masters import decode_master, decode_wanted
 from edl.dashboard.state.schema import JobStatus, MasterStatus, UnreadableRecord, WantedCount
 from edl.discovery.store import Entry, Store
@@ -156,14 +156,15 @@ def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
 
 
 def sort_jobs(jobs: Mapping[str, JobStatus]) -> list[JobStatus]:
-    """Return jobs that go on first, then those that ended last, first.
+    """Return jobs that go on first, then those that ended, the last one first, then those that were given up.
 
     Args:
         jobs: by name.
     """
 
-    def rank(job: JobStatus) -> tuple[bool, float, str]:
-        return job.state in ("done", "failed"), -(job.began + job.elapsed_s), job.job
+    def rank(job: JobStatus) -> tuple[int, float, str]:
+        order = {"done": 1, "failed": 1, GAVE_UP: 2}.get(job.state, 0)
+        return order, -(job.began + job.elapsed_s), job.job
 
     return sorted(jobs.values(), key=rank)
 

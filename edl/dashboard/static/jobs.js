@@ -11,7 +11,8 @@ const JOBS_SHOWN = 20; // until "show all"
 const JOBS_OPEN = 2; // at first: each has two pictures and a table
 const MARKS = 60; // in a picture: more are a hedge
 const NOT_MARKED = new Set(["straggler"]); // no moment
-const ENDED = new Set(["done", "failed"]);
+const GAVE_UP = "gave up";
+const ENDED = new Set(["done", "failed", GAVE_UP]);
 
 export class JobsView {
   constructor(section) {
@@ -27,7 +28,7 @@ export class JobsView {
     const items = [...state.jobs].sort(order).map((job) => ({ job, now: state.time }));
     reconcile(this._list, this._more.shown(items), (item) => item.job.job, (item) => {
       this._made += 1;
-      return new JobCard(item.job.job, this._made <= JOBS_OPEN);
+      return new JobCard(item.job.job, this._made <= JOBS_OPEN && item.job.state !== GAVE_UP);
     });
     this._older.hidden = state.moreJobs <= 0;
     setText(this._older, `${plural(state.moreJobs, "older job")} that ended ${state.moreJobs === 1 ? "is" : "are"} left out.`);

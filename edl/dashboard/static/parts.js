@@ -10,7 +10,7 @@ const BUSY = new Set(["forming", "rendezvous", "load", "save", "starting", "load
   "restart", "relaunch", "generation", "leave", "unready", "wanted", "retried", "takeover",
   "pending", "suspended", "deleting", "ending", "unscheduled", "waiting", "not taken up"]);
 const BAD = new Set(["failed", "down", "lost", "kill", "killed", "exit", "hang", "error", "faulty", "straggler", "poisoned",
-  "expired", "lapsed", "silent", "stopped", "unreachable", "refused", "oom", "rejected"]);
+  "expired", "gave up", "lapsed", "silent", "stopped", "unreachable", "refused", "oom", "rejected"]);
 const OLD_S = 60; // of a wanted count: masters write it every 10 s
 const SIGNS = { good: "●", busy: "◐", bad: "▲", plain: "○" };
 

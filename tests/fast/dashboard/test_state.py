@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edl.cli import main
 from edl.cli.http import cmd_dashboard
-from edl.collective.goodput import Event, NodeRecord, ProgressMark, summarize
-from edl.collective.job_records import JobState
+from edl.collective.goodput import Event, NodeRecord, ProgressMark, encode_events, summarize
+from edl.collective.job_records import GAVE_UP, JobState
 from edl.dashboard.metrics import METRICS, DashboardMetrics, ServerFigures
 from edl.dashboard.server.settings import DEFAULT_PORT
 from edl.dashboard.state import jobs, schema
@@ -54,6 +55,24 @@ def test_only_changes_are_decoded(store: Store, monkeypatch: pytest.MonkeyPatch)
     put_job(store, "ended", "d")  # a new job of the same name
     restarted, _, _ = reader.read(now_s())
     assert (len(decoded), restarted["ended"].state) == (3, "running")
+
+
+def test_given_up_job_can_be_forgotten(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job is given up when its last node says so, or was not seen for a day."""
+    put_job(store, "silent")
+    put_job(store, "resnet", state=JobState.FORMING)
+    event = Event(now_s(), "a", "leave", f"{GAVE_UP}: only 1 node of at least 2 came")
+    store.put("jobs/resnet/events/z", encode_events([event]))
+    reader = jobs.JobReader(store)
+    for later_s, states in ((120, {"down", GAVE_UP}), (90_000, {GAVE_UP})):
+        summaries, _, _ = reader.read(now_s() + later_s)
+        assert {one.state for one in summaries.values()} == states
+    store.put("jobs/resnet/nodes/a", b"")
+    assert main(["status", "resnet", "--forget", "--store", url]) == 2
+    assert "agents of it are there" in capsys.readouterr().err
+    store.delete("jobs/resnet/nodes/a")
+    assert main(["status", "resnet", "--forget", "--store", url]) == 0
+    assert list(reader.read(now_s())[0]) == ["silent"]
 
 
 def test_causes_of_generations() -> None:

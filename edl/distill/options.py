@@ -54,8 +54,8 @@ class Options:
     Attributes:
         teacher_timeout_s: How long to wait without a live teacher before `NoTeacherError` is raised.
         memory_bytes: Largest size of items and answers held ahead of the training loop; pending answers are estimated
-            from earlier ones. Two requests, and the batch that the training loop waits for, are sent however large they
-            are.
+            from earlier ones. If answers grow to more than twice that, pending requests are taken back, and sent again
+            later. Two requests, and the batch that the training loop waits for, are sent however large they are.
         cache_queue_bytes: Largest size of labels queued for the cache. If the disk cannot keep up, further labels are
             not cached (`stats().rows_not_cached`) and are requested again later.
         linger_s: A request of samples that is not full is sent when the training loop waits for it and the source has

@@ -12,12 +12,16 @@ Students wait for teachers that may still come, and only for those:
 - If all teachers have answered and lack what is asked for (an output, the model, a list of their models), students do
   not wait; see `ConnectionPool.lacking`.
 
+A DNS name of fixed endpoints may have several addresses, as that of a headless service in Kubernetes has, and each is a
+teacher. Names are looked up again and again, since pods come and go.
+
 Connections to teachers, and checks of their models, are in `edl.distill.engine`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import logging
 import os
 import socket
@@ -37,7 +41,14 @@ from edl.errors import EDLError, SettingsError
 from edl.quoting import did_you_mean
 from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_count
 
-__all__ = ["TeacherWatcher", "Teachers", "fixed_instance", "service_identities", "teachers_from_env"]
+__all__ = [
+    "ResolvedInstance",
+    "TeacherWatcher",
+    "Teachers",
+    "fixed_instance",
+    "service_identities",
+    "teachers_from_env",
+]
 
 logger = logging.getLogger("edl.distill")
 
@@ -47,6 +58,8 @@ _LOOK_S = 0.5
 """How often a watch without news looks whether this is closed: `close` may take as long."""
 _NEAR_EVERY_S = 10.0
 """How often the registry is asked for similar names while a service has no teacher: Consul needs a call per service."""
+_RESOLVE_S = 5.0
+"""How often DNS names are looked up: CoreDNS itself answers from a cache for 5 to 30 s."""
 _CLOSE_S = 10.0
 """How long `close` waits for a registry that does not answer: twice a request's own deadline (5 s unless set)."""
 
@@ -57,7 +70,7 @@ class Teachers:
 
     Attributes:
         service: Name under which the teachers register. Set either this or `endpoints`.
-        endpoints: `host:port` of every teacher.
+        endpoints: `host:port` of every teacher. A DNS name with several addresses means a teacher at each of them.
         discovery: URL of the registry; None for `EDL_DISCOVERY`, or this machine's SQLite file.
         max_teachers: Largest number of teachers to use at a time. Students of the same service then share its teachers.
         model: Model name in requests; empty for the name that the teacher registered, or its only model.
@@ -198,19 +211,54 @@ def _is_endpoint(text: str) -> bool:
     return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
 
 
+@dataclass(frozen=True)
+class ResolvedInstance(Instance):
+    """One of several addresses of a DNS name. `authority` is the name and port, which the server's certificate has."""
+
+    authority: str = ""
+
+
+def addresses_of(host: str) -> list[str]:
+    """Return the addresses of a host name that are of the family that this host prefers.
+
+    A host with IPv4 and IPv6 would count twice otherwise.
+
+    Raises:
+        OSError: The name cannot be resolved.
+    """
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return sorted({str(address[0]) for family, _, _, _, address in found if family == found[0][0]})
+
+
+def _is_name(instance: Instance) -> bool:
+    try:
+        ipaddress.ip_address(instance.address)
+    except ValueError:
+        return not instance.address.startswith("unix:") and instance.address != "localhost"
+    return False
+
+
 class TeacherWatcher:
     """Reports the teachers of a service whenever they change, from a thread of its own, until closed.
+
+    Fixed endpoints are reported once, unless DNS names are among them.
 
     Args:
         changed: Called with each snapshot and two arguments. `near` is "; did you mean …?" where the service has never
             had a teacher and the registry has a service of a similar name, otherwise empty. `whole` is false where the
             service has teachers that the snapshot leaves to other students (`max_teachers`).
+        resolve: Returns the addresses of a host name, or raises OSError.
 
     Raises:
         SettingsError: The registry's URL is wrong.
     """
 
-    def __init__(self, teachers: Teachers, changed: Callable[[Snapshot, str, bool], None]) -> None:
+    def __init__(
+        self,
+        teachers: Teachers,
+        changed: Callable[[Snapshot, str, bool], None],
+        resolve: Callable[[str], list[str]] | None = None,
+    ) -> None:
         self._teachers = teachers
         self._changed = changed
         self._closing = False
@@ -224,8 +272,13 @@ class TeacherWatcher:
         self._failure = ""
         self._model = teachers.model
         if teachers.service is None:
-            fixed = tuple(replace(fixed_instance(endpoint), model=self._model) for endpoint in teachers.endpoints)
-            changed(Snapshot(teachers.name, fixed), "", True)
+            self._resolve = resolve or addresses_of
+            self._fixed = [replace(fixed_instance(endpoint), model=self._model) for endpoint in teachers.endpoints]
+            self._addresses = {each.address: [each.address] for each in self._fixed}
+            if any(map(_is_name, self._fixed)):
+                self._loop = BackgroundLoop("edl-resolve", self._follow_addresses)
+            else:
+                changed(Snapshot(teachers.name, tuple(self._fixed)), "", True)
             return
         self._url = DiscoverySettings.of(teachers.discovery).url
         self._registry = open_registry(self._url)  # a wrong URL is an error of the caller, here and now
@@ -238,6 +291,37 @@ class TeacherWatcher:
             self._loop.close(_CLOSE_S)
         if self._registry is not None:
             self._registry.close()
+
+    def _follow_addresses(self) -> float:
+        """Report a teacher for each address if addresses have changed; return the seconds until the next look."""
+        failed = ""
+        for host in {each.address for each in self._fixed if _is_name(each)}:
+            try:
+                self._addresses[host] = self._resolve(host)
+            except (OSError, UnicodeError) as exc:
+                failed = f"the name {host!r} cannot be resolved: {exc}"
+        found = {there.endpoint: there for each in self._fixed for there in self._at_addresses(each)}
+        snapshot = Snapshot(self._teachers.name, tuple(found.values()), stale=failed)
+        if snapshot != self._last and not self._closing:
+            self._last = snapshot
+            self._changed(snapshot, "", True)
+        return _RESOLVE_S
+
+    def _at_addresses(self, named: Instance) -> list[Instance]:
+        addresses = self._addresses[named.address]
+        if len(addresses) == 1:
+            return [named]  # gRPC looks it up itself, and so does whatever a certificate is checked with
+        return [
+            ResolvedInstance(
+                named.service,
+                f"{named.id} ({address})",
+                address,
+                named.port,
+                model=named.model,
+                authority=named.endpoint,
+            )
+            for address in addresses
+        ]
 
     def _follow(self) -> float | None:
         """Follow the service until closed; return the seconds until the next attempt, None for no further attempt."""

@@ -93,6 +93,7 @@ class Dispatcher:
         self.full = True  # whether no teacher could take more at the last event
         # whether every teacher that could take more had enough to do until its next answer, at the last event
         self.busy = True
+        self.last = math.inf  # number of the last task that may be sent; see `send_until`
         self._tasks: dict[int, _Task] = {}
         self._attempts: dict[int, _Attempt] = {}
         self._waiting: list[int] = []  # heap: the oldest task goes first, so a resent one overtakes
@@ -125,6 +126,20 @@ class Dispatcher:
         for number in attempts:
             self._end(number)
         return attempts
+
+    def send_until(self, last: float) -> list[int]:
+        """Send only tasks up to the number `last` from now on; other pending tasks wait as if they were not sent yet.
+
+        Returns:
+            The pending attempts of those tasks, which the caller should cancel and need not report.
+        """
+        self.last = last
+        recalled = [number for number, attempt in self._attempts.items() if attempt.task > last]
+        for number in recalled:
+            attempt = self._end(number)
+            if attempt is not None and attempt.task in self._tasks:
+                heapq.heappush(self._waiting, attempt.task)
+        return recalled
 
     def teacher_connecting(self, teacher: str) -> None:
         """Note that a first connection to a teacher is being made; tasks that failed elsewhere wait for it."""
@@ -327,7 +342,8 @@ class Dispatcher:
         return all(state.window.base_s < _LOW_LATENCY_S for state in states if state.live and not state.draining)
 
     def _has_unassigned(self) -> bool:
-        return any(task in self._tasks and not self._tasks[task].attempts for task in self._waiting)
+        waiting = (task for task in self._waiting if task in self._tasks and task <= self.last)
+        return any(not self._tasks[task].attempts for task in waiting)
 
     @property
     def capacity(self) -> int:
@@ -421,7 +437,7 @@ class Dispatcher:
         actions: list[Action] = []
         put_back: list[int] = []
         free = [(name, state) for name, state in self.teachers.items() if state.has_room(now)]
-        while self._waiting and free:
+        while free and self._waiting and self._waiting[0] <= self.last:
             number = heapq.heappop(self._waiting)
             task = self._tasks.get(number)
             if task is None or task.attempts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -56,7 +57,11 @@ class TeacherCompatibility:
         # The first teacher's model, until `select_version` changes its version; None before the first teacher. All
         # teachers must have a model of this name.
         self.spec: ModelSpec | None = None
+        self._has_several = False  # whether more than one connection was accepted
         self.selecting_version = False  # Whether `select_version` comes next, which warns of several versions
+        # Whether an answer has named no version, where the metadata name none either
+        self.is_unversioned = False
+        self._answered_version = ""  # that `spec` has from answers alone, as the metadata name none
         self.weights_versions: set[str] = set()  # Versions of which a teacher said that they are hashes of the weights
         self._clamp_warnings = ClampWarnings(service, "ask for dtype=None, or dtype='float32'")
         self._mixed_versions: frozenset[str] = frozenset()
@@ -116,6 +121,11 @@ class TeacherCompatibility:
             differing = [name for name in known.inputs if spec.inputs.get(name) != known.inputs[name]]
             if differing or len(spec.inputs) != len(known.inputs):
                 return f"its model {spec.name!r} takes other inputs than the teachers before it"
+        if known is not None and spec.batch_rows not in (0, known.batch_rows):
+            return (
+                f"its model {spec.name!r} takes exactly {spec.batch_rows} rows in a request, the teachers before it "
+                f"{known.batch_rows or 'any number'}: give it another --service"
+            )
         if known is not None and spec.sequences != known.sequences:  # requests are filled for one kind only
             return (
                 f"its model {spec.name!r} has {_rows_of(spec)}, the teachers before it {_rows_of(known)}: serve all "
@@ -130,7 +140,8 @@ class TeacherCompatibility:
                 )
         if self._refuses and not spec.version:
             return self._version_refusal("")
-        if known is not None and known.version != spec.version and not self.selecting_version:
+        # If the metadata name no version, answers tell (`check_version`).
+        if known is not None and spec.version and known.version != spec.version and not self.selecting_version:
             if self.refuses_version(spec.version):
                 return self._version_refusal(spec.version)
             self._reported_versions.add(spec.version)
@@ -142,15 +153,7 @@ class TeacherCompatibility:
                 spec.version,
                 known.version,
             )
-        elif known is not None and not known.version and not spec.version and "" not in self._reported_versions:
-            self._reported_versions.add("")
-            logger.warning(
-                "nothing tells whether labels of several models are mixed: teacher %s of %s does not say which version "
-                "of its model it has, and neither did the teachers before it, or itself when it was connected before. "
-                "Give the models versions (edl serve --model-version), or name the one that all have with version=",
-                instance.id,
-                self._service,
-            )
+        self._has_several = self._has_several or known is not None
         self._tokenizer = before or tokenizer
         if spec.weights_version:
             self.weights_versions.add(spec.weights_version)
@@ -159,11 +162,26 @@ class TeacherCompatibility:
     def check_version(self, teacher: str, version: str) -> RequestFailure | None:
         """Return why an answer of this version cannot be used; None if it can. Warns once of each mixture."""
         known = self.spec
-        if known is None or (version == known.version and not self.refuses_version(version)):
+        if known is None or (version and version == known.version):
+            return None
+        if version and not known.version and not self.is_unversioned:
+            self._adopt_version(known, version)
             return None
         if self.refuses_version(version):
             return RequestFailure(FailureKind.BAD_OUTPUT, f"{teacher}: {self._version_refusal(version)}")
-        if version not in self._reported_versions:
+        if not known.version and not version:
+            self.is_unversioned = True
+            if self._has_several and "" not in self._reported_versions:
+                self._reported_versions.add("")
+                logger.warning(
+                    "nothing tells whether labels of several models are mixed: neither metadata nor answers of %s of "
+                    "%s say which version of its model it has, and it was connected to more than once, or after "
+                    "others. Give the models versions (edl serve --model-version), or name the one that all have with "
+                    "version=",
+                    teacher,
+                    self._service,
+                )
+        elif version not in self._reported_versions:
             self._reported_versions.add(version)
             logger.warning(
                 "labels of two versions of a model are mixed: %s of %s answers with version %r, and this epoch began "
@@ -174,6 +192,29 @@ class TeacherCompatibility:
                 known.version,
             )
         return None
+
+    def _adopt_version(self, known: ModelSpec, version: str) -> None:
+        """Take the version of the first answer as that of a model whose metadata name none."""
+        spec = replace(known, version=version)
+        if self._answered_version in ("", version):
+            self.spec = spec
+        else:
+            self._follow(spec, self._answered_version)
+        self._answered_version = version
+
+    def _follow(self, spec: ModelSpec, before: str) -> None:
+        logger.warning(
+            "the teachers of %s have version %r of their model now, and had %r: from this epoch on, it is labels "
+            "of %r that are looked up and kept",
+            self._service,
+            spec.version,
+            before,
+            spec.version,
+        )
+        self.spec = spec
+        self._reset_shapes()
+        self._kept_shapes.clear()
+        self._reported_versions.clear()
 
     def refuses_version(self, version: str) -> bool:
         """Return whether labels of this version must not be mixed with the epoch's."""
@@ -205,21 +246,15 @@ class TeacherCompatibility:
         live = [spec for spec in live if spec.name == name]
         if not live:
             return
+        if self._answered_version:
+            # Such teachers may have been replaced unseen, so each epoch waits for an answer that names the version.
+            live = [spec if spec.versions else replace(spec, version="") for spec in live]
+            if self.spec.version == self._answered_version:
+                self.spec = replace(self.spec, version="")
         count = Counter(spec.version for spec in live)
         if self.spec.version not in count:
             version = max(sorted(count), key=lambda version: count[version])
-            logger.warning(
-                "the teachers of %s have version %r of their model now, and had %r: from this epoch on, it is labels "
-                "of %r that are looked up and kept",
-                self._service,
-                version,
-                self.spec.version,
-                version,
-            )
-            self.spec = next(spec for spec in live if spec.version == version)
-            self._reset_shapes()
-            self._kept_shapes.clear()
-            self._reported_versions.clear()
+            self._follow(next(spec for spec in live if spec.version == version), self.spec.version)
         mixed = frozenset(count) if len(count) > 1 else frozenset()
         if mixed and mixed != self._mixed_versions:
             logger.warning(

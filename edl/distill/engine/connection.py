@@ -24,6 +24,7 @@ from edl.distill.dispatch.actions import FailureKind
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.engine.compatibility import TeacherCompatibility
 from edl.distill.options import Options
+from edl.distill.teachers import ResolvedInstance
 from edl.distill.transport.calls import RequestFailed, TeacherLacks
 from edl.distill.transport.client import Done, TeacherClient
 from edl.distill.transport.request import Payload
@@ -90,6 +91,8 @@ class TeacherConnection:
         self._output_spec = _complete_spec(output_spec, instance)
         # The model that `refresh` found, if it changed; connecting again may take a while
         self.changed_spec: ModelSpec | None = None
+        # The name that the certificate has, if the address of the instance is one of several of that name
+        self._authority = instance.authority if isinstance(instance, ResolvedInstance) else ""
         self._shared_memory = shared_memory
         self._files = files
         self._options = options
@@ -203,6 +206,7 @@ class TeacherConnection:
                 files=self._files,
                 options=self._options,
                 on_lost=self._lost,
+                authority=self._authority,
             )
             connected = lacks = False
             try:
@@ -278,7 +282,9 @@ class TeacherConnection:
             return ""
         says_tls = self.instance.meta.get(names.TLS_META) == "1"
         try:
-            return await explain_handshake(self.instance.endpoint, self._files, says_tls=says_tls)
+            return await explain_handshake(
+                self.instance.endpoint, self._files, says_tls=says_tls, authority=self._authority
+            )
         except Exception:
             logger.exception("the reason why %s cannot be connected to was not found", self.instance.endpoint)
             return ""

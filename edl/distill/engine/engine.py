@@ -128,6 +128,11 @@ class Engine:
         return self._compatibility.weights_versions
 
     @property
+    def is_unversioned(self) -> bool:
+        """Whether neither the model's metadata nor an answer has named a version."""
+        return self._compatibility.is_unversioned
+
+    @property
     def tokenizer(self) -> str:
         """The hash of the teachers' tokenizer; empty until a teacher or its registration reports it."""
         return self._compatibility.tokenizer
@@ -217,6 +222,23 @@ class Engine:
     def begin_epoch(self) -> None:
         """Start an epoch; see `TeacherCompatibility.begin_epoch`."""
         self._compatibility.begin_epoch()
+
+    def send_until(self, last: float) -> None:
+        """Send only jobs up to the number `last`; others that are under way are taken back, and sent again later."""
+        if last == self._dispatcher.last:
+            return
+        was_idle = self._is_idle
+        for attempt in self._dispatcher.send_until(last):
+            if attempt in self._attempts:
+                self._attempts[attempt]()
+        if was_idle:
+            self._outage.start_work(self._now())
+        self._apply(self._dispatcher.tick(self._now()))
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether there is no job that may be sent. Jobs were added in the order of their numbers."""
+        return not self._jobs or next(iter(self._jobs)) > self._dispatcher.last
 
     def _submit(self, job: LabelJob) -> None:
         if self._closed:
@@ -479,7 +501,7 @@ class Engine:
 
     def _check_outage(self, now: float) -> float | None:
         """Track how long there have been no teachers or answers, and fail all open jobs when it is too long."""
-        if not self._jobs:
+        if self._is_idle:
             self._outage.finish_work()
             return None
         oversized_rows = self._dispatcher.oversized_rows(now)

@@ -9,12 +9,15 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from edl.distill.cache import CacheView, RowIds, SequenceIds, SoftLabelCache
+import numpy as np
+
+from edl.distill.cache import CacheView, Found, RowIds, SequenceIds, SoftLabelCache
 from edl.distill.engine.compatibility import outputs_disagreement
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread
@@ -51,6 +54,9 @@ __all__ = ["ChunkLabeller"]
 
 logger = logging.getLogger("edl.distill")
 
+_EXCESS = 2
+"""How many times `memory_bytes` answers may take before requests are taken back. With 1, teachers would often work in
+vain where texts of any length come together."""
 _CLOSE_S = 10.0
 """How long `close` waits for the connections of a service. gRPC takes milliseconds; a hanging host is abandoned."""
 
@@ -159,9 +165,53 @@ class ChunkLabeller:
     def estimate_answers(self, chunk: Chunk) -> None:
         """Estimate the bytes of the answers to a chunk, as far as they are known."""
         for answer, index in enumerate(self.limits.asked(chunk.route)):
-            nbytes = self._services[index].sizes.expected(chunk.rows, self._engines[index].await_spec(0.0))
+            spec = self._engines[index].await_spec(0.0)
+            nbytes = self._services[index].sizes.expected(chunk.rows, spec)
             chunk.answers_nbytes[answer] = nbytes or 0
-            chunk.foreseen = chunk.foreseen and nbytes is not None
+            # Labels are looked up once the version is known, which a model may name in its answers only.
+            knows_version = spec is None or spec.version or self._engines[index].is_unversioned
+            chunk.foreseen = chunk.foreseen and nbytes is not None and (chunk.ids is None or bool(knows_version))
+
+    def limit_answers(self, chunks: Collection[Chunk], needed: Collection[Chunk], *, limited: bool) -> bool:
+        """Have only as many requests under way as fit `memory_bytes` if answers are as large as the last ones.
+
+        Requests are sent by an estimate, and answers may turn out larger: then the youngest requests are taken back,
+        and sent again later. The two oldest and the `needed` ones, for which the training loop waits, are always sent.
+        Call it on the loop.
+
+        Args:
+            chunks: All open chunks.
+            needed: Those that the training loop waits for.
+            limited: What the last call returned.
+
+        Returns:
+            Whether some requests wait.
+        """
+        done = [chunk for chunk in chunks if chunk.done or not chunk.jobs]
+        pending = sorted((chunk for chunk in chunks if chunk.jobs and not chunk.done), key=lambda each: each.jobs[0][1])
+        sizes = [self._expected_weight(chunk) for chunk in pending]
+        nbytes = sum(chunk.weight for chunk in done)
+        if not limited and nbytes + sum(sizes) <= _EXCESS * self.memory_bytes:
+            return False
+        last = math.inf
+        for place, (chunk, size) in enumerate(zip(pending, sizes, strict=True), len(done)):
+            nbytes += size
+            if place >= 2 and nbytes > self.memory_bytes and chunk not in needed:
+                awaited = [other.jobs[-1][1] for other in pending if other in needed]
+                last = max([chunk.jobs[0][1] - 1, *awaited])
+                break
+        for engine in self._engines:
+            engine.send_until(last)
+        return last < math.inf
+
+    def _expected_weight(self, chunk: Chunk) -> int:
+        """Return a chunk's bytes if its pending answers are as large as the last ones."""
+        weight = chunk.weight
+        for slot, index in enumerate(self.limits.asked(chunk.route)):
+            if chunk.outputs[slot] is None:
+                expected = self._services[index].sizes.expected(chunk.rows, None) or 0
+                weight += max(expected - chunk.answers_nbytes[slot], 0)
+        return weight
 
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
         """Ask every service, or the service of the chunk's route, for the chunk's labels.
@@ -200,7 +250,8 @@ class ChunkLabeller:
                     longest_sequence = int(missing.ids.lengths.max())
             # A cached label must belong to the bytes that came with the id, so they are copied before a later send.
             copy = missing is not None and not chunk.copied
-            payload = Payload.of(fields, self._arena if engine.wants_arena else None, copy=copy)
+            arena = self._arena if engine.wants_arena else None
+            payload = Payload.of(fields, arena, copy=copy, batch_rows=spec.batch_rows)
             payload.traceparent = self._traceparent
             payload.longest_sequence = longest_sequence
             number = next(self._numbers)
@@ -254,7 +305,7 @@ class ChunkLabeller:
         config = self.request.cache_config
         if config is None or chunk.ids is None:
             return None
-        if not spec.version:
+        if not spec.version and service.engine.is_unversioned:
             self._warn_unversioned(service.engine, chunk.rows)
             return None
         if spec.sequences and chunk.lengths is None:
@@ -266,13 +317,16 @@ class ChunkLabeller:
         service.engine.check_cacheable(chunk.fields)
         if not service.labels.inputs:
             service.labels = replace(service.labels, inputs=tuple(chunk.fields))
+        sent = {name: array for name, array in fields.items() if not spec.inputs or name in spec.inputs}
+        ids = chunk_ids(chunk, sent, spec.sequences) if chunk.lengths is not None else RowIds.of(chunk.ids, sent)
+        if not spec.version:
+            found = Found(np.zeros(len(chunk.ids), np.bool_), {}, chunk.lengths)
+            return CacheMiss(found, None, ids, config.cache, service.labels, spec)
         view = service.views.get((spec.name, spec.version))
         if view is None:
             own = [each.labels.service for each in self._services]
             view = open_view(config.cache, service.labels.key(spec, spec.version), own)
             service.views[spec.name, spec.version] = view
-        sent = {name: array for name, array in fields.items() if not spec.inputs or name in spec.inputs}
-        ids = chunk_ids(chunk, sent, spec.sequences) if chunk.lengths is not None else RowIds.of(chunk.ids, sent)
         found = view.get(ids)
         self._cached += int(found.row_mask.sum())
         return CacheMiss(found, view, select_ids(ids, ~found.mask), config.cache, service.labels, spec)
@@ -470,12 +524,12 @@ class _AnswerHandler:
         if self.missing is None or self.cache_queue is None:
             return
         missing = self.missing
-        if version == missing.spec.version:
-            self.cache_queue.put(missing.view, missing.ids, outputs)
-        elif version:
-            self.cache_queue.put(missing.view, missing.ids, outputs, (missing.cache, missing.key(version)))
-        else:
+        if not version:
             self.cache_queue.count_dropped(int((~missing.found.row_mask).sum()))
+        elif version == missing.spec.version:
+            self.cache_queue.put(missing.view, missing.ids, outputs)
+        else:
+            self.cache_queue.put(None, missing.ids, outputs, (missing.cache, missing.key(version)))
 
 
 def _count_answer_nbytes(

@@ -147,9 +147,9 @@ class Epoch:
     """An iterator over items whose chunks are done. Closing it drops pending requests.
 
     The feeding thread reads from `source` only while fewer chunks are open than the teachers can use, and less memory
-    is held than the session allows. While the source produces the next value, the thread lends out the cutter. If the
-    training loop then waits for a request that is not full, and the source has been silent for `linger_s`, the training
-    loop's thread seals and sends the request.
+    is held than the session allows; if answers turn out larger than estimated, requests are taken back. While the
+    source produces the next value, the thread lends out the cutter. If the training loop then waits for a request that
+    is not full, and the source has been silent for `linger_s`, the training loop's thread seals and sends the request.
 
     The session refers to its epoch, and the finalizer of a reader refers to the session. So an epoch that has ended
     must not hold the user's objects, which may refer to the reader: neither the source (only the thread has it), nor an
@@ -181,6 +181,7 @@ class Epoch:
         self._asked_at = 0.0  # when the source was asked for the value that it makes now
         self._source_clock = SourceClock()
         self._waiting: tuple[float, float] | None = None  # since when the training loop waits; the source's clock then
+        self._limited = False  # whether requests wait until there is memory for their answers
         self._fed = False
         self._failure: BaseException | None = None
         self._closed = False
@@ -275,6 +276,8 @@ class Epoch:
             chunk.error = None
         if chunks:
             self._labeller.cancel(chunks)
+        if self._limited:
+            self._call_limit_answers()
 
     def is_feeding(self) -> bool:
         """Return whether this is the feeding thread, in which the source runs."""
@@ -546,6 +549,8 @@ class Epoch:
         """Wake threads that wait for a chunk that was sent, or answered with this many bytes more than estimated."""
         if surplus_nbytes:
             self._open_chunks.add_answer(surplus_nbytes)
+            if surplus_nbytes > 0 and self._open_chunks.nbytes > self._labeller.memory_bytes:
+                self._call_limit_answers()
         # A waiting thread sets `_awaited` before it checks the condition, so this check misses none. Usually no thread
         # has to be woken.
         awaited = self._awaited
@@ -553,7 +558,24 @@ class Epoch:
             self._for_loop.notify()
         self._wake_feeder()
 
+    def _limit_answers(self) -> None:
+        """Limit the requests under way, after answers were larger than estimated."""
+        needed = None
+        while not self._closed and needed is not self._needed:  # which the training loop may have changed meanwhile
+            needed = self._needed
+            self._limited = self._labeller.limit_answers(self._open.copy(), needed, limited=self._limited)
+        if self._closed:
+            self._labeller.limit_answers((), (), limited=True)  # so that the next epoch begins without a limit
+
+    # Any thread
+
+    def _call_limit_answers(self) -> None:
+        with contextlib.suppress(ClosedError):  # another thread may close this meanwhile
+            self._labeller.thread.call(self._limit_answers)
+
     def _wake_feeder(self) -> None:
+        if self._limited:
+            self._call_limit_answers()
         unsent = self._unsent
         if unsent is not None and self._has_room(unsent, _LOW):
             self._for_feeder.notify()

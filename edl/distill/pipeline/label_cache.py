@@ -170,7 +170,7 @@ class CacheMiss:
     """The rows or sequences of a chunk that the cache lacks, to be completed with an answer."""
 
     found: Found  # rows that the cache has
-    view: CacheView  # where they were looked up
+    view: CacheView | None  # where they were looked up; None if no answer has told the model's version yet
     ids: Sequence[Any] | SequenceIds  # the missing ones
     cache: SoftLabelCache  # the view's cache
     labels: CacheKeyTemplate  # key of the labels without the version
@@ -198,7 +198,7 @@ _IDLE_S = 3600.0
 class _Entry:
     """Rows to store in a view."""
 
-    view: CacheView
+    view: CacheView | None  # None with `of`
     ids: Sequence[Any] | SequenceIds
     outputs: Outputs
     nbytes: int
@@ -221,7 +221,7 @@ class CacheQueue:
 
     def put(
         self,
-        view: CacheView,
+        view: CacheView | None,
         ids: Sequence[Any] | SequenceIds,
         outputs: Outputs,
         of: tuple[SoftLabelCache, CacheKey] | None = None,
@@ -230,7 +230,7 @@ class CacheQueue:
 
         If the disk cannot keep up, rows are dropped and requested again later.
 
-        `of` is the cache and key of another view to store them in, if their version differs from the one looked up.
+        `of` is the cache and key of another view to store them in, if their version is not the one looked up.
         Rows that this view already has are skipped, because they would be written again in every epoch.
         """
         entry = _Entry(view, ids, outputs, _ENTRY_NBYTES + outputs_nbytes(outputs), of)
@@ -302,6 +302,7 @@ class CacheQueue:
             rows = np.flatnonzero(Found(is_new, {}, lengths).row_mask)
             ids = select_ids(ids, is_new)
             outputs = {name: output[rows] for name, output in outputs.items()}
+        assert view is not None
         view.put(ids, outputs)
 
     def _report(self, words: str, exc: Exception | None = None) -> None:

@@ -263,16 +263,24 @@ _RESTRICTED = "protocol is restricted"
 class ServerCalls:
     """The channel to a server, and the methods of KServe v2 on it. Used on the event loop."""
 
-    def __init__(self, endpoint: str, files: CredentialFiles | None = None, options: Options | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        files: CredentialFiles | None = None,
+        options: Options | None = None,
+        authority: str = "",
+    ) -> None:
         self.endpoint = endpoint
         self.options = options or Options()
         self.metadata: Metadata = ()  # sent with every call
         self._files = files
+        self._authority = [("grpc.default_authority", authority)] if authority else []
         self._answer_nbytes = min(_FIRST_ANSWER_NBYTES, self.options.max_answer_bytes)
         self.channel = self._open_channel()
 
     def _open_channel(self) -> grpc.aio.Channel:
-        return aio_channel(self.endpoint, self._files, [*_OPTIONS, *_channel_options(self._answer_nbytes)])
+        options = [*_OPTIONS, *_channel_options(self._answer_nbytes), *self._authority]
+        return aio_channel(self.endpoint, self._files, options)
 
     def authorize(self) -> None:
         """Send this student's token with every call from now on."""

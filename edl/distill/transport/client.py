@@ -45,6 +45,7 @@ logger = logging.getLogger("edl.distill")
 
 _PLACEHOLDER_ID = "-" * 16  # as long as an id on the stream, so that a unary call has the same size
 _SMALL_NBYTES = 4096  # no server refuses a message of this size
+_ABOUT_REQUEST = (FailureKind.REJECTED, FailureKind.ERROR)
 _MOST_HEADERS = 1024
 """Number of cached request headers, one for each shape and slot of shared memory."""
 
@@ -78,6 +79,7 @@ class TeacherClient:
         files: Certificates and tokens, None for neither.
         options: Says how large messages may be.
         on_lost: Called with this client and the reason when a request finds the connection lost.
+        authority: `name:port` that the teacher's certificate is checked for; empty if that is the endpoint.
     """
 
     def __init__(
@@ -90,12 +92,13 @@ class TeacherClient:
         files: CredentialFiles | None = None,
         options: Options | None = None,
         on_lost: Callable[[TeacherClient, str], None] = lambda client, why: None,
+        authority: str = "",
     ) -> None:
         self.endpoint = endpoint
         self.output_spec = output_spec
         self.shares_memory = shared_memory and _is_local(endpoint)
         self._on_lost = on_lost
-        self._calls = ServerCalls(endpoint, files, options)
+        self._calls = ServerCalls(endpoint, files, options, authority)
         self._server = ServerModel(ModelSpec("", "", {}, {}))
         self._replies = ReplyReader(endpoint, output_spec, self._server)
         self._regions = ShmRegistrations(self._calls.call, endpoint, {} if region_names is None else region_names)
@@ -241,7 +244,7 @@ class TeacherClient:
         result: Reply | RequestFailure | None = None
         if isinstance(answer, tuple):
             try:
-                result = self._replies.read(answer, request.payload.rows)
+                result = self._replies.read(answer, request.payload)
             except RequestFailed as exc:
                 result = replace(exc.failure, message=f"{exc.failure.message} (request {request.number})")
             except Exception as exc:
@@ -334,7 +337,7 @@ class TeacherClient:
         stream = self._open_stream()
         request.in_fragments = stream.cuts_request(header, raw)
         answer = await stream.infer(header, raw, max(request.deadline - time.monotonic(), 0.001))
-        return self._replies.read(answer, request.payload.rows)
+        return self._replies.read(answer, request.payload)
 
     async def _send_whole(self, request: _Request) -> Reply:
         """Send a request that was refused in fragments as a unary call.
@@ -368,7 +371,9 @@ class TeacherClient:
         try:
             answer = await call
         except grpc.aio.AioRpcError as exc:
-            raise failure_of_call(exc, self.endpoint, number) from exc
+            failure = failure_of_call(exc, self.endpoint, number).failure
+            hint = self._replies.rows_hint(request.payload.rows) if failure.kind in _ABOUT_REQUEST else ""
+            raise RequestFailed(failure.kind, failure.message + hint, failure.retry_after_s) from exc
         self._proven_nbytes = max(self._proven_nbytes, _nbytes(header, raw))
         try:
             found, parts, answered_id = codec.split_identified_response(answer)
@@ -377,7 +382,7 @@ class TeacherClient:
         if answered_id and answered_id != request_id:
             what = f"its answer is to request {quote(answered_id)}, and {request_id!r} was asked"
             raise self._replies.unusable(what)
-        return self._replies.read((found, parts), request.payload.rows)
+        return self._replies.read((found, parts), request.payload)
 
     @staticmethod
     def _may_succeed_otherwise(request: _Request, failure: RequestFailure) -> bool:

@@ -14,7 +14,14 @@ from typing import Any
 
 from edl.distill.dispatch.actions import FailureKind
 from edl.distill.transport.calls import HEADER_NBYTES, RequestFailed, ServerCalls, TeacherLacks, UnknownModel
-from edl.distill.transport.schema import ModelSpec, OutputSpec, RequestPriority, TensorMetadata, choose_priority
+from edl.distill.transport.schema import (
+    NO_BATCH_REMEDY,
+    ModelSpec,
+    OutputSpec,
+    RequestPriority,
+    TensorMetadata,
+    choose_priority,
+)
 from edl.protocol import kserve, names
 from edl.quoting import did_you_mean, listed, quote
 
@@ -127,14 +134,33 @@ async def fetch_spec(
     if output_spec.version:
         version = output_spec.version
         versions = (version,) if versions else ()
-    elif versions == known.versions and known.version in versions:
-        version = known.version  # which need not be the newest, as answers said
+    elif versions == known.versions and (known.version in versions or not versions):
+        version = known.version  # as answers said: perhaps not the newest, perhaps of a server that lists none
+    wanted = [tensor for tensor in meta.outputs if tensor.name in output_spec.outputs]
+    batch_rows = _batch_rows(calls.endpoint, model, meta.inputs, wanted)
     inputs = {tensor.name: _metadata_of(tensor) for tensor in meta.inputs}
     outputs = {tensor.name: _metadata_of(tensor) for tensor in meta.outputs}
     if server.uncast_outputs:
         inputs[names.TARGETS] = TensorMetadata(names.TARGETS, "INT32", (-1,))
         outputs[names.TARGET_LOGPROBS] = TensorMetadata(names.TARGET_LOGPROBS, "FP32", (-1,))
-    return replace(known, version=version, versions=versions, inputs=inputs, outputs=outputs)
+    max_rows = batch_rows or known.max_rows
+    spec = replace(known, version=version, versions=versions, max_rows=max_rows, batch_rows=batch_rows)
+    return replace(spec, inputs=inputs, outputs=outputs)
+
+
+def _batch_rows(endpoint: str, model: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Return the rows that every request must have, 0 for any number: the first size of all tensors, if it is fixed.
+
+    Raises:
+        TeacherLacks: These sizes are fixed and differ, so they are no rows.
+    """
+    first = [tensor.shape[0] if tensor.shape else -1 for tensor in inputs]
+    if not first or min(first) < 1:
+        return 0
+    if len({*first, *(tensor.shape[0] for tensor in outputs if tensor.shape and tensor.shape[0] > 0)}) > 1:
+        shapes = listed([f"{tensor.name} {list(tensor.shape)}" for tensor in (*inputs, *outputs)])
+        raise TeacherLacks(f"{endpoint}: model {model!r} has no batch dimension ({shapes}): {NO_BATCH_REMEDY}")
+    return int(first[0])
 
 
 def is_name(text: str) -> bool:

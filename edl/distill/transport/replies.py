@@ -11,6 +11,7 @@ from edl.distill.compress import TopK, to_float16, top_k
 from edl.distill.dispatch.actions import FailureKind
 from edl.distill.transport.calls import RequestFailed
 from edl.distill.transport.probe import ServerModel, is_name
+from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import OutputSpec, Reply, kserve_datatype
 from edl.distill.transport.stream import RawResponse
 from edl.errors import ProtocolError, SettingsError
@@ -37,17 +38,27 @@ class ReplyReader:
         self._checks_nan = names.EXTENSION_NO_NAN not in server.extensions
         self._headers: dict[bytes, tuple[str, list[tuple[str, str, tuple[int, ...]]]]] = {}
 
-    def read(self, answer: RawResponse, rows: int) -> Reply:
-        """Return the outputs of `rows` rows, and their version."""
+    def read(self, answer: RawResponse, payload: Payload) -> Reply:
+        """Return the outputs of a request's rows, and their version."""
         try:
             version, arrays = self._arrays(*answer)
-            return Reply({name: self._output(name, arrays, rows) for name in self._output_spec.outputs}, version)
+            sent = payload.rows + payload.padding
+            outputs = {name: self._output(name, arrays, sent) for name in self._output_spec.outputs}
+            if payload.padding:
+                outputs = {name: output[: payload.rows] for name, output in outputs.items()}
+            return Reply(outputs, version)
         except (ProtocolError, SettingsError) as exc:  # SettingsError: arrays that are no top-k labels
             raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {exc}") from exc
 
     def unusable(self, what: str) -> RequestFailed:
         """Return the error for an answer that cannot be used."""
         return RequestFailed(FailureKind.BAD_OUTPUT, f"{self._endpoint} (model {self.spec.name!r}): {what}")
+
+    def rows_hint(self, rows: int) -> str:
+        """Return what to do if a request had more rows than a foreign server takes, which need not say how many."""
+        if self._server.streams or rows < 2:
+            return ""
+        return f"; if the model takes fewer than {rows} rows, say so with set_teacher_batch_size (batch_rows=)"
 
     def _arrays(self, header: bytes, raw: list[memoryview]) -> tuple[str, dict[str, Array]]:
         known = self._headers.get(header)
@@ -150,7 +161,7 @@ class ReplyReader:
         if array is None:
             raise self.unusable(f"no output {name!r}, only {listed(found) or 'none'}")
         if array.ndim == 0 or array.shape[0] != rows:
-            raise self.unusable(f"output {name!r} has shape {list(array.shape)} for {rows} rows")
+            raise self.unusable(f"output {name!r} has shape {list(array.shape)} for {rows} rows{self.rows_hint(rows)}")
         spec = self.spec.outputs.get(name)
         if spec is not None and not spec.fits(array.shape[1:]):
             raise self.unusable(f"output {name!r} has rows of shape {list(array.shape[1:])}, not {list(spec.shape)}")

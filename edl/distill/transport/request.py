@@ -6,12 +6,12 @@ A value that the model's type cannot hold is a `SourceError`: what the teacher l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata, kserve_datatype
+from edl.distill.transport.schema import NO_BATCH_REMEDY, ModelSpec, OutputSpec, TensorMetadata, kserve_datatype
 from edl.distill.transport.shm import Arena, ShmSlot
 from edl.errors import SourceError
 from edl.protocol import codec, kserve, names, tensors
@@ -34,6 +34,13 @@ def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Arr
             f"the teachers' model {spec.name!r} wants input {missing[0]!r}; the source provides "
             f"{', '.join(map(repr, fields)) or 'none'}: name it in `ins`"
         )
+    for name, wanted in spec.inputs.items():
+        row = fields[name].shape[1:]
+        if spec.batch_rows and replace(wanted, shape=(spec.batch_rows, *wanted.shape)).fits(row):
+            raise SourceError(
+                f"the teachers' model {spec.name!r} has no batch dimension: its input {name!r} {list(row)} is one row "
+                f"of the source; {NO_BATCH_REMEDY}"
+            )
     return {name: _as_wanted(fields[name], wanted, spec.name) for name, wanted in spec.inputs.items()}
 
 
@@ -127,7 +134,7 @@ def _refuse(array: Array, wanted: TensorMetadata, model: str, value: str = "") -
 class Payload:
     """The input tensors of a request, ready to send to any teacher of a service."""
 
-    rows: int  # of every tensor
+    rows: int  # to be labelled
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape with rows
     # the user's own arrays, or views of a slot of shared memory. A message is made of them when it is sent, not ahead
     # of time, so that the few messages under way use the same, warm memory over and over.
@@ -135,6 +142,7 @@ class Payload:
     slot: ShmSlot | None = None  # shared memory that holds `raw`; None without
     traceparent: str = ""  # that of `tracing.current_traceparent`
     longest_sequence: int = 0  # rows of the longest sequence, 0 if the rows are not sequences
+    padding: int = 0  # rows behind those to be labelled, copies of the last one, for a model of a fixed batch size
 
     @property
     def nbytes(self) -> int:
@@ -142,18 +150,25 @@ class Payload:
         return sum([memoryview(part).nbytes for part in self.raw])
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Array], arena: Arena | None, *, copy: bool = False) -> Payload:
+    def of(
+        cls, arrays: Mapping[str, Array], arena: Arena | None, *, copy: bool = False, batch_rows: int = 0
+    ) -> Payload:
         """Take in arrays [rows, ...]. With an arena, they are copied into its shared memory, if it has room.
 
-        `arena`: shared memory, None without.
+        `arena`: shared memory, None without. `batch_rows`: to which fewer rows are padded.
         """
         rows = next(iter(arrays.values())).shape[0]
+        padding = max(batch_rows - rows, 0)
+        if padding:
+            arrays = {
+                name: np.concatenate([array, np.repeat(array[-1:], padding, axis=0)]) for name, array in arrays.items()
+            }
         inputs = tuple((name, tensors.datatype_of(array.dtype), array.shape) for name, array in arrays.items())
         plain = all(datatype != "BYTES" for _, datatype, _ in inputs)
         slot = arena.take(sum(array.nbytes for array in arrays.values())) if arena is not None and plain else None
         if slot is None:
             raw = [_to_raw(name, array) for name, array in arrays.items()]
-            return cls(rows, inputs, [bytes(part) for part in raw] if copy else raw)
+            return cls(rows, inputs, [bytes(part) for part in raw] if copy else raw, padding=padding)
         raw, at, memory = [], 0, slot.memory
         for array in arrays.values():
             part = memory[at : at + array.nbytes]
@@ -161,7 +176,7 @@ class Payload:
             np.copyto(part.view(little).reshape(array.shape), array)
             raw.append(part.data)
             at += array.nbytes
-        return cls(rows, inputs, raw, slot)
+        return cls(rows, inputs, raw, slot, padding=padding)
 
 
 def _to_raw(name: str, array: Array) -> codec.Buffer:

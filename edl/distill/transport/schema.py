@@ -19,6 +19,7 @@ from edl.protocol.tensors import Array
 from edl.settings import is_above_zero, is_count
 
 __all__ = [
+    "NO_BATCH_REMEDY",
     "ModelSpec",
     "OutputSpec",
     "Outputs",
@@ -163,6 +164,7 @@ class ModelSpec:
     inputs: Mapping[str, TensorMetadata]  # by name. Empty if the server does not say.
     outputs: Mapping[str, TensorMetadata]  # by name. Empty if the server does not say.
     max_rows: int = 0  # most rows in a request, 0 if the server does not say
+    batch_rows: int = 0  # rows that every request must have, 0 for any number
     max_nbytes: int = 0  # of the tensors of a request, 0 if there is no limit
     # all that the server has; where a version is asked for, only that, or none if the server lists none
     versions: tuple[str, ...] = ()
@@ -172,6 +174,13 @@ class ModelSpec:
     max_sequence: int = 0  # most rows of a sequence, 0 if the server does not say
     tokenizer: str = ""  # hash of its tokenizer, empty if the server does not say
     weights_version: str = ""  # the version, if the server says that it is a hash of weights and code; else empty
+
+
+NO_BATCH_REMEDY: Final = (
+    "the first dimension of its tensors must be the number of rows, -1 for any number (Triton: max_batch_size). If it "
+    "is a fixed number, your source must yield rows of the other dimensions; set_teacher_batch_size (batch_rows) helps "
+    "only where a model takes fewer rows than it says"
+)
 
 
 def kserve_datatype(dtype: Literal["float16", "float32"]) -> str:

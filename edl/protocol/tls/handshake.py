@@ -64,13 +64,16 @@ def looks_like_handshake(words: str) -> bool:
     return any(sign in words for sign in _SIGNS)
 
 
-async def explain_handshake(endpoint: str, files: CredentialFiles | None, *, says_tls: bool = False) -> str:
+async def explain_handshake(
+    endpoint: str, files: CredentialFiles | None, *, says_tls: bool = False, authority: str = ""
+) -> str:
     """Connect once more, and say why the connection does not come to be.
 
     Args:
         endpoint: of the server, `host:port`.
         files: certificates of this side; None without.
         says_tls: the registry says that this server speaks TLS. It is not believed, but mentioned.
+        authority: `name:port` that the certificate is checked for; empty if that is the endpoint.
 
     Returns:
         Words that begin with the endpoint, empty if the reason has nothing to do with TLS.
@@ -78,7 +81,7 @@ async def explain_handshake(endpoint: str, files: CredentialFiles | None, *, say
     if files is None or not files.tls:
         return await _explain_plain(endpoint, says_tls=says_tls)
     material = files.current(now=True)
-    expected = files.settings.server_name or verification.host_of(endpoint)
+    expected = files.settings.server_name or verification.host_of(authority or endpoint)
     try:
         context = certificates.context_for(material.ca, material.pair, serving=False)
         ended = await _shake(endpoint, context, expected)

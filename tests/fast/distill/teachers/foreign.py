@@ -19,7 +19,7 @@ class ForeignServer:
     """A teacher of x:FP32[4] -> y:FP32[4], in threads of this process.
 
     Attributes:
-        model, versions, output: as its model's metadata say.
+        model, versions, output, x, y: as its model's metadata say; `x` and `y` are shapes.
         scale: of this model, what the answer is the input times.
         named: the version that the next answer names, from the version that its request names.
         change: changes an answer before it is sent.
@@ -27,12 +27,14 @@ class ForeignServer:
         others: Names of other models that it has.
         left_out: methods that it does not implement.
         refused: by method, the status that it answers with.
-        asked: the versions that requests named.
+        asked, rows: the versions that requests named, and how many rows they had.
     """
 
     model: str = "m"
     versions: Sequence[str] = ("1",)
     output: str = "y"
+    x: Sequence[int] = (-1, 4)
+    y: Sequence[int] = (-1, 4)
     scale: float = 1.0
     named: Callable[[str], str] = lambda asked: "1"
     change: Callable[[kserve.ModelInferResponse, list[bytes]], None] = lambda header, raw: None
@@ -44,6 +46,7 @@ class ForeignServer:
     compression: grpc.Compression = grpc.Compression.NoCompression
     port: int = 0
     asked: list[str] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         tensor = kserve.ModelMetadataResponse.TensorMetadata
@@ -57,8 +60,8 @@ class ForeignServer:
             "ModelMetadata": kserve.ModelMetadataResponse(
                 name=self.model,
                 versions=self.versions,
-                inputs=[tensor(name="x", datatype="FP32", shape=[-1, 4])],
-                outputs=[tensor(name=self.output, datatype="FP32", shape=[-1, 4])],
+                inputs=[tensor(name="x", datatype="FP32", shape=self.x)],
+                outputs=[tensor(name=self.output, datatype="FP32", shape=self.y)],
             ),
             "ModelConfig": kserve.ModelConfigResponse(config=config),
             "RepositoryIndex": kserve.RepositoryIndexResponse(models=index),
@@ -90,8 +93,8 @@ class ForeignServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _infer(self, data: bytes, _: Any) -> bytes:
-        return self._rewritten("ModelInfer", self._answer(data))
+    def _infer(self, data: bytes, context: Any) -> bytes:
+        return self._rewritten("ModelInfer", self._answer(data), context)
 
     def _stream(self, requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         for data in requests:
@@ -107,6 +110,7 @@ class ForeignServer:
         request = codec.parse_request(header)
         self.asked.append(request.model_version)
         x = np.frombuffer(raw[0], "<f4").reshape(-1, 4)
+        self.rows.append(len(x))
         answer = kserve.ModelInferResponse(model_name=self.model, model_version=self.named(request.model_version))
         answer.id = request.id
         answer.outputs.add(name=self.output, datatype="FP32", shape=x.shape)

@@ -17,7 +17,7 @@ import pytest
 
 from edl.distill import DistillReader, Options
 from edl.distill.options import Policy
-from edl.errors import BadOutputError
+from edl.errors import BadOutputError, EDLError
 from edl.protocol import codec, kserve, names
 from edl.protocol.transport import grpc
 from tests.fast.distill.conftest import Serve
@@ -105,6 +105,39 @@ def test_an_answer_may_say_little(change: Any, dtype: str) -> None:
     rows = labels_of(change, dtype=dtype if dtype == "float16" else None)
     assert [float(y[0]) for *_, y in rows] == list(range(12))
     assert rows[0][-1].dtype == np.dtype(dtype)
+
+
+REFUSED = {"ModelInfer": (grpc.StatusCode.INTERNAL, "odd shape")}
+
+
+def halve(header: kserve.ModelInferResponse, raw: list[bytes]) -> None:
+    header.outputs[0].shape[0] = 2
+    raw[0] = raw[0][: len(raw[0]) // 2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"refused": REFUSED}, "if the model takes fewer than 4 rows, .*set_teacher_batch_size"),
+        ({"change": halve}, r"\[2, 4\] for 4 rows; if the model takes fewer .*set_teacher_batch_size"),
+        ({"x": (4,), "y": (4,)}, r"no batch dimension: its input 'x' \[4\] is one row.*set_teacher_batch_size"),
+        ({"x": (4,), "y": (2,)}, r"no batch dimension \(x \[4\], y \[2\]\).*set_teacher_batch_size"),
+    ],
+)
+def test_rows_that_a_model_does_not_take(fields: Any, words: str) -> None:
+    with (
+        ForeignServer(**fields) as server,
+        reader_of(server, options=FIRST_FAILURE_COUNTS).set_sample_generator(samples(8)) as reader,
+        pytest.raises(EDLError, match=words),
+    ):
+        list(reader())
+
+
+def test_a_fixed_batch_is_padded() -> None:
+    options = {"options": FULL_REQUESTS, "teacher_batch_size": None}
+    with ForeignServer(x=(4, 4)) as server, reader_of(server, **options).set_sample_generator(samples(10)) as reader:
+        check(list(reader()), 10)
+    assert server.rows == [4, 4, 4]
 
 
 SWOLLEN_NBYTES = 120 << 20  # more than a channel takes at first

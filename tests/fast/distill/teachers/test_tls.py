@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,15 @@ def test_certificates_that_go_together(serve: Serve, tmp_path: Path, ca: Authori
     student = clients.issue("student")
     clients.pem += Authority("another").pem
     read(serve(server=serving(tmp_path, whole, clients)), believing(tmp_path, ca, student))
+
+
+def test_a_name_with_addresses(serve: Serve, tmp_path: Path, ca: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a teacher whose certificate has the name."""
+    teacher = serve("echo", server={**serving(tmp_path, ca.issue("teachers.test")), "host": "0.0.0.0"})
+    monkeypatch.setattr("edl.distill.teachers.addresses_of", lambda host: ["127.0.0.1", "127.0.0.2"])
+    with reader(SimpleNamespace(endpoint=f"teachers.test:{teacher.port}"), believing(tmp_path, ca)) as made:
+        check(list(made()), 40)
+        wait_until(lambda: made.stats().teachers_live == 2)
 
 
 Case = Callable[[Path, Authority], "tuple[dict[str, Any], Credentials]"]

@@ -233,6 +233,22 @@ def test_answers_decide_which_version_it_is() -> None:
         assert reader.stats().rows_asked == ROWS
 
 
+def test_only_answers_name_the_version(caplog: pytest.LogCaptureFixture) -> None:
+    """As MLServer's. Each epoch waits for an answer, since another server may be there by then."""
+    server = ForeignServer(versions=(), named=lambda asked: "v1")
+    with server, SoftLabelCache() as cache, reader_of(server.endpoint, cache) as reader:
+        for epoch in range(3):
+            assert scales(list(reader())) == {1.0}
+            assert ROWS <= reader.stats().rows_asked <= ROWS + epoch * 2 * 4, "two requests to learn the version"
+        server.scale, server.named = 3.0, lambda asked: "v2"
+        assert scales(list(reader())) == {3.0}
+        wait_until(lambda: kept(cache) == {"v1": {1.0}, "v2": {3.0}})
+        assert {len(cache.view(key).ids()) for key in cache.keys()} == {ROWS}  # noqa: SIM118 - not a mapping
+    assert said(caplog, FOLLOWED) == 1
+    assert not said(caplog, "mixed")
+    assert not said(caplog, "is lost")
+
+
 @pytest.mark.parametrize(
     ("pin", "answered", "words"),
     [("1", "2", "version"), ("1", "", "version"), ("", "\x1b[2J" * 1000, "which is none")],

@@ -156,6 +156,33 @@ def test_near_service_is_named(registry: Registry, url: str, caplog: pytest.LogC
             list(reader())
 
 
+def test_each_address_of_a_name_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fixed endpoints: a DNS name may have several addresses, and others later."""
+    monkeypatch.setattr("edl.distill.teachers._RESOLVE_S", 0.001)
+    known: dict[str, list[str]] = {"pods": ["10.0.0.1", "fd00::2"]}
+    seen: list[tuple[set[str], str]] = []
+
+    def resolve(host: str) -> list[str]:
+        if host not in known:
+            raise OSError("no such name")
+        return known[host]
+
+    def await_endpoints(*endpoints: str, stale: str = "") -> None:
+        wait_until(lambda: seen and seen[-1] == ({*endpoints, "10.0.0.9:8500"}, stale))
+
+    def changed(snapshot: Snapshot, *_: Any) -> None:
+        seen.append(({each.endpoint for each in snapshot.instances}, snapshot.stale))
+
+    with closing(TeacherWatcher(Teachers(endpoints=("pods:8500", "10.0.0.9:8500")), changed, resolve)):
+        await_endpoints("10.0.0.1:8500", "[fd00::2]:8500")
+        known["pods"] = ["10.0.0.1", "10.0.0.3"]
+        await_endpoints("10.0.0.1:8500", "10.0.0.3:8500")
+        del known["pods"]
+        await_endpoints("10.0.0.1:8500", "10.0.0.3:8500", stale="the name 'pods' cannot be resolved: no such name")
+        known["pods"] = ["10.0.0.4"]
+        await_endpoints("pods:8500")
+
+
 def test_a_failing_registry_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = itertools.count()
 

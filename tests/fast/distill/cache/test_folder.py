@@ -161,6 +161,7 @@ def test_newer_labels_replace_known_ones(tmp_path: Path) -> None:
         for texts in (first, second):
             cache.view(LM).put(named(range(3), texts), labels(texts))
             cache.flush()
+            assert other.view(LM).contains(named(range(3), texts)).all(), "found by `get`, and not by `contains`"
             assert other.view(LM).get(named(range(3), texts)).complete
             assert cache.view(LM).get(named(range(3), texts)).complete
         assert not other.view(LM).get(named(range(3), first)).mask.any()

@@ -345,10 +345,7 @@ def _open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> R
     offsets = np.cumsum([0, *map(len, next(iter(parts.values())))])
     if len(offsets) < 2:
         raise SettingsError(f"data {str(path)!r} has no sequences")
-    ids_array = None
-    if ids is not None:
-        ids_array = np.empty(len(found_ids), object)  # numpy's own strings would lose zeros at their ends
-        ids_array[:] = found_ids
+    ids_array = None if ids is None else np.array(found_ids, object)  # numpy's own strings lose zeros at their ends
     total = zlib.crc32(offsets.tobytes())
     for name, array in sorted(columns.items()):
         total = zlib.crc32(np.ascontiguousarray(array).tobytes(), zlib.crc32(name.encode(), total))
@@ -408,17 +405,19 @@ def _numbers(key: str, found: Any) -> Array:
     values = [found]
     if isinstance(found, list):
         values = found if array.ndim == 1 else np.array(found, object).ravel().tolist()
-        kinds = set(map(type, values))
-        is_numbers = kinds <= {int, float} or kinds == {bool}  # numpy makes [1, 1] of [1, True]
-    else:
-        is_numbers = isinstance(found, np.ndarray)
-    if not is_numbers or array.dtype.kind not in "biuf":
+    if not isinstance(found, list | np.ndarray) or array.dtype.kind not in "biuf" or _mixes_booleans(values):
         odd = next((value for value in values if type(value) not in (int, float)), found)
         raise TypeError(
             f"{key!r} is not a list of numbers: it has {quote(odd)}; tokens are numbers, which a tokenizer makes of a "
             "text"
         )
     return array
+
+
+def _mixes_booleans(values: list[Any]) -> bool:
+    """Tell whether there are booleans beside other values: numpy makes [1, 1] of [1, True]."""
+    kinds = set(map(type, values))
+    return bool in kinds and len(kinds) > 1
 
 
 def _joined(name: str, parts: Sequence[Array]) -> Array:
@@ -487,9 +486,6 @@ class _Inputs:
     sequences: bool
     samples: Any = ()  # by position
 
-    def __len__(self) -> int:
-        return len(self.samples)
-
     def __getitem__(self, positions: list[int]) -> dict[str, Any]:
         return self.stack([(at, self.take(at, self.samples[at])) for at in positions])
 
@@ -501,6 +497,10 @@ class _Inputs:
                 found = field(sample)
             except (LookupError, TypeError) as exc:
                 raise SourceError(f"sample {sample_id!r} has no field for input {name!r}: {exc!r}") from exc
+            if isinstance(found, list) and _mixes_booleans(found):
+                raise SourceError(
+                    f"sample {sample_id!r}, input {name!r} has booleans beside other values: {quote(found)}"
+                )
             taken[name] = np.array(as_array(found, f"sample {sample_id!r}, input {name!r}"))
         return taken
 

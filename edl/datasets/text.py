@@ -429,10 +429,10 @@ def _whole_units(path: str, blocks: Iterable[bytes], find_ends: Callable[[bytes]
         if b"\n" in block:
             data = b"".join(begun)
             ends = find_ends(data)
-            cut = int(ends[-1]) if len(ends) else 0
-            if cut:
-                yield memoryview(data)[:cut], ends
-            begun = [data[cut:]]
+            if len(ends):
+                yield memoryview(data)[: ends[-1]], ends
+                data = data[ends[-1] :]
+            begun = [data]
     if rest := b"".join(begun):
         if not len(find_ends(rest + b"\n")):
             raise _unclosed(path, rest)

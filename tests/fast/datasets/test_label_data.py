@@ -67,6 +67,7 @@ class Stream(Base if Base is object else data.IterableDataset):
         return iter(arrays())
 
 ready = arrays()
+booleans = [{"x": [1, True]}]
 number = 5
 """
 
@@ -243,6 +244,7 @@ def test_bad_samples_are_named(module: str) -> None:
         ("tuples", ["x=pixels"], None, "sample 0 .*name a position, not 'pixels'"),
         ("mappings", ["x"], None, "sample 0 has no field for input 'x'.*KeyError"),
         ("arrays", ["x", "y"], None, "it has no parts"),
+        ("booleans", ["x"], None, r"sample 0, input 'x' has booleans beside other values: \[1, True\]"),
         ("tuples", ["x"], "0", "sample 0: its id is array"),
         ("repeated", ["x"], "1", "sample 10: a sample before it has the id 0 too"),
     ]:

@@ -1,4 +1,4 @@
-"""What commands that look at an elastic job share: how it is named, and what is known of it."""
+"""The command line and the console of `edl status` and `edl report`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["console", "parser"]
 
 
 def parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """Of a command that looks at a job: `job` and `--store`."""
+    """Return a parser with the arguments `job` and `--store`."""
     options = argparse.ArgumentParser(
         prog=f"edl {command}",
         description=description,
@@ -26,5 +26,5 @@ def parser(command: str, description: str, examples: str) -> argparse.ArgumentPa
 
 
 def console(width: int) -> Console:
-    """Return standard output; `width` columns where it is no terminal, which has a width of its own."""
+    """Return standard output, `width` columns wide unless it is a terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else width)

@@ -496,7 +496,7 @@ def summarize(job: str, parts: Iterable[JobPart], now_us: int) -> JobSummary:
         world_size=world.size if world is not None else 0,
         step=step,
         steps_per_s=min((node.steps_per_s for node in members), default=0.0),
-        samples_per_s=sum(node.record.samples_per_s for node in members) if samples_known else None,
+        samples_per_s=sum((node.record.samples_per_s for node in members), 0.0) if samples_known else None,
         began=min((record.began_us for record in records if record.spans), default=0) / 1e6,
         elapsed_s=elapsed_s,
         seconds=seconds,

@@ -1,7 +1,4 @@
-"""Events of all jobs, masters and services in a single list, each with its cause.
-
-What does not belong here: how an event is recorded.
-"""
+"""Merges the events of all jobs, masters and services into a single list, each with its cause."""
 
 from __future__ import annotations
 
@@ -14,27 +11,21 @@ from edl.dashboard.state.schema import EventRow, JobStatus, ServiceStatus, Wante
 __all__ = ["LAST_MERGED", "merge_events"]
 
 LAST_MERGED: Final = 100
-"""More than a person reads; as JSON about 20 KB."""
+"""More than a person reads; about 20 KB as JSON."""
 
 _RENAMED: Final = {
     "generation": "generation {generation} begins",
     "restart": "the workers start again",
     "faulty": "the host is left out",
 }
-"""Texts of events whose own text is their cause."""
+"""Texts for events whose own text is their cause."""
 _DECISIONS: Final = frozenset(_RENAMED)
 
 
 def merge_events(
     jobs: Iterable[JobStatus], services: Iterable[ServiceStatus], changes: Iterable[EventRow] = ()
 ) -> tuple[EventRow, ...]:
-    """Return the last events of all, newest last.
-
-    Args:
-        jobs: with their masters.
-        services: with what is wanted.
-        changes: of services, found between looks.
-    """
+    """Return the last events of all, newest last; `changes` are those of services, found between looks."""
     found: list[EventRow] = list(changes)
     for job in jobs:
         found += _job_events(job)

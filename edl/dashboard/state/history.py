@@ -1,9 +1,7 @@
-"""Bounded history: points in the order of their time, of which the older half is thinned out as they become many.
+"""Bounded history: points in the order of their time. If there are too many, the older half is thinned out.
 
-Points carry sums since the beginning (seconds by category) or a figure of their moment, so a point that is left out
-takes detail and no amount with it.
-
-What does not belong here: when a point is added (`StateReader`).
+Points carry sums since the beginning (seconds by category) or figures of their moment, so leaving one out loses detail
+but no amount. `StateReader` decides when a point is added.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ __all__ = ["FROM_ENDED", "FROM_LEDGER", "MAX_POINTS", "History", "points_of_ledg
 MAX_POINTS: Final = 600
 """20 minutes of a point in 2 s, and days of thinner ones; as JSON below 120 KB for a job."""
 FROM_LEDGER: Final = 300
-"""Points that the ledger of a job that goes on gives at most: the other half is for what comes."""
+"""Most points that the ledger of a running job gives: the other half is for what comes."""
 FROM_ENDED: Final = 100
-"""Of a job that has ended, of which there may be many: a picture's shape, in 20 KB of JSON."""
+"""Most points of a job that has ended, since there may be many: a picture's shape, in 20 KB of JSON."""
 
 
 class _Point(Protocol):
@@ -34,11 +32,7 @@ P = TypeVar("P", bound=_Point)
 
 
 class History(Generic[P]):
-    """Points in ascending order of time; `MAX_POINTS` at most.
-
-    Args:
-        limit: the most points, at least 4.
-    """
+    """Points in ascending order of time, at most `limit`, which is at least 4."""
 
     def __init__(self, limit: int = MAX_POINTS) -> None:
         self._limit = limit
@@ -55,11 +49,7 @@ class History(Generic[P]):
         return self._points[-1].t if self._points else None
 
     def append(self, point: P) -> None:
-        """Append a point; a point that is not newer than the newest is left out: the clock went back.
-
-        Args:
-            point: of a moment after all others.
-        """
+        """Append a point, unless it is not newer than the newest: the clock went back."""
         if self._points and point.t <= self._points[-1].t:
             return
         self._points.append(point)
@@ -68,11 +58,7 @@ class History(Generic[P]):
             self._points[:half] = self._points[:half:2]
 
     def extend(self, points: Iterable[P]) -> None:
-        """Append points, oldest first.
-
-        Args:
-            points: as for `append`.
-        """
+        """Append points, oldest first."""
         for point in points:
             self.append(point)
 
@@ -80,16 +66,10 @@ class History(Generic[P]):
 def points_of_ledger(
     summary: JobSummary, after_t: float, until_t: float, look: int, most: int = FROM_LEDGER
 ) -> list[JobPoint]:
-    """Return what the ledger in the Store says of a job's past.
+    """Return the points of a job's past after `after_t` and until `until_t`, at most `most`.
 
-    Its spans say where the time went while no dashboard looked, so a page that is opened late shows all of it.
-
-    Args:
-        summary: of the job.
-        after_t: wall clock; only later points.
-        until_t: wall clock; only points until then: a node's clock may go before this machine's.
-        look: that adds them.
-        most: points to return.
+    Its spans say where the time went while no dashboard looked, so a page that is opened late shows all of it. A node's
+    clock may be ahead of this machine's, hence `until_t`.
     """
     points = []
     sums = [0] * len(TimeCategory)

@@ -552,7 +552,7 @@ class Conversation:
                 raise NotCreatedError(str(exc)) from exc
             raise PermanentError(
                 f"the master of job {self._client.job!r} has lost data set {self.dataset!r}, which it had before: the"
-                " store lost the job's progress (was it started with an empty file, or the job begun anew?). Run again"
+                " store lost the job's progress (an empty file, or `edl master --new`?). Run again"
                 " under another --job, or another name of the job; `edl label` keeps the labels that are in its folder"
             ) from exc
 

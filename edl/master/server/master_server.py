@@ -189,7 +189,7 @@ class MasterServer(Resource):
         self._url = DiscoverySettings.of(settings.store).url
         self._store: Store = self._own(open_store(self._url, credentials=settings.credentials))
         self._overwrites = settings.begin_anew  # a report of a later term, which came from another journal
-        self._newest: dict[str, Any] | None = None  # the report that is to be written
+        self._newest: dict[str, Any] | None = None  # the report that waits to be written
         self._writing: Future[None] | None = None
         self._store_is_away = False
         self._thread = self._own(BackgroundLoop("edl-master", self._run, self._interrupt))

@@ -9,8 +9,8 @@ Clocks are here and not in the book, so what has expired becomes a command as we
 `master.proto` is the table of calls: a method whose request is a kind of `Command` is applied to the book of shards,
 `Next` is a stream of such requests, and every other method reads.
 
-What the leading master reports is a JSON in the Store, written once a second: `edl status`, the dashboard and late
-workers read it.
+Once a second the leading master writes a report into the Store, as JSON: `edl status`, the dashboard and late workers
+read it.
 """
 
 from __future__ import annotations
@@ -436,7 +436,7 @@ class UnitRates:
         self._looks: dict[tuple[str, str], deque[tuple[float, float]]] = {}
 
     def look(self, totals: Mapping[tuple[str, str], float], now_s: float) -> dict[tuple[str, str], float]:
-        """Note totals; return by how much each grows a second. Those that are not there any more are forgotten."""
+        """Note totals; return by how much each grows a second. It forgets the totals that it is not given again."""
         self._looks = {key: self._looks.get(key, deque()) for key in totals}
         rates: dict[tuple[str, str], float] = {}
         for key, looks in self._looks.items():
@@ -471,7 +471,7 @@ def describe_datasets(
             for holder in status["holders"]
         ]
         holders.sort(key=lambda holder: -holder["units_done"])
-        left = max(0, status["units"] * status["epochs"] - status["units_done"])  # 0 if there is no end
+        left = max(0, status["units"] * status["epochs"] - status["units_done"])  # 0 if the data set is endless
         eta_s = round(left / rate, 1) if left and rate else None
         described.append({**status, "units_per_s": rate, "eta_s": eta_s, "holders": holders})
     return described

@@ -32,7 +32,7 @@ _SNAPSHOT: Final = b"EDL book\0"
 _MOST_WANTED: Final = 10_000
 """Shards in a turn, wanted or reported: a reply of some 300 KB, and a turn of 20 ms in which all others wait."""
 _MOST_EVENTS: Final = 1000
-"""Events kept, so that a replay of commands, in which nobody takes them out, does not grow by them."""
+"""Events kept: a replay of commands, which takes none of them out, must not grow by them."""
 _MOST_ENDED: Final = 1024
 """Sessions, and leases, whose end is remembered: late reports come within minutes. All are in a snapshot, 100 KB."""
 _MOST_EXPLAINED: Final = 20

@@ -327,7 +327,7 @@ def test_restored_progress_is_read_once(led: Lead, client: MasterClient, read: R
 
 def test_a_newer_session_is_given_back(led: Lead, client: MasterClient, read: Read) -> None:
     """Its reader heard of the restored progress before the client that restored it: no shard waits for its end."""
-    led(20)
+    led(20, session_s=3600.0, lease_s=3600.0)
     reader = read(explicit=True, prefetch=3)
     taken(reader)
     client.restored["d"] += 1

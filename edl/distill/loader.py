@@ -19,7 +19,7 @@ from edl.distill.pipeline.answers import Combine, item_outputs, values_by_name
 from edl.distill.pipeline.epoch import Epoch, EpochIterator
 from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.request import LabelRequest
-from edl.distill.pipeline.session import LabelSession
+from edl.distill.pipeline.session import LabelSession, open_session
 from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import BatchCutter, Cutter, Getter
 from edl.distill.source.iterator import Handover, SourceIterator
@@ -41,6 +41,7 @@ __all__ = [
     "TeachersLike",
     "batch_request",
     "field_getter",
+    "input_getters",
     "no_teachers",
     "resolve_routes",
     "resolve_teachers",
@@ -88,8 +89,11 @@ class DistillLoader(Generic[B], abc.ABC):
             logger.info("no teachers: batches come without soft labels")
             return
         self._combiner = request.combiner()
-        self._session = LabelSession(request)
-        weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the session sees to that
+        open_session(request, self._keep)
+
+    def _keep(self, session: LabelSession) -> None:
+        self._session = session
+        weakref.finalize(self, session.close_without_waiting).atexit = False  # the session sees to that
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -105,13 +109,13 @@ class DistillLoader(Generic[B], abc.ABC):
         """
         session, request = self._session, self._request
         if session is None or request is None:
-            return EpochIterator(self._unlabelled(iter(batches)))
+            return EpochIterator(self._unlabelled(SourceIterator(batches)))
         session.labeller.check()
         cutter = routed_cutter(request.router, partial(self._cutter, request))
         if self._batches_ahead is None:
             # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
             return EpochIterator(self._ahead(self._labelled(session.begin(lambda: batches, cutter), request)))
-        handover = Handover()
+        handover = Handover(batches)
         labelled = self._labelled(session.begin(lambda: handover, cutter, handover.close), request)
         return EpochIterator(self._read_here(SourceIterator(batches), handover, labelled))
 
@@ -353,13 +357,25 @@ def input_getters(inputs: Inputs) -> dict[str, Getter]:
         return {name: key if callable(key) else field_getter(key) for name, key in inputs.items()}
     found: dict[str, Getter] = {}
     if isinstance(inputs, Sequence):
-        found = {name: field_getter(index) for index, name in enumerate(inputs) if isinstance(name, str) and name}
+        count = len(inputs)
+        found = {name: _part_getter(at, count) for at, name in enumerate(inputs) if isinstance(name, str) and name}
     if not found:
         raise SettingsError(
             f'inputs={inputs!r}: name at least one input of the teachers, as in "image", '
             '["image", None] or {"image": 0}'
         )
     return found
+
+
+def _part_getter(index: int, count: int) -> Getter:
+    """Return a function that finds the part at `index` of a sample or batch, of which `count` are named or None."""
+
+    def get(value: Any) -> Any:
+        if index + 1 < count and hasattr(value, "__len__") and len(value) < count:
+            raise LookupError(f"it has {len(value)} parts, and {count} are named (None is the name of one, too)")
+        return value[index]
+
+    return get
 
 
 def field_getter(key: str | int) -> Getter:

@@ -18,13 +18,13 @@ from typing_extensions import Self
 
 from edl.distill.cache import SoftLabelCache
 from edl.distill.compress import TopK
-from edl.distill.loader import TeachersLike, resolve_routes
+from edl.distill.loader import TeachersLike, field_getter, input_getters, resolve_routes
 from edl.distill.options import Options
 from edl.distill.pipeline.answers import Combine, item_outputs, values_by_name
 from edl.distill.pipeline.epoch import Epoch, EpochIterator
 from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.request import LabelRequest
-from edl.distill.pipeline.session import LabelSession
+from edl.distill.pipeline.session import LabelSession, open_session
 from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
 from edl.distill.source.routes import Router, routed_cutter
@@ -64,11 +64,12 @@ class DistillReader:
     yield new arrays every time, not a buffer filled again and again.
 
     Methods that set something return this reader. They raise `SettingsError` for invalid values, for a second
-    source, and once the first epoch has started.
+    source, for teachers if some are set already, and once the first epoch has started.
 
     Args:
         ins: Name of the teachers' input that each field of a sample is, or None for a field that only passes through.
-            Fields behind the last name pass through, too; a name that the teachers' model does not have is not sent.
+            Further fields pass through, too; a name that the teachers' model does not have is not sent. A sample with
+            fewer fields is a `SourceError`.
         predicts: Names of the teachers' outputs, which are added behind the fields.
         teachers: Alternative to `set_fixed_teacher` and `set_dynamic_teacher`: a service's name, endpoints, `Teachers`,
             or a list of `Teachers` for an ensemble.
@@ -142,8 +143,8 @@ class DistillReader:
             CacheConfig(cache, dataset) if cache is not None else None,
             router,
             combine,
-            {name: _field(index) for index, name in enumerate(ins) if name},
-            ids=_field(id_field) if cache is not None and id_field is not None else None,
+            input_getters(ins),
+            ids=field_getter(id_field) if cache is not None and id_field is not None else None,
         )
         self._max_teachers: int | None = None
         self._batch_size = self._checked_batch_size(teacher_batch_size)
@@ -214,8 +215,7 @@ class DistillReader:
             teachers: Addresses `host:port`, separated by commas or as a list.
         """
         parts = teachers.split(",") if isinstance(teachers, str) else list(teachers)
-        self._not_started("set_fixed_teacher")
-        self._not_routed("set_fixed_teacher")
+        self._check_no_teachers("set_fixed_teacher")
         self._teachers = [Teachers(endpoints=tuple(part.strip() for part in parts if part.strip()))]
         return self
 
@@ -233,8 +233,7 @@ class DistillReader:
             teacher_service_name: Name under which the teachers register.
             require_max_teacher: Largest number of teachers to use; None for all.
         """
-        self._not_started("set_dynamic_teacher")
-        self._not_routed("set_dynamic_teacher")
+        self._check_no_teachers("set_dynamic_teacher")
         urls = [discovery_servers] if isinstance(discovery_servers, str) else list(discovery_servers or ())
         self._teachers = [
             Teachers(
@@ -350,12 +349,16 @@ class DistillReader:
             groups = self._teachers or teachers_from_env(optional=self._request.cache_config is not None)
             if self._max_teachers is not None:
                 groups = [_limited(group, self._max_teachers) for group in groups]
-            request = replace(self._request, teachers=groups, batch_rows=self._batch_size)
-            session = self._session = LabelSession(request)
-            if self._closed:  # by another thread, before there was a session to close
-                session.close()
-            weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the session sees to that
+            open_session(replace(self._request, teachers=groups, batch_rows=self._batch_size), self._keep)
+            assert self._session is not None
         return self._session
+
+    def _keep(self, session: LabelSession) -> None:
+        if self._closed or self._session is not None:  # after an error of a signal handler in `_start`
+            session.close()
+        if self._session is None:
+            self._session = session
+            weakref.finalize(self, session.close_without_waiting).atexit = False  # the session sees to that
 
     def _deliver(self, epoch: Epoch, request: LabelRequest) -> Generator[Any, None, None]:
         shape = _SHAPES[self._kind or "batch"]
@@ -388,9 +391,13 @@ class DistillReader:
         if self._session is not None:
             raise SettingsError(f"{method} after the first epoch has started: make a new reader")
 
-    def _not_routed(self, method: str) -> None:
+    def _check_no_teachers(self, method: str) -> None:
+        self._not_started(method)
         if self._request.router is not None:
             raise SettingsError(f"{method} with route=: name the teachers of each value with teachers=")
+        if self._teachers:
+            names = ", ".join(group.name for group in self._teachers)
+            raise SettingsError(f"{method}: the teachers are set already ({names}); make a new reader for others")
 
     @staticmethod
     def _checked_batch_size(rows: int | None) -> int | None:
@@ -411,10 +418,6 @@ def _limited(group: Teachers, most: int) -> Teachers:
     if group.service is None:
         return group
     return replace(group, max_teachers=most)
-
-
-def _field(index: int) -> Callable[[Any], Any]:
-    return lambda value: value[index]
 
 
 def _sample(item: Item, predictions: list[Any]) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from edl.distill.loader import Route, TeachersLike, field_getter, resolve_routes
 from edl.distill.options import Options
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.request import LabelRequest
-from edl.distill.pipeline.session import LabelSession
+from edl.distill.pipeline.session import LabelSession, open_session
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.cutters import Getter
 from edl.distill.source.routes import Router, routed_cutter
@@ -391,11 +391,18 @@ class Scorer:
         )
         names = (IDS, TARGETS) if targets else (IDS,)
         getters: Mapping[str, Getter] = {name: _field(index) for index, name in enumerate(names)}
-        self._session = LabelSession(LabelRequest(output_spec, groups, options or Options(), router=self._router))
         # Sequences are sent with the number of the service that labels them behind their arrays.
         numbers = Router(_field(-1), {index: index for index in range(len(groups))}) if self._router else None
-        self._calls = ScoreCalls(self._session.labeller, getters, request_tokens, max_tokens, numbers)
-        weakref.finalize(self, _let_go, self._session, self._calls).atexit = False  # the session sees to that
+
+        self._session: LabelSession
+        self._calls: ScoreCalls
+
+        def keep(session: LabelSession) -> None:
+            self._session = session
+            self._calls = ScoreCalls(session.labeller, getters, request_tokens, max_tokens, numbers)
+            weakref.finalize(self, _let_go, session, self._calls).atexit = False  # the session sees to that
+
+        open_session(LabelRequest(output_spec, groups, options or Options(), router=self._router), keep)
 
     def score(
         self,

@@ -160,11 +160,13 @@ def bucket_log_probabilities(
         tail = as_tensor(teacher.tail_lse, student.device).detach().to(student.dtype)
         known = ids < student.shape[-1]
         ids = ids.where(known, 0)
-        tail = torch.logaddexp(tail, kept.masked_fill(known, -torch.inf).logsumexp(dim=-1))
-        log_p = torch.cat([kept.masked_fill(~known, -torch.inf), tail.unsqueeze(-1)], dim=-1).log_softmax(dim=-1)
-        log_q = (scaled.gather(-1, ids) - total).masked_fill(~known, -torch.inf)
         # Counted instead of set, so that the id that replaces an unknown class does not undo what a known one set.
         times = torch.zeros(scaled.shape, dtype=torch.int32, device=scaled.device).scatter_add(-1, ids, known.int())
+        tail = torch.logaddexp(tail, kept.masked_fill(known, -torch.inf).logsumexp(dim=-1))
+        # A student all of whose classes are kept has no tail: the teacher's is of classes that it lacks.
+        tail = tail.masked_fill((times > 0).all(dim=-1), -torch.inf)
+        log_p = torch.cat([kept.masked_fill(~known, -torch.inf), tail.unsqueeze(-1)], dim=-1).log_softmax(dim=-1)
+        log_q = (scaled.gather(-1, ids) - total).masked_fill(~known, -torch.inf)
         left_out = scaled.masked_fill(times > 0, lowest)
     else:
         log_q = scaled.gather(-1, ids) - total

@@ -21,9 +21,13 @@ from edl.distill.source.cutters import Cutter
 from edl.errors import ClosedError, SourceError
 from edl.notifier import Notifier
 
-__all__ = ["Epoch", "EpochIterator", "OpenChunks", "SourceClock", "source_wait_s"]
+__all__ = ["READING", "Epoch", "EpochIterator", "OpenChunks", "SourceClock", "source_wait_s"]
 
 logger = logging.getLogger("edl.distill")
+
+READING: dict[Epoch, object] = {}
+"""Epochs whose feeding threads run, each with the loader or iterator that it reads, and that other readers may ask for.
+Sources that make an iterator for each of them are not here."""
 
 
 class SourceClock:
@@ -188,13 +192,15 @@ class Epoch:
         # Not a `BackgroundLoop`: the source is the user's code, and its errors must be raised in the training loop.
         self._feeder = threading.Thread(target=self._feed, args=(source, cutter), name="edl-feed", daemon=True)
 
-    def start(self) -> None:
-        """Start to read the source, unless the epoch is already closed.
+    def start(self, shared: object = None) -> None:
+        """Start to read the source, unless the epoch is already closed. `shared`: see `READING`.
 
         Separate from `__init__` because the source starts to run at once in its own thread. It may use its reader,
         which must know this epoch by then.
         """
         if not self._closed:
+            if shared is not None:
+                READING[self] = shared
             self._feeder.start()
 
     def __iter__(self) -> Epoch:
@@ -389,6 +395,8 @@ class Epoch:
             self._end(_failure_of(exc))
         else:
             self._end(None)
+        finally:
+            READING.pop(self, None)
 
     def _take_in(self, source: Iterator[Any], cutter: Cutter) -> None:
         self._labeller.prepare_epoch()

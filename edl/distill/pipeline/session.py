@@ -13,22 +13,23 @@ import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from edl.background import start_call
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
-from edl.distill.pipeline.epoch import Epoch
+from edl.distill.pipeline.epoch import READING, Epoch
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.source.cutters import Cutter
-from edl.distill.source.iterator import SourceIterator
+from edl.distill.source.iterator import Handover, SourceIterator
 from edl.distill.stats import ReaderStats
 from edl.errors import ClosedError, TemporaryError
 from edl.load_reporting import LoadPublisher, LoadSource
 from edl.load_reporting.records import MAX_TEACHERS
 from edl.settings import DiscoverySettings, LoadSettings
 
-__all__ = ["LabelSession", "load_publishers"]
+__all__ = ["LabelSession", "load_publishers", "open_session"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -113,6 +114,8 @@ class LabelSession:
     ) -> Epoch:
         """End the previous epoch and start a new one; the source's iterator is made in the calling thread.
 
+        Epochs of other readers end, too, if they read the same iterator, or the same loader with persistent workers.
+
         Raises:
             ClosedError: The reader is closed, or this is called by its own source.
             TemporaryError: The source is still busy with the previous epoch after `source_timeout_s`.
@@ -121,11 +124,23 @@ class LabelSession:
         if self._epoch is not None:
             self._end_epoch(self._epoch)
         self.labeller.begin_epoch()
-        iterator = SourceIterator(source())
-        return self.start(iterator, cutter, end_source)
+        found = source()
+        shared = found.given if isinstance(found, Handover) else found
+        if not _has_one_iterator(shared):
+            shared = None
+        for epoch, read in list(READING.items()):
+            if read is shared:
+                self._end_epoch(epoch)
+        return self.start(SourceIterator(found), cutter, end_source, shared)
 
-    def start(self, source: Iterator[Any], cutter: Cutter, end_source: Callable[[], None] | None = None) -> Epoch:
-        """Start an epoch over an iterator."""
+    def start(
+        self,
+        source: Iterator[Any],
+        cutter: Cutter,
+        end_source: Callable[[], None] | None = None,
+        shared: object = None,
+    ) -> Epoch:
+        """Start an epoch over an iterator. `shared`: what the user gave, if it gives the same iterator to all."""
         self.labeller.check()
         cutter.time_budget.always = self._options.check_all_bytes
         for route, part in cutter.by_route():
@@ -135,14 +150,11 @@ class LabelSession:
         if self.labeller.closed:
             epoch.close()
             self.labeller.check()
-        epoch.start()
+        epoch.start(shared)
         return epoch
 
     def _end_epoch(self, epoch: Epoch) -> None:
-        """End an epoch and wait until its source is free, because two threads in one iterator would split its values.
-
-        A loader may return the same iterator every time, as torch's does with `persistent_workers`.
-        """
+        """End an epoch and wait until its source is free: two threads in one iterator would split its values."""
         if epoch.is_feeding():
             raise ClosedError(
                 "the data source of a reader starts an epoch of that reader: it would have to end before it is done"
@@ -194,6 +206,24 @@ class LabelSession:
     def _join_source(self, epoch: Epoch) -> None:
         if not epoch.join(_SOURCE_STOP_S):
             logger.warning("the data source is still busy %g s after its reader was closed; left alone", _SOURCE_STOP_S)
+
+
+def open_session(request: LabelRequest, keep: Callable[[LabelSession], object]) -> None:
+    """Open a session and give it to `keep`, which has it closed some day.
+
+    A signal handler may raise between any two lines of the main thread, and what a session has begun by then would run
+    for ever. So another thread calls both, and this waits for it.
+    """
+    start_call("edl-open", lambda: keep(LabelSession(request))).result()
+
+
+def _has_one_iterator(source: object) -> bool:
+    """Return whether each `iter` of a source returns the same iterator, as of a loader with persistent workers.
+
+    A generator is not among them: it ends with the first epoch that reads it.
+    """
+    persistent = getattr(source, "persistent_workers", getattr(source, "_persistent_workers", False))
+    return bool(persistent) or (isinstance(source, Iterator) and not isinstance(source, Generator))
 
 
 _OPEN_SESSIONS: set[LabelSession] = set()

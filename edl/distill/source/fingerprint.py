@@ -219,7 +219,8 @@ def _columns(words: Array) -> bytes:
     return sums.tobytes()
 
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), np.generic)
+# Not `np.void`, a record: it is a view of its array.
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), np.number, np.bool_, np.datetime64)
 _EXACTLY_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 _NUMBERS = frozenset({int, float, bool, type(None)})
 _DEPTH = 4  # a batch, its parts, their parts, and the samples or rows in these
@@ -295,7 +296,6 @@ class ItemFingerprint:
         for name in inputs:
             found = inputs[name]
             if id(found) not in seen and type(found) not in _EXACTLY_PLAIN:
-                self._add_attribute(item, found)
                 # An array that was made on the way, and that only `inputs` and this loop have, cannot change.
                 plain = type(found) is np.ndarray and found.base is None
                 if not plain or _references(inputs)[name] > _ALONE + 1:
@@ -353,7 +353,9 @@ class ItemFingerprint:
         if kind is tuple:
             self._add_each(enumerate(value), path, seen)
         elif isinstance(value, np.ndarray):
-            self._add_array(value, path)
+            self._add_array(value, path, seen)
+        elif isinstance(value, np.void):
+            self._add_array(np.asarray(value), path, seen)  # of the same memory
         elif isinstance(value, _PLAIN):
             return
         elif isinstance(value, list):
@@ -373,10 +375,10 @@ class ItemFingerprint:
         elif isinstance(value, bytearray | memoryview | array.array | mmap.mmap):
             self._add_buffer(value, path)
         elif is_tensor(value):
-            self._add_tensor(value, path)
+            self._add_tensor(value, path, seen)
         else:
             self.conversions_matter = True
-            self.rest_nbytes += object_nbytes(value)
+            self._add_attributes(value, path, seen)
 
     def _add_each(self, parts: Iterable[tuple[Any, Any]], path: KeyPath, seen: set[int]) -> None:
         for key, part in parts:
@@ -392,11 +394,15 @@ class ItemFingerprint:
                     return
                 self._add(part, (*path, key), seen)
 
-    def _add_array(self, array: Array, path: KeyPath) -> None:
+    def _add_array(self, array: Array, path: KeyPath, seen: set[int]) -> None:
+        if array.dtype.hasobject and array.dtype.names is not None:
+            for name in array.dtype.names:
+                self._add_array(array[name], (*path, name), seen)
+            return
         self.rest_nbytes += array.nbytes
         if array.dtype.hasobject:
-            self.rest_nbytes += sum(map(object_nbytes, array.flat))
             self._add_elements(array, lambda: list(array.flat), path)
+            self._add_each(enumerate(array.flat), path, seen)
         elif array.nbytes <= SMALL_NBYTES:
             content = array.tobytes()
             self._parts.append(_Part(path, array, lambda: bool(array.tobytes() == content), is_array=True))
@@ -406,12 +412,12 @@ class ItemFingerprint:
             unchanged = functools.partial(checksum.matches, array, time_budget)
             self._parts.append(_Part(path, array, unchanged, is_array=True, costly=True))
 
-    def _add_tensor(self, tensor: Any, path: KeyPath) -> None:
+    def _add_tensor(self, tensor: Any, path: KeyPath, seen: set[int]) -> None:
         memory = _shared_memory(tensor)
         if memory is not None:
             begin = tensor.data_ptr()  # which becomes another one where the source gives it other memory
             self._parts.append(_Part(path, tensor, lambda: tensor.data_ptr() == begin))
-            self._add_array(memory, path)
+            self._add_array(memory, path, seen)
             return
         self.rest_nbytes += object_nbytes(tensor)
         version = _version(tensor)
@@ -433,17 +439,20 @@ class ItemFingerprint:
         before = elements()
         self._parts.append(_Part(path, holder, lambda: _same_objects(before, elements())))
 
-    def _add_attribute(self, item: Any, found: Any) -> None:
-        """Add the attributes of an object of the user's that are inputs."""
-        attributes = getattr(item, "__dict__", None)
-        if isinstance(attributes, dict):
-            for key, value in attributes.items():
-                if value is found:
-                    self._parts.append(_Part((key,), item, functools.partial(_holds, attributes, key, value)))
+    def _add_attributes(self, value: Any, path: KeyPath, seen: set[int]) -> None:
+        """Add the attributes of an object of the user's that are inputs, arrays or tensors."""
+        self.rest_nbytes = rest_nbytes = self.rest_nbytes + object_nbytes(value)
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        for name in [*getattr(value, "__dict__", ()), *slots]:
+            part = getattr(value, name, None)
+            if id(part) in self._inputs or isinstance(part, np.ndarray) or is_tensor(part):
+                self._parts.append(_Part((*path, name), value, functools.partial(_holds, value, name, part)))
+                self._add(part, (*path, name), seen)
+        self.rest_nbytes = rest_nbytes
 
 
-def _holds(attributes: dict[str, Any], key: str, value: Any) -> bool:
-    return attributes.get(key) is value
+def _holds(value: Any, name: str, part: Any) -> bool:
+    return getattr(value, name, None) is part
 
 
 def _same_objects(before: list[Any], after: list[Any]) -> bool:

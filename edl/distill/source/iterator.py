@@ -8,6 +8,7 @@ the rest of the epoch would be missing silently.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +21,8 @@ from edl.notifier import Notifier
 __all__ = ["Handover", "SourceIterator"]
 
 _FRAMEWORKS = ("torch", "paddle")
-_APPLIES = (map, filter, zip, itertools.starmap, itertools.takewhile, itertools.dropwhile)
-"""Iterators that may call functions of the user's, and have no frame of their own in a traceback."""
+_APPLIES = ("builtins", "itertools")
+"""Modules of iterators that may call functions of the user's, and have no frame of their own in a traceback."""
 
 
 class SourceIterator(Iterator[Any]):
@@ -36,7 +37,8 @@ class SourceIterator(Iterator[Any]):
         self._expected = _batches_of(source)
         self._seen = 0
         alone = hasattr(source, "__getitem__") and not hasattr(type(source), "__iter__")
-        self._iterator = _by_position(source) if alone else iter(source)
+        chained = type(source) is itertools.chain
+        self._iterator = _by_position(source) if alone else _parts_of(source) if chained else iter(source)
         self._first: list[Callable[[], Any]] = []
         if _draws_when_read(source):
             self._first.append(_outcome(self._iterator))
@@ -61,7 +63,7 @@ class SourceIterator(Iterator[Any]):
             what = f"after {self._seen} batches the data set"
         elif self._expected is not None and self._seen < self._expected:
             what = f"the data loader ended after {self._seen} of its {self._expected} batches: its data set"
-        elif isinstance(self._iterator, _APPLIES) and _raised_by_function(end.__traceback__):
+        elif type(self._iterator).__module__ in _APPLIES and _raised_by_function(end.__traceback__):
             what = f"after {self._seen} items of the source, a function that it applies"
         else:
             return
@@ -100,6 +102,15 @@ def _by_position(source: Any) -> Iterator[Any]:
                 raise SourceError(f"the source has {len(source)} items, and raised IndexError at {at}: {exc}") from exc
             return
         yield item
+
+
+def _parts_of(chain: Any) -> Iterator[Any]:
+    """Yield what a `chain` has left. It would take a `StopIteration` raised in a part for the part's end, and go on."""
+    # The iterator over its parts, and the part that it has begun, if there is one; none of both if it has ended.
+    held = [held for held in gc.get_referents(chain) if not isinstance(held, type)]
+    for parts in (held[1:], *held[:1]):
+        for part in SourceIterator(parts):
+            yield from SourceIterator(part)
 
 
 def _batches_of(source: Any) -> int | None:
@@ -149,9 +160,13 @@ class Handover:
     """An iterator over what another thread puts in; ended by that thread, at the latest when it closes.
 
     It takes no lock, so the garbage collector may close it in the middle of any function.
+
+    Args:
+        given: What the user gave as the source, which the other thread reads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: object) -> None:
+        self.given = given
         self._values: deque[Any] = deque()
         self._changed = Notifier()
         self._ended = False

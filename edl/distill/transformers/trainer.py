@@ -7,6 +7,7 @@ epoch's iterator, so that a rank requests labels only for batches that it is abo
 from __future__ import annotations
 
 import inspect
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from edl.protocol.names import IDS
 from edl.tokenizer_hash import hash_tokenizer
 
 __all__ = ["DistillTrainer"]
+
+logger = logging.getLogger("edl.distill")
 
 _LABELS = "teacher_labels"
 """The key of a batch's labels; no model of transformers has an argument of that name."""
@@ -102,7 +105,7 @@ class DistillTrainer(transformers.Trainer):
         self._labelled: TorchLoader[Any] | None = None
         self._epoch: Iterator[Any] | None = None
         self._epoch_source: Any = None
-        self._head_is_checked = False
+        self._head_is_checked = self._ends_are_checked = False
 
     def label_stats(self) -> ReaderStats | None:
         """Return the counters of the labels of this training, None while there is none."""
@@ -163,6 +166,29 @@ class DistillTrainer(transformers.Trainer):
             merged: Any = _EvaluationBatches(dataloader, self._merged(iter(labelled)))
             return super().evaluation_loop(merged, description, *args, **kwargs)
 
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """Evaluate a batch as `transformers.Trainer` does; with teachers' labels it needs none of its own for a loss.
+
+        Args:
+            model: The wrapped student.
+            inputs: A batch.
+            prediction_loss_only: Whether only the loss is wanted.
+            ignore_keys: Outputs of the student that are no predictions.
+
+        Returns:
+            The loss, the predictions and the batch's own labels; each may be None.
+        """
+        usual = self.label_names, self.can_return_loss
+        if _LABELS not in inputs or (usual[0] and all(inputs.get(name) is not None for name in usual[0])):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self.label_names, self.can_return_loss = [], True  # so that it asks `compute_loss`
+        try:
+            return *super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)[:2], None
+        finally:
+            self.label_names, self.can_return_loss = usual
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -198,7 +224,8 @@ class DistillTrainer(transformers.Trainer):
         if self.args.average_tokens_across_devices:  # the count is that of all processes, over which DDP averages
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         loss = loss + self._router_loss(outputs, training=model.training)  # a mean of this process already
-        return (loss, outputs) if return_outputs else loss
+        # Of a tuple or a tensor, `prediction_step` would leave out the first element, which is a loss elsewhere.
+        return (loss, outputs if isinstance(outputs, dict) else {"logits": logits}) if return_outputs else loss
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Count the rows of a step that are learned, over all processes."""
@@ -265,7 +292,31 @@ class DistillTrainer(transformers.Trainer):
                 if texts.packed:
                     mask, shape = torch.from_numpy(texts.mask != 0), batch["input_ids"].shape
                     labels = labels.map(lambda part, mask=mask, shape=shape: part[mask].unflatten(0, shape))
-            yield {**batch, _LABELS: labels}
+            yield {**self._with_ends(batch), _LABELS: labels}
+
+    def _with_ends(self, batch: Any) -> Any:
+        """Return a batch in which the ends of texts are learned even where the padding token is the end token."""
+        collator, attended = self.data_collator, batch.get("attention_mask")
+        if self.distill_args.task != "causal-lm" or attended is None:
+            return batch
+        # Its labels are the input without each padding token; those of collators derived from it may be others.
+        if type(collator) is transformers.DataCollatorForLanguageModeling and not collator.mlm:
+            if collator.tokenizer.pad_token_id == collator.tokenizer.eos_token_id:
+                return {**batch, "labels": batch["input_ids"].masked_fill(attended == 0, IGNORED)}
+        elif not self._ends_are_checked and batch.get("labels") is not None and not attended.all():
+            self._ends_are_checked = True  # the first batch with padding is enough, and a GPU is waited for
+            ids, labels = batch["input_ids"], batch["labels"]
+            token = ids[attended == 0][0]
+            ends = (ids[:, 1:] == token) & (attended[:, 1:] != 0) & (labels[:, :-1] != IGNORED)
+            if ends.any() and (labels[:, 1:][ends] == IGNORED).all():
+                logger.warning(
+                    "token %d pads texts and also ends them, and its labels are all %d: the student never learns to "
+                    "end a text. Have the collator leave out the labels where attention_mask is 0, or give the "
+                    "tokenizer a padding token of its own",
+                    token,
+                    IGNORED,
+                )
+        return batch
 
     def _states(self, outputs: Any, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return the states before the head, and the head."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,9 +20,9 @@ from edl.distill.cache import SoftLabelCache  # noqa: E402
 from edl.distill.losses import DistillLoss  # noqa: E402
 from edl.distill.torch import distill  # noqa: E402
 from edl.distill.transport.schema import OutputSpec  # noqa: E402
-from edl.errors import ClosedError, NoTeacherError, SettingsError  # noqa: E402
+from edl.errors import ClosedError, NoTeacherError, SettingsError, SourceError, TemporaryError  # noqa: E402
 from tests.fast.distill.conftest import Serve, Served  # noqa: E402
-from tests.waiting import wait_until  # noqa: E402
+from tests.waiting import DEADLINE_S, wait_until  # noqa: E402
 
 WIDTH = 4
 PATIENT = Options(teacher_timeout_s=60)
@@ -75,6 +76,36 @@ def test_persistent_workers_and_iterables(teacher: str) -> None:
     with distill(kept, teacher, inputs="x", outputs="y", options=PATIENT) as loader:
         for _ in range(3):
             check(list(loader), 100)
+    end_workers(kept)
+
+
+@pytest.mark.parametrize("next_reader", ["the same", "another", "another, ahead"])
+def test_busy_loader_has_one_reader(teacher: str, monkeypatch: pytest.MonkeyPatch, next_reader: str) -> None:
+    """While the thread of the epoch before waits for a persistent worker, the next one waits, and is whole then."""
+    monkeypatch.setattr("edl.distill.pipeline.session._SOURCE_STOP_S", 0)
+    busy, go = multiprocessing.Event(), multiprocessing.Event()
+
+    class Slow(Numbers):
+        def __getitem__(self, index: int) -> tuple[Any, int]:
+            if index == 40:
+                busy.set()
+                assert go.wait(DEADLINE_S)
+            return super().__getitem__(index)
+
+    kept = DataLoader(Slow(100), batch_size=16, num_workers=1, persistent_workers=True)
+    asked: Any = {"inputs": "x", "outputs": "y", "options": Options(teacher_timeout_s=60, source_timeout_s=0.1)}
+    loader = distill(kept, teacher, **asked)
+    next(iter(loader))
+    assert busy.wait(DEADLINE_S)
+    if next_reader != "the same":
+        loader.close()
+        loader = distill(kept, teacher, ahead=1 if "ahead" in next_reader else None, **asked)
+    with loader:
+        with pytest.raises(TemporaryError, match="source_timeout_s"):
+            iter(loader)
+        go.set()
+        wait_until(lambda: "edl-feed" not in {thread.name for thread in threading.enumerate()})
+        check(list(loader), 100)
     end_workers(kept)
 
 
@@ -153,6 +184,9 @@ def test_no_teachers_same_batches() -> None:
                 break
             assert len(list(loader.label(list(data)[5:]))) == 2
             assert loader.stats().rows_asked == loader.stats().teachers_live == 0
+    ended = DataLoader(Numbers(4), collate_fn=lambda _: next(iter(())))
+    with distill(ended, [], inputs="x", outputs="y") as loader, pytest.raises(SourceError, match="StopIteration"):
+        list(loader)
 
 
 # Batches read ahead in the training loop's own thread.
@@ -266,11 +300,9 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DistillReader, {**READ, "teachers": {"a": "b"}}, "name it with route="),
     (DistillReader, {**READ, "teachers": {"a": [Teachers("b")]}, "route": 0}, "an ensemble cannot be"),
     (DistillReader, {**READ, "teachers": {"a": "b"}, "route": 0, "combine": "mean"}, "leave combine out"),
-    (
-        lambda: DistillReader(["x"], ["y"], teachers={"a": "b"}, route=0).set_fixed_teacher("c:1"),
-        {},
-        "set_fixed_teacher with route=",
-    ),
+    (lambda: DistillReader(**READ, teachers={"a": "b"}, route=0).set_fixed_teacher("c:1"), {}, "with route="),
+    (lambda: DistillReader(**READ).set_fixed_teacher("c:1").set_dynamic_teacher(None, "s"), {}, r"already \(c:1\)"),
+    (lambda: DistillReader(**READ, teachers="s").set_fixed_teacher("c:1"), {}, "set_fixed_teacher: .*already"),
     (lambda: DistillReader(**READ).set_fixed_teacher("localhost"), {}, r"expected host:port.*Teachers\(service"),
     (distill, {**ASKED, "teachers": "http://127.0.0.1:45001"}, "a URL; did you mean '127.0.0.1:45001'"),
     (DistillReader, {**READ, "teachers": ["h:1", "h/v2:1"]}, "'h/v2:1': expected host:port"),

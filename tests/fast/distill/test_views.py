@@ -93,12 +93,7 @@ def test_ids_are_the_samples_own() -> None:
 
 @pytest.mark.parametrize(
     ("sample", "expected"),
-    [
-        ((1, 2), (1, 2, 0)),
-        ([1, 2], (1, 2, 0)),
-        ({"image": 1}, {"image": 1, "view_id": 0}),
-        (5, (5, 0)),
-    ],
+    [((1, 2), (1, 2, 0)), ([1, 2], (1, 2, 0)), ({"image": 1}, {"image": 1, "view_id": 0}), (5, (5, 0))],
 )
 def test_the_id_stands_behind_a_sample(sample: Any, expected: Any) -> None:
     assert AugmentedViews([sample], views=1)[0] == expected

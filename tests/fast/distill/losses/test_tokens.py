@@ -162,6 +162,18 @@ def test_vocabularies_may_be_padded(classes: int, beta: float) -> None:
         )
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_all_of_the_students_classes(beta: float) -> None:
+    """A student all of whose classes are kept has no tail, whatever padding the teacher has."""
+    student, teacher = logits((5, 4), 1), logits((5, 9), 2)
+    teacher[:, 4:] -= 20
+    x, expected = tensor(student).requires_grad_(), loss_by_hand(student, teacher[:, :4], 4, beta).mean()
+    for k in (4, 6):
+        loss = token_loss(x, top_k(teacher, k), beta=beta, padded_vocabulary=True)
+        assert loss.item() == pytest.approx(expected, rel=1e-4)
+        assert torch.autograd.grad(loss, x)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_hard_labels_have_their_share(weight: float, beta: float) -> None:

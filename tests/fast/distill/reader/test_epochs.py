@@ -14,23 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.distill import DistillReader, Options, Teachers
-from edl.errors import ClosedError, SourceError, TemporaryError
+from edl.distill import DistillReader, Teachers
+from edl.errors import ClosedError, SourceError
 from tests.fast.distill.conftest import Register, Serve
 from tests.fast.distill.reading import WIDTH, check, reader_of, sample, samples
-from tests.waiting import DEADLINE_S, wait_until
-
-
-def test_sample_lists_keep_their_lengths(serve: Serve) -> None:
-    def source() -> Iterator[Any]:
-        numbers = itertools.count()
-        for length in (0, 3, 1, 0, 7, 2, 10, 0):
-            yield [sample(next(numbers)) for _ in range(length)]
-
-    with reader_of(serve("echo")).set_sample_list_generator(source) as reader:
-        lists = list(reader())
-    assert [len(samples) for samples in lists] == [0, 3, 1, 0, 7, 2, 10, 0]
-    check([row for samples in lists for row in samples], 23)
+from tests.waiting import DEADLINE_S
 
 
 def test_break_leaves_the_next_epoch_whole(serve: Serve) -> None:
@@ -60,43 +48,6 @@ def test_ensembles_are_averaged_and_weighted(serve: Serve) -> None:
         assert label[0] == pytest.approx(0.75 * number + 0.25 * 3 * number)
     for _, number, label in rows(lambda outputs: np.maximum(*outputs)):
         assert label[0] == 3 * number
-
-
-class OneIterator:
-    """Gives itself at each `iter`, starting afresh, as a `DataLoader` with persistent workers does."""
-
-    def __init__(self) -> None:
-        self.busy, self.go = threading.Event(), threading.Event()
-        self.begun = 0
-
-    def __iter__(self) -> OneIterator:
-        self.begun += 1
-        self._samples = samples(6)()
-        return self
-
-    def __next__(self) -> Any:
-        found = next(self._samples)
-        if found[1] == 3 and not self.go.is_set():
-            self.busy.set()
-            assert self.go.wait(DEADLINE_S)
-        return found
-
-
-def test_busy_source_is_an_error_in_time(serve: Serve) -> None:
-    """The error names the setting, and the next epoch is whole."""
-    source = OneIterator()
-    reader = reader_of(serve("echo"), teacher_batch_size=1, options=Options(source_timeout_s=0.1))
-    with reader.set_sample_generator(lambda: source):
-        epoch = reader()
-        next(epoch)
-        assert source.busy.wait(DEADLINE_S)
-        with pytest.raises(TemporaryError, match="source_timeout_s"):
-            reader()
-        assert source.begun == 1
-        source.go.set()
-        wait_until(lambda: "edl-feed" not in {thread.name for thread in threading.enumerate()})
-        check(list(reader()), 6)
-        assert source.begun == 2
 
 
 def test_source_starts_no_epoch_of_its_reader(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

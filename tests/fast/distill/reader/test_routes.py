@@ -61,7 +61,7 @@ def test_samples_in_order(teachers: dict[str, str], memory_bytes: int) -> None:
 def test_lists_and_batches_are_put_together(teachers: dict[str, str]) -> None:
     found = samples(300)
     lists = [found[start : start + 7] for start in range(0, 300, 7)]
-    lists.insert(2, [])
+    lists[:3] = [[], *lists[:2], [], lists[2], []]
     with reader_of(teachers) as reader:
         delivered = list(reader.set_sample_list_generator(lambda: iter(lists))())
     assert [len(part) for part in delivered] == [len(part) for part in lists]

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.distill.compress import top_k
+from edl.distill.loader import input_getters
 from edl.distill.pipeline.answers import AnswerSizeEstimator, outputs_nbytes
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
@@ -63,6 +64,7 @@ def test_requests_fit_teachers_by_default(cutter: Cutter, max_rows: int, sizes: 
         (BatchCutter(X, 2, 1), (np.float32(1),), "single number"),
         (BatchCutter(X, 2, 1), (), "no field for input 'x'"),
         (BatchCutter({**X, "y": itemgetter(1)}, 2, 1), (np.zeros(2), np.zeros(3)), "different numbers of rows"),
+        (BatchCutter(input_getters(["x", None, None]), 2, 1), (np.zeros(2), 0), "it has 2 parts, and 3 are named"),
         (BatchCutter(X, 2, 1), ([object()],), "Python objects"),
         (BatchCutter(X, 2, 1), (np.array(["a"] * 70 + [None], object),), r"input 'x'.*element 70 is NoneType"),
         (BatchCutter(X, 2, 1), (np.array([1 + 2j]),), "complex128"),

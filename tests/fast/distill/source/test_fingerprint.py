@@ -68,6 +68,8 @@ def refills() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
     small = np.arange(16, dtype=np.uint8).reshape(4, 4)
     large = np.arange(200_000, dtype=np.float32).reshape(100, 2000)
     large[3, 4] = np.nan
+    records = np.zeros(2, [("boxes", object), ("n", "i4")])
+    records["boxes"] = [np.zeros(3), np.zeros(2)]
     strided = np.arange(400_000, dtype=np.int64).reshape(400, 1000)[::2, ::-3]
     return {
         "small": ((np.zeros((4, 3)), 0), lambda item: item[0].fill(1)),
@@ -79,6 +81,10 @@ def refills() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
         "a list of numbers": (([[1, 2], [3, 4]], 0), lambda item: item[0][1].__setitem__(0, 9)),
         "bytes": (([b"a", b"b"], 0), lambda item: item[0].__setitem__(0, b"a\0")),
         "objects": ((np.array([b"a", b"b"], object), 0), lambda item: item[0].__setitem__(0, b"a\0")),
+        "arrays in an array": ((small, np.array([np.zeros(3), "a"], object)), lambda item: item[1][0].fill(1)),
+        "arrays in records": ((small, records), lambda item: item[1]["boxes"][1].fill(1)),
+        "numbers in records": ((small, records.copy()), lambda item: item[1]["n"].fill(1)),
+        "a record": ((small, np.zeros(2, "i4,f4")[1]), lambda item: item[1].__setitem__("f0", 1)),
         "a bytearray": ((bytearray(b"abc"), 0), lambda item: item[0].__setitem__(0, 7)),
         "a dictionary": ({0: large, "label": 1}, lambda item: item.__setitem__(0, large.copy())),
         "deque": ((small, deque([1, 2])), lambda item: item[1].rotate(1)),
@@ -90,6 +96,7 @@ def refills() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
         "ctypes": ((np.ctypeslib.as_ctypes(small.copy()), 0), lambda item: item[0][3].__setitem__(2, 9)),
         "strings": ((Wrapped(deque(["a", "b"])), 0), lambda item: item[0].array.__setitem__(1, "c")),
         "an object": (SimpleNamespace(x=small.copy()), lambda item: item.x.fill(9)),
+        "an object's label": (SimpleNamespace(x=small.copy(), y=np.zeros(3)), lambda item: item.y.fill(9)),
         "a user's dictionary": (UserDict({0: large, "label": 1}), lambda item: item.__setitem__(0, large.copy())),
     }
 
@@ -97,7 +104,7 @@ def refills() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
 @pytest.mark.parametrize("name", refills())
 def test_a_refilled_item_is_noticed(name: str) -> None:
     value, refill = refills()[name]
-    x = (lambda found: found.x) if name == "an object" else itemgetter(0)
+    x = (lambda found: found.x) if name.startswith("an object") else itemgetter(0)
     item = item_of(value, x=x)
     expect(item_of(value, x=x), changed=False)
     refill(value)
@@ -179,7 +186,7 @@ def test_samples_of_clashing_types_are_named() -> None:
 
 def test_input_that_is_gone_is_an_error() -> None:
     """A file that is closed by then: nobody can see that it is what the teacher saw."""
-    wrapped = Wrapped(np.zeros((2, 2)))
+    wrapped = Wrapped([[0.0, 0.0]] * 2)
     item = item_of((wrapped, 1))
     del wrapped.array
     with pytest.raises(SourceError, match="cannot be looked at again"):

@@ -47,22 +47,16 @@ def test_an_error_in_getitem_is_no_end() -> None:
         list(SourceIterator(Squares(lambda at: [][at])))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stop_in_a_torch_dataset(workers: int) -> None:
+def test_a_stop_in_a_torch_dataset(workers: int, chained: bool) -> None:
     data = pytest.importorskip("torch.utils.data")
     loader = data.DataLoader(Squares(), batch_size=2, num_workers=workers)
-    seen = SourceIterator(loader)
     with pytest.raises(SourceError, match=r"after 3 batches .* raised StopIteration"):
-        for _ in seen:
-            pass
-
-
-@pytest.mark.parametrize("rows", [2, None])
-def test_a_stop_in_a_collate_function(rows: int | None) -> None:
-    data = pytest.importorskip("torch.utils.data")
-    loader = data.DataLoader(list(range(4)), batch_size=rows, collate_fn=stop)
-    with pytest.raises(SourceError, match="collate function raised StopIteration"):
-        list(SourceIterator(loader))
+        list(SourceIterator(itertools.chain(loader, [1]) if chained else loader))
+    for rows in (2, None):
+        with pytest.raises(SourceError, match="collate function raised StopIteration"):
+            list(SourceIterator(data.DataLoader(range(4), batch_size=rows, collate_fn=stop)))
 
 
 @pytest.mark.parametrize("rows", [2, None])
@@ -86,6 +80,9 @@ def test_iterable_torch_datasets_end(rows: int | None) -> None:
         lambda: filter(stop, [1]),
         lambda: itertools.starmap(stop, [(1,)]),
         lambda: zip([1], map(stop, [1]), strict=False),
+        lambda: enumerate(map(stop, [1])),
+        lambda: itertools.chain([0], map(stop, [1]), [2]),
+        lambda: itertools.chain.from_iterable(map(stop, [1])),
     ],
 )
 def test_a_stop_in_an_applied_function(source: Callable[[], Any]) -> None:
@@ -93,6 +90,10 @@ def test_a_stop_in_an_applied_function(source: Callable[[], Any]) -> None:
         list(SourceIterator(source()))
     rows = csv.DictReader(["a", "1"])  # an iterator with a `__next__` of Python's, whose end is an end
     assert list(SourceIterator(map(str, rows))) == ["{'a': '1'}"]
+    begun = itertools.chain([1, 2], iter([3]), [])
+    assert next(begun) == 1
+    assert list(SourceIterator(begun)) == [2, 3]
+    assert list(SourceIterator(begun)) == []
 
 
 @pytest.mark.parametrize("cutter", [BatchCutter, SampleCutter, SampleListCutter])

@@ -177,6 +177,52 @@ def test_evaluation_without_teachers(tmp_path: Path) -> None:
         trainer.train()
 
 
+class Narrow(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Takes no other arguments, and returns logits alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = small_model(2)
+
+    def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+        return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
+
+
+@pytest.mark.parametrize("student", [small_model(2), Narrow()], ids=["llama", "narrow"])
+def test_evaluation_without_labels(tmp_path: Path, teacher: str, student: Any) -> None:
+    """Teachers' labels are enough for a loss."""
+    data: Any = [{"input_ids": sample["input_ids"], "labels": sample["input_ids"]} for sample in texts()]
+
+    def collate(samples: Any) -> Any:
+        batch = collate_right([{"labels": sample["input_ids"], **sample} for sample in samples])
+        return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+
+    given: Any = {"eval_dataset": data, "data_collator": collate, "per_device_eval_batch_size": 22}
+    trainer = make(tmp_path, student, teacher, DistillArguments(top_k=6, eval_teachers=True), **given)
+    expected = expected_loss(small_model(2), data, k=6, beta=0, hard=0)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), abs=1e-4)
+    batch, shape = collate(data), (22, 12, VOCABULARY)
+    batch["teacher_labels"] = all_classes(torch.zeros(shape), 1.0)
+    assert trainer.prediction_step(trainer.model, batch, False)[1].shape == shape
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_ends_that_pad_are_learned(
+    tmp_path: Path, teacher: str, caplog: pytest.LogCaptureFixture, derived: bool
+) -> None:
+    """transformers' collator leaves out the labels of token 3; another may do so on purpose."""
+    tokenizer = tokenizer_of([f"w{number}" for number in range(VOCABULARY)])
+    tokenizer.pad_token = tokenizer.eos_token = "w3"
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    data = [{"input_ids": [*text["input_ids"], 3]} for text in texts()]
+    given: Any = {"data": data, "data_collator": (lambda samples: collator(samples)) if derived else collator}
+    loss = first_loss(tmp_path, small_model(2), teacher, **given)
+    for sample in data:
+        sample["labels"] = [-100 if derived and token == 3 else token for token in sample["input_ids"]]
+    assert loss == pytest.approx(expected_loss(small_model(2), data, k=6, beta=0, hard=0).item(), abs=1e-4)
+    assert caplog.text.count("token 3 pads texts and also ends them") == derived
+
+
 # Other rows than the tokens of a causal language model.
 
 
@@ -228,8 +274,7 @@ def test_samples_without_a_label(tmp_path: Path, weight: float) -> None:
     with torch.no_grad():
         logits = student(rows)["logits"]
     arguments = DistillArguments(task="classification", hard_weight=weight)
-    sequential = {"train_sampling_strategy": "sequential"}
-    trainer = make(tmp_path, student, "127.0.0.1:9", arguments, inputs={"x": "x"}, data=data, **sequential)
+    trainer = make(tmp_path, student, "127.0.0.1:9", arguments, inputs={"x": "x"}, data=data)
     steps = [slice(at, at + 4) for at in range(0, 22, 4)]
     batches = [{"x": rows[step], "labels": classes[step]} for step in steps]
     count = trainer._get_num_items_in_batch(batches, torch.device("cpu"))

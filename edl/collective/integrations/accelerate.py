@@ -14,7 +14,8 @@ import accelerate
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from edl.collective.checkpoint.state.fields import capture_random_states, parameter_names, restore_random_states
+from edl.collective.checkpoint.state.fields import parameter_names
+from edl.collective.checkpoint.state.loaders import capture_random_states, restore_random_states
 from edl.collective.checkpoint.state.state import State
 from edl.collective.integrations.loop_position import (
     BoundaryCheckpointer,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from edl.collective.checkpoint.state.fields import capture_random_states, is_stateful_loader, restore_random_states
+from edl.collective.checkpoint.state.loaders import capture_random_states, is_stateful_loader, restore_random_states
 from edl.collective.checkpoint.state.state import State
 from edl.collective.integrations.loop_position import (
     BoundaryCheckpointer,

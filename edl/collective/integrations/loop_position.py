@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.state.fields import capture_random_states, restore_random_states
+from edl.collective.checkpoint.state.loaders import capture_random_states, restore_random_states
 from edl.collective.checkpoint.state.state import State
 from edl.errors import SettingsError
 from edl.settings import read

@@ -2,51 +2,32 @@
 
 Modules are saved without their wrappers (`DistributedDataParallel`, `torch.compile`), and an optimizer's state by the
 names of parameters instead of their numbers, so that a state saved with one wrapping can be loaded with another.
-
-A torchdata `StatefulDataLoader` has its position in its own `state_dict`, which leaves some cases open (0.11). The code
-here closes them:
-
-- Iterating over a loader draws a seed, from its generator or from torch's. A resumed epoch draws a different one than
-  an uninterrupted epoch, so random numbers are restored after that.
-- A loader that was never iterated over starts its worker processes when it is asked for its state.
-- A worker process that reached the end of its stream before others is asked for data again after a restart. A stream
-  that starts over at its end would return its samples twice.
-- Some samplers and datasets cannot be resumed exactly, and torchdata reports no error. They are refused here.
 """
 
 from __future__ import annotations
 
 import inspect
-import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
-from torch.utils.data._utils import fetch
 
-from edl.collective.checkpoint.state.tensors import local_box, walk_tensors
+from edl.collective.checkpoint.state.loaders import has_state, is_stateful_loader, loader_position, resume_loader
+from edl.collective.checkpoint.state.tensors import is_trained, local_box, walk_tensors
 from edl.errors import SettingsError
 
 __all__ = [
     "FieldKind",
-    "capture_random_states",
     "check_loadable",
     "field_form",
     "field_kind",
     "in_place_tensors",
-    "is_stateful_loader",
     "layers",
     "load_field",
-    "loader_position",
     "optimizer_parameters",
     "parameter_names",
-    "prepare_loader",
-    "restore_random_states",
-    "resume_loader",
     "unwrapped",
 ]
 
@@ -81,207 +62,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return layers(module)[-1]
 
 
-def capture_random_states() -> dict[str, Any]:
-    """Return the states of Python's, numpy's and torch's generators, and that of the current CUDA device if in use."""
-    version, words, gauss = random.getstate()
-    states = {
-        "python": (version, np.array(words, np.uint32), gauss),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Restore the generators' states that `capture_random_states` returned."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-# --- Positions of torchdata's `StatefulDataLoader` ---
-
-
-def is_stateful_loader(value: Any) -> bool:
-    """Return whether the value is a `StatefulDataLoader` of torchdata."""
-    # Another thread may be importing torchdata right now; then no such loader exists yet.
-    kind = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
-    return kind is not None and isinstance(value, kind)
-
-
-def prepare_loader(loader: Any) -> None:
-    """Make worker processes of a `StatefulDataLoader` remember that their stream ended. Call it before they start."""
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    if loader.num_workers and is_stream and not isinstance(loader.worker_init_fn, _WorkerInit):
-        loader.worker_init_fn = _WorkerInit(loader.worker_init_fn)
-
-
-def loader_position(loader: Any) -> dict[str, Any]:
-    """Return the position of a `StatefulDataLoader` as plain values and tensors; {} if it was not iterated over.
-
-    Raises:
-        SettingsError: The loader could not resume from there exactly.
-    """
-    _check_samplers(loader)
-    if loader._iterator is None:
-        resumption = vars(loader).get("_get_iterator")
-        return resumption.place if isinstance(resumption, _Resumption) else {}
-    state = loader.state_dict()
-    if any(map(_only_counts, _dataset_states(state))):
-        raise SettingsError(
-            f"a StatefulDataLoader of {type(loader.dataset).__name__}, which has no state_dict, cannot be resumed "
-            "twice: torchdata then leaves samples out. Give the dataset state_dict() and load_state_dict()"
-        )
-    generator = loader.generator if _draws_order(loader) else None
-    return {"state": state, "generator": None if generator is None else generator.get_state()}
-
-
-def resume_loader(loader: Any, place: dict[str, Any]) -> None:
-    """Have the next iteration of a `StatefulDataLoader` resume at a position.
-
-    The iterator is made only when the loop asks for it, so that a sampler's `set_epoch` is called before.
-    """
-    vars(loader).pop("_get_iterator", None)
-    loader._iterator = None
-    loader.load_state_dict(place.get("state", {}))
-    if place:
-        loader._get_iterator = _Resumption(loader, place)
-
-
-class _Resumption:
-    """Stands in for the loader's method once, to make the iterator of an interrupted epoch."""
-
-    def __init__(self, loader: Any, place: dict[str, Any]) -> None:
-        self._loader = loader
-        self.place = place
-
-    def __call__(self) -> Any:
-        loader = self._loader
-        del loader._get_iterator
-        drawn = torch.get_rng_state()
-        prepare_loader(loader)
-        begin_worker = loader.worker_init_fn
-        if isinstance(begin_worker, _WorkerInit):
-            begin_worker.ended = _ended_workers(self.place["state"])
-            iterator = loader._get_iterator()
-            begin_worker.ended = frozenset()  # no worker has reached the end of the next epoch
-        else:
-            iterator = loader._get_iterator()
-        torch.set_rng_state(drawn)
-        if self.place["generator"] is not None:
-            loader.generator.set_state(self.place["generator"])
-        return iterator
-
-
-class _StreamFetcher(fetch._IterableDatasetFetcher):
-    """Reads a stream to its end and does not start over; replaces torch's fetcher in worker processes.
-
-    Torch's own does not remember the end of a stream that makes batches itself, and torchdata resets what it remembers.
-
-    Attributes:
-        begins_ended: Whether the next fetcher made in this process is already at its end.
-    """
-
-    begins_ended = False
-
-    def __init__(self, *args: Any) -> None:
-        self._ended = _StreamFetcher.begins_ended
-        _StreamFetcher.begins_ended = False
-        super().__init__(*args)
-
-    @property
-    def ended(self) -> bool:
-        """Whether there is nothing more to read. Once True, it stays True."""
-        return self._ended
-
-    @ended.setter
-    def ended(self, ended: bool) -> None:
-        self._ended = self._ended or ended
-
-    def fetch(self, possibly_batched_index: Any) -> Any:
-        """Return the next batch, or raise StopIteration and remember the end."""
-        try:
-            return super().fetch(possibly_batched_index)  # type: ignore[no-untyped-call]
-        except StopIteration:
-            self._ended = True
-            raise
-
-
-class _WorkerInit:
-    """The first function that a loader's worker process runs: installs `_StreamFetcher`, then calls the script's own.
-
-    Attributes:
-        ended: Numbers of the workers whose streams have already ended in the resumed epoch.
-    """
-
-    def __init__(self, function: Callable[[int], object] | None) -> None:
-        self._function = function
-        self.ended: frozenset[int] = frozenset()
-
-    def __call__(self, worker_id: int) -> None:
-        _StreamFetcher.begins_ended = worker_id in self.ended
-        fetch._IterableDatasetFetcher = _StreamFetcher  # type: ignore[assignment,misc]
-        if self._function is not None:
-            self._function(worker_id)
-
-
-def _ended_workers(state: dict[str, Any]) -> frozenset[int]:
-    """Return the numbers of the workers that have read their streams to the end, according to a loader's state."""
-    workers = (state.get("_snapshot") or {}).get("_worker_snapshots", {}).values()
-    fetchers = ((worker["worker_id"], worker.get("fetcher_state") or {}) for worker in workers if worker)
-    return frozenset(number for number, fetcher in fetchers if fetcher.get("fetcher_ended"))
-
-
-def _check_samplers(loader: Any) -> None:
-    if loader.num_workers and not loader.in_order:
-        raise SettingsError("a StatefulDataLoader with in_order=False cannot say where it is: use in_order=True")
-    for sampler in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        if getattr(sampler, "keeps_place", False):
-            raise SettingsError(
-                f"the place of a StatefulDataLoader with {type(sampler).__name__} is that of the sampler, since the "
-                "loader reads ahead: give the State the sampler, not the loader"
-            )
-        stateless = not hasattr(sampler, "state_dict")
-        if stateless and isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
-            raise SettingsError(
-                f"torch's {type(sampler).__name__} shuffles anew after a restart: give the StatefulDataLoader "
-                "shuffle=True, or a sampler with state_dict() and load_state_dict(), or use ElasticSampler"
-            )
-
-
-def _draws_order(loader: Any) -> bool:
-    """Return whether the order of an epoch is drawn at its start, from the generator of the loader's seeds."""
-    module = sys.modules["torchdata.stateful_dataloader.sampler"]
-    sampler = loader.sampler
-    return (
-        loader.generator is not None
-        and isinstance(sampler, module.RandomSampler)
-        and sampler.generator is loader.generator
-        and not sampler.replacement
-    )
-
-
-def _dataset_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the dataset's part of the loader's state, once or for every worker process."""
-    if "_snapshot" not in state:
-        return [state]
-    return [worker for worker in state["_snapshot"]["_worker_snapshots"].values() if worker]
-
-
-def _only_counts(state: dict[str, Any]) -> bool:
-    """Return whether the position in a stream is only a count of batches."""
-    fetcher = state.get("fetcher_state")
-    return fetcher is not None and fetcher.get("dataset_iter_state") is None and state.get("dataset_state") is None
-
-
-# --- Fields ---
-
-
 FieldKind = Literal["module", "optimizer", "object", "value"]
 Names = Mapping[int, str]
 """Names of parameters, by the id() of the parameter."""
@@ -293,9 +73,7 @@ def field_kind(value: Any) -> FieldKind:
         return "module"
     if isinstance(value, torch.optim.Optimizer):
         return "optimizer"
-    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-        return "object"
-    return "value"
+    return "object" if has_state(value) else "value"
 
 
 def parameter_names(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
@@ -350,7 +128,7 @@ def in_place_tensors(field: str, value: Any, taken: Any) -> dict[str, torch.Tens
         own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
         own.update(module.named_buffers(remove_duplicate=False))
         return {
-            f"{field}.{key}": tensor
+            f"{field}.{key}": own[key]
             for key, tensor in taken.items()
             if key in own and isinstance(tensor, torch.Tensor) and _same_memory(tensor, own[key])
         }
@@ -363,11 +141,7 @@ def in_place_tensors(field: str, value: Any, taken: Any) -> dict[str, torch.Tens
         }
     if field_kind(value) == "object":
         return {}
-    return {key: tensor for key, tensor in walk_tensors(value, (field,)) if key == field or _is_trained(tensor)}
-
-
-def _is_trained(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+    return {key: tensor for key, tensor in walk_tensors(value, (field,)) if key == field or is_trained(tensor)}
 
 
 def optimizer_parameters(field: str, value: Any, names: Names) -> dict[str, torch.Tensor]:

@@ -2,7 +2,8 @@
 
 A `State` has named fields. `capture` turns them into metadata and a list of live tensors for a save, and `begin_load`
 starts a restore, which fills tensors where they are if possible and replaces plain values. Saving and loading the
-individual kinds of fields is in `fields`, and matching saved with live tensors in `tensors`.
+individual kinds of fields is in `fields`, the positions of data loaders are in `loaders`, and matching saved with live
+tensors is in `tensors`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import torch
 
 from edl.collective.checkpoint.encoding import decode, encode
 from edl.collective.checkpoint.state.fields import (
-    capture_random_states,
     check_loadable,
     field_form,
     field_kind,
     in_place_tensors,
-    is_stateful_loader,
     load_field,
     optimizer_parameters,
     parameter_names,
+)
+from edl.collective.checkpoint.state.loaders import (
+    capture_random_states,
+    is_stateful_loader,
     prepare_loader,
     restore_random_states,
 )
@@ -107,7 +110,8 @@ class State:
     - `per_rank` fields belong to one rank alone too, but are never lost: for example, the position in a stream of
       which every rank reads another part. They are restored exactly or not at all. The fields of a lost host are
       restored from another host's replica, like the part of a sharded model, and a world of another size is refused. A
-      `StatefulDataLoader` of torchdata is always such a field, unless it is named in `local`.
+      `StatefulDataLoader` of torchdata is always such a field, unless it is named in `local`. Give it to the state
+      before you iterate over it.
 
     Args:
         rng: Whether to also save the states of Python's, numpy's and torch's random number generators, of every rank.
@@ -141,6 +145,8 @@ class State:
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or name == _RNG or hasattr(type(self), name):
             raise SettingsError(f"a State cannot have a field named {name!r}: choose another name")
+        if is_stateful_loader(value):
+            prepare_loader(value)
         self._fields[name] = value
 
     def __getattr__(self, name: str) -> Any:
@@ -231,14 +237,12 @@ class State:
         )
 
     def begin_restore(self) -> None:
-        """Remember which meshes this state uses before it is restored, and prepare its data loaders.
+        """Remember which meshes this state uses before it is restored.
 
         A restarted script has no other meshes at this point, so a later save that needs others is refused: no restart
         could use it.
         """
         vars(self)["_meshes"] = self._live_tensors(self._fields).meshes
-        for loader in filter(is_stateful_loader, self._fields.values()):
-            prepare_loader(loader)
 
     def _check_restorable(self, entries: Iterable[TensorEntry], layouts: Sequence[ShardLayout]) -> None:
         meshes: LiveMeshes | None = self._meshes

@@ -31,6 +31,7 @@ __all__ = [
     "RestoreTarget",
     "TensorCollector",
     "is_sharded",
+    "is_trained",
     "local_box",
     "shard_holders",
     "shard_layout",
@@ -47,6 +48,18 @@ def is_sharded(tensor: object) -> bool:
     # Another thread, such as the one that stores, may be importing DTensor right now; then none exists yet.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
+
+
+def is_trained(tensor: torch.Tensor) -> bool:
+    """Return whether an optimizer may refer to the tensor."""
+    return isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Return whether elements share memory, as `expand` makes them, so that torch copies nothing to the tensor."""
+    return 0 in tensor.stride() and any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:
@@ -204,6 +217,11 @@ class TensorCollector:
         local, starts = local_box(tensor)
         if is_sharded(tensor):
             _check_plain(key, local, made_anew=True)
+        if _overlaps(local) and (not self.made_anew or len(path) == 1 or is_trained(tensor)):
+            raise SettingsError(
+                f"{key} is an expanded tensor, whose elements share memory, so that it cannot be restored in place: "
+                "make it with expand(...).clone()"
+            )
         scope: Scope = "shard" if is_sharded(tensor) and self.scope == "replicated" else self.scope
         dtype = str(local.dtype).removeprefix("torch.")
         place = (tuple(local.shape), tuple(tensor.shape), starts)
@@ -299,18 +317,19 @@ class RestoreTarget:
         local, starts = local_box(value)
         return cls(key, value, local, starts, local.numel())
 
-    @torch.no_grad()
     def fill_part(self, starts: Shape, part: torch.Tensor) -> None:
         """Copy the region that belongs here from `part`, which begins at `starts` of the whole tensor."""
-        if not self.local.dim():
-            self.local.copy_(part)
-            self.missing = 0
-            return
-        common = box_overlap(self.starts, self.local.shape, starts, part.shape)
-        if common is not None:
-            mine = self.local[common[0]]
-            mine.copy_(part[common[1]])
-            self.missing -= mine.numel()
+        # Only in its own mode does torch write to a tensor that was made in `inference_mode`.
+        with torch.inference_mode() if self.local.is_inference() else torch.no_grad():
+            if not self.local.dim():
+                self.local.copy_(part)
+                self.missing = 0
+                return
+            common = box_overlap(self.starts, self.local.shape, starts, part.shape)
+            if common is not None:
+                mine = self.local[common[0]]
+                mine.copy_(part[common[1]])
+                self.missing -= mine.numel()
 
 
 @dataclass(frozen=True)
@@ -349,6 +368,8 @@ class LiveTensors:
                 raise SettingsError(
                     f"{entry.key} is on the meta device, where nothing is restored: call to_empty() first"
                 )
+            if not is_sharded(live) and _overlaps(live):  # what replaced it later was saved
+                live.data = torch.empty(live.shape, dtype=dtype, device=live.device)
             return live
         parameter = _fitting(entry, self.parameters.get(entry.key.rpartition(".")[0]))
         like = _fitting(entry, self.alike.get(entry.key))

@@ -9,28 +9,6 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 
-class CountedFile:
-    """A file opened for reading."""
-
-    def __init__(self, opened: Any, log: Path) -> None:
-        self._opened, self._log = opened, log
-
-    def read(self, size: int = -1) -> bytes:
-        data: bytes = self._opened.read(size)
-        with self._log.open("a") as log:
-            log.write(f"{Path(self._opened.name).name} {len(data)}\n")
-        return data
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._opened, name)
-
-    def __enter__(self) -> CountedFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-
 class CountedFolder(LocalFileSystem):
     """Reads are logged to `reads` in the folder above the one that is read from."""
 
@@ -43,7 +21,17 @@ class CountedFolder(LocalFileSystem):
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
         opened = super()._open(path, mode, **kwargs)
-        return CountedFile(opened, Path(path).parents[2] / "reads") if mode == "rb" else opened
+        read = opened.read
+
+        def counted(size: int = -1) -> bytes:
+            data: bytes = read(size)
+            with (Path(path).parents[2] / "reads").open("a") as log:
+                log.write(f"{Path(path).name} {len(data)}\n")
+            return data
+
+        if mode == "rb":
+            opened.read = counted
+        return opened
 
 
 fsspec.register_implementation("counted", CountedFolder, clobber=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,10 +11,10 @@ import pytest
 
 from benchmarks._child import Child
 from benchmarks._cluster.policies import AncestorAutoscaler, EdlArbiter, GangScheduler, scale_all_jobs
-from benchmarks._cluster.simulation import TEACHERS, ClusterView, Placements, Policy, simulate
+from benchmarks._cluster.simulation import Policy, simulate
 from benchmarks._cluster.trace import ClusterSize, Submission, make_trace
 from benchmarks._elastic_churn import GOODPUT_LIMIT, goodput, surviving_line
-from benchmarks._harness import Options, divide, main, note, take_turns
+from benchmarks._harness import Options, main, note, take_turns
 from benchmarks._step_logs import FinishedStep, StepLogs
 from edl.master.scaling.arbitration import JobRequest, arbitrate
 from edl.master.scaling.throughput import ThroughputModel
@@ -32,12 +31,6 @@ def test_sides_take_turns_at_starting() -> None:
     rounds = take_turns({name: (lambda name=name: side(name)) for name in "abc"}, 3)  # type: ignore[misc]
     assert "".join(order) == "abc" + "bca" + "cab"
     assert rounds == {"a": ["a"] * 3, "b": ["b"] * 3, "c": ["c"] * 3}
-
-
-def test_ratios_are_taken_within_a_round() -> None:
-    assert divide([10.0, 40.0], [10.0, 20.0]) == [1.0, 2.0]
-    with pytest.raises(ValueError, match="argument 2"):
-        divide([1.0], [1.0, 2.0])
 
 
 def test_json_is_one_line_of_the_agreed_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -73,24 +66,6 @@ def test_childs_prints_do_not_mix_in(tmp_path: Path) -> None:
         assert one.ask(number=5) == {"twice": 10}
 
 
-def test_dead_child_is_an_error(tmp_path: Path) -> None:
-    """A child that dies is an error with its last words."""
-    with child(tmp_path, "sys.exit('my last words')") as one, pytest.raises(RuntimeError, match="my last words"):
-        one.ask()
-
-
-def test_hanging_child_is_an_error_in_time(tmp_path: Path) -> None:
-    """A child that hangs is an error after the deadline."""
-    begin = time.monotonic()
-    with child(tmp_path, "time.sleep(60)") as one:
-        with pytest.raises(RuntimeError, match="no answer within"):
-            one.ask(timeout_s=0.2)
-        pid = one.pid
-        one.kill()
-    assert time.monotonic() - begin < 30
-    assert not Path(f"/proc/{pid}").exists()
-
-
 def log(*steps: tuple[float, int, int, int], pid: int = 1) -> list[FinishedStep]:
     """Of (at, step, generation, world)."""
     return [FinishedStep(at, step, generation, world, pid) for at, step, generation, world in steps]
@@ -122,31 +97,6 @@ def test_job_that_began_anew_lost_its_steps() -> None:
     until = anew[-1].at
     assert surviving_line([first, second, anew], 0.4) == anew[::-1]
     assert goodput([[*first, *anew], second], {1: 0.2, 2: 0.2}, until) == pytest.approx(100 * 0.2 / until)
-
-
-def test_job_goes_on_from_a_file() -> None:
-    """Steps done again since the last file count once, as those of the new world."""
-    first, again = regular(0.0, range(10, 110), 2, 2, pid=1), regular(25.0, range(100, 150), 3, 1, pid=2)
-    until = again[-1].at
-    line = surviving_line([first, again], 0.4)
-    assert [step.step for step in line] == [*range(149, 9, -1)]
-    assert {step.world for step in line if step.step >= 100} == {1}
-    assert goodput([first, again], {1: 0.2, 2: 0.1}, until) == pytest.approx((89 * 0.1 + 50 * 0.2) / until)
-
-
-@pytest.mark.parametrize("late_s", [-0.05, 0.05])
-def test_discarded_quorum_does_not_count(late_s: float) -> None:
-    """Of two quorums beside each other the one whose state is taken counts, though the other trained as long."""
-    ahead = [*regular(0.0, range(50), 1, 2, pid=1), *regular(10.0, range(50, 70), 2, 1, pid=1)]
-    discarded = regular(12.0 + late_s, range(50, 60), 3, 1, pid=2)
-    behind = [*regular(0.01, range(50), 1, 2, pid=2), *discarded]
-    merged = [regular(14.0, range(70, 90), 4, 2, pid=1), regular(14.01, range(70, 90), 4, 2, pid=2)]
-    step_logs = [[*ahead, *merged[0]], [*behind, *merged[1]]]
-    line = surviving_line(step_logs, 0.4)
-    assert [step.step for step in line] == [*range(89, -1, -1)]
-    assert not {*line} & {*discarded}
-    until = merged[0][-1].at
-    assert goodput(step_logs, {1: 0.2, 2: 0.2}, until) == pytest.approx(1.0, rel=0.01)
 
 
 def test_impossible_goodput_is_refused() -> None:
@@ -216,15 +166,6 @@ def test_every_job_is_accounted_for(name: str) -> None:
         assert 0 <= sample.pausing <= sample.jobs
         assert sample.jobs + sample.teachers <= sample.capacity
     assert len(result.samples) == 180
-
-
-def test_greedy_policies_are_refused() -> None:
-    class Greedy(GangScheduler):
-        def decide(self, view: ClusterView) -> Placements:
-            return {TEACHERS: {node: gpus + 1 for node, gpus in view.capacities.items()}}
-
-    with pytest.raises(AssertionError, match="are given"):
-        simulate(make_trace(SMALL, 1), Greedy())
 
 
 def test_ancestor_never_ends_and_edl_does() -> None:

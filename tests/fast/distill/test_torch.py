@@ -20,8 +20,8 @@ from edl.distill.cache import SoftLabelCache  # noqa: E402
 from edl.distill.losses import DistillLoss  # noqa: E402
 from edl.distill.torch import distill  # noqa: E402
 from edl.distill.transport.schema import OutputSpec  # noqa: E402
-from edl.errors import ClosedError, NoTeacherError, SettingsError, SourceError, TemporaryError  # noqa: E402
-from tests.fast.distill.conftest import Serve, Served  # noqa: E402
+from edl.errors import ClosedError, SettingsError, SourceError, TemporaryError  # noqa: E402
+from tests.fast.distill.conftest import Served  # noqa: E402
 from tests.waiting import DEADLINE_S, wait_until  # noqa: E402
 
 WIDTH = 4
@@ -142,31 +142,6 @@ def test_order_is_drawn_in_the_loops_thread(teacher: str) -> None:
         iter(loader)
         check(list(loader), 50)
     assert drawn_by == [threading.main_thread()] * 2
-
-
-def test_second_epoch_is_cached(serve: Serve, tmp_path: Any) -> None:
-    teacher = serve("echo")
-    data = DataLoader(Numbers(120), batch_size=16, shuffle=True)
-    options: dict[str, Any] = {"inputs": ["x", None], "outputs": "y", "ids": 1, "dataset": "numbers"}
-    with SoftLabelCache(path=tmp_path / "labels") as cache:
-        with distill(data, teacher.endpoint, cache=cache, options=PATIENT, **options) as loader:
-            check(list(loader), 120)
-            assert loader.stats().rows_asked == 120
-            check(list(loader), 120)
-            check(list(loader), 120)
-            assert loader.stats().rows_asked == 120
-            assert loader.stats().rows_cached == 240
-        wider = DataLoader(Numbers(150), batch_size=50, shuffle=True)
-        with distill(wider, teacher.endpoint, cache=cache, options=PATIENT, **options) as loader:
-            check(list(loader), 150)
-            assert loader.stats().rows_asked == 30, "only what is new, also where it shares a batch with what is not"
-    teacher.close()
-    with SoftLabelCache(path=tmp_path / "labels") as cache:
-        with distill(data, cache=cache, **options) as loader:
-            check(list(loader), 120)
-        missing = DataLoader(Numbers(200), batch_size=50)
-        with distill(missing, cache=cache, **options) as loader, pytest.raises(NoTeacherError, match="sample 150"):
-            list(loader)
 
 
 def test_no_teachers_same_batches() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks._child import Child
 from benchmarks._cluster.policies import AncestorAutoscaler, EdlArbiter, GangScheduler, scale_all_jobs
 from benchmarks._cluster.simulation import Policy, simulate
 from benchmarks._cluster.trace import ClusterSize, Submission, make_trace
@@ -48,22 +46,6 @@ def test_json_is_one_line_of_the_agreed_form(capsys: pytest.CaptureFixture[str],
     assert json.loads(out) == {"benchmark": "example", "ratios": {"vs_peer": {"median": 2.0, "min": 1.0, "max": 3.0}}}
     assert (tmp_path / "n").read_text() == "by the way"
     assert seen == [Options(repeats=3, seconds=0.25, quick=False)]
-
-
-def child(tmp_path: Path, handler: str) -> Child:
-    """A child that answers with what the expression `handler` of `request` gives."""
-    script = tmp_path / "child.py"
-    script.write_text(
-        f"import os, sys, time\nfrom benchmarks._child import answer\nanswer(lambda request: {handler})\n"
-    )
-    return Child([sys.executable, str(script)])
-
-
-def test_childs_prints_do_not_mix_in(tmp_path: Path) -> None:
-    """A child answers, and what it prints does not mix in."""
-    with child(tmp_path, "print('more noise') or {'twice': 2 * request['number']}") as one:
-        assert one.ask(number=4) == {"twice": 8}
-        assert one.ask(number=5) == {"twice": 10}
 
 
 def log(*steps: tuple[float, int, int, int], pid: int = 1) -> list[FinishedStep]:

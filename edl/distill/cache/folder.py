@@ -142,7 +142,7 @@ class LabelFolder:
         self.failure = self.unreadable = ""
         self.damaged: set[tuple[str, SampleId]] = set()
         self._said: set[str] = set()
-        self._verified: set[tuple[int, int]] = set()
+        self._verified: set[tuple[int, int, SampleId]] = set()
         self._part_nbytes = min(_PART_NBYTES, limit_bytes // _PART) if limit_bytes else _PART_NBYTES
         self._batch_nbytes = min(_BATCH_NBYTES, limit_bytes // _PART) if limit_bytes else _BATCH_NBYTES
         self._interval_s = flush_interval_s
@@ -324,7 +324,8 @@ class LabelFolder:
             places = ",".join("?" * len(part))
             sql = f"SELECT number, id, checksum, record FROM label WHERE key = {_NUMBER} AND id IN ({places})"
             for number, sample, checksum, record in self._query(sql, space.text, *part):
-                version = number, checksum  # numbers alone may come again
+                # Numbers alone may come again; a damaged index has another label's number for a sample.
+                version = number, checksum, sample
                 if version not in self._verified:
                     if type(record) is not bytes or space.checksum(sample, record) != checksum:
                         self.damaged.add((space.text, sample))

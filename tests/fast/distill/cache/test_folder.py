@@ -218,6 +218,12 @@ def test_damaged_label_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert set(range(200)) - set(load_labels(tmp_path).ids) == {150}
     put(tmp_path, [150])
     assert load_labels(tmp_path).ids == tuple(range(200))
+    with SoftLabelCache(0, tmp_path) as cache, contextlib.closing(sqlite3.connect(file)) as db:
+        assert cache.view(KEY).get([7]).mask.all()
+        with db:  # as an index that is damaged gives the number of another label
+            db.execute("DELETE FROM label WHERE id = 8")
+            db.execute("UPDATE label SET id = 8 WHERE id = 7")
+        assert not cache.view(KEY).get([8]).mask.any()
 
 
 def test_a_folder_that_goes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

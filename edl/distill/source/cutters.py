@@ -261,6 +261,7 @@ class SampleListCutter(_SampleGatherer):
             raise SourceError(
                 f"after {self.seen} samples the source yielded {type(value).__name__}, which is no list of samples"
             )
+        value = list(value)  # the source may put other samples into its own
         for sample in value:
             chunk, row, fingerprint = self._row(sample, ready)
             fingerprints.append(fingerprint)

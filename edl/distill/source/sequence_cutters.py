@@ -185,6 +185,7 @@ class SequenceListCutter(SequenceCutter):
             raise SourceError(
                 f"after {self.seen} sequences the source yielded {type(value).__name__}, which is no list of samples"
             )
+        value = list(value)  # the source may put other sequences into its own
         return _reading(value, [self._read_sequence(sample, self.seen + at) for at, sample in enumerate(value)])
 
 

@@ -176,6 +176,17 @@ def test_growing_answers_are_bounded() -> None:
                 assert reader.stats().bytes_held <= (4 * ROWS + 1) * MIB, "of 16 answers"
 
 
+def test_a_list_that_is_filled_again(serve: Serve) -> None:
+    def source(samples: list[Any]) -> Iterator[list[Any]]:
+        for first in range(0, 100, 5):
+            samples[:] = [(np.full(4, number, np.float32), number) for number in range(first, first + 5)]
+            yield samples
+
+    with DistillReader(["x", None], ["y"], teachers=serve("echo").endpoint) as reader:
+        parts = reader.set_sample_list_generator(lambda: source([]))()
+        assert [(number, y[3]) for part in parts for _, number, y in part] == [(n, n) for n in range(100)]
+
+
 WIDTH = 4
 
 

@@ -12,12 +12,8 @@ A key's number is random, and changes when its labels are discarded because the 
 the number that it began with, and each of its transactions checks it, so no label of the data before comes afterwards.
 
 Several processes of a machine share the database. In WAL mode none of them waits to read, and a batch of labels is one
-transaction: whichever process is killed when, the database holds whole labels only.
-
-The bound on bytes (`disk_bytes`) holds at every moment, for the database and its journal (`-wal`) together. The oldest
-labels make room, and their pages are used again. The journal is bounded because a transaction begins only when it is
-empty, and changes a part of the bound at most (`_PART`). A reader that stands still (SIGSTOP) keeps the journal from
-being emptied: then new labels are not written, and no old one is evicted.
+transaction: whichever process is killed when, the database holds whole labels only. Under a bound (`disk_bytes`) the
+oldest labels make room in the same transaction, and their pages are used again.
 
 Disks, and what lies between, flip bits: each label has a checksum over its key, layout, id and bytes, verified when it
 is first read. A label that fails counts as missing.
@@ -33,7 +29,6 @@ import os
 import secrets
 import sqlite3
 import threading
-import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,8 +47,8 @@ logger = logging.getLogger("edl.distill")
 _DATABASE = "labels.sqlite"
 _PAGE_NBYTES = 8192
 """Two rows of 1,000 float32. Labels of texts are read faster from larger pages, single rows more slowly."""
-_PART_NBYTES = 48 << 20
-"""Bytes that a transaction changes where there is no bound: large enough that the disk's syncs do not count."""
+_JOURNAL_PAGES = (48 << 20) // _PAGE_NBYTES
+"""Pages after which the journal goes into the database: enough that the disk's syncs do not count."""
 _TABLES = Tables(
     kind="soft-label cache",
     application_id=0x45444C43,  # "EDLC"
@@ -72,7 +67,7 @@ _TABLES = Tables(
     elsewhere="Give each machine a folder on a disk of its own (load_labels reads several)",
     pragmas=(
         "synchronous = FULL",
-        f"wal_autocheckpoint = {_PART_NBYTES // _PAGE_NBYTES}",
+        f"wal_autocheckpoint = {_JOURNAL_PAGES}",
         "cache_size = -16000",  # KiB: the index's pages stay while records pass
     ),
     new_pragmas=(f"page_size = {_PAGE_NBYTES}", "auto_vacuum = INCREMENTAL"),  # the latter for a bound that is lowered
@@ -81,14 +76,12 @@ _NUMBER_BITS = 62
 """Random bits of a key's number, which must not come again; SQLite's integers have 63."""
 _NUMBER = "(SELECT number FROM key WHERE text = ?)"
 _KEY = "SELECT number, layout, coalesce(data_set, '') FROM key WHERE text = ?"
-_PART = 8
-"""A transaction changes an eighth of the bound at most. The journal takes as much; a quarter is kept free for it."""
-_SHARED_MEMORY_NBYTES = 64 << 10
-"""Bytes of `-shm`, which grows with the journal."""
+_PART = 16
+"""A transaction under a bound adds a sixteenth of it at most, so that few labels make room too early."""
+_LABEL_NBYTES = 128
+"""Bytes that a label takes in the database besides its record."""
 _BUSY_S = 30.0
 """How long to wait for another process that writes: a slow disk takes seconds for a batch."""
-_PAUSE_S = 0.01
-"""Between two tries to empty the journal: SQLite itself does not wait for another process that does the same."""
 READ_AT_ONCE = 64
 """Labels that are read at a time where many are, so that memory stays bounded for wide rows."""
 _MOST_VERIFIED = 1 << 22
@@ -143,15 +136,12 @@ class LabelFolder:
         self.damaged: set[tuple[str, SampleId]] = set()
         self._said: set[str] = set()
         self._verified: set[tuple[int, int, SampleId]] = set()
-        self._part_nbytes = min(_PART_NBYTES, limit_bytes // _PART) if limit_bytes else _PART_NBYTES
-        self._batch_nbytes = min(_BATCH_NBYTES, limit_bytes // _PART) if limit_bytes else _BATCH_NBYTES
         self._interval_s = flush_interval_s
         self._pid = os.getpid()
-        # A reentrant lock, since a signal handler may close the cache in the middle of a function.
         self._lock = threading.Condition()  # of the labels on their way to the disk
         self._waiting: dict[Namespace, dict[SampleId, bytes]] = {}
         self._under_way: dict[Namespace, dict[SampleId, bytes]] = {}
-        self._waiting_nbytes = self._under_way_nbytes = 0
+        self._nbytes = self._under_way_nbytes = 0  # of both together, and of those under way
         self._lost = 0  # labels that could not be written since the last flush
         self._closing = False
         self._loop: BackgroundLoop | None = None
@@ -175,13 +165,9 @@ class LabelFolder:
 
     def nbytes(self) -> int:
         """Return the bytes of the database, its journal and its shared memory."""
-        return sum(map(self._size_of, ("", "-wal", "-shm")))
-
-    def _size_of(self, side: str) -> int:
-        try:
-            return (self.path / f"{_DATABASE}{side}").stat().st_size
-        except OSError:
-            return 0
+        with contextlib.suppress(OSError):  # a journal that goes at this moment
+            return sum(file.stat().st_size for file in self.path.glob(f"{_DATABASE}*"))
+        return 0
 
     def _warn(self, words: str, once: str = "", exc: Exception | None = None) -> None:
         if (once or words) not in self._said:  # once for each label would fill the log
@@ -194,17 +180,16 @@ class LabelFolder:
         """Take in labels. Waits while too many are on their way, so that memory stays bounded."""
         with self._lock:
             self._waiting.setdefault(space, {}).update(records)
-            self._waiting_nbytes += sum(map(len, records.values())) + _ROW_NBYTES * len(records)
+            self._nbytes += sum(map(len, records.values())) + _ROW_NBYTES * len(records)
             if self._loop is None:
                 _RUNNING.add(self)
                 self._loop = BackgroundLoop("edl-cache", self._write_waiting)
-            if self._waiting_nbytes >= self._batch_nbytes:
+            if self._nbytes - self._under_way_nbytes >= _BATCH_NBYTES:
                 self._loop.wake()
-            most = _MOST_WAITING * self._batch_nbytes
-            if not self._lock.wait_for(lambda: self._waiting_nbytes + self._under_way_nbytes <= most, _STALLED_S):
+            if not self._lock.wait_for(lambda: self._nbytes <= _MOST_WAITING * _BATCH_NBYTES, _STALLED_S):
                 self._fail(sum(map(len, self._waiting.values())), f"nothing has been written for {_STALLED_S:g} s")
                 self._waiting.clear()
-                self._waiting_nbytes = 0
+                self._nbytes = self._under_way_nbytes
 
     def _held(self, space: Namespace, ids: Iterable[SampleId] | None = None) -> dict[SampleId, bytes]:
         """Return which of these records, or of all, are on their way to the disk."""
@@ -232,25 +217,19 @@ class LabelFolder:
             raise TemporaryError(f"{lost} rows could not be written: {self.failure}")
 
     def let_go(self) -> None:
-        """Close from a finalizer, which may run in any thread and in the middle of any function. Waits for no disk."""
+        """Have the thread write what waits, and end. For a finalizer: waits for nothing."""
         if self._loop is not None and os.getpid() == self._pid:
             self._closing = True
             self._loop.wake()
 
     def close(self) -> None:
-        """Write what waits, end the thread and close the database. May be called twice. Not for a forked child.
-
-        A signal handler that calls this in the middle of a function of the folder does not wait: the thread writes when
-        that function has ended.
-        """
+        """Write what waits, end the thread and close the database. May be called twice. Not for a forked child."""
         self.let_go()
-        if os.getpid() != self._pid:
-            return
-        is_in_the_middle = self._lock._is_owned()  # type: ignore[attr-defined]
-        if self._loop is not None and not is_in_the_middle and not self._loop.wait_ended(_STALLED_S):
-            self._warn(f"still writing {_STALLED_S:g} s after it was closed")
-        self._reading.close()
-        self._writing.close()
+        if os.getpid() == self._pid:
+            if self._loop is not None and not self._loop.wait_ended(_STALLED_S):
+                self._warn(f"still writing {_STALLED_S:g} s after it was closed")
+            self._reading.close()
+            self._writing.close()
 
     def _write_waiting(self) -> float | None:
         """Write what waits, in the thread: every `flush_interval_s`, for a whole batch, `flush` and `close`."""
@@ -259,7 +238,7 @@ class LabelFolder:
                 _RUNNING.discard(self)
                 return None
             self._under_way, self._waiting = self._waiting, {}
-            self._under_way_nbytes, self._waiting_nbytes = self._waiting_nbytes, 0
+            self._under_way_nbytes = self._nbytes
         for space, records in self._under_way.items():
             try:
                 self._write(space, records)
@@ -270,6 +249,7 @@ class LabelFolder:
                 self._said.discard(self.failure)  # to be said again if it fails again
         with self._lock:
             self._under_way.clear()
+            self._nbytes -= self._under_way_nbytes
             self._under_way_nbytes = 0
             self._lock.notify_all()
         return 0.0 if self._closing else self._interval_s
@@ -344,10 +324,7 @@ class LabelFolder:
 
     def _query(self, sql: str, *values: Any) -> list[Any]:
         try:
-            with self._reading.lock:
-                file = self._reading.file()
-                with file.translated():
-                    return file.sqlite.execute(sql, values).fetchall()
+            return self._reading.query(sql, values)
         except (SettingsError, TemporaryError) as exc:
             self.unreadable = str(exc)
             self._warn(f"labels cannot be read now, and are asked for again: {exc}")
@@ -377,7 +354,7 @@ class LabelFolder:
             ConflictError: Another process wrote down other data since `data_set` was asked for.
             TemporaryError: It could not be written.
         """
-        with self._transaction() as db:
+        with self._writing.transaction() as db:
             number, _, there = self._row_of(db, space)
             if there != text:
                 if there != space.data_set or space.number not in (None, number):
@@ -394,60 +371,57 @@ class LabelFolder:
             "before there were labels), so this run's labels were discarded: give each data set a folder of its own"
         )
 
-    # Writing. All of these raise `TemporaryError` where the folder cannot be written, `_write` also `ConflictError` if
-    # the key's labels were discarded, and `SettingsError` if they have another layout.
+    # Writing
 
     def _write(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
-        """Add labels; they are on the disk when this returns."""
-        part: dict[SampleId, bytes] = {}
-        part_nbytes = 0
-        for sample, record in records.items():
-            nbytes = 2 * len(record) + _PAGE_NBYTES  # as pages may be half empty; with a page of the index
-            if part and part_nbytes + nbytes > self._part_nbytes:
-                self._write_part(space, part, part_nbytes)
-                part, part_nbytes = {}, 0
-            part[sample] = record
-            part_nbytes += nbytes
-        self._write_part(space, part, part_nbytes)
+        """Add labels; they are on the disk when this returns.
 
-    def _write_part(self, space: Namespace, part: Mapping[SampleId, bytes], nbytes: int) -> None:
+        Raises:
+            ConflictError: The key's labels were discarded.
+            SettingsError: The key's labels have another layout, or the folder is gone.
+            TemporaryError: The folder cannot be written now.
+        """
+        # The last page of a long record is partly empty, as is each page of short ones.
+        nbytes = sum(len(record) + min(len(record), _PAGE_NBYTES) + _LABEL_NBYTES for record in records.values())
         if self.limit_bytes is not None and nbytes > self.limit_bytes // _PART:
-            largest = max(map(len, part.values()))
-            raise SettingsError(f"a label of {largest} bytes is too large for disk_bytes={self.limit_bytes}")
-        while True:
-            with self._transaction() as db:
-                number = self._enter_key(db, space)
-                if self.limit_bytes is not None and not self._make_room(db, nbytes, self.limit_bytes, number):
-                    continue  # some of the oldest are gone
-                db.executemany("DELETE FROM label WHERE key = ? AND id = ?", [(number, sample) for sample in part])
-                rows = (
-                    (number, sample, record[:FINGERPRINT_NBYTES], len(record), space.checksum(sample, record), record)
-                    for sample, record in part.items()
-                )
-                columns = "key, id, fingerprint, size, checksum, record"
-                db.executemany(f"INSERT INTO label ({columns}) VALUES (?, ?, ?, ?, ?, ?)", rows)
-                return
+            if len(records) == 1:
+                (record,) = records.values()
+                raise SettingsError(f"a label of {len(record)} bytes is too large for disk_bytes={self.limit_bytes}")
+            items = [*records.items()]
+            for part in (items[: len(items) // 2], items[len(items) // 2 :]):
+                self._write(space, dict(part))
+            return
+        with self._writing.transaction() as db:
+            number = self._enter_key(db, space)
+            if self.limit_bytes is not None:
+                self._make_room(db, number, len(records), nbytes // _PAGE_NBYTES + 1, self.limit_bytes // _PAGE_NBYTES)
+            db.executemany("DELETE FROM label WHERE key = ? AND id = ?", [(number, sample) for sample in records])
+            rows = (
+                (number, sample, record[:FINGERPRINT_NBYTES], len(record), space.checksum(sample, record), record)
+                for sample, record in records.items()
+            )
+            columns = "key, id, fingerprint, size, checksum, record"
+            db.executemany(f"INSERT INTO label ({columns}) VALUES (?, ?, ?, ?, ?, ?)", rows)
 
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run a transaction that writes, under a bound only with an empty journal."""
-        with self._writing.lock:
-            try:
-                file = self._writing.file()
-            except SettingsError as exc:  # it was fine when the cache was opened, so it may be again
-                raise TemporaryError(str(exc)) from exc
-            deadline = time.monotonic() + _BUSY_S
-            while True:
-                with file.transaction() as db:
-                    if self.limit_bytes is None or not self._size_of("-wal"):
-                        yield db
-                        return
-                with file.translated():
-                    is_held = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-                if is_held:  # another process does it, or reads
-                    time.sleep(_PAUSE_S)
-                if time.monotonic() > deadline:
-                    raise TemporaryError(f"{file}: another process has been reading or writing for {_BUSY_S:g} s")
+    def _make_room(self, db: sqlite3.Connection, key: int, labels: int, pages: int, most_pages: int) -> None:
+        """Delete the oldest labels, so many at a time, until `pages` more fit into `most_pages`."""
+
+        def count(pragma: str) -> int:
+            return int(db.execute(f"PRAGMA {pragma}").fetchone()[0])
+
+        while count("page_count") - count("freelist_count") + pages > most_pages:
+            oldest = db.execute("SELECT number, key FROM label ORDER BY number LIMIT ?", (labels,)).fetchall()
+            if not oldest:
+                break
+            if any(of == key for _, of in oldest):
+                self._warn(
+                    "it is full: labels of the same teacher and data set make room for each other, so teachers are "
+                    f"asked for them again; raise disk_bytes={self.limit_bytes}"
+                )
+            db.execute("DELETE FROM label WHERE number <= ?", (oldest[-1][0],))
+            self.evicted += len(oldest)
+        if (excess := count("page_count") - most_pages) > 0:  # the bound was higher before
+            db.execute(f"PRAGMA incremental_vacuum({excess})").fetchall()
 
     def _enter_key(self, db: sqlite3.Connection, space: Namespace) -> int:
         """Return the number of a key, with its layout as it is and will be in the database."""
@@ -474,36 +448,6 @@ class LabelFolder:
             raise ConflictError(self._discarded())
         return row
 
-    def _make_room(self, db: sqlite3.Connection, nbytes: int, limit_bytes: int, key: int) -> bool:
-        """Delete the oldest labels, as many as a transaction may change, and return whether `nbytes` more fit."""
-
-        def pages(pragma: str) -> int:
-            return int(db.execute(f"PRAGMA {pragma}").fetchone()[0])
-
-        most = (limit_bytes - 2 * max(self._part_nbytes, nbytes) - _SHARED_MEMORY_NBYTES) // _PAGE_NBYTES
-        wanted = nbytes // _PAGE_NBYTES
-        if pages("page_count") - pages("freelist_count") + wanted > most:
-            oldest: list[tuple[int, int, int]] = []
-            sql = "SELECT number, key, size FROM label ORDER BY number LIMIT ?"
-            for label in db.execute(sql, (self._part_nbytes // _PAGE_NBYTES,)):
-                oldest.append(label)
-                nbytes -= label[2]
-                if nbytes <= 0:
-                    break
-            if not oldest:
-                raise SettingsError(f"other tables fill disk_bytes={limit_bytes}")
-            if any(of == key for _, of, _ in oldest):
-                self._warn(
-                    "it is full: labels of the same teacher and data set make room for each other, so teachers are "
-                    f"asked for them again; raise disk_bytes={limit_bytes}"
-                )
-            db.execute("DELETE FROM label WHERE number <= ?", (oldest[-1][0],))
-            self.evicted += len(oldest)
-        if pages("page_count") > most:  # the bound was higher before
-            db.execute(f"PRAGMA incremental_vacuum({self._part_nbytes // 2 // _PAGE_NBYTES})").fetchall()
-        total = pages("page_count")
-        return total <= most and total - pages("freelist_count") + wanted <= most
-
 
 def folder_path(path: object) -> Path:
     """Return the path of a folder that is named. An empty name is refused: it would be the current folder."""
@@ -517,53 +461,56 @@ class _Database:
 
     def __init__(self, folder: Path, read_only: bool) -> None:
         self._folder = folder
-        self._path = folder / _DATABASE
         self._read_only = read_only
         self._file: SqliteFile | None = None
-        self.lock = threading.RLock()  # reentrant for the same reason as that of the folder
+        self._lock = threading.Lock()
 
     def file(self) -> SqliteFile:
-        """Return the connection: one that writes if that is possible, otherwise one that reads what is there.
+        """Return the connection: one that writes if that is possible, otherwise one that reads what is there."""
+        file = self._file
+        if file is None or file.change() == "" or not (file.writable or self._read_only):
+            self._close()
+            self._file = file = self._opened()
+        return file
 
-        A database that is not open elsewhere can be read anywhere, also where machines share its folder.
-        """
-        if self._file is not None and self._file.change() == "":
-            self._replace(None)
-        is_writable = self._file is not None and self._file.writable
-        if not is_writable and not self._read_only and os.access(self._folder, os.W_OK):
-            try:
-                self._open("rwc")
-            except (SettingsError, TemporaryError) as exc:  # the disk is full, say: what is there can still be read
-                failed = isinstance(exc.__cause__, sqlite3.OperationalError)
-                if not failed or not self._path.exists() or self._has_wal():
-                    raise
-        if self._file is None:
-            if self._path.exists():
-                self._open("rw" if self._has_wal() else "ro&immutable=1")
-            elif self._read_only:
-                self._open("memory")  # an empty one
-            else:
-                why = "is empty and cannot be written" if self._folder.is_dir() else "was deleted"
-                raise SettingsError(f"soft-label cache {self._folder}: the folder {why}")
-        assert self._file is not None
-        return self._file
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Run a transaction that writes."""
+        with self._lock, self.file().transaction() as db:
+            yield db
+
+    def query(self, sql: str, values: Sequence[Any]) -> list[Any]:
+        """Return the rows that a statement finds."""
+        with self._lock:
+            file = self.file()
+            with file.translated():
+                return file.sqlite.execute(sql, values).fetchall()
 
     def close(self) -> None:
-        """Close it, but not in the middle of a function that uses it."""
-        if not self.lock._is_owned():  # type: ignore[attr-defined]
-            with self.lock:
-                self._replace(None)
+        """Close the connection."""
+        with self._lock:
+            self._close()
 
-    def _open(self, mode: str) -> None:
-        self._replace(SqliteFile(str(self._path), _TABLES, _BUSY_S, mode))
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _replace(self, file: SqliteFile | None) -> None:
-        before, self._file = self._file, file
-        if before is not None:
-            before.close()
-
-    def _has_wal(self) -> bool:
-        return Path(f"{self._path}-wal").exists()
+    def _opened(self) -> SqliteFile:
+        path = self._folder / _DATABASE
+        is_open = Path(f"{path}-wal").exists()
+        if not self._read_only and os.access(self._folder, os.W_OK):
+            try:
+                return SqliteFile(str(path), _TABLES, _BUSY_S)
+            except (SettingsError, TemporaryError) as exc:  # the disk is full, say: what is there can still be read
+                if is_open or not path.exists() or not isinstance(exc.__cause__, sqlite3.OperationalError):
+                    raise
+        if path.exists():  # where no process has it open, it can be read from anywhere, also from another machine
+            return SqliteFile(str(path), _TABLES, _BUSY_S, "rw" if is_open else "ro&immutable=1")
+        if self._read_only:
+            return SqliteFile(str(path), _TABLES, _BUSY_S, "memory")  # an empty one
+        why = "is empty and cannot be written" if self._folder.is_dir() else "was deleted"
+        raise SettingsError(f"soft-label cache {self._folder}: the folder {why}")
 
 
 _RUNNING: set[LabelFolder] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -183,29 +184,24 @@ def load_labels(
     records: dict[SampleId, bytes] = {}
     with contextlib.ExitStack() as stack:
         folders = [stack.enter_context(contextlib.closing(LabelFolder(root, read_only=True))) for root in roots]
-        keys = [*dict.fromkeys(key for folder in folders for key in folder.keys())]  # noqa: SIM118 - not a mapping
-        if key is None:
-            if len(keys) > 1:
-                listing = "\n".join(f"  {key}" for key in keys)
-                raise SettingsError(f"{name} has labels of several keys; pass key=, one of\n{listing}")
-            if not keys:
-                raise _none_found(name, folders, "no labels")
-            key = keys[0]
-        for folder in folders:
-            space = Namespace(key)
+        keys = [key] if key is not None else [*dict.fromkeys(itertools.chain(*(folder.keys() for folder in folders)))]
+        if len(keys) > 1:
+            listing = "\n".join(f"  {key}" for key in keys)
+            raise SettingsError(f"{name} has labels of several keys; pass key=, one of\n{listing}")
+        for space, folder in ((Namespace(key), folder) for key in keys for folder in folders):
             for part in folder.read_all(space):
                 records.update(part)
-            if space.layout is None:
-                continue
-            merged = space.layout if layout is None else layout.merged(space.layout)
-            if merged is None:
+            merged = layout.merged(space.layout) if layout is not None and space.layout is not None else space.layout
+            if merged is None and space.layout is not None:
                 raise SettingsError(
                     f"labels in {str(folder.path)!r} are {space.layout}, those of the folders before it {layout}: they "
                     "do not go together"
                 )
-            layout = merged
-    if layout is None or not records:
-        raise _none_found(name, folders, f"no labels of {key} that are whole")
+            layout = merged or layout
+        if layout is None or not records:
+            why = "".join(f"; they cannot be read: {folder.unreadable}" for folder in folders if folder.unreadable)
+            what = "no labels" if key is None else f"no labels of {key} that are whole"
+            raise SettingsError(f"{name} has {what}: `edl label --output` writes some{why}")
     ids = sorted(records, key=lambda sample: (isinstance(sample, str), sample))
     packed = [records[sample] for sample in ids]
     sequences = None
@@ -213,12 +209,7 @@ def load_labels(
         lengths, prints = zip(*map(layout.head_of, packed), strict=True)
         fingerprints = np.frombuffer(b"".join(prints), "<u8").astype(np.uint64)
         sequences = SequenceIds(ids, np.array(lengths, np.int64), fingerprints, layout.sequence_inputs)
-    return LabelSet(key, tuple(ids), layout.restore(layout.unpack(packed)), sequences)
-
-
-def _none_found(name: str, folders: Iterable[LabelFolder], what: str) -> SettingsError:
-    why = next((f"; they cannot be read: {folder.unreadable}" for folder in folders if folder.unreadable), "")
-    return SettingsError(f"{name} has {what}: `edl label --output` writes some{why}")
+    return LabelSet(keys[0], tuple(ids), layout.restore(layout.unpack(packed)), sequences)
 
 
 def _array_of(value: Any, what: str) -> Array:

@@ -93,24 +93,20 @@ class CacheKey:
     def __post_init__(self) -> None:
         if not self.outputs or isinstance(self.outputs, str):
             raise SettingsError(f"cache key with outputs={self.outputs!r}: name at least one output, in a tuple")
-        texts = (self.model, self.version, self.dataset, self.service, *self.outputs, *self.inputs)
-        wrong = next((text for text in texts if not isinstance(text, str)), None)
-        if wrong is not None:
-            raise SettingsError(f"cache key with {wrong!r}: names, versions and tags must be strings")
+        for text in (self.model, self.version, self.dataset, self.service, *self.outputs, *self.inputs):
+            if not isinstance(text, str):
+                raise SettingsError(f"cache key with {text!r}: names, versions and tags must be strings")
         if self.top_k is not None and not is_count(self.top_k):
             raise SettingsError(f"cache key with top_k={self.top_k!r}: must be a whole number of at least 1, or None")
         if not is_above_zero(self.temperature) or self.temperature == float("inf"):
             raise SettingsError(f"cache key with temperature={self.temperature!r}: must be a finite number above 0")
         if self.dtype not in (None, "float16", "float32"):
             raise SettingsError(f"cache key with dtype={self.dtype!r}: must be 'float16', 'float32' or None")
-        plain = {  # JSON does not know numpy's numbers
-            "outputs": tuple(self.outputs),
-            "inputs": tuple(sorted(self.inputs)),
-            "top_k": int(self.top_k) if self.top_k is not None else None,
-            "temperature": float(self.temperature) if self.top_k is not None else 1.0,
-        }
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
+        # Plain numbers, because JSON does not know numpy's.
+        object.__setattr__(self, "outputs", tuple(self.outputs))
+        object.__setattr__(self, "inputs", tuple(sorted(self.inputs)))
+        object.__setattr__(self, "top_k", int(self.top_k) if self.top_k is not None else None)
+        object.__setattr__(self, "temperature", float(self.temperature) if self.top_k is not None else 1.0)
 
     def to_json(self) -> str:
         """Return the same text for equal keys. Fields that older files do not have are left out if empty."""
@@ -149,17 +145,13 @@ def as_ids(ids: Ids) -> list[SampleId]:
     if not {*map(type, samples)} <= {int, str}:
         # Scalars of numpy, and tensors without a dimension.
         samples = [sample.item() if getattr(sample, "shape", None) == () else sample for sample in samples]
-        strange = [sample for sample in samples if type(sample) not in (int, str)]
-        if strange:
-            raise SettingsError(f"sample id {strange[0]!r}: must be an integer or a string")
-    numbers = [sample for sample in samples if type(sample) is int]
-    if numbers and not -(2**63) <= min(numbers) <= max(numbers) < 2**63:
-        raise SettingsError(f"sample ids from {min(numbers)} to {max(numbers)}: integers must fit 64 bits")
-    if len(numbers) < len(samples):
+    for sample in samples:
+        if type(sample) not in (int, str):
+            raise SettingsError(f"sample id {sample!r}: must be an integer or a string")
         try:
-            "".join(sample for sample in samples if type(sample) is str).encode()
-        except UnicodeEncodeError as exc:
-            raise SettingsError(f"a sample id cannot be encoded: {exc}") from exc
+            sample.encode() if isinstance(sample, str) else sample.to_bytes(8, "little", signed=True)
+        except (OverflowError, UnicodeEncodeError) as exc:
+            raise SettingsError(f"sample id {sample!r}: integers must fit 64 bits, and strings UTF-8: {exc}") from exc
     return samples
 
 
@@ -297,15 +289,12 @@ class RowLayout:
         Teachers of one model may know its number of classes or not, as an engine behind a gateway does not: that number
         counts where it is known.
         """
-        if (self.columns, self.sequence_inputs) != (other.columns, other.sequence_inputs):
-            return None
         ours, theirs = self.top_k, other.top_k
-        if ours.keys() != theirs.keys():
+        if (self.columns, self.sequence_inputs, {*ours}) != (other.columns, other.sequence_inputs, {*theirs}):
             return None
         merged = {name: (temperature, classes or theirs[name][1]) for name, (temperature, classes) in ours.items()}
-        if merged != {name: (temperature, classes or ours[name][1]) for name, (temperature, classes) in theirs.items()}:
-            return None
-        return replace(self, top_k=merged)
+        fits = all(theirs[name] in (found, (found[0], None)) for name, found in merged.items())
+        return replace(self, top_k=merged) if fits else None
 
     def pack(self, arrays: Mapping[str, Array], heads: Sequence[Head]) -> list[bytes]:
         """Return a record for each head, of as many rows as it says; `arrays` are [rows of all, ...] by column."""
@@ -462,9 +451,7 @@ class Found:
             raise SettingsError(f"rows of the cache are {layout}, the others {other}; {remedy}")
         arrays = {}
         for name, found in have.items():
-            array: Array = np.empty((len(mask), *found.shape[1:]), found.dtype)
-            added = new[name]
+            arrays[name] = array = np.empty((len(mask), *found.shape[1:]), found.dtype)
             array[mask] = found
-            array[~mask] = to_float16(added) if found.dtype == np.float16 and added.dtype.kind == "f" else added
-            arrays[name] = array
+            array[~mask] = _half(new[name], found.dtype == np.float16)
         return merged.restore(arrays)

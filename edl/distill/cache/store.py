@@ -20,7 +20,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -50,7 +49,7 @@ __all__ = ["CacheStats", "CacheView", "SoftLabelCache"]
 logger = logging.getLogger("edl.distill")
 
 _LEAST_BYTES = 1 << 20
-"""The smallest bound on disk: the tables alone take tens of KB, and a quarter is kept free for the journal."""
+"""The smallest bound on disk: the tables alone take tens of KB."""
 ROW_OVERHEAD = 256
 """Bytes that a row takes in memory besides its record: the objects around it and its place in the dictionary."""
 ADMIT_ONE_IN = 32
@@ -107,10 +106,13 @@ class SoftLabelCache:
             top, 48 MiB at most.
         path: The folder, made if it is missing; None to keep rows in memory only. It must not lie on a file system that
             several machines share, unless `EDL_SHARED_FILE` is set because one of them uses it.
-        disk_bytes: Bytes of the folder's database and its journal together, at least 1 MiB; the oldest labels make
-            room. A single label takes a sixteenth at most. None for no bound.
+        disk_bytes: Bytes of the folder's database, at least 1 MiB; the oldest labels make room. Its journal needs up to
+            100 MiB more. A label above a 32nd of it may not fit. None for no bound.
         store_dtype: "float16" keeps floating-point outputs so, whatever teachers give; finite values stay finite.
         flush_interval_s: Seconds after which a row is on disk at the latest (as on `flush` and `close`).
+
+    Attributes:
+        path: The folder on disk; None without.
 
     Raises:
         SettingsError: invalid argument, or a folder that cannot be used.
@@ -141,13 +143,9 @@ class SoftLabelCache:
         self.memory = MemoryTier(memory_bytes)
         self._views: dict[CacheKey, CacheView] = {}
         self.folder = LabelFolder(path, disk_bytes, flush_interval_s) if path is not None else None
+        self.path = self.folder.path if self.folder is not None else None
         if self.folder is not None:
             weakref.finalize(self, self.folder.let_go).atexit = False  # the folder sees to that
-
-    @property
-    def path(self) -> Path | None:
-        """Folder on disk, None without."""
-        return self.folder.path if self.folder is not None else None
 
     def view(self, key: CacheKey) -> CacheView:
         """Return the rows of a key; the same object for equal keys.
@@ -297,9 +295,8 @@ class CacheView:
         """
         self._cache.check()
         sequences, samples = _split(ids)
-        self._check_kind(sequences)
         records = self._records(samples, sequences.heads if sequences is not None else None)
-        self._check_kind(sequences)  # of labels that were found just now
+        self._check_kind(sequences)
         if isinstance(ids, RowIds):
             self._compare_inputs(ids, records)
         there = [record for record in records if record is not None]
@@ -376,7 +373,7 @@ class CacheView:
         self._cache.check()
         sequences, samples = _split(ids)
         heads = sequences.heads if sequences is not None else None
-        found = []
+        found: list[bool] = []
         for start in range(0, len(samples), READ_AT_ONCE):
             part = slice(start, start + READ_AT_ONCE)
             records = self._records(samples[part], heads[part] if heads is not None else None)

@@ -23,7 +23,7 @@ from edl.discovery.served.addresses import ListenAddress
 from edl.discovery.served.server import StoreLimits, StoreServer
 from edl.discovery.served.store import ServedStore
 from edl.discovery.store import MAX_VALUE_BYTES, StoreSnapshot, StoreWatch
-from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
+from edl.errors import DiscoveryError, SettingsError
 from edl.protocol import store as messages
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.tls.handshake import FailedHandshakes
@@ -32,7 +32,6 @@ from edl.settings import Credentials
 from tests.certificates import HERE, Authority, put
 from tests.fast.discovery.conformance.processes import ROOT
 from tests.fast.discovery.conformance.suite import seen_values
-from tests.interrupting import InterruptAt, interrupt_some
 from tests.plugins_consul import free_ports
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -161,22 +160,6 @@ def test_a_restarted_server_goes_on(serve: Serve, tmp_path: Path) -> None:
         later = store.compare_and_set("a", b"2", entry.version, lease)
         assert later is not None
         assert later.version > entry.version
-
-
-def test_a_handler_closes_at_any_line(serve: Serve) -> None:
-    server = serve()
-
-    def closed_before(number: int) -> InterruptAt:
-        with (
-            opened(server) as store,
-            InterruptAt(number, store.close, "edl/") as interrupt,
-            contextlib.suppress(ClosedError, LeaseLostError),
-        ):
-            store.put("a", b"1", store.lease(60.0))
-            store.list("")
-        return interrupt
-
-    interrupt_some(closed_before, 12)
 
 
 SUSPENDED = """

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -14,9 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from edl import notifier
 from edl.background import start_call
-from edl.discovery import Instance, Snapshot, Store, open_registry, open_store
+from edl.discovery import Instance, Snapshot, open_registry
 from edl.discovery import registry as registering
 from edl.discovery import store as storing
 from edl.discovery.registry import InstanceClaim, Registration, Rejected, ServiceView
@@ -293,28 +292,6 @@ def test_one_that_lapsed_is_listed_once() -> None:
 # Closed by a signal handler in the middle of their own functions, before some lines of all that they execute
 
 
-@contextlib.contextmanager
-def interrupt_wait(number: int, close: Callable[[], None], changed: notifier.Notifier) -> Iterator[InterruptAt]:
-    """Interrupt a wait, and close where it has begun and the line was not reached: it is none of the wait's."""
-    steady = [0, 0]
-
-    def is_over() -> bool:
-        steady[:] = (steady[0] + 1 if steady[1] == interrupt.lines else 0), interrupt.lines
-        return interrupt.reached or (bool(changed._waits) and steady[0] > 20)
-
-    def close_if_blocked() -> int:
-        wait_until(is_over)
-        lines = interrupt.lines
-        if not interrupt.reached:
-            close()
-        return lines
-
-    with InterruptAt(number, close, "edl/") as interrupt:
-        closing = start_call("edl-test", close_if_blocked)
-        yield interrupt
-    interrupt.lines = closing.result(DEADLINE_S)
-
-
 @pytest.mark.parametrize("what", ["registration", "registry"])
 def test_registration_closes_before_lines(url: str, what: str) -> None:
     """In the middle of its own `update`, or of a question that its registry is asked, by the same thread."""
@@ -336,19 +313,3 @@ def test_registration_closes_before_lines(url: str, what: str) -> None:
         return interrupt
 
     interrupt_some(use, 8)
-
-
-def test_election_closes_before_lines(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifier, "_SIGNAL_POLL_S", 1000.0)  # a lost wake-up would be made up for
-
-    def use(number: int) -> InterruptAt:
-        with open_store(url) as other:
-            election = other.elect("e", b"candidate", 600.0)
-            waiting = interrupt_wait(number, election.close, election._changed)  # type: ignore[attr-defined]
-            with waiting as interrupt, contextlib.suppress(ClosedError):
-                assert not election.wait(), "there is a leader"
-        return interrupt
-
-    with store.elect("e", b"leader", 600.0) as leader:
-        assert leader.wait(DEADLINE_S)
-        interrupt_some(use, 10)

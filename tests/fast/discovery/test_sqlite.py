@@ -8,7 +8,6 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from edl.discovery import Registry, Store, open_registry, open_store
 from edl.discovery.sqlite import SqliteStore
 from edl.discovery.store import Lease
 from edl.errors import DiscoveryError, SettingsError
-from tests.fast.discovery.conformance.backends import remove_database, spoil_database, teacher
+from tests.fast.discovery.conformance.backends import remove_database, teacher
 from tests.fast.discovery.conformance.processes import Member
 from tests.fast.discovery.conformance.suite import LONG_S, ids, seen
 from tests.waiting import DEADLINE_S, wait_until
@@ -38,36 +37,6 @@ def found_ids(registry: Registry) -> list[str]:
 
 
 # The file
-
-
-@pytest.mark.parametrize(
-    ("sql", "words"),
-    [
-        ("", "not a database"),
-        ("CREATE TABLE precious (x)", "another program's database"),
-        (
-            f"PRAGMA application_id = {0x45444C31}; PRAGMA user_version = 1; CREATE TABLE a (x)",
-            "format 1.*remove the file",
-        ),
-    ],
-)
-def test_files_of_others_are_left_alone(path: Path, url: str, sql: str, words: str) -> None:
-    if sql:
-        with raw(path) as connection:
-            connection.executescript(sql)
-    else:
-        path.write_bytes(b"nonsense" * 1000)
-    before = _tables(path)
-    for opened in (open_registry, open_store):
-        with pytest.raises(SettingsError, match=rf"{path}.*{words}"):
-            opened(url)
-    assert _tables(path) == before
-
-
-def _tables(path: Path) -> object:
-    with contextlib.suppress(sqlite3.DatabaseError), raw(path) as connection:
-        return connection.execute("SELECT name FROM sqlite_master").fetchall()
-    return path.read_bytes()
 
 
 # Leases
@@ -231,23 +200,3 @@ def test_a_lost_write_is_told(path: Path) -> None:
         with pytest.raises(DiscoveryError, match="removed or replaced while in use"), store.file.write():
             remove_database(path)
         assert store.put("a", b"1").value == b"1", "the next goes to a new file"
-
-
-def test_replaced_while_it_is_opened(path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection to a file that another replaced at once is not taken for one to that other."""
-    open_store(url).close()
-    connect = sqlite3.connect
-    spoilt = []
-
-    def connect_then_spoil(*args: Any, **options: Any) -> sqlite3.Connection:
-        connection: sqlite3.Connection = connect(*args, **options)
-        if not spoilt:
-            spoil_database(path)
-            spoilt.append(path.read_bytes())
-        return connection
-
-    monkeypatch.setattr(sqlite3, "connect", connect_then_spoil)
-    for _ in range(2):
-        with pytest.raises(SettingsError, match="not a database"):
-            open_store(url).list("")
-        assert [path.read_bytes()] == spoilt, "nobody's file is removed"

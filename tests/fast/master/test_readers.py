@@ -142,23 +142,6 @@ def test_leaving_is_no_failure(led: Lead, client: MasterClient, error: BaseExcep
     assert shards(client) == {"todo": 4, "doing": 0, "done": 0, "poisoned": 0}
 
 
-def test_a_late_report_ends_no_other_task(led: Lead, read: Read, client: MasterClient) -> None:
-    """Of a worker that was taken for lost; it goes on with a new session."""
-    master = led(20)
-    late = read("late", explicit=True, prefetch=0)
-    shard = taken(late)
-    lapse(master, "late")
-    new = read("new", explicit=True, prefetch=0)
-    again = taken(new)
-    with pytest.raises(LeaseLostError):
-        late.report_done(shard)
-    assert shards(client)["doing"] == 1
-    new.report_done(again)
-    other = taken(late)
-    late.report_done(other)
-    assert shards(client)["done"] == 2
-
-
 def test_leases_are_renewed_meanwhile(led: Lead, read: Read, busy: None) -> None:
     led(20)
     reader = read(prefetch=0, explicit=True)

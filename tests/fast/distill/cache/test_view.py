@@ -96,8 +96,11 @@ def test_ids_that_are_none_are_refused(ids: Any) -> None:
     ("arguments", "words"),
     [
         ({"memory_bytes": -1}, "memory_bytes=-1"),
+        ({"memory_bytes": None}, "memory_bytes=None"),
         ({"disk_bytes": 1 << 20}, "together with a path"),
         ({"path": "x", "disk_bytes": 100}, "disk_bytes=100: must be at least 1048576"),
+        ({"path": "x", "disk_bytes": "1GB"}, "disk_bytes='1GB'"),
+        ({"path": ""}, "'' names no folder"),
         ({"store_dtype": "bfloat16"}, "store_dtype='bfloat16'"),
         ({"flush_interval_s": 0}, "flush_interval_s=0"),
         ({"path": "/proc/no/such"}, "'/proc/no/such'"),

@@ -25,7 +25,6 @@ from edl.distill.labelling import DataGuard, Labeller, LabelPlan, LabelProgress,
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import ConflictError, SettingsError
 from edl.testing.models import prefix_scores_of
-from edl_serving.backends.callable import CallableBackend
 from tests.fast.distill.conftest import Register, Serve, Served
 from tests.fast.distill.sequences.language_model import sequences
 from tests.waiting import DEADLINE_S
@@ -100,32 +99,6 @@ def test_labels_of_other_data_are_refused(
     np.testing.assert_array_equal(load_labels(folder).rows(range(ROWS))["y"], X + 1)
     assert main([*run, "--relabel"]) == 0
     assert f"{ROWS + 5:,} had a label before" in capsys.readouterr().out
-
-
-def test_data_written_to_meanwhile_are_noticed(
-    serve: Serve, tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A single row, and none of those that are compared."""
-    data, begun = tmp_path / "data.npy", list[bool]()
-    np.save(data, X)
-
-    def model(inputs: Any) -> Any:
-        if inputs["x"].max() > ROWS / 2 and not begun:  # no row that a server tries itself with
-            begun.append(True)
-            with data.open("r+b") as file:
-                file.seek(-2 * X[0].nbytes, os.SEEK_END)
-                file.write(X[0].tobytes())
-        return {"y": inputs["x"]}
-
-    run = command(data, folder, "--teachers", serve(CallableBackend(model, ["x:fp32[4]"], version="1")).endpoint)
-    assert main(run) == 1
-    said = capsys.readouterr().err
-    assert f"the data changed while they were labelled: {data} was written at 2" in said
-    assert "pass --relabel" in said
-    np.save(data, X)
-    assert main(run) == 1, "its labels may be of either"
-    assert main([*run, "--relabel"]) == 0
-    np.testing.assert_array_equal(load_labels(folder).rows(range(ROWS))["y"], X)
 
 
 def test_another_run_may_take_the_folder(serve: Serve, data: Path, folder: Path) -> None:

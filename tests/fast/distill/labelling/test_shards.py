@@ -166,18 +166,6 @@ def test_wrong_input_ends_the_worker(serve: Serve, folder: Path) -> None:
     assert len(source.failed) == 3
 
 
-def test_an_error_of_own_code_counts(serve: Serve, folder: Path) -> None:
-    """Else the shard comes first again, to each worker that is started anew."""
-
-    def fail(_: LabelProgress) -> None:
-        raise ZeroDivisionError("its third sample")
-
-    source = Shards(folder)
-    with pytest.raises(ZeroDivisionError):
-        label(folder, serve("echo"), source, tell=fail)
-    assert list(source.failed.values()) == ["ZeroDivisionError: its third sample"]
-
-
 class Failing:
     """A user's data set, a row of which cannot be read."""
 
@@ -265,7 +253,7 @@ def test_no_teacher_fails_no_shard(serve: Serve, folder: Path) -> None:
     assert source.missing_on_disk == 0
 
 
-@pytest.mark.parametrize("step", ["report", "look-up"])
+@pytest.mark.parametrize("step", ["report", "look-up", "tell"])
 def test_unforeseen_error_ends_the_run(serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """Not only EDL's own errors: a shard that was popped and not reported would be waited for for ever."""
     unknown = ArrayData.unknown
@@ -281,12 +269,16 @@ def test_unforeseen_error_ends_the_run(serve: Serve, folder: Path, monkeypatch: 
             raise ZeroDivisionError("not foreseen")
         return unknown(data, known, begin, stop)
 
+    def tell(_: LabelProgress) -> None:
+        if step == "tell":
+            raise ZeroDivisionError("not foreseen")
+
     monkeypatch.setattr(ArrayData, "unknown", failing)
     source = Broken(folder)
     with pytest.raises(ZeroDivisionError):
-        label(folder, serve("echo"), source)
-    assert list(source.failed) == ([(100, 150)] if step == "look-up" else [])
-    assert step == "report" or source.done_rows == list(range(100))
+        label(folder, serve("echo"), source, tell=tell)
+    assert list(source.failed.values()) == ([] if step == "report" else ["ZeroDivisionError: not foreseen"])
+    assert step != "look-up" or source.done_rows == list(range(100))
 
 
 def test_bad_rows_are_named_others_labelled(serve: Serve, folder: Path) -> None:

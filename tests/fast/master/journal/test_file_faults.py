@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from edl import mounts
 from edl.errors import JournalError, SettingsError
 from edl.master.journal import SqliteJournal, open_journal
 from edl.sqlite_file import SqliteFile
@@ -153,15 +152,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match=words):
             open_journal(f"sqlite:///{tmp_path}/{name}")
     assert (tmp_path / "text").read_text().startswith("this is no database")
-
-
-def test_shared_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mounts, "file_system", lambda path, table: "nfs4")
-    with pytest.raises(SettingsError, match=r"lies on nfs4.*store:JOB"):
-        open_journal(f"sqlite:///{tmp_path}/journal.sqlite")
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setenv("EDL_SHARED_FILE", "1")
-    open_journal(f"sqlite:///{tmp_path}/journal.sqlite").close()
 
 
 @pytest.mark.parametrize(

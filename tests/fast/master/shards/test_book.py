@@ -73,25 +73,6 @@ def checkpointed(**spec: Any) -> Job:
     return Job(commit=master.COMMIT_CHECKPOINT, **spec)
 
 
-def test_repeated_turn_is_answered_again() -> None:
-    """A reply that was lost: of this master, and of one that was restored from a snapshot."""
-    job = Job()
-    job.open("a")
-    turn = master.Turn(session="a", request=1, want=3)
-    reply = job.book.turn(turn)
-    version = job.book.version
-    assert job.book.turn(turn) == reply
-    assert job.book.version == version
-    book = ShardBook.restore(job.book.snapshot())
-    assert book.turn(turn) == reply
-    assert job.open("a").last_request == 1
-    assert list(job.open("a").leases) == list(reply.leases)
-    for request in (0, 3):
-        with pytest.raises(ConflictError, match=f"turn {request} of session a: the last was 1"):
-            job.book.turn(master.Turn(session="a", request=request, want=3))
-    assert job.shards()["doing"] == 3
-
-
 def test_failures_poison_with_reasons() -> None:
     job = Job(units=20, max_failures=3)
     for number, holder in enumerate("abc"):
@@ -228,23 +209,6 @@ def test_flush_gives_the_rest() -> None:
     done = [*first.leases, *second.leases, *third.leases, *fourth.leases]
     assert job.turn("a", 5, done=done).finished
     assert job.shards() == {"todo": 0, "doing": 0, "done": 3, "poisoned": 0}
-
-
-def test_loss_after_a_mark_goes_back() -> None:
-    job = checkpointed(units=40)
-    job.open("a")
-    first, second, third = job.turn("a", 3).leases
-    job.turn("a", 0, done=[first])
-    job.mark("a", 1, (second, 4))
-    job.turn("a", 0, done=[second])
-    assert job.book.datasets["d"].status()["provisional_units"] == 6
-    job.expire("a")
-    assert job.book.datasets["d"].status()["units_done"] == 14
-    with pytest.raises(LeaseLostError, match="after its last mark, 1, went back: resume"):
-        job.turn("a", 1)
-    job.open("b")
-    assert bounds(job.turn("b", 9).leases) == [(14, 20), (20, 30), (30, 40)]
-    assert third.start == 20
 
 
 def test_marks_of_the_given_up_branch() -> None:

@@ -28,9 +28,6 @@ from edl.settings import Credentials
 
 __all__ = ["main", "parser", "plan_of"]
 
-_FLUSH_S = 5.0
-"""Time between two writes to the disk. After a crash, labels of this time are asked for again."""
-
 _DESCRIPTION = """\
 Asks teachers for the soft labels of a whole data set and writes them to a folder. A student that reads them with
 SoftLabelCache(path=FOLDER), or with load_labels(FOLDER), needs no teachers. If the command is stopped or killed, run it
@@ -76,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     new = not Path(options.output).exists()
     half: Any = "float16" if options.dtype == "float16" else None  # for servers that cannot send it
     try:
-        with SoftLabelCache(0, options.output, store_dtype=half, flush_interval_s=_FLUSH_S) as cache:
+        with SoftLabelCache(0, options.output, store_dtype=half) as cache:
             if options.job is None:
                 return _label_all(options, DataGuard(data, files), plan, cache)
             from edl.cli._label_job import run_job  # imports the packages of a master

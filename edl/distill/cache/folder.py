@@ -1,19 +1,18 @@
-"""Labels on disk: a SQLite database in the cache's folder, `labels.sqlite`, and the thread that writes to it.
+"""Labels on disk: a SQLite database in the cache's folder, `labels.sqlite`.
 
 ::
 
     key      what labels depend on (`CacheKey` as JSON), the layout of their records, which data they are of
     label    a record under a key and sample id, with a checksum; numbers grow, so the lowest is the oldest
 
-`put` gathers labels, and the thread writes them many at a time, because a sync of the disk takes longer than the labels
-of a request. Methods that look labels up find those on their way to the disk as well.
+Several processes of a machine share the database. In WAL mode none of them waits to read. The labels of a `put` are one
+transaction, which the disk need not have when it ends (`synchronous = NORMAL`): a sync takes longer than the labels. A
+process that is killed loses nothing, because the system has them; a machine that loses power loses what came after the
+last `flush`. Either way the database holds whole labels only. Under a bound (`disk_bytes`) the oldest labels make room
+in the same transaction, and their pages are used again.
 
 A key's number is random, and changes when its labels are discarded because the data are others. Each process remembers
 the number that it began with, and each of its transactions checks it, so no label of the data before comes afterwards.
-
-Several processes of a machine share the database. In WAL mode none of them waits to read, and a batch of labels is one
-transaction: whichever process is killed when, the database holds whole labels only. Under a bound (`disk_bytes`) the
-oldest labels make room in the same transaction, and their pages are used again.
 
 Disks, and what lies between, flip bits: each label has a checksum over its key, layout, id and bytes, verified when it
 is first read. A label that fails counts as missing.
@@ -21,7 +20,6 @@ is first read. A label that fails counts as missing.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import logging
@@ -30,12 +28,13 @@ import secrets
 import sqlite3
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edl.background import BackgroundLoop
+from edl.background import start_call
 from edl.distill.cache.records import FINGERPRINT_NBYTES, CacheKey, RowLayout, SampleId
 from edl.errors import ConflictError, EDLError, SettingsError, TemporaryError
 from edl.sqlite_file import SqliteFile, Tables
@@ -48,7 +47,7 @@ _DATABASE = "labels.sqlite"
 _PAGE_NBYTES = 8192
 """Two rows of 1,000 float32. Labels of texts are read faster from larger pages, single rows more slowly."""
 _JOURNAL_PAGES = (48 << 20) // _PAGE_NBYTES
-"""Pages after which the journal goes into the database: enough that the disk's syncs do not count."""
+"""Pages after which the journal goes into the database, with a sync: enough that syncs do not count."""
 _TABLES = Tables(
     kind="soft-label cache",
     application_id=0x45444C43,  # "EDLC"
@@ -66,7 +65,7 @@ _TABLES = Tables(
     remedy="name another folder, or delete the folder, and its labels are asked for again",
     elsewhere="Give each machine a folder on a disk of its own (load_labels reads several)",
     pragmas=(
-        "synchronous = FULL",
+        "synchronous = NORMAL",
         f"wal_autocheckpoint = {_JOURNAL_PAGES}",
         "cache_size = -16000",  # KiB: the index's pages stay while records pass
     ),
@@ -86,14 +85,6 @@ READ_AT_ONCE = 64
 """Labels that are read at a time where many are, so that memory stays bounded for wide rows."""
 _MOST_VERIFIED = 1 << 22
 """Labels remembered as verified, about 200 bytes each: hashing a label takes as long as reading it."""
-_BATCH_NBYTES = 16 << 20
-"""Waiting labels are written from this size on: syncs do not count then, and three batches fit into memory."""
-_MOST_WAITING = 3
-"""Batches' worth of labels that may wait to be written, or be on their way: while one is written the next gathers."""
-_ROW_NBYTES = 64
-"""Bytes that a waiting label counts for besides its own, so that tiny labels are bounded too."""
-_STALLED_S = 60.0
-"""How long a disk may stand still before labels are dropped, and `close` gives up: longer than a busy one does."""
 
 
 @dataclass(eq=False)
@@ -119,32 +110,24 @@ class Namespace:
 class LabelFolder:
     """Reads and writes labels; makes nothing if `read_only`. Thread-safe.
 
-    Counts the labels `evicted` to make room, and the batches that could not be written (`failures`, of which `failure`
-    says why the last was). Remembers the keys and ids of labels found `damaged`, and why it was `unreadable` last.
+    Counts the labels `evicted` to make room, and the `failures` of `put`, of which `failure` is the last. Remembers the
+    keys and ids of labels found `damaged`, and why it was `unreadable` last.
 
     Raises:
         SettingsError: The folder cannot be used.
     """
 
-    def __init__(
-        self, path: object, limit_bytes: int | None = None, flush_interval_s: float = 10.0, *, read_only: bool = False
-    ) -> None:
+    def __init__(self, path: object, limit_bytes: int | None = None, *, read_only: bool = False) -> None:
         self.path = path = folder_path(path)
         self.limit_bytes = limit_bytes
         self.evicted = self.failures = 0
-        self.failure = self.unreadable = ""
+        self.unreadable = self.failure = ""
         self.damaged: set[tuple[str, SampleId]] = set()
         self._said: set[str] = set()
         self._verified: set[tuple[int, int, SampleId]] = set()
-        self._interval_s = flush_interval_s
         self._pid = os.getpid()
-        self._lock = threading.Condition()  # of the labels on their way to the disk
-        self._waiting: dict[Namespace, dict[SampleId, bytes]] = {}
-        self._under_way: dict[Namespace, dict[SampleId, bytes]] = {}
-        self._nbytes = self._under_way_nbytes = 0  # of both together, and of those under way
         self._lost = 0  # labels that could not be written since the last flush
-        self._closing = False
-        self._loop: BackgroundLoop | None = None
+        self._has_written = False
         try:
             if not read_only:
                 path.mkdir(parents=True, exist_ok=True)
@@ -169,96 +152,44 @@ class LabelFolder:
             return sum(file.stat().st_size for file in self.path.glob(f"{_DATABASE}*"))
         return 0
 
-    def _warn(self, words: str, once: str = "", exc: Exception | None = None) -> None:
+    def _warn(self, words: str, once: str = "") -> None:
         if (once or words) not in self._said:  # once for each label would fill the log
             self._said.add(once or words)
-            logger.warning("soft-label cache %s: %s", self.path, words, exc_info=exc)
-
-    # Labels on their way to the disk
-
-    def put(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
-        """Take in labels. Waits while too many are on their way, so that memory stays bounded."""
-        with self._lock:
-            self._waiting.setdefault(space, {}).update(records)
-            self._nbytes += sum(map(len, records.values())) + _ROW_NBYTES * len(records)
-            if self._loop is None:
-                _RUNNING.add(self)
-                self._loop = BackgroundLoop("edl-cache", self._write_waiting)
-            if self._nbytes - self._under_way_nbytes >= _BATCH_NBYTES:
-                self._loop.wake()
-            if not self._lock.wait_for(lambda: self._nbytes <= _MOST_WAITING * _BATCH_NBYTES, _STALLED_S):
-                self._fail(sum(map(len, self._waiting.values())), f"nothing has been written for {_STALLED_S:g} s")
-                self._waiting.clear()
-                self._nbytes = self._under_way_nbytes
-
-    def _held(self, space: Namespace, ids: Iterable[SampleId] | None = None) -> dict[SampleId, bytes]:
-        """Return which of these records, or of all, are on their way to the disk."""
-        found: dict[SampleId, bytes] = {}
-        with self._lock:
-            for records in (self._under_way.get(space), self._waiting.get(space)):
-                if records:
-                    found.update(records if ids is None else {one: records[one] for one in ids if one in records})
-        return found
+            logger.warning("soft-label cache %s: %s", self.path, words)
 
     def flush(self, timeout_s: float) -> None:
-        """Write all labels that came until now.
+        """Wait until the disk has all labels.
 
         Raises:
-            TemporaryError: Labels could not be written now or since the last flush, or not within `timeout_s`.
+            TemporaryError: Labels could not be written since the last flush, or the disk takes longer.
         """
-        with self._lock:
-            mine = [labels for labels in (self._waiting, self._under_way) if labels]
-            if self._loop is not None:
-                self._loop.wake()
-            if not self._lock.wait_for(lambda: not any(mine), timeout_s):
-                raise TemporaryError(f"soft-label cache {self.path}: not written within {timeout_s:g} s")
-            lost, self._lost = self._lost, 0
+        try:
+            start_call("edl-cache", self._sync).result(timeout_s)
+        except futures.TimeoutError as exc:
+            raise TemporaryError(f"soft-label cache {self.path}: not written within {timeout_s:g} s") from exc
+        except OSError as exc:
+            raise TemporaryError(f"soft-label cache {self.path} cannot be written: {exc.strerror or exc}") from exc
+        lost, self._lost = self._lost, 0
         if lost:
             raise TemporaryError(f"{lost} rows could not be written: {self.failure}")
 
-    def let_go(self) -> None:
-        """Have the thread write what waits, and end. For a finalizer: waits for nothing."""
-        if self._loop is not None and os.getpid() == self._pid:
-            self._closing = True
-            self._loop.wake()
+    def _sync(self) -> None:
+        """Sync the journal. What has gone from it into the database was synced then."""
+        with contextlib.suppress(FileNotFoundError), Path(f"{self.path / _DATABASE}-wal").open("rb") as journal:
+            os.fsync(journal.fileno())
 
     def close(self) -> None:
-        """Write what waits, end the thread and close the database. May be called twice. Not for a forked child."""
-        self.let_go()
-        if os.getpid() == self._pid:
-            if self._loop is not None and not self._loop.wait_ended(_STALLED_S):
-                self._warn(f"still writing {_STALLED_S:g} s after it was closed")
-            self._reading.close()
-            self._writing.close()
-
-    def _write_waiting(self) -> float | None:
-        """Write what waits, in the thread: every `flush_interval_s`, for a whole batch, `flush` and `close`."""
-        with self._lock:
-            if not self._waiting and self._closing:
-                _RUNNING.discard(self)
-                return None
-            self._under_way, self._waiting = self._waiting, {}
-            self._under_way_nbytes = self._nbytes
-        for space, records in self._under_way.items():
-            try:
-                self._write(space, records)
-            except Exception as exc:  # noqa: BLE001 - those who wait for this thread must not wait for ever
-                with self._lock:
-                    self._fail(len(records), str(exc), None if isinstance(exc, EDLError) else exc)
-            else:
-                self._said.discard(self.failure)  # to be said again if it fails again
-        with self._lock:
-            self._under_way.clear()
-            self._nbytes -= self._under_way_nbytes
-            self._under_way_nbytes = 0
-            self._lock.notify_all()
-        return 0.0 if self._closing else self._interval_s
-
-    def _fail(self, rows: int, failure: str, exc: Exception | None = None) -> None:
-        self._warn(f"{rows} rows were not written, and will be asked for again: {failure}", failure, exc)
-        self.failures += 1
-        self._lost += rows
-        self.failure = failure
+        """Have the disk write what it has, and close the database. May be called twice. Not for a forked child."""
+        if os.getpid() != self._pid:
+            return
+        self._lost = 0  # these are in the log
+        try:
+            if self._has_written:
+                self.flush(_BUSY_S)
+        except TemporaryError as exc:
+            self._warn(str(exc))
+        self._reading.close()
+        self._writing.close()
 
     # Reading
 
@@ -287,20 +218,18 @@ class LabelFolder:
         return found[0] if found else None
 
     def ids(self, space: Namespace) -> list[SampleId]:
-        """Return the ids of all labels: of those on disk integers by value, then strings."""
-        held = self._held(space)  # first, since a label goes from there to the disk
+        """Return the ids of all labels: integers by value, then strings."""
         found = self._query(f"SELECT id FROM label WHERE key = {_NUMBER} ORDER BY id", space.text)
-        return [*dict.fromkeys([*(sample for (sample,) in found), *held])]
+        return [sample for (sample,) in found]
 
     def read(self, space: Namespace, ids: Sequence[SampleId]) -> dict[SampleId, bytes]:
         """Return the records of those ids that have one, but for damaged ones."""
-        records = self._held(space, ids)
+        records: dict[SampleId, bytes] = {}
         self.refresh(space)
         if len(self._verified) > _MOST_VERIFIED:
             self._verified.clear()
-        rest = [sample for sample in ids if sample not in records] if records else ids
-        for start in range(0, len(rest), READ_AT_ONCE):
-            part = rest[start : start + READ_AT_ONCE]
+        for start in range(0, len(ids), READ_AT_ONCE):
+            part = ids[start : start + READ_AT_ONCE]
             places = ",".join("?" * len(part))
             sql = f"SELECT number, id, checksum, record FROM label WHERE key = {_NUMBER} AND id IN ({places})"
             for number, sample, checksum, record in self._query(sql, space.text, *part):
@@ -363,7 +292,7 @@ class LabelFolder:
                     db.execute("DELETE FROM label WHERE key = ?", (number,))
                     number = secrets.randbits(_NUMBER_BITS)
                 db.execute("UPDATE key SET number = ?, data_set = ? WHERE text = ?", (number, text, space.text))
-        space.number, space.data_set = number, text
+        space.number, space.data_set, self._has_written = number, text, True
 
     def _discarded(self) -> str:
         return (
@@ -373,8 +302,20 @@ class LabelFolder:
 
     # Writing
 
+    def put(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
+        """Add labels. Those that cannot be written are logged, counted, and missing: they are asked for again."""
+        try:
+            self._write(space, records)
+            self._has_written = True
+            self._said.discard(self.failure)  # to be said again if it fails again
+        except EDLError as exc:
+            self.failure = str(exc)
+            self._warn(f"{len(records)} rows were not written, and will be asked for again: {exc}", self.failure)
+            self.failures += 1
+            self._lost += len(records)
+
     def _write(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
-        """Add labels; they are on the disk when this returns.
+        """Add labels.
 
         Raises:
             ConflictError: The key's labels were discarded.
@@ -511,13 +452,3 @@ class _Database:
             return SqliteFile(str(path), _TABLES, _BUSY_S, "memory")  # an empty one
         why = "is empty and cannot be written" if self._folder.is_dir() else "was deleted"
         raise SettingsError(f"soft-label cache {self._folder}: the folder {why}")
-
-
-_RUNNING: set[LabelFolder] = set()
-"""Those whose threads are to write what they have when the program ends."""
-
-
-@atexit.register
-def _close_running() -> None:
-    for folder in _RUNNING.copy():
-        folder.close()

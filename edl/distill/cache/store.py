@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +66,7 @@ class CacheStats:
         misses: Rows looked up that were not there.
         memory_rows: Rows in memory.
         memory_bytes: Bytes of these rows, bookkeeping included.
-        disk_rows: Rows on disk under the keys of this cache's views, rows not written yet included.
+        disk_rows: Rows on disk under the keys of this cache's views.
         disk_bytes: Bytes of the database in the folder, its journal included.
         evicted_rows: Rows that made room in memory.
         evicted_disk_rows: Rows that this cache deleted from the disk to make room.
@@ -102,14 +101,12 @@ class SoftLabelCache:
     a forked child it cannot be used: open another one there.
 
     Args:
-        memory_bytes: Bytes of the rows in memory, bookkeeping included; 0 for none. Rows on their way to disk come on
-            top, 48 MiB at most.
+        memory_bytes: Bytes of the rows in memory, bookkeeping included; 0 for none.
         path: The folder, made if it is missing; None to keep rows in memory only. It must not lie on a file system that
             several machines share, unless `EDL_SHARED_FILE` is set because one of them uses it.
         disk_bytes: Bytes of the folder's database, at least 1 MiB; the oldest labels make room. Its journal needs up to
             100 MiB more. A label above a 32nd of it may not fit. None for no bound.
         store_dtype: "float16" keeps floating-point outputs so, whatever teachers give; finite values stay finite.
-        flush_interval_s: Seconds after which a row is on disk at the latest (as on `flush` and `close`).
 
     Attributes:
         path: The folder on disk; None without.
@@ -125,7 +122,6 @@ class SoftLabelCache:
         disk_bytes: int | None = None,
         *,
         store_dtype: Literal["float16"] | None = None,
-        flush_interval_s: float = 10.0,
     ) -> None:
         if not is_above_zero(memory_bytes) and memory_bytes != 0:
             raise SettingsError(f"memory_bytes={memory_bytes!r}: must be a number of at least 0")
@@ -134,18 +130,14 @@ class SoftLabelCache:
             raise SettingsError(f"disk_bytes={disk_bytes!r}: must be at least {_LEAST_BYTES}, together with a path")
         if store_dtype not in (None, "float16"):
             raise SettingsError(f"store_dtype={store_dtype!r}: must be 'float16', or None to keep what teachers give")
-        if not is_above_zero(flush_interval_s) or flush_interval_s == float("inf"):
-            raise SettingsError(f"flush_interval_s={flush_interval_s!r}: must be a finite number above 0")
         self.store_dtype = store_dtype
         self._pid = os.getpid()
         self._closed = False
         self.lock = threading.RLock()
         self.memory = MemoryTier(memory_bytes)
         self._views: dict[CacheKey, CacheView] = {}
-        self.folder = LabelFolder(path, disk_bytes, flush_interval_s) if path is not None else None
+        self.folder = LabelFolder(path, disk_bytes) if path is not None else None
         self.path = self.folder.path if self.folder is not None else None
-        if self.folder is not None:
-            weakref.finalize(self, self.folder.let_go).atexit = False  # the folder sees to that
 
     def view(self, key: CacheKey) -> CacheView:
         """Return the rows of a key; the same object for equal keys.
@@ -206,20 +198,20 @@ class SoftLabelCache:
         )
 
     def flush(self, timeout_s: float = 60.0) -> None:
-        """Write every row that was put so far.
+        """Wait until the disk has every row that was put so far. Without it, a loss of power may cost some.
 
         Args:
             timeout_s: Seconds to wait for it.
 
         Raises:
-            TemporaryError: rows could not be written now or since the last flush, or not within `timeout_s`.
+            TemporaryError: rows could not be written since the last flush, or the disk takes longer than `timeout_s`.
         """
         self.check()
         if self.folder is not None:
             self.folder.flush(timeout_s)
 
     def close(self) -> None:
-        """Write what is left, and release everything. A row that cannot be written is logged. May be called twice."""
+        """Flush, and release everything. May be called twice."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -315,7 +307,7 @@ class CacheView:
     def put(self, ids: Ids | SequenceIds, outputs: Outputs) -> None:
         """Keep rows or sequences. If an id comes again, the last one counts.
 
-        May wait for the disk when labels come faster than it writes.
+        Waits until the folder has them. Rows that cannot be written are logged, and missing later.
 
         Args:
             ids: Ids of rows; or those of sequences, with lengths of at least 1, and fingerprints.
@@ -407,24 +399,24 @@ class CacheView:
             records = cache.memory.get(self.space, samples)
             puts = self._puts
 
-        def is_of_other_text(at: int) -> bool:
-            record, layout = records[at], self.layout
-            if heads is None or record is None or layout is None or layout.sequence_inputs is None:
-                return False
-            return layout.head_of(record) != heads[at]
+        def missing() -> list[int]:
+            """Return where there is no record, or one of another text."""
+            layout = self.layout if heads is not None else None
+            if heads is None or layout is None or layout.sequence_inputs is None:
+                return [at for at, record in enumerate(records) if record is None]
+            return [at for at, record in enumerate(records) if record is None or layout.head_of(record) != heads[at]]
 
         # One of another text in memory is looked up too: another process may have labelled the text as it is now.
-        wrong = [at for at, record in enumerate(records) if record is None or is_of_other_text(at)]
-        if wrong and self.folder is not None:
+        if self.folder is not None and (rest := missing()):
             # Without the lock, so that `put` does not wait for the disk.
-            read = self.folder.read(self.space, [samples[at] for at in wrong])
-            for at in wrong:
+            read = self.folder.read(self.space, [samples[at] for at in rest])
+            for at in rest:
                 records[at] = read.get(samples[at], records[at])
             with cache.lock:
                 if cache.memory.limit_bytes and self._puts == puts:  # otherwise newer ones may be in memory
                     cache.memory.put(self.space, read)
-        for at in wrong:
-            if heads is not None and is_of_other_text(at):
+        for at in missing():
+            if records[at] is not None:
                 self._warn(
                     f"sample {samples[at]!r} is another text than the one whose label is kept under this id: this "
                     "label, and those of other samples like it, are not used"

@@ -127,8 +127,8 @@ class Labeller:
     def label_all(self, tell: Callable[[LabelProgress], None] = lambda _: None) -> LabelProgress:
         """Ask for the labels of all rows that have none yet. On return all labels are on disk. Call `key` first.
 
-        After a kill, call this again in another process: labels of the last `flush_interval_s` of the cache are lost,
-        and nothing else. `tell` is called after every batch, in this thread.
+        After a kill, call this again in another process: no label that was answered is lost. `tell` is called after
+        every batch, in this thread.
 
         Raises:
             ConflictError: The data changed during the run.

@@ -1,4 +1,4 @@
-"""A process that is killed while it writes labels, at any line: none is wrong, none that was flushed is lost."""
+"""A process that is killed while it writes labels, at any line: none is wrong, none that was put is lost."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ def labels(ids):
     return {"y": np.repeat(np.asarray(ids, np.float32)[:, None], 100, axis=1)}
 
 def write(first, killed_at):
-    '''Flush some labels, then write others, and be killed before the line of that number.'''
+    '''Put some labels, then others, and be killed before the line of that number.'''
     cache = SoftLabelCache(0, PATH, disk_bytes=1 << 20)
     cache.view(KEY).put(range(first, first + ROWS), labels(range(first, first + ROWS)))
-    cache.flush()
     lines = 0
     def trace(frame, event, _):
         nonlocal lines
@@ -44,7 +43,7 @@ def check(first):
         found = cache.view(KEY).get(ids)
         assert found.complete, f"unreadable: {np.asarray(ids)[~found.mask]}"
         assert (found.outputs["y"] == labels(ids)["y"]).all(), "a label is another sample's"
-        assert {*range(first, first + ROWS)} <= {*ids}, "a flushed label is lost"
+        assert {*range(first, first + ROWS)} <= {*ids}, "a label is lost"
 
 killed = 0
 for number in range(1, 4000, 61):

@@ -102,7 +102,6 @@ def test_ids_that_are_none_are_refused(ids: Any) -> None:
         ({"path": "x", "disk_bytes": "1GB"}, "disk_bytes='1GB'"),
         ({"path": ""}, "'' names no folder"),
         ({"store_dtype": "bfloat16"}, "store_dtype='bfloat16'"),
-        ({"flush_interval_s": 0}, "flush_interval_s=0"),
         ({"path": "/proc/no/such"}, "'/proc/no/such'"),
         ({"path": __file__}, "test_view.py"),
     ],
@@ -143,7 +142,7 @@ view = cache.view(KEY)
 view.put([1, 2], rows([1, 2]))
 held, done = threading.Event(), threading.Event()
 def hold():  # another thread, which the child will not have
-    with cache.lock, cache.folder._lock:
+    with cache.lock, cache.folder._writing._lock:
         held.set()
         done.wait(60)
 threading.Thread(target=hold, daemon=True).start()
@@ -208,7 +207,7 @@ class CacheModel(RuleBasedStateMachine):
             self.cache.close()
         if self.path is None:
             self.model.clear()
-        self.cache = SoftLabelCache(self.memory, self.path, self.bound, store_dtype=self.half, flush_interval_s=100)
+        self.cache = SoftLabelCache(self.memory, self.path, self.bound, store_dtype=self.half)
 
     IDS = st.lists(st.one_of(st.integers(0, 30), st.integers(0, 30).map(str)), max_size=20, unique=True)
 

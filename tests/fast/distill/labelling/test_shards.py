@@ -97,7 +97,7 @@ def label(
     teachers = Teachers(endpoints=(teacher.endpoint,))
     plan = LabelPlan(teachers, OutputSpec(outputs=("y",)), batch_rows=16, options=Options(**options))
     with (
-        SoftLabelCache(0, folder, flush_interval_s=60) as cache,
+        SoftLabelCache(0, folder) as cache,
         closing(ShardLabeller(DataGuard(data or ArrayData({"x": X}), files), plan, cache)) as labeller,
     ):
         assert labeller.key().outputs == ("y",)

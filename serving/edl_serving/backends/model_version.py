@@ -331,6 +331,9 @@ class ContentHash:
                 self.add(f"an attribute of {where}", attributes)
         elif torch is not None and isinstance(value, torch.nn.Module) and not isinstance(value, torch.jit.ScriptModule):
             self._add_torch_module(where, torch, value)
+        elif (settings := _transformers_settings(value)) is not None:
+            self.add(where, type(value))
+            self.add(where, settings)
         else:
             raise UnknownStateError(f"{where} is or holds a {type(value).__module__}.{type(value).__qualname__}")
 
@@ -460,6 +463,23 @@ class ContentHash:
             elif name in ("_parameters", "_buffers", "training") or name not in plain:
                 self.update(name.encode())
                 self.add(held, value)
+
+
+def _transformers_settings(value: Any) -> dict[str, Any] | None:
+    """Return the settings in a configuration of transformers, or None for another value."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(value, (transformers.PretrainedConfig, transformers.GenerationConfig)):
+        return None
+    return _without_origin(value.to_dict())
+
+
+def _without_origin(settings: dict[str, Any]) -> dict[str, Any]:
+    """Leave out where a configuration was loaded from and by which release: hosts with the same model may differ."""
+    return {
+        name: _without_origin(part) if isinstance(part, dict) else part
+        for name, part in settings.items()
+        if name not in ("_name_or_path", "transformers_version")
+    }
 
 
 def _refuse_slots(where: str, kind: type) -> None:

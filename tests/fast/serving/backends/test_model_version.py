@@ -56,6 +56,15 @@ def build():
     net.weight.scale = seed()
     return net
 """,
+    "configuration_of_transformers": """
+from transformers import PreTrainedConfig, GenerationConfig
+def build():
+    net = torch.nn.Identity()
+    part = PreTrainedConfig(name_or_path=__file__, act=seed())
+    net.config = PreTrainedConfig(name_or_path=__file__, text_config=part)
+    net.generation_config = GenerationConfig()
+    return net
+""",
     "mode_of_a_layer": """
 def build(): return torch.nn.Dropout().train(bool(seed()))
 """,

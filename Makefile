@@ -85,8 +85,11 @@ protocol: $(VENV)/.dev ## compile edl/protocol/*.proto
 manifests: tools ## render serving/kube/manifests from the Helm chart
 	$(BIN)/python tools/manifests.py
 
-wheel: $(VENV)/.dev ## build the wheel into dist/
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+wheel: $(VENV)/.dev ## build sdist and wheel into dist/, and try each in a fresh environment
+	rm -f dist/elastic_distill-*
+	$(BIN)/python -m hatchling build --target sdist --directory dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist dist/elastic_distill-*.tar.gz
+	PYTHON=$(PYTHON) bash tools/try_packages.sh dist/elastic_distill-*
 
 clean: ## remove what was made here, the virtual environment too
 	rm -rf $(VENV) .tools build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # The operator, the dashboard and `edl submit`: no torch.
 #
-#   docker build -f serving/docker/operator.Dockerfile -t REGISTRY/edl/operator:0.1.0 .      in the repository's folder
+#   docker build -f serving/docker/operator.Dockerfile -t REGISTRY/edl/operator:0.2.0 .      in the repository's folder
 
 ARG PYTHON=3.12-slim
 FROM python:${PYTHON} AS build

@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # A student, or any other training under `edl run`.
 #
-#   docker build -f serving/docker/student.Dockerfile -t REGISTRY/edl/student:0.1.0 .      in the repository's folder
+#   docker build -f serving/docker/student.Dockerfile -t REGISTRY/edl/student:0.2.0 .      in the repository's folder
 #
 # The script is yours: FROM this image and COPY it to /work, or `edl submit` mounts it. For CUDA:
 # --build-arg TORCH_INDEX=https://pypi.org/simple (wheels that bring CUDA; the driver is the node's)

@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # A teacher for nodes without GPUs.
 #
-#   docker build -f serving/docker/teacher-cpu.Dockerfile -t REGISTRY/edl/teacher-cpu:0.1.0 .      in the repository's folder
+#   docker build -f serving/docker/teacher-cpu.Dockerfile -t REGISTRY/edl/teacher-cpu:0.2.0 .      in the repository's folder
 #
 # The model is yours: FROM this image, COPY it to /work, or mount it; then `edl serve model.py:load`.
 

@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # A teacher for NVIDIA GPUs.
 #
-#   docker build -f serving/docker/teacher-cuda.Dockerfile -t REGISTRY/edl/teacher-cuda:0.1.0 .      in the repository's folder
+#   docker build -f serving/docker/teacher-cuda.Dockerfile -t REGISTRY/edl/teacher-cuda:0.2.0 .      in the repository's folder
 #
 # The model is yours: FROM this image, COPY it to /work, or mount it; then `edl serve model.py:load`.
 

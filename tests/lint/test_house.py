@@ -68,10 +68,18 @@ def test_version_is_the_same_everywhere() -> None:
     assert declared[1] == edl.__version__ == importlib.metadata.version("elastic-distill")
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert f"## {edl.__version__}" in changelog
+    chart = (ROOT / "serving/kube/chart/Chart.yaml").read_text()
+    assert re.findall(r"^(?:version|appVersion): (.+)$", chart, re.MULTILINE) == [edl.__version__] * 2
+    tagged = [*ROOT.glob("docs/*.md"), *ROOT.glob("serving/docker/*"), *ROOT.glob("serving/kube/manifests/*")]
+    tags = {tag for path in tagged for tag in re.findall(r"/edl/[a-z-]+:([\d.]+\d)", path.read_text())}
+    assert tags == {edl.__version__}
 
 
-def test_wheel_has_exactly_the_sources(tmp_path: Path) -> None:
-    python("-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), ".")
+def test_packages_have_exactly_the_sources(tmp_path: Path) -> None:
+    """The sdist, and the wheel that is built from it."""
+    python("-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path))
+    (sdist,) = map(str, tmp_path.glob("*.tar.gz"))
+    python("-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), sdist)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())

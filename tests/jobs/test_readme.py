@@ -55,7 +55,7 @@ def blocks(path: Path) -> list[Block]:
 
 
 BLOCKS = blocks(README)
-OF_THEIR_OWN = ("security.md", "kubernetes.md")  # blocks need those before them: see below, and tests/kubernetes
+OF_THEIR_OWN = ("quickstart.md", "security.md", "kubernetes.md")  # blocks need those before: below, tests/kubernetes
 IN_DOCS = [block for page in PAGES if page != README and page.name not in OF_THEIR_OWN for block in blocks(page)]
 PYTHON = [
     block
@@ -173,21 +173,24 @@ def test_commands_of_the_docs(block: Block, workshop: Workshop) -> None:
             assert arguments[0] in looked_at, f"no test looks at {line!r}"
 
 
-def test_security_page(tmp_path: Path) -> None:
-    """docs/security.md, from its first block to its last."""
-    edl, ran = f'edl() {{ {sys.executable} -m edl "$@"; }}', []
+@pytest.mark.parametrize("page", ["quickstart.md", "security.md"])
+def test_page_from_first_to_last(page: str, tmp_path: Path) -> None:
+    """Write the files of a page, and run its other blocks in order, except those of a console."""
+    commands = f'edl() {{ {sys.executable} -m edl "$@"; }}\npython() {{ {sys.executable} "$@"; }}\n'
+    ran = 0
     with contextlib.ExitStack() as stack:
         workshop = Workshop(tmp_path, f"sqlite:///{tmp_path}/discovery.sqlite", stack)
-        for block in blocks(ROOT / "docs" / "security.md"):
-            if block.text.startswith("edl serve"):
+        for block in blocks(ROOT / "docs" / page):
+            if block.file_name is not None:
+                tmp_path.joinpath(block.file_name).write_text(block.text)
+            elif block.text.startswith("edl serve"):
                 workshop.serve(shlex.split(block.text)[1:])
             elif block.language == "python":
                 workshop.run(sys.executable, "-c", block.text)
-            else:
-                workshop.run("bash", "-euo", "pipefail", "-c", f"{edl}\n{block.text}")
-            ran.append(block.language)
-    assert ran.count("sh") >= 3
-    assert "python" in ran
+            elif block.language != "console":
+                workshop.run("bash", "-euo", "pipefail", "-c", commands + block.text)
+            ran += block.language != "console"
+    assert ran >= 4
 
 
 @functools.cache

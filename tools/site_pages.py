@@ -26,6 +26,7 @@ PAGES = {
 }
 """Pages and pictures outside of `docs/`: their path in the repository, and on the site."""
 
+_SHIM = "https://unpkg.com/iframe-worker/shim"  # the theme's, with its plugin `offline`
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 _PICTURE = re.compile(r"(!\[[^\]]*\]\()([^)\s]+)\)")
 _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -45,6 +46,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     parts = _FENCE.split(markdown)
     parts[::2] = [_with_links(part, source, page.file.src_uri) for part in parts[::2]]
     return "".join(parts)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Take the script by which search works in pages from the disk from this site, not from the network."""
+    return output.replace(_SHIM, posixpath.relpath("search.js", posixpath.dirname(page.url) or "."))
+
+
+def on_post_template(output: str, **_: Any) -> str:
+    """Do the same in 404.html, which names files from the server's root."""
+    return output.replace(_SHIM, "/search.js")
 
 
 def _with_links(text: str, source: str, page: str) -> str:

@@ -140,7 +140,8 @@ class Kills:
                         self._settle(job)
                 except Hang as hang:
                     self.hangs += 1
-                    note(f"**{self.name}: kill {len(found) + 1} hung.** {hang}\n")
+                    note(f"**{self.name}: kill {len(found) + 1} hung.** {str(hang).splitlines()[0]}\n")
+                    progress(str(hang))  # with the nodes' logs
                     found.append(Outcome(_TIMEOUT_S, _TIMEOUT_S, 0))
                 self.interval = max(self.interval, job.step_logs.save_interval())
         return found

@@ -48,6 +48,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return "".join(parts)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark short names, such as `--max-delay`, so that browsers do not break them at a hyphen (docs/site.css)."""
+    return re.sub(r"<code>([^<\n]{1,28})</code>", r'<code class="short">\1</code>', html)
+
+
 def on_post_page(output: str, page: Any, **_: Any) -> str:
     """Take the script by which search works in pages from the disk from this site, not from the network."""
     return output.replace(_SHIM, posixpath.relpath("search.js", posixpath.dirname(page.url) or "."))

@@ -6,7 +6,8 @@ do, or with an error that does not pass by itself. What does not belong here: ho
 """
 
 from edl.master.kube.jobs.gangs import shares_cluster
+from edl.master.kube.jobs.job_end import find_final_phase
 from edl.master.kube.jobs.planner import plan_job
 from edl.master.kube.jobs.reasons import CONDITION_REASONS, EVENT_REASONS
 
-__all__ = ["CONDITION_REASONS", "EVENT_REASONS", "plan_job", "shares_cluster"]
+__all__ = ["CONDITION_REASONS", "EVENT_REASONS", "find_final_phase", "plan_job", "shares_cluster"]

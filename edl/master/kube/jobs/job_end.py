@@ -6,14 +6,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from edl.master.kube.conditions import find_condition
 from edl.master.kube.jobs.launches import MASTER, WORKER
 from edl.master.kube.jobs.reasons import FAILURE_ADVICE, FAILURE_REASONS
-from edl.master.kube.members import MemberEnd, MemberPod, MemberRecord
+from edl.master.kube.members import MemberEnd, MemberPod, MemberRecord, read_member_records
 from edl.master.kube.members.records import MAX_MESSAGE_CHARS
 from edl.master.kube.resources import ElasticJob
 from edl.master.scaling.terminations import TerminationCause, find_termination_cause
 
-__all__ = ["Completion", "JobFailure", "find_completion", "find_failure", "has_given_up_shards", "note_last_steps"]
+__all__ = [
+    "Completion",
+    "JobFailure",
+    "find_completion",
+    "find_failure",
+    "find_final_phase",
+    "has_given_up_shards",
+    "note_last_steps",
+]
 
 _EXIT_POISONED: Final = 3
 """What `edl master` ends with where shards were given up: the job has its result, without these."""
@@ -117,6 +126,24 @@ def find_completion(records: Mapping[str, MemberRecord], messages: Mapping[str, 
         if end.cause == _NOT_STORED:
             return Completion(first, seen_s, _describe(key, end, messages.get(key) or end.message))
     return Completion(first, seen_s)
+
+
+def find_final_phase(job: ElasticJob) -> str:
+    """Return `Succeeded` or `Failed` of a job that has ended, which nothing changes; empty if it goes on.
+
+    A condition says so, and what is recorded of the members' ends bears it out: a status that somebody wrote by hand
+    ends no job.
+    """
+    records = read_member_records(job.status)
+    completion = find_completion(records, {})
+    if completion is not None and completion.failure is None:
+        return "Succeeded" if find_condition(job.status, "Complete").get("status") == "True" else ""
+    failed = find_condition(job.status, "Failed")
+    if failed.get("status") != "True":
+        return ""
+    is_late = failed.get("reason") == _DEADLINE and bool(job.status.get("completionTime"))
+    is_borne_out = completion is not None or find_failure(job, records, {}, None, 0.0) is not None
+    return "Failed" if is_late or is_borne_out else ""
 
 
 def has_given_up_shards(end: MemberEnd, key: str) -> bool:

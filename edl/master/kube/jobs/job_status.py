@@ -15,7 +15,7 @@ from edl.master.kube.members.records import read_time
 from edl.master.kube.observation import OwnerObservation, WorkProgress
 from edl.master.kube.resources import ElasticJob
 
-__all__ = ["JobView", "get_started_s", "is_finished", "write_finished_status", "write_job_status"]
+__all__ = ["JobView", "get_started_s", "write_finished_status", "write_job_status"]
 
 _LAUNCHING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
 """Why a container waits that is being started."""
@@ -59,23 +59,10 @@ def get_started_s(job: ElasticJob) -> float | None:
     return read_time(job.status.get("startTime"))
 
 
-def is_finished(job: ElasticJob) -> bool:
-    """Whether a job has succeeded or failed, which nothing changes.
-
-    Args:
-        job: with its status.
-    """
-    return job.status.get("phase") in ("Succeeded", "Failed")
-
-
-def write_finished_status(job: ElasticJob, workers: int) -> Object:
-    """Return the status of a job that has ended before: as it is, but for the workers that are still there.
-
-    Args:
-        job: with its status.
-        workers: live ones.
-    """
-    return {**job.status, "observedGeneration": job.generation, "replicas": workers, "readyReplicas": 0}
+def write_finished_status(job: ElasticJob, phase: str, workers: int) -> Object:
+    """Return the status of a job that has ended before: as it is, but for what follows from its end."""
+    counts = {"replicas": workers, "readyReplicas": 0, "wantedReplicas": 0}
+    return {**job.status, "observedGeneration": job.generation, "phase": phase, **counts}
 
 
 def write_job_status(job: ElasticJob, observation: OwnerObservation, view: JobView) -> Object:
@@ -199,6 +186,8 @@ def _describe_waiting(view: JobView) -> str:
     key = min(waiting, key=lambda name: (waiting[name], name))
     end = view.records[key].last_end if key in view.records else None
     why = f": it ended, {end.cause.replace('_', ' ')} ({end.evidence})" if end is not None else ""
+    if end is not None and (lines := end.message.strip().splitlines()):
+        why += f": {lines[-1].strip()}"
     others = f"; {len(waiting) - 1} others wait as well" if len(waiting) > 1 else ""
     return f"{key} is made again at {format_time(waiting[key])}{why}{others}"
 

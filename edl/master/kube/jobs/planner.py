@@ -17,13 +17,13 @@ from edl.master.kube.jobs.job_end import (
     JobFailure,
     find_completion,
     find_failure,
+    find_final_phase,
     has_given_up_shards,
     note_last_steps,
 )
 from edl.master.kube.jobs.job_status import (
     JobView,
     get_started_s,
-    is_finished,
     write_finished_status,
     write_job_status,
 )
@@ -72,7 +72,7 @@ class _Draft:
     def release(self, pod: MemberPod, reason: str) -> None:
         """Let a pod go by the job's own will: another try has its place, so that it is deleted whoever looks next."""
         if not self.records[pod.key].is_superseded(pod):
-            self.records[pod.key] = self.records[pod.key].release()
+            self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
         self.reasons[pod.name] = reason
 
     def list_deletions(self, pods: tuple[MemberPod, ...]) -> tuple[PodDeletion, ...]:
@@ -98,8 +98,8 @@ def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
     """
     if job.deleting:
         return Plan(status=dict(job.status))  # pods go with their owner
-    if is_finished(job):
-        return _plan_finished(job, observation)
+    if phase := find_final_phase(job):
+        return _plan_finished(job, phase, observation)
     if not job.started and any(not pod.finished for pod in observation.pods):
         job = job.pin_run()  # it was suspended, and pods of its last run are still about
     progress = observation.progress.percentage if observation.progress is not None else None
@@ -268,10 +268,10 @@ def _keep_ended(pods: tuple[MemberPod, ...], records: Mapping[str, MemberRecord]
     }
 
 
-def _plan_finished(job: ElasticJob, observation: OwnerObservation) -> Plan:
+def _plan_finished(job: ElasticJob, phase: str, observation: OwnerObservation) -> Plan:
     """Delete what still runs of a job that has ended before, and the job itself when its time is over."""
     live = tuple(pod for pod in observation.pods if pod.live)
-    status = write_finished_status(job, sum(pod.role == WORKER for pod in live))
+    status = write_finished_status(job, phase, sum(pod.role == WORKER for pod in live))
     requeue_s = _get_ttl_s(job, status, observation.now_s)
     return Plan(
         status=status,

@@ -111,7 +111,7 @@ def size_workers(
                 if now_s >= times[-1]:
                     homeless.append(key)
     for key in (*shrunk, *homeless):
-        after[key] = after[key].release()
+        after[key] = after[key].begin_try(now_s)
     for key in homeless:
         after[key] = _back_off(after[key], now_s)
     kept = [key for key in kept if key not in homeless]
@@ -210,4 +210,5 @@ def _count_growth(
 def _back_off(record: MemberRecord, now_s: float) -> MemberRecord:
     count = record.failures.get(NO_ROOM, 0) + 1
     delay_s = min(_MOST_BACKOFF_S, PROBE_S * 2 ** min(count - 1, 10))
-    return replace(record, failures={**record.failures, NO_ROOM: count}, not_before_s=now_s + delay_s)
+    not_before_s = max(now_s + delay_s, record.not_before_s or 0.0)
+    return replace(record, failures={**record.failures, NO_ROOM: count}, not_before_s=not_before_s)

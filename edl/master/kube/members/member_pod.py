@@ -25,6 +25,9 @@ from edl.master.scaling.terminations import TerminationReport
 __all__ = ["MemberPod", "read_member_pod", "read_member_pods"]
 
 _MAX_NUMBER = 10**9  # of an index or try: what no operator reaches, and what every JSON reader holds exactly
+_FIRST_TIME_S = 86_400.0
+"""Earlier times are the zero of Unix or of Go: a runtime writes it where it does not know, as containerd does for a
+container that never started."""
 
 
 @dataclass(frozen=True)
@@ -249,10 +252,11 @@ def _is_emptied(pod: Mapping[str, Any]) -> bool:
 
 
 def _read_time(value: object) -> float | None:
-    """Return the Unix time that the API wrote; None for what is no time with a zone."""
+    """Return the Unix time that the API wrote; None for what is no time with a zone, or is the zero of a clock."""
     try:
         read = datetime.fromisoformat(value.replace("Z", "+00:00")) if isinstance(value, str) else None
-        return read.timestamp() if read is not None and read.tzinfo is not None else None
+        time_s = read.timestamp() if read is not None and read.tzinfo is not None else None
+        return time_s if time_s is not None and time_s >= _FIRST_TIME_S else None
     except (ValueError, OverflowError):
         return None
 

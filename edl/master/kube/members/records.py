@@ -23,6 +23,10 @@ MAX_MESSAGE_CHARS: Final = 400
 traceback that ends a job stands in its condition."""
 MAX_MEMORY_FACTOR: Final = 1.5**3
 """What the relaunch table's three steps come to: a status that says more was written by hand."""
+_PACE_S: Final = 10.0
+_BURST_S: Final = 40.0
+"""A member gets a pod each `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once: 12 within any minute at most,
+whatever its pods say of their ends. A flood of pods costs the API server, the scheduler and the nodes of everybody."""
 _MEMBER: Final = re.compile(r"[a-z]+-(?:0|[1-9][0-9]{0,8})")
 """A member's role and index: others, which somebody wrote by hand, are not there."""
 
@@ -85,6 +89,7 @@ class MemberRecord:
         excluded_nodes: where its next pods do not go.
         not_before_s: when the pod of this try may be made, Unix time; None for at once.
         last_end: how its last pod ended; None if none has.
+        paced_until_s: until when the pods made so far use up the member's pace, Unix time.
     """
 
     try_number: int = 0
@@ -94,6 +99,7 @@ class MemberRecord:
     excluded_nodes: tuple[ExcludedNode, ...] = ()
     not_before_s: float | None = None
     last_end: MemberEnd | None = None
+    paced_until_s: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -134,9 +140,26 @@ class MemberRecord:
         """Return the record of a member that nothing replaces: a pod of it that comes some day is growth."""
         return replace(self, last_end=replace(self.last_end, displaced=True)) if self.last_end is not None else self
 
-    def release(self) -> MemberRecord:
-        """Return the record of a member whose pod goes by its owner's will: nothing is counted, another try follows."""
-        return replace(self, try_number=self.try_number + 1, uid="", not_before_s=None)
+    def begin_try(self, now_s: float, delay_s: float = 0.0) -> MemberRecord:
+        """Return the record of the member's next pod, made after `delay_s`, or later where too many were made of late.
+
+        With no delay this is a pod that goes by its owner's will: nothing is counted.
+        """
+        # A time that is further ahead than the pace can come to is of a clock that was set back since.
+        used_until_s = max(now_s, min(self.paced_until_s, now_s + _BURST_S + _PACE_S))
+        allowed_s = max(now_s + delay_s, used_until_s - _BURST_S)
+        return replace(
+            self,
+            try_number=self.try_number + 1,
+            uid="",
+            not_before_s=allowed_s if allowed_s > now_s else None,
+            paced_until_s=used_until_s + _PACE_S,
+        )
+
+    def forgive(self, now_s: float) -> MemberRecord:
+        """Return the record of a member whose last end counts for nothing: only the pace of its pods is kept."""
+        allowed_s = self.paced_until_s - _PACE_S - _BURST_S
+        return replace(self, failures={}, not_before_s=allowed_s if allowed_s > now_s else None)
 
     def adopt(self, pod: MemberPod) -> MemberRecord:
         """Return the record with a pod as the newest of the member.
@@ -193,9 +216,11 @@ def _read_record(value: Mapping[str, Any]) -> MemberRecord:
             ExcludedNode(get_text(item, "node"), until_s, get_text(item, "cause"))
             for item in get_list(value, "excludedNodes")
             if get_text(item, "node") and (until_s := read_time(item.get("until"))) is not None
+            and get_text(item, "cause") != "node_lost"  # former versions kept away from nodes that had come back
         ),
         not_before_s=read_time(value.get("notBefore")),
         last_end=_read_end(get_mapping(value, "lastEnd")),
+        paced_until_s=read_time(value.get("pacedUntil")) or 0.0,
     )
 
 
@@ -234,6 +259,8 @@ def _format_record(record: MemberRecord) -> dict[str, Any]:
         ]
     if record.not_before_s is not None:
         written["notBefore"] = format_time(math.ceil(record.not_before_s))  # rounded down, it would be too early
+    if record.paced_until_s:
+        written["pacedUntil"] = format_time(math.ceil(record.paced_until_s))
     if record.last_end is not None:
         written["lastEnd"] = _format_end(record.last_end)
     return written

@@ -42,7 +42,7 @@ then tried four times, and a registry or a secret that comes late has come."""
 STEADY_S: Final = 600.0
 """A member that ran for so long starts to count its failures anew: twice the longest delay between two tries."""
 EXCLUSION_S: Final = 900.0
-"""For so long a member keeps away from a node where it failed: a node that restarts is back by then."""
+"""For so long a member keeps away from a node where it failed: pressure on its memory or disk has passed by then."""
 FAULTY_EXCLUSION_S: Final = 86_400.0
 """From a node whose GPU is broken, a day: it is repaired by people."""
 _MOST_EXCLUDED: Final = 8
@@ -136,6 +136,7 @@ def record_end(
     """
     verdict = _find_cause(report, pod)
     failures = {} if _has_progressed(record, pod, now_s, progress) else dict(record.failures)
+    reached = record.last_end.progress if record.last_end is not None else None
     count = failures.get(verdict.cause.value, 0) + 1
     decision = decide_relaunch(verdict.cause, count, table)
     end = MemberEnd(
@@ -148,7 +149,7 @@ def record_end(
         node=pod.node if pod else "",
         time_s=(pod.finished_s if pod else None) or now_s,
         seen_s=now_s,
-        progress=progress,
+        progress=max((known for known in (progress, reached) if known is not None), default=None),
         displaced=_is_displaced(verdict, report),
     )
     if verdict.cause is not TerminationCause.SUCCEEDED:
@@ -156,10 +157,7 @@ def record_end(
     after = replace(record, failures=failures, last_end=end)
     if decision.action not in (RelaunchAction.NOTHING, RelaunchAction.STOP):
         after = replace(
-            after,
-            try_number=record.try_number + 1,
-            uid="",
-            not_before_s=now_s + decision.delay_s if decision.delay_s else None,
+            after.begin_try(now_s, decision.delay_s),
             memory_factor=_raise_memory(record.memory_factor, decision),
             excluded_nodes=_exclude(record, end, decision, now_s),
         )
@@ -182,7 +180,7 @@ def relax_exclusions(record: MemberRecord, pod: MemberPod | None, now_s: float) 
     if stuck and record.excluded_nodes:
         faulty = tuple(item for item in left if item.cause == TerminationCause.HARDWARE.value)
         if faulty != record.excluded_nodes:
-            return replace(record.release(), excluded_nodes=faulty)
+            return replace(record.begin_try(now_s), excluded_nodes=faulty)
     return record if len(left) == len(record.excluded_nodes) else replace(record, excluded_nodes=left)
 
 
@@ -204,8 +202,11 @@ def _is_displaced(verdict: TerminationVerdict, report: TerminationReport) -> boo
 
 
 def _has_progressed(record: MemberRecord, pod: MemberPod | None, now_s: float, progress: int | None) -> bool:
-    if pod is not None and pod.started_s is not None and (pod.finished_s or now_s) - pod.started_s >= STEADY_S:
-        return True
+    if pod is not None and pod.started_s is not None:
+        # Its node's clock may be absurd: it cannot have run for longer than it has had its node by the API server's.
+        ran_s = min((pod.finished_s or now_s) - pod.started_s, now_s - pod.placed_s)
+        if ran_s >= STEADY_S:
+            return True
     before = record.last_end.progress if record.last_end is not None else None
     return before is not None and progress is not None and progress > before
 
@@ -222,7 +223,9 @@ def _exclude(
     record: MemberRecord, end: MemberEnd, decision: RelaunchDecision, now_s: float
 ) -> tuple[ExcludedNode, ...]:
     left = tuple(item for item in record.excluded_nodes if item.until_s > now_s and item.node != end.node)
-    if decision.action is not RelaunchAction.ELSEWHERE or not end.node:
+    # A node that does not answer has a taint that keeps pods away, and is as good as any when it has come back.
+    lost = end.cause == TerminationCause.NODE_LOST.value
+    if decision.action is not RelaunchAction.ELSEWHERE or not end.node or lost:
         return left
     lasts_s = FAULTY_EXCLUSION_S if end.cause == TerminationCause.HARDWARE.value else EXCLUSION_S
     return (*left, ExcludedNode(end.node, float(int(now_s + lasts_s)), end.cause))[-_MOST_EXCLUDED:]

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from edl.master.kube.capacity import ClusterCapacity, PodClaim
-from edl.master.kube.jobs import shares_cluster
+from edl.master.kube.jobs import find_final_phase, shares_cluster
 from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL, ROLE_LABEL
 from edl.master.kube.resources import ElasticJob
 from edl.master.scaling.arbitration import JobRequest, arbitrate
@@ -25,7 +25,6 @@ _THOUSANDTHS: Final = 1000
 """In which capacity counts amounts."""
 _MOST_ROUNDS: Final = 8
 """Arbitrations in a row, each of which goes on where the steps of the one before were used up."""
-_ENDED: Final = frozenset({"Succeeded", "Failed"})
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def read_sharing_job(job: ElasticJob, wanted: int | None, remaining_s: int | Non
     spec = spec if isinstance(spec, dict) else {}
     if job.scaling != "auto" or job.suspend or not shares_cluster(job):
         return None
-    if job.status.get("phase") in _ENDED:
+    if find_final_phase(job):
         return None
     gpus = _count_gpus(spec)
     if gpus < 1:

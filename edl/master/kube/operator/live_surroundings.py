@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from edl.background import BackgroundLoop
 from edl.master.kube.capacity import ClusterCapacity
+from edl.master.kube.jobs import find_final_phase
 from edl.master.kube.operator.job_shares import SharingJob, compute_shares, read_sharing_job
 from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
 from edl.master.kube.operator.service_holders import ServiceHolders
@@ -93,7 +94,7 @@ class LiveSurroundings:
         """
         if isinstance(owner, ElasticJob | TeacherPool):
             self._cleanup.note(owner)
-        if owner.status.get("phase") in _ENDED:
+        if isinstance(owner, ElasticJob) and find_final_phase(owner):
             self.forget(owner.key)
             return OwnerSurroundings()
         answer = self._ask_store(owner)

@@ -10,6 +10,7 @@ from edl.master.kube.members import MemberPod
 from edl.master.kube.members.relaunching import LAUNCH_PATIENCE_S
 from edl.master.kube.observation import OwnerObservation
 from edl.master.kube.pools.probing import ProbeBackoff
+from edl.master.kube.pools.updating import is_failing
 from edl.master.kube.resources import TeacherPool
 from edl.master.scaling.terminations import TerminationCause, find_termination_cause
 
@@ -75,9 +76,9 @@ def decide_growth(
         if target == pool.max_replicas:
             return Growth(False, "AtMaximum", "maxReplicas is reached")
         return Growth(False, "AtWanted", "no more teachers are wanted")
-    failing = next((other for other in live if other.failing), None)
+    failing = next((other for other in live if is_failing(other, now_s)), None)
     if failing is not None and not _may_start_elsewhere(observation, live, pod):
-        return Growth(False, "TeacherFailing", f"{failing.name} does not start: {failing.waiting}")
+        return Growth(False, "TeacherFailing", f"{failing.name} does not start, or ends again and again")
     if not_before_s is not None and now_s < not_before_s:
         return Growth(False, "BackOff", "the next teacher waits, since others ended", requeue_s=not_before_s - now_s)
     if len(live) < pool.min_replicas:
@@ -92,7 +93,7 @@ def find_launch_failure(live: Sequence[MemberPod], now_s: float) -> MemberPod | 
         live: teachers.
         now_s: the time.
     """
-    failing = [other for other in live if other.failing]
+    failing = [other for other in live if is_failing(other, now_s)]
     if len(failing) != 1 or now_s - failing[0].placed_s < LAUNCH_PATIENCE_S:
         return None
     cause = find_termination_cause(failing[0].termination).cause

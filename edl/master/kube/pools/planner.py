@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from edl.kube.objects import Object
+from edl.kube.objects import Object, format_time
 from edl.master.kube.members import MemberPod, MemberRecord, read_member_records, record_end
 from edl.master.kube.observation import OwnerObservation
 from edl.master.kube.plan import EventNote, Plan, PodDeletion
@@ -17,7 +17,7 @@ from edl.master.kube.pools.revision import hash_place, list_places
 from edl.master.kube.pools.scale_target import plan_scale_target
 from edl.master.kube.pools.target import find_target
 from edl.master.kube.pools.teacher_pod import build_teacher_pod
-from edl.master.kube.pools.updating import STEADY_S, TeacherUpdate, UpdateView, choose_surplus, is_behind
+from edl.master.kube.pools.updating import STEADY_S, TeacherUpdate, UpdateView, choose_surplus, is_behind, is_failing
 from edl.master.kube.resources import TeacherPool
 from edl.master.scaling.relaunch import RelaunchAction, RelaunchRule
 from edl.master.scaling.terminations import TerminationCause, TerminationReport
@@ -71,7 +71,7 @@ class _Draft:
 
         It has the grace period that its pod was made with, and drains for: an edit may have shortened the pool's.
         """
-        self.records[pod.key] = self.records[pod.key].release()
+        self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
         self.delete.append(PodDeletion(pod.name, pod.uid, None, reason))
 
 
@@ -111,7 +111,7 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
         scheduled=sum(pod.scheduled for pod in live),
         ready=sum(pod.ready for pod in live),
         leaving=_list_leaving(teachers),
-        failing=next((_describe_failure(pod) for pod in live if pod.failing), ""),
+        failing=next((_describe_failure(pod) for pod in live if is_failing(pod, observation.now_s)), ""),
         growth=growth,
         backoff=draft.backoff,
         records=draft.records,
@@ -131,7 +131,9 @@ def _find_requeue_s(draft: _Draft, growth: Growth, live: Sequence[MemberPod], pl
     """Return when to look again: a volume or secret that is missing changes no pod, and neither does one that came."""
     starting = any(pod.scheduled and pod.phase == "Pending" for pod in live)
     freed_s = _LEAVING_LOOK_S if list_places(draft.pool) - set(places) else None  # that others may have it is seen then
-    times = [_START_LOOK_S if starting else None, growth.requeue_s, draft.look_again_s, freed_s]
+    now_s = draft.observation.now_s
+    failing = any(is_failing(pod, now_s) for pod in live)  # that it is steady again is no event
+    times = [STEADY_S if failing else None, _START_LOOK_S if starting else None, growth.requeue_s, draft.look_again_s, freed_s]
     return min((value for value in times if value is not None), default=None)
 
 
@@ -191,7 +193,7 @@ def _record_end(draft: _Draft, key: str, pod: MemberPod | None, now_s: float) ->
     drained = pod is not None and pod.deleting and cause is TerminationCause.SUCCEEDED
     taken = cause is TerminationCause.PREEMPTED or drained
     if taken:
-        record = replace(record, not_before_s=None, failures={})
+        record = record.forgive(now_s)
         if draft.observation.capacity is None:
             # Not before the teacher is gone, and the pod has its node that took its place: another scheduler than the
             # pod's does not keep the place for it, and a probe would be there first.
@@ -243,12 +245,16 @@ def _grow(draft: _Draft, live: Sequence[MemberPod], target: int) -> Growth:
     if draft.awaited and draft.awaited not in {pod.key for pod in live}:
         index = int(draft.awaited.rpartition("-")[2])
     record = draft.records.get(f"teacher-{index}", MemberRecord())
-    excluded = [node.node for node in record.excluded_nodes if node.until_s > observation.now_s]
+    left_out = [node for node in record.excluded_nodes if node.until_s > observation.now_s]
+    excluded = [node.node for node in left_out]
     stuck = find_launch_failure(live, observation.now_s)
     if stuck is not None and stuck.node and observation.capacity is not None:  # it tells whether another node has room
         excluded.append(stuck.node)
     pod = build_teacher_pod(pool, index, record.try_number, excluded)
     growth = decide_growth(pool, observation, live, target, draft.backoff, record.not_before_s, pod)
+    if left_out and growth.reason == "NoIdleCapacity":
+        words = ", ".join(f"{node.node} until {format_time(node.until_s)} ({node.cause})" for node in left_out)
+        growth = replace(growth, message=f"{growth.message}; left out: {words}")
     if growth.create:
         draft.records.setdefault(f"teacher-{index}", record)
         draft.create.append(pod)
@@ -371,6 +377,6 @@ def _describe_start(pod: MemberPod) -> str:
 
 
 def _describe_failure(pod: MemberPod) -> str:
-    if not pod.waiting:
+    if not pod.failing:
         return f"{pod.name}: its container has ended and was restarted"
     return f"{pod.name}: {pod.waiting}: {pod.waiting_message or pod.termination.message}"

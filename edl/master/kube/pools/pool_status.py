@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from edl.kube.objects import Object
+from edl.kube.objects import Object, format_time
 from edl.master.kube.conditions import Condition, find_condition, write_conditions
 from edl.master.kube.members import MemberRecord, build_selector, format_member_records
 from edl.master.kube.observation import OwnerObservation
@@ -93,11 +93,20 @@ def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolVie
         "servedPlaces": list(update.places) if update is not None else None,
         "awaitedMember": (update.awaited or None) if update is not None else None,
         "lastProbe": view.backoff.format() if view.backoff is not None else None,
+        "excludedNodes": _list_excluded(view.records, observation.now_s),
         "members": format_member_records(view.records),
         "conditions": write_conditions(
             before if isinstance(before, list) else [], conditions, pool.generation, observation.now_s
         ),
     }
+
+
+def _list_excluded(records: Mapping[str, MemberRecord], now_s: float) -> list[Object] | None:
+    """Return the nodes that teachers keep away from, why, and the latest time until when."""
+    nodes = [node for record in records.values() for node in record.excluded_nodes if node.until_s > now_s]
+    latest = {node.node: node for node in sorted(nodes, key=lambda node: (node.node, node.until_s))}
+    found = [{"node": node.node, "until": format_time(node.until_s), "cause": node.cause} for node in latest.values()]
+    return found or None
 
 
 def _describe_acceptance(pool: TeacherPool, observation: OwnerObservation) -> Condition:
@@ -153,12 +162,12 @@ def describe_transitions(pool: TeacherPool, view: PoolView) -> tuple[EventNote, 
     if view.growth.reason != find_condition(before, "Growing").get("reason"):
         if view.growth.reason == "NoIdleCapacity":
             events.append(EventNote("Normal", "NoIdleCapacity", view.growth.message))
-        if view.growth.reason == "TeacherFailing":
-            events.append(EventNote("Warning", "TeacherFailing", view.failing or view.growth.message))
         if view.growth.reason == "ServiceTaken":
             events.append(EventNote("Warning", "ServiceTaken", view.growth.message))
         if view.growth.reason == "Suspended":
             events.append(EventNote("Normal", "Suspended", "all teachers are taken away"))
+    if view.failing and find_condition(before, "Ready").get("reason") != "TeacherFailing":
+        events.append(EventNote("Warning", "TeacherFailing", view.failing))
     if view.update is not None:
         events += _describe_update(before, view.update.describe())
     ignored = _find_ignored(pool)

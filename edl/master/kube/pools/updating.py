@@ -21,8 +21,11 @@ from edl.master.kube.pools.revision import REVISION_LABEL, find_unlabelled_revis
 from edl.master.kube.pools.revision_term import RevisionTerm
 from edl.master.kube.resources import TeacherPool
 
-__all__ = ["STEADY_S", "TeacherUpdate", "UpdateView", "choose_surplus", "is_behind"]
+__all__ = ["STEADY_S", "TeacherUpdate", "UpdateView", "choose_surplus", "is_behind", "is_failing"]
 
+_RESTART_S: Final = 600.0
+"""A restarted container counts as failing for no longer: by then it loads a large model. The kubelet's back-off between
+two restarts, after which it counts anew, is half of that."""
 _TEACHER: Final = re.compile(r"teacher-[0-9]{1,9}")
 STEADY_S: Final = 10.0
 """A successor that is ready for so long counts: one that a student's first request ends is not ready any more."""
@@ -137,13 +140,12 @@ class TeacherUpdate:
         if self.term.held_s:
             return []
         stopped = self.find_failing(live, now_s) is not None
-        return [pod for pod in self.list_outdated(live) if not pod.scheduled or (pod.failing and not stopped)]
+        outdated = self.list_outdated(live)
+        return [pod for pod in outdated if not pod.scheduled or (is_failing(pod, now_s) and not stopped)]
 
     def find_failing(self, live: Sequence[MemberPod], now_s: float) -> MemberPod | None:
         """Return a teacher of the present spec that does not start, or was restarted and is not steady yet."""
-        updated = self.list_updated(live)
-        restarted = (pod for pod in updated if pod.restarts and (not pod.ready or _find_unsteady_s(pod, now_s)))
-        return next((pod for pod in updated if pod.failing), next(restarted, None))
+        return next((pod for pod in self.list_updated(live) if is_failing(pod, now_s)), None)
 
     def find_starting(self, live: Sequence[MemberPod], now_s: float) -> tuple[MemberPod | None, float | None]:
         """Return a teacher of the present spec that has not proven itself yet, and when to look again.
@@ -171,6 +173,17 @@ class TeacherUpdate:
         """
         arrived = any(pod.key == self.awaited and pod.scheduled for pod in live)
         return "" if arrived or sum(pod.scheduled for pod in live) >= target else self.awaited
+
+
+def is_failing(pod: MemberPod, now_s: float) -> bool:
+    """Whether a teacher's container cannot start, or ended a while ago and has not been steady since.
+
+    A container that ends again and again runs for some seconds between: without a look back it would seem to start.
+    """
+    if pod.failing or (pod.finished and pod.phase == "Running"):
+        return True
+    is_recent = pod.started_s is None or now_s - pod.started_s < _RESTART_S
+    return bool(pod.restarts) and is_recent and (not pod.ready or _find_unsteady_s(pod, now_s) > 0)
 
 
 def choose_surplus(update: TeacherUpdate, live: Sequence[MemberPod], target: int) -> list[MemberPod]:

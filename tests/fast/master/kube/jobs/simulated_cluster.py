@@ -159,9 +159,9 @@ class SimulatedCluster:
         status |= {"phase": "Running", "conditions": ready}
         self._set_state(pod, {"running": {"startedAt": format_time(self.now_s)}})
 
-    def end(self, name: str, code: int, reason: str = "Error", message: str = "") -> None:
+    def end(self, name: str, code: int, reason: str = "Error", message: str = "", started: str = "") -> None:
         pod = self.pods[name]
-        times = {"startedAt": format_time(self.now_s - 5), "finishedAt": format_time(self.now_s)}
+        times = {"startedAt": started or format_time(self.now_s - 5), "finishedAt": format_time(self.now_s)}
         self._set_state(pod, {"terminated": {"exitCode": code, "reason": reason, "message": message, **times}})
         pod["status"]["phase"] = "Failed" if code else "Succeeded"
         pod["status"]["conditions"] = []

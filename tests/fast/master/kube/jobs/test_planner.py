@@ -111,6 +111,48 @@ def test_bug_in_the_script_stops_the_job() -> None:
     assert cluster.reconcile().create == ()
 
 
+def test_typo_in_command_ends_the_job() -> None:
+    """containerd says of a container that never started that it did in 1970: 56 years are no steady run."""
+    cluster = SimulatedCluster(minReplicas=1)
+    for _ in range(200):
+        cluster.reconcile()
+        for name in cluster.list_live():
+            cluster.pods[name]["spec"]["nodeName"] = "node1"
+            cluster.end(name, 128, "StartError", 'exec: "pyhton": not found', started="1970-01-01T00:00:00Z")
+        cluster.now_s += 1
+    assert (cluster.status["phase"], cluster.made) == ("Failed", 4)
+    failed = cluster.find_condition("Failed")
+    assert failed["reason"] == "LaunchFailed"
+    assert "pyhton" in failed["message"]
+
+
+def test_cause_is_named_while_it_waits() -> None:
+    cluster = build_running()
+    for number in range(2):
+        cluster.schedule()
+        cluster.end(f"job-worker-0-{number}", 128, "StartError", "no such file")
+        cluster.reconcile()
+    assert cluster.find_condition("Running")["reason"] == "BackingOff"
+    assert "StartError): no such file" in cluster.status["message"]
+
+
+def test_status_by_hand_ends_no_job() -> None:
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    pods, status = set(cluster.pods), dict(cluster.status)
+    ended = [{"type": kind, "status": "True", "reason": "x"} for kind in ("Complete", "Failed")]
+    for conditions in ([], ended):
+        cluster.resource["status"] = {"phase": "Succeeded", "conditions": conditions, "members": status["members"]}
+        cluster.settle()
+        assert (cluster.status["phase"], set(cluster.pods)) == ("Running", pods)
+        assert cluster.find_condition("Complete")["status"] == "False"
+    for name in pods:
+        cluster.end(name, 0)
+    cluster.settle()
+    cluster.status["phase"] = "Running"
+    cluster.settle()
+    assert (cluster.status["phase"], cluster.status["wantedReplicas"]) == ("Succeeded", 0)
+
+
 def test_success_waits_for_the_others() -> None:
     cluster = build_running(minReplicas=2, maxReplicas=3)
     cluster.progress = WorkProgress(percentage=99)

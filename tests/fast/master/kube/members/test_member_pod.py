@@ -27,7 +27,7 @@ from edl.master.kube.members import (
 )
 from edl.master.kube.members.naming import build_member_name, shorten_name
 from edl.master.kube.members.pod_template import has_memory_quantity
-from edl.master.kube.members.records import ExcludedNode
+from edl.master.kube.members.records import ExcludedNode, format_member_records, read_member_records
 from edl.master.kube.resources import ElasticJob
 from edl.master.scaling.terminations import TerminationCause, TerminationReport, find_termination_cause
 
@@ -301,6 +301,27 @@ def test_image_that_cannot_be_had() -> None:
     assert find_end(MemberRecord(), waited, NOW + 180) == report
     starting = replace(pod, waiting="ContainerCreating", termination=TerminationReport())
     assert find_end(MemberRecord(), starting, NOW + 10_000) is None, "a large image takes its time"
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.floats(0, 20), st.sampled_from(["evicted", "preempted", "asked"])), max_size=80))
+def test_pods_in_a_minute_are_bounded(ends: list[tuple[float, str]]) -> None:
+    record, now_s, made = MemberRecord(), NOW, [NOW]
+    for seconds, how in ends:
+        now_s = max(now_s + seconds / 10, record.not_before_s or 0.0)
+        report = TerminationReport(pod_reason="Evicted") if how == "evicted" else TerminationReport(exit_code=143)
+        if how == "asked":
+            record = record.begin_try(now_s)
+        else:
+            pod = build_member(report, record.try_number)
+            record = record_end(record, report, pod, now_s, progress=len(made) % 3).record
+            record = record.forgive(now_s) if how == "preempted" else record
+        if record.ended:
+            return
+        record = read_member_records({"members": format_member_records({"worker-0": record})})["worker-0"]
+        made.append(max(now_s, record.not_before_s or 0.0))
+    for number, first_s in enumerate(made):
+        assert sum(time_s < first_s + 60 for time_s in made[number:]) <= 12
 
 
 def test_delays_double() -> None:

@@ -135,6 +135,75 @@ def test_missing_secret_is_told(capacity: bool) -> None:
     assert made.reconcile().create, "it grows on when the secret is there"
 
 
+def test_crash_loop_is_told_once() -> None:
+    """Between two ends its container runs for some seconds, and no teacher more is wanted meanwhile."""
+    made = cluster([1], wanted=1)
+    made.settle(2)
+    (pod,) = made.pods.values()
+    states: list[dict[str, Any]] = [
+        {"terminated": {"exitCode": 1}},
+        {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}},
+    ]
+    for second in range(40):
+        running = {"running": {"startedAt": format_time(made.now_s - 1)}}
+        state = [*states, running][second // 5 % 3]
+        restarts = second // 10
+        status = {"name": "edl", "state": state, "restartCount": restarts}
+        pod["status"] |= {"containerStatuses": [status], "conditions": [{"type": "Ready", "status": "False"}]}
+        made.reconcile()
+        assert condition(made, "Ready") == ("False", "TeacherFailing"), second
+        made.now_s += 1
+    assert reasons(made)["TeacherFailing"] == 1
+    ready = {"type": "Ready", "status": "True", "lastTransitionTime": format_time(made.now_s)}
+    pod["status"]["conditions"] = [ready]
+    pod["status"]["containerStatuses"] = [{**status, "state": running, "restartCount": 9}]
+    requeue_s = made.reconcile().requeue_s
+    assert requeue_s is not None
+    made.now_s += requeue_s
+    made.reconcile()
+    assert condition(made, "Ready") == ("True", "AllReady")
+
+
+def test_node_that_is_back_is_used_again() -> None:
+    made = cluster([1, 1])
+    made.settle(20)
+    for pod in list(made.teachers()):
+        if pod["spec"]["nodeName"] == "n1":
+            pod["status"] |= {"reason": "NodeLost"}
+            pod["metadata"]["deletionTimestamp"] = format_time(made.now_s)
+    gpus, made.nodes = made.nodes, {"n0": 1}
+    made.settle(20)
+    assert made.placed() == 1
+    made.nodes = gpus
+    made.settle(20)
+    assert made.placed() == 2
+    assert "excludedNodes" not in made.resource["status"]
+
+
+def test_node_that_is_left_out_is_told() -> None:
+    made = cluster([1], wanted=1)
+    made.settle(5)
+    (pod,) = made.pods.values()
+    pod["status"] |= {"phase": "Failed", "reason": "Evicted"}
+    made.settle(10)
+    (left,) = made.resource["status"]["excludedNodes"]
+    assert (left["node"], left["cause"]) == ("n0", "evicted")
+    growing = find_condition(made.resource["status"], "Growing")
+    assert growing["reason"] == "NoIdleCapacity"
+    assert f"left out: n0 until {left['until']} (evicted)" in growing["message"]
+
+
+def test_pods_that_vanish_are_bounded() -> None:
+    """Somebody deletes each teacher at once: its end counts for nothing, but not as many pods as seconds are made."""
+    made = cluster([1], wanted=1)
+    for _ in range(60):
+        made.reconcile()
+        made.reconcile()
+        made.pods.clear()
+        made.now_s += 1
+    assert 2 <= made.created <= 12
+
+
 def test_adopted_target_ends_own_teachers() -> None:
     """They would hold their GPUs, and serve, beside the pods of the object that the pool scales from now on."""
     made = cluster([2], minReplicas=1, maxReplicas=2)

@@ -129,7 +129,9 @@ class OperatorFactory:
             self._cluster.write_account_kubeconfig(self._namespace, ACCOUNT, kubeconfig)
             self._capacity = capacity
         log = self._folder / f"operator-{len(self._started)}.log"
-        process = OperatorProcess(["--namespace", self._namespace, *arguments], kubeconfig, log)
+        # Members mount this machine's Python and project.
+        arguments = ("--namespace", self._namespace, "--pod-security", "privileged", *arguments)
+        process = OperatorProcess(list(arguments), kubeconfig, log)
         self._started.append(process)
         process.start()
         return process

@@ -125,6 +125,7 @@ def values(tmp_path: Path, cluster: Cluster, pod_template: Callable[..., dict[st
     path = tmp_path / "values.json"
     image = {"repository": repository, "tag": tag, "pullPolicy": container["imagePullPolicy"]}
     found = {"image": image, "command": container["command"], "operator": part, "dashboard": part, "storeServer": part}
+    found["operator"] = {**part, "podSecurity": "privileged"}
     path.write_text(json.dumps(found))
     return path
 

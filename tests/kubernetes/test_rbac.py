@@ -47,6 +47,7 @@ def test_rights_are_enough(scene: Scene, edl_store: str) -> None:
     run = ["--no-python", "/usr/bin/sleep", "1"]
     scene.create_job("first", run, template, maxReplicas=2, ttlSecondsAfterFinished=1)
     scene.create_deployment("adopted", scene.pod_template(["/usr/bin/sleep", "600"]))
+    cluster.kubectl("-n", namespace, "annotate", "deployment", "adopted", "edl.io/scaled-by=adopting")
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "adopted"}
     pool = {"scaling": "external", "replicas": 1, "maxReplicas": 2}
     scene.create("TeacherPool", "adopting", scaleTargetRef=target, **pool)

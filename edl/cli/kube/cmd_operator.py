@@ -76,6 +76,20 @@ def main(argv: Sequence[str]) -> int:
         help="a store of resources that it may read with its own credentials, beside --store: SCHEME://HOST:PORT,"
         " SCHEME://HOST or SCHEME://; may be given several times",
     )
+    add(
+        "--pod-security",
+        choices=("baseline", "privileged"),
+        default="baseline",
+        help="what templates of jobs and pools may ask for: what this level of Pod Security allows (default: baseline;"
+        " privileged allows all, such as hostPath and hostNetwork)",
+    )
+    add(
+        "--allow-service-account",
+        action="append",
+        default=[],
+        metavar="[NAMESPACE/]NAME",
+        help="a service account that templates may name; may be given several times (default: none)",
+    )
     add("--workers", type=int, default=4, metavar="N", help="resources that are worked on at once (default: 4)")
     add(
         "--resync",
@@ -103,6 +117,7 @@ def main(argv: Sequence[str]) -> int:
         raise SettingsError("--all-namespaces beside --namespace: give either")
     if "" in options.namespace:
         raise SettingsError("--namespace '': expected a name")
+    from edl.master.kube.members.pod_policy import PodPolicy
     from edl.master.kube.operator import ALL_NAMESPACES, Operator, OperatorSettings
 
     settings = OperatorSettings(
@@ -110,6 +125,7 @@ def main(argv: Sequence[str]) -> int:
         namespaces=(ALL_NAMESPACES,) if options.all_namespaces else tuple(dict.fromkeys(options.namespace)),
         store=options.store,
         allow_stores=tuple(options.allow_store),
+        pods=PodPolicy(options.pod_security, tuple(options.allow_service_account)),
         workers=options.workers,
         resync_s=options.resync,
         capacity=not options.no_capacity,

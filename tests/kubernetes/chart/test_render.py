@@ -31,7 +31,12 @@ HELM, NEW_HELM = (ROOT / f".tools/helm/helm{version}" for version in (3, 4))
 UNKNOWN = ("PodMonitor", "WorkloadPriorityClass")  # not Kubernetes' own
 OPERATOR_RIGHTS = {
     "": {"pods": "create delete list watch", "events": "create get list patch"},
-    "apps": {"deployments/scale": "get patch", "statefulsets/scale": "get patch"},
+    "apps": {
+        "deployments": "get",
+        "deployments/scale": "get patch",
+        "statefulsets": "get",
+        "statefulsets/scale": "get patch",
+    },
     "edl.io": {
         "elasticjobs": "delete get list watch",
         "elasticjobs/status": "patch",

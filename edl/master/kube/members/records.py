@@ -25,8 +25,8 @@ MAX_MEMORY_FACTOR: Final = 1.5**3
 """What the relaunch table's three steps come to: a status that says more was written by hand."""
 _PACE_S: Final = 10.0
 _BURST_S: Final = 40.0
-"""A member gets a pod each `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once: 12 within any minute at most,
-whatever its pods say of their ends. A flood of pods costs the API server, the scheduler and the nodes of everybody."""
+"""A member gets a pod each `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once: at most 12 within any
+minute, whatever its pods say of their ends. A flood of pods costs the API server, the scheduler and all nodes."""
 _MEMBER: Final = re.compile(r"[a-z]+-(?:0|[1-9][0-9]{0,8})")
 """A member's role and index: others, which somebody wrote by hand, are not there."""
 
@@ -215,7 +215,8 @@ def _read_record(value: Mapping[str, Any]) -> MemberRecord:
         excluded_nodes=tuple(
             ExcludedNode(get_text(item, "node"), until_s, get_text(item, "cause"))
             for item in get_list(value, "excludedNodes")
-            if get_text(item, "node") and (until_s := read_time(item.get("until"))) is not None
+            if get_text(item, "node")
+            and (until_s := read_time(item.get("until"))) is not None
             and get_text(item, "cause") != "node_lost"  # former versions kept away from nodes that had come back
         ),
         not_before_s=read_time(value.get("notBefore")),

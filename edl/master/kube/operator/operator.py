@@ -71,6 +71,7 @@ class Operator:
                 self._surroundings,
                 self._events.record,
                 default_store=settings.store,
+                policy=settings.pods,
                 clock=self._client.read_server_time,
                 is_time_doubtful=self._client.is_time_doubtful,
             )

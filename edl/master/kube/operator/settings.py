@@ -7,6 +7,7 @@ from typing import Final
 
 from edl.errors import SettingsError
 from edl.kube.settings import KubeSettings
+from edl.master.kube.members.pod_policy import PodPolicy
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.settings import is_above_zero
 
@@ -25,6 +26,7 @@ class OperatorSettings:
         namespaces: whose resources it works on; empty for the one that it is in, `*` for all of the cluster.
         store: URL of discovery of resources that name none; empty for none.
         allow_stores: prefixes of stores that it opens where resources name them: see `StoreAllowlist`.
+        pods: what templates of members may ask for.
         workers: resources that are worked on at the same time.
         resync_s: each resource is looked at once in so many seconds whatever happens, and more rarely where there are
             many: what no event told of is found then.
@@ -42,6 +44,7 @@ class OperatorSettings:
     namespaces: tuple[str, ...] = ()
     store: str = ""
     allow_stores: tuple[str, ...] = ()
+    pods: PodPolicy = field(default_factory=PodPolicy)
     workers: int = 4
     resync_s: float = 600.0
     resync_rate: float = 0.2

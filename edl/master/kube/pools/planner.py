@@ -133,7 +133,13 @@ def _find_requeue_s(draft: _Draft, growth: Growth, live: Sequence[MemberPod], pl
     freed_s = _LEAVING_LOOK_S if list_places(draft.pool) - set(places) else None  # that others may have it is seen then
     now_s = draft.observation.now_s
     failing = any(is_failing(pod, now_s) for pod in live)  # that it is steady again is no event
-    times = [STEADY_S if failing else None, _START_LOOK_S if starting else None, growth.requeue_s, draft.look_again_s, freed_s]
+    times = [
+        STEADY_S if failing else None,
+        _START_LOOK_S if starting else None,
+        growth.requeue_s,
+        draft.look_again_s,
+        freed_s,
+    ]
     return min((value for value in times if value is not None), default=None)
 
 

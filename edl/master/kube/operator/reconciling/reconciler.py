@@ -17,6 +17,7 @@ from edl.kube.responses import NotServedError
 from edl.master.kube.conditions import Condition
 from edl.master.kube.members import read_member_pods
 from edl.master.kube.members.naming import INDEX_LABEL, OWNER_UID_LABEL, ROLE_LABEL, TRY_LABEL
+from edl.master.kube.members.pod_policy import PodPolicy
 from edl.master.kube.observation import OwnerObservation
 from edl.master.kube.operator.reconciling.accepted_specs import AcceptedSpecs
 from edl.master.kube.operator.reconciling.done_writes import DoneWrites
@@ -80,6 +81,7 @@ class Reconciler:
         surroundings: looks at all else.
         record_event: has an event shown of a resource.
         default_store: URL of discovery of resources that name none.
+        policy: what templates of members may ask for.
         clock: the time by the API server's clock, which set the timestamps of pods, in seconds since 1970.
         is_time_doubtful: whether that is to be found out yet, so that nothing may be decided by the time.
     """
@@ -92,6 +94,7 @@ class Reconciler:
         record_event: Callable[[ResourceType, Mapping[str, Any], EventNote], None],
         *,
         default_store: str = "",
+        policy: PodPolicy | None = None,
         clock: Callable[[], float] = time.time,
         is_time_doubtful: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -100,6 +103,7 @@ class Reconciler:
         self._surroundings = surroundings
         self._record_event = record_event
         self._default_store = default_store
+        self._policy = policy or PodPolicy()
         self._clock = clock
         self._is_time_doubtful = is_time_doubtful
         self._evidence = PodEvidence(api)
@@ -131,6 +135,8 @@ class Reconciler:
         if self._is_time_doubtful():
             return _TIME_LOOK_S
         parsed = kind.parse(resource, self._default_store)
+        if not isinstance(parsed, tuple):
+            parsed = self._policy.find_problems(parsed) or parsed
         if isinstance(parsed, tuple):
             owner = self._parse_former(kind, key, resource)
             if owner is None:
@@ -141,7 +147,7 @@ class Reconciler:
         target = None
         if isinstance(owner, TeacherPool) and owner.scale_target_ref is not None:
             try:
-                target = find_scale_target(self._api, owner.scale_target_ref, namespace)
+                target = find_scale_target(self._api, owner)
             except (InvalidObjectError, AccessDeniedError) as exc:
                 self._remember_refusal(kind, resource, owner, exc)
                 raise

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edl.errors import SettingsError
 from edl.kube.objects import Object
 from edl.master.kube.members import (
     MemberLaunch,
@@ -26,6 +27,7 @@ from edl.master.kube.members import (
     relax_exclusions,
 )
 from edl.master.kube.members.naming import build_member_name, shorten_name
+from edl.master.kube.members.pod_policy import PodPolicy
 from edl.master.kube.members.pod_template import has_memory_quantity
 from edl.master.kube.members.records import ExcludedNode, format_member_records, read_member_records
 from edl.master.kube.resources import ElasticJob
@@ -230,6 +232,57 @@ def test_service_account() -> None:
     assert (spec.get("serviceAccountName"), spec["automountServiceAccountToken"]) == (None, False)
     named = build(build_job(spec={"serviceAccountName": "mine"}))["spec"]
     assert (named["serviceAccountName"], "automountServiceAccountToken" in named) == ("mine", False)
+
+
+BASELINE_EXCESS = [
+    ({"hostPID": True}, {}, "hostPID"),
+    ({"hostNetwork": True}, {}, "hostNetwork"),
+    ({"volumes": [{"name": "root", "hostPath": {"path": "/"}}]}, {}, "hostPath"),
+    ({"securityContext": {"sysctls": [{"name": "kernel.msgmax", "value": "1"}]}}, {}, "kernel.msgmax"),
+    ({"securityContext": {"seccompProfile": {"type": "Unconfined"}}}, {}, "seccompProfile"),
+    ({"securityContext": {"windowsOptions": {"hostProcess": True}}}, {}, "hostProcess"),
+    ({"initContainers": [{"name": "i", "securityContext": {"privileged": True}}]}, {}, "privileged"),
+    ({}, {"securityContext": {"privileged": True}}, "privileged"),
+    ({}, {"securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}}}, "SYS_ADMIN"),
+    ({}, {"securityContext": {"procMount": "Unmasked"}}, "procMount"),
+    ({}, {"securityContext": {"seLinuxOptions": {"type": "spc_t"}}}, "seLinuxOptions"),
+    ({}, {"ports": [{"containerPort": 80, "hostPort": 80}]}, "hostPort"),
+]
+
+
+@pytest.mark.parametrize(("spec", "container", "word"), BASELINE_EXCESS, ids=[word for *_, word in BASELINE_EXCESS])
+def test_excess_of_baseline(spec: dict[str, Any], container: dict[str, Any], word: str) -> None:
+    job = build_job(container, spec)
+    (problem,) = PodPolicy().find_problems(job)
+    assert problem.reason == "PodNotAllowed"
+    assert word in problem.message
+    assert "--pod-security privileged" in problem.message
+    assert PodPolicy("privileged").find_problems(job) == ()
+
+
+@pytest.mark.parametrize("accounts", [(), ("other",), ("elsewhere/mine",)])
+@pytest.mark.parametrize("spec", [{"serviceAccountName": "mine"}, {"serviceAccount": "mine"}])
+def test_accounts_of_members(spec: dict[str, Any], accounts: tuple[str, ...]) -> None:
+    (problem,) = PodPolicy("privileged", accounts).find_problems(build_job(spec=spec))
+    assert "--allow-service-account ns/mine" in problem.message
+    for allowed in ("mine", "ns/mine"):
+        assert PodPolicy(service_accounts=(*accounts, allowed)).find_problems(build_job(spec=spec)) == ()
+
+
+def test_token_of_the_default_account() -> None:
+    projected = {"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}
+    for spec in ({"automountServiceAccountToken": True}, {"volumes": [projected]}):
+        (problem,) = PodPolicy().find_problems(build_job(spec=spec))
+        assert "ns/default" in problem.message
+        assert PodPolicy(service_accounts=("default",)).find_problems(build_job(spec=spec)) == ()
+    usual = {"volumes": [{"name": "s", "secret": {"secretName": "keys"}}], "securityContext": {"runAsUser": 0}}
+    assert PodPolicy().find_problems(build_job(spec=usual)) == (), "as any pod of the namespace"
+
+
+@pytest.mark.parametrize("account", ["edl-operator", "ns/edl-dashboard", "/mine", "a/b/c", ""])
+def test_accounts_that_cannot_be_allowed(account: str) -> None:
+    with pytest.raises(SettingsError, match="--allow-service-account"):
+        PodPolicy(service_accounts=(account,))
 
 
 @pytest.mark.parametrize("value", [{"LR": "0.1"}, "x", 3, ["x", 3, None]])

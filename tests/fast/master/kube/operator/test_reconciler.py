@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.dashboard.state.cluster.decoding import decode_workload
-from edl.errors import AccessDeniedError, EDLError, KubernetesError
+from edl.errors import AccessDeniedError, EDLError, InvalidObjectError, KubernetesError
 from edl.kube.objects import Object, format_time
-from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, PODS, TEACHER_POOLS, ResourceType
+from edl.kube.resource_types import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.responses import NotServedError
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.conditions import find_condition
@@ -100,6 +100,12 @@ def settle(api: InMemoryApi, key: str = KEY, given: Given | None = None) -> None
     raise AssertionError(f"it never settles: {api.calls[-30:]}")
 
 
+def settle_with(api: InMemoryApi, reconciler: Reconciler) -> None:
+    for _ in range(4):
+        api.now_s += 20.0
+        reconciler.reconcile(KEY)
+
+
 def snapshot(api: InMemoryApi) -> str:
     """What is there, without versions and uids."""
     objects = copy.deepcopy(api.objects)
@@ -162,6 +168,45 @@ def test_refused_spec_makes_nothing() -> None:
         assert reconciler.reconcile(KEY) == math.inf
     assert read_accepted(api)[:2] == ("False", "MinAboveMax")
     assert (api.names(PODS), reasons) == ([], ["MinAboveMax"])
+
+
+def test_pod_beyond_the_policy() -> None:
+    """Whoever may create a job alone need not be allowed to make a privileged pod."""
+    api = make_api(template={"spec": {**TEMPLATE["spec"], "hostPID": True, "serviceAccountName": "edl-operator"}})
+    reconciler, reasons = make_reconciler(api)
+    reconciler.reconcile(KEY)
+    assert read_accepted(api)[:2] == ("False", "PodNotAllowed")
+    assert "hostPID" in read_accepted(api)[2]
+    assert (api.names(PODS), set(reasons)) == ([], {"PodNotAllowed"})
+    edit(api, template=TEMPLATE)
+    reconciler.reconcile(KEY)
+    assert api.names(PODS)
+    edit(api, template={"spec": {**TEMPLATE["spec"], "hostPID": True}})
+    end_pod(api, api.objects[FIRST], "evict")
+    settle_with(api, reconciler)
+    assert read_accepted(api)[:2] == ("False", "PodNotAllowed")
+    assert "hostPID" not in api.objects["pods", "lab", "digits-worker-0-1"]["spec"], "the spec before counts"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({}, "edl.io/scaled-by=digits"),
+        ({"annotations": {"edl.io/scaled-by": "another"}}, "edl.io/scaled-by=digits"),
+        ({"annotations": {"edl.io/scaled-by": "digits"}, "labels": {"app.kubernetes.io/name": "edl"}}, "EDL itself"),
+    ],
+)
+def test_target_that_is_not_the_pools(metadata: Object, words: str) -> None:
+    api = InMemoryApi()
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "edl-operator"}
+    spec = {"store": "consul://c", "scaleTargetRef": target, "scaling": "external", "replicas": 0, "maxReplicas": 4}
+    api.put(TEACHER_POOLS, {"metadata": dict(METADATA), "spec": spec})
+    found = {"metadata": {"name": "edl-operator", "namespace": "lab", **metadata}, "spec": {"replicas": 1}}
+    api.put(DEPLOYMENTS, found)
+    with pytest.raises(InvalidObjectError, match=words):
+        make_reconciler(api)[0].reconcile(POOL_KEY)
+    assert read_accepted(api, "teacherpools")[:2] == ("False", "ObjectRefused")
+    assert api.objects["deployments", "lab", "edl-operator"]["spec"]["replicas"] == 1
 
 
 def test_slip_in_an_edit_stops_nothing() -> None:
@@ -268,7 +313,9 @@ def test_scale_target_that_is_refused(monkeypatch: pytest.MonkeyPatch, call: str
     spec = {"store": "consul://c", "scaleTargetRef": target, "scaling": "external", "replicas": 2, "maxReplicas": 4}
     api.put(TEACHER_POOLS, {"metadata": dict(METADATA), "spec": spec})
     gizmos = ResourceType("example.com", "v1", "gizmos", "Gizmo")
-    api.put(gizmos, {"metadata": {"name": "triton", "namespace": "lab"}, "spec": {"replicas": 1}})
+    annotations = {"edl.io/scaled-by": "digits"}
+    metadata = {"name": "triton", "namespace": "lab", "annotations": annotations}
+    api.put(gizmos, {"metadata": metadata, "spec": {"replicas": 1}})
     reconciler, reasons = make_reconciler(api)
     with monkeypatch.context() as patched:
         patched.setattr(api, call, refuse)

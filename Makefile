@@ -77,7 +77,7 @@ bench-tools: tools ## fetch what only benchmarks need: torchft
 
 # The stubs are those of a file NAME_pb2; ours is named NAME and builds its classes in a pool of its own.
 protocol: $(VENV)/.dev ## compile edl/protocol/*.proto
-	for name in etcd keda/external_scaler kserve master store; do \
+	for name in etcd kserve master store; do \
 		$(BIN)/python -m grpc_tools.protoc --proto_path=edl/protocol --descriptor_set_out=edl/protocol/$$name.binpb \
 			--pyi_out=edl/protocol $$name.proto && mv edl/protocol/$${name}_pb2.pyi edl/protocol/$$name.pyi || exit 1; \
 	done

@@ -20,7 +20,7 @@ from edl.cli._option_values import Once, Port, Seconds
 from edl.cli._store_option import add_store_option
 from edl.cli.scaling.advice import add_advice_options, open_advisor
 from edl.datasets import Dataset, Follower, FollowSettings, ShardSettings, open_dataset
-from edl.discovery import Store, open_store
+from edl.discovery import open_store
 from edl.discovery.served.addresses import is_loopback
 from edl.end_signals import collect_signals
 from edl.errors import ConflictError, SettingsError
@@ -104,12 +104,9 @@ def main(argv: Sequence[str]) -> int:
         # The master comes last: with --new it sets a journal aside, so all that may fail must have been checked.
         if options.http_port is not None:
             stack.enter_context(_page(options, url, credentials, metrics))
-        if not options.no_advice or options.scaler_port is not None:
-            store = stack.enter_context(open_store(url, credentials=credentials))
         if not options.no_advice:
+            store = stack.enter_context(open_store(url, credentials=credentials))
             stack.enter_context(open_advisor(store, options, lambda: master is not None and master.is_leader))
-        if options.scaler_port is not None:
-            stack.enter_context(_scaler(store, options, credentials))
         master = stack.enter_context(MasterServer(options.job, settings, specs, metrics=metrics))
         stream = stack.enter_context(
             contextlib.closing(_StreamFollower(master, options.name, dataset, following, credentials))
@@ -146,18 +143,6 @@ def _page(
     page = DashboardServer(settings, [metrics])
     logger.info("the page of job %s is at %s", options.job, page.url)
     return page
-
-
-def _scaler(
-    store: Store, options: argparse.Namespace, credentials: Credentials
-) -> contextlib.AbstractContextManager[object]:
-    """Serve KEDA's external scaler: what is wanted in the whole store, not of this job alone."""
-    from edl.master.external_scaler import ExternalScalerServer, ExternalScalerSettings
-
-    warn_of_open_port(options.host, credentials)
-    scaler = ExternalScalerServer(store, ExternalScalerSettings(options.host, options.scaler_port, credentials))
-    logger.info("KEDA's external scaler is served on port %d", scaler.port, extra={"port": scaler.port})
-    return scaler
 
 
 class _StreamFollower:
@@ -227,12 +212,6 @@ def _parser() -> argparse.ArgumentParser:
         help="port for a web page and /metrics; 0 for a free port (docs/dashboard.md)",
     )
     add("--http-host", default="127.0.0.1", metavar="HOST", help="address of the page (default: 127.0.0.1)")
-    add(
-        "--scaler-port",
-        action=Port,
-        metavar="N",
-        help="port for KEDA's external scaler, on --host; 0 for a free port (docs/kubernetes-scaling-external.md)",
-    )
     add(
         "--lease",
         action=Seconds,

@@ -36,7 +36,6 @@ _PROVIDERS = {
     "aiohttp": ("aiohttp", "dashboard"),
     "fsspec": ("fsspec", "collective"),
     "grpc_health": ("grpcio-health-checking", "serving"),
-    "kopf": ("kopf", "kubernetes"),
     "kubernetes": ("kubernetes", "kubernetes"),
     "matplotlib": ("matplotlib", "demo"),
     "paddle": ("paddlepaddle", "paddle"),

@@ -86,7 +86,7 @@ class KubeWatch:
         self._objects: dict[ObjectKey, Object] = {}
         self._resource_version = ""
         self._listed = False
-        self._stale = ""
+        self._error: EDLError | None = None
         self._version = 0
         self._changed = Notifier()
         self._stream: Stream | None = None
@@ -102,7 +102,12 @@ class KubeWatch:
     @property
     def stale(self) -> str:
         """Empty while the API server answers; else why it does not."""
-        return self._stale
+        return "" if self._error is None else str(self._error)
+
+    @property
+    def error(self) -> EDLError | None:
+        """None while the API server answers; else why it does not."""
+        return self._error
 
     @property
     def listed(self) -> bool:
@@ -167,7 +172,7 @@ class KubeWatch:
             if self._closed:
                 return None
             self._resource_version = ""
-            self._set_stale(str(exc))
+            self._set_error(exc)
             if isinstance(exc, AccessDeniedError) and self._backoff.failures >= _QUICK_TRIES:
                 return _DENIED_RETRY_S * random.uniform(0.5, 1.0)
             hint_s = exc.retry_after_s if isinstance(exc, KubernetesError) else 0.0
@@ -186,9 +191,9 @@ class KubeWatch:
         self._objects = {_key(obj): obj for obj in found.items}
         self._resource_version = found.resource_version
         self._listed = True
-        if self._stale:
+        if self._error is not None:
             logger.debug("watching %s: the API server answers again", self._kind.plural)
-            self._stale = ""
+            self._error = None
         self._announce("LISTED", None)
 
     def _follow(self) -> None:
@@ -226,11 +231,11 @@ class KubeWatch:
         self._objects = objects
         self._announce(change, obj)
 
-    def _set_stale(self, reason: str) -> None:
-        if not self._stale:
-            logger.debug("watching %s: keeping what is known: %s", self._kind.plural, reason)
-        if reason != self._stale:
-            self._stale = reason
+    def _set_error(self, error: EDLError) -> None:
+        before, self._error = self.stale, error
+        if not before:
+            logger.debug("watching %s: keeping what is known: %s", self._kind.plural, error)
+        if str(error) != before:
             self._announce("STALE", None)
 
     def _announce(self, change: str, obj: Object | None) -> None:

@@ -179,7 +179,7 @@ class OperatorKiller:
 
     def _look(self, line: str, after: bool) -> None:
         if "watch=" in line or not line.endswith(" edl"):
-            return  # kopf's own, which decide nothing
+            return  # they decide nothing
         with self._lock:
             if self._process is None or after != self._after:
                 return

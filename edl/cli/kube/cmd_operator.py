@@ -110,9 +110,6 @@ def main(argv: Sequence[str]) -> int:
     add("--verbose", action="store_true", help="debug lines, too")
     options = parser.parse_args(argv)
     log_to_stderr("edl operator", verbose=options.verbose, log_format=options.log_format)
-    # kopf says that it leaves signals to us, and each change of a resource; what it cannot do is an error of ours.
-    for name in ("kopf", "kopf.objects"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     if options.all_namespaces and options.namespace:
         raise SettingsError("--all-namespaces beside --namespace: give either")
     if "" in options.namespace:

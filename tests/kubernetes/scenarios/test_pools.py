@@ -231,7 +231,8 @@ def test_borrowed_and_given_back(scene: Scene, gpus: SetGpus, consul_store: str,
         assert student.read_labels(50) == {FIRST}
         assert max(state.waiting for state in history.states) <= 1, "never more than one teacher waits for a node"
     assert set(history.exit_codes.values()) <= {0}, f"every teacher drained: {history.exit_codes}"
-    scene.wait("the metric of both", lambda: read_metric(process, "edl_give_back_seconds_count") == 2)
+    if capacity:
+        scene.wait("the metric of both", lambda: read_metric(process, "edl_give_back_seconds_count") == 2)
     scene.wait("the events", lambda: {"Grew", "Preempted", "GaveBack"} <= cluster.reasons(namespace))
 
 

@@ -18,9 +18,10 @@ from edl.kube.responses import Call
 from edl.master.kube.capacity.watch import CapacityWatch
 from edl.master.kube.members.naming import OWNER_UID_LABEL
 from edl.master.kube.operator.events import EventRecorder
+from edl.master.kube.operator.give_back import GiveBackMeter
 from edl.master.kube.operator.kinds import KINDS
 from edl.master.kube.operator.live_surroundings import LiveSurroundings
-from edl.master.kube.operator.monitoring import GiveBackMeter, OperatorHealth, OperatorMetrics
+from edl.master.kube.operator.monitoring import OperatorHealth, OperatorMetrics
 from edl.master.kube.operator.queue import WorkQueue
 from edl.master.kube.operator.reconciling.reconciler import Reconciler
 from edl.master.kube.operator.resource_watches import ResourceWatches
@@ -107,13 +108,12 @@ class Operator:
 
     def _watch(self, stack: ExitStack) -> None:
         if self._settings.capacity:
-            capacity = CapacityWatch(self._client, self._surroundings.note_capacity, self._give_backs.record_cluster)
+            capacity = CapacityWatch(self._client, self._surroundings.note_capacity, self._give_backs.record)
             stack.callback(capacity.close)
             self._surroundings.set_capacity(capacity)
         types = [kind.type for kind in KINDS.values()]
-        on_pod = self._give_backs.record_namespace
         watches = ResourceWatches(
-            self._client, self._settings.kube, types, self.namespaces, self._add, on_pod, self.health
+            self._client, types, self.namespaces, self._add, self._reconciler.is_own_status, self.health
         )
         stack.callback(watches.close)
 

@@ -5,7 +5,6 @@ it. What does not belong here: how many teachers are useful (`edl.master.scaling
 (`edl.master.kube.capacity`), and calls of the API (`edl.master.kube.operator`).
 """
 
-from edl.master.kube.pools.give_back import GiveBack, GiveBackTracker
 from edl.master.kube.pools.planner import plan_pool
 
-__all__ = ["GiveBack", "GiveBackTracker", "plan_pool"]
+__all__ = ["plan_pool"]

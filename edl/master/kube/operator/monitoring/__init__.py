@@ -3,8 +3,7 @@
 What does not belong here: how jobs and pools are, which their own status says.
 """
 
-from edl.master.kube.operator.monitoring.give_back_meter import GiveBackMeter
 from edl.master.kube.operator.monitoring.health import OperatorHealth
 from edl.master.kube.operator.monitoring.metrics import OperatorMetrics
 
-__all__ = ["GiveBackMeter", "OperatorHealth", "OperatorMetrics"]
+__all__ = ["OperatorHealth", "OperatorMetrics"]

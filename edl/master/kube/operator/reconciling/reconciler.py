@@ -28,6 +28,7 @@ from edl.master.kube.operator.reconciling.status_patch import (
     FORMER_SPEC,
     build_merge_patch,
     describe_refused_spec,
+    encode_status,
     set_condition,
 )
 from edl.master.kube.operator.reconciling.surroundings import Surroundings
@@ -111,6 +112,11 @@ class Reconciler:
         self._accepted = AcceptedSpecs()
         self._refusals: dict[str, tuple[str, int, SpecProblem]] = {}
         self._warned: set[str] = set()
+        self._statuses: dict[str, str] = {}
+
+    def is_own_status(self, key: str, status: Mapping[str, Any]) -> bool:
+        """Whether a resource's status is as this operator wrote or found it last: another is somebody else's."""
+        return self._statuses.get(key) == encode_status(status)
 
     def reconcile(self, key: str) -> float | None:
         """Look at a resource, and do what is to be done.
@@ -165,6 +171,7 @@ class Reconciler:
             key: of the resource.
         """
         self._refusals.pop(key, None)
+        self._statuses.pop(key, None)
         self._accepted.forget(key)
         self._surroundings.note_gone(key)
 
@@ -347,6 +354,9 @@ class Reconciler:
         metadata = resource["metadata"]
         before = resource.get("status")
         patch = build_merge_patch(before if isinstance(before, dict) else {}, status)
+        # Before it is written: the watch may hear of it sooner than this call.
+        key = f"{kind.plural}/{metadata['namespace']}/{metadata['name']}"
+        self._statuses[key] = encode_status(status)
         if not patch:
             return False
         body = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": patch}

@@ -10,7 +10,7 @@ from edl.kube.objects import Object
 from edl.master.kube.conditions import Condition, write_conditions
 from edl.master.kube.resources import SpecProblem
 
-__all__ = ["FORMER_SPEC", "build_merge_patch", "describe_refused_spec", "set_condition"]
+__all__ = ["FORMER_SPEC", "build_merge_patch", "describe_refused_spec", "encode_status", "set_condition"]
 
 FORMER_SPEC: Final = "formerSpec"
 """Field of a status: the spec cannot be worked on, and the operator goes on by the one before."""
@@ -35,6 +35,11 @@ def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Ob
         elif _encode(old) != _encode(written := _keep_present(new)):  # which tells 1 from true
             patch[name] = written
     return patch
+
+
+def encode_status(status: Mapping[str, Any]) -> str:
+    """Return a status as a text, the same before it is written and when it is read again."""
+    return _encode(_keep_present(status))
 
 
 def _keep_present(value: Any) -> Any:

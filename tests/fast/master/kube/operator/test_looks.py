@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from edl.errors import AccessDeniedError, ConflictError, EDLError, KubernetesError, QuotaExceededError
-from edl.kube.resource_types import ELASTIC_JOBS, EVENTS
+from edl.kube.objects import Object
+from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, PODS
+from edl.kube.responses import NotServedError
 from edl.master.kube.operator import events, resource_watches
 from edl.master.kube.operator.events import EventRecorder
+from edl.master.kube.operator.monitoring import OperatorHealth
 from edl.master.kube.operator.queue import KeySchedule, WorkQueue
 from edl.master.kube.operator.resource_watches import ResourceWatches
 from edl.master.kube.plan import EventNote
@@ -96,75 +99,122 @@ def test_refused_events_block_nothing(error: EDLError, said: int, caplog: pytest
 JOB_KEYS = ["elasticjobs/lab/a", "elasticjobs/lab/b"]
 
 
-class NoLoop:
-    """Begins no watch: a test hands the events over itself."""
+class GivenWatch:
+    """A watch whose events a test hands over itself."""
 
-    def __init__(self, *args: object) -> None:
-        """Begin nothing."""
+    def __init__(self, *args: object, on_change: Callable[[str, Object | None], None], label_selector: str) -> None:
+        self.tell = on_change
+        self.objects: dict[str, Object] = {}
+        self.error: EDLError | None = None
+        self.listed = False
 
-    def close(self, timeout_s: float) -> None:
-        """End nothing."""
+    @property
+    def stale(self) -> str:
+        return str(self.error or "")
+
+    def list(self, *listed: Object) -> None:
+        self.objects = {obj["metadata"]["name"]: obj for obj in listed}
+        self.error, self.listed = None, True
+        self.tell("LISTED", None)
+
+    def close(self) -> None:
+        """Nothing goes on."""
+
+
+class Looks:
+    """Watches of jobs and pods in `lab`, and the looks that they ask for. `own` is the operator's own status."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.own: Object = {}
+        self.health = OperatorHealth(lambda: 0.0)
+        nothing: Any = None
+        self.watches = ResourceWatches(
+            nothing,
+            [ELASTIC_JOBS],
+            ["lab"],
+            lambda key, delay_s: self.keys.append(key),
+            lambda key, status: status == self.own,
+            self.health,
+        )
+        self.jobs, self.pods = (self.watches._watches[kind, "lab"] for kind in (ELASTIC_JOBS, PODS))
+
+    def taken(self) -> list[str]:
+        """Return what was to be looked at since the last call."""
+        found, self.keys[:] = sorted(set(self.keys)), []
+        return found
+
+    def wait(self, *keys: str) -> None:
+        wait_until(lambda: set(keys) <= set(self.keys), f"looks at {keys}, not {self.keys}")
+        assert self.taken() == sorted(keys)
 
 
 @pytest.fixture
-def keys() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def watches(keys: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[ResourceWatches]:
-    monkeypatch.setattr(resource_watches, "BackgroundLoop", NoLoop)
-    nothing: Any = None
-    found = ResourceWatches(
-        nothing, nothing, [ELASTIC_JOBS], ["lab"], lambda key, delay_s: keys.append(key), lambda *args: None, nothing
-    )
+def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(resource_watches, "KubeWatch", GivenWatch)
+    found = Looks()
     yield found
-    found.close()
+    found.watches.close()
 
 
-def tell_job(watches: ResourceWatches, name: str, kind: str | None = None, namespace: str = "lab") -> None:
-    metadata = {"name": name, "namespace": namespace, "uid": f"u-{name}", "generation": 1}
-    watches._take_resource(ELASTIC_JOBS, {"type": kind, "object": {"metadata": metadata}})
+def job(name: str, **status: Any) -> Object:
+    metadata = {"name": name, "namespace": "lab", "uid": f"u-{name}", "generation": 1}
+    return {"metadata": metadata, "status": status}
 
 
-def tell_pod(watches: ResourceWatches, name: str, kind: str | None = None, job: str = "") -> None:
-    labels = {"edl.io/job": job} if job else {}
-    metadata = {"name": name, "namespace": "lab", "uid": f"u-{name}", "labels": labels}
-    watches._take_pod({"type": kind, "object": {"metadata": metadata}})
+def pod(name: str) -> Object:
+    return {"metadata": {"name": f"{name}-worker-0-0", "namespace": "lab", "labels": {"edl.io/job": name}}}
 
 
-@pytest.fixture
-def known(watches: ResourceWatches, keys: list[str]) -> ResourceWatches:
-    """Two jobs, each with a pod, of which all is known."""
-    for name in "ab":
-        tell_job(watches, name)
-        tell_pod(watches, f"{name}-worker-0-0", job=name)
-    tell_job(watches, "c", namespace="elsewhere")
-    keys.clear()
-    return watches
+def test_own_status_asks_for_no_look(looks: Any) -> None:
+    looks.jobs.list(job("a"))
+    looks.wait(JOB_KEYS[0])
+    looks.own = {"phase": "Running"}
+    looks.jobs.tell("MODIFIED", job("a", phase="Running"))
+    assert looks.taken() == []
+    looks.jobs.tell("MODIFIED", job("a", phase="Succeeded"))
+    assert looks.taken() == [JOB_KEYS[0]], "somebody else has written it"
+    edited = job("a", phase="Running")
+    edited["metadata"]["generation"] = 2
+    looks.jobs.tell("MODIFIED", edited)
+    looks.jobs.tell("DELETED", edited)
+    assert looks.keys == [JOB_KEYS[0]] * 2
 
 
-def test_status_alone_asks_for_no_look(known: ResourceWatches, keys: list[str]) -> None:
-    tell_job(known, "a", "MODIFIED")
-    assert keys == []
+def test_pods_have_their_job_looked_at(looks: Any) -> None:
+    for change in ("ADDED", "MODIFIED", "DELETED"):
+        looks.pods.tell(change, pod("a"))
+        assert looks.taken() == [JOB_KEYS[0]]
 
 
-def test_job_that_went_between_lists(known: ResourceWatches, keys: list[str]) -> None:
-    tell_job(known, "a")
-    assert sorted(set(keys)) == JOB_KEYS, "b is not in the new list, and nothing else tells so"
+def test_what_went_between_lists(looks: Any) -> None:
+    """It is not in the new list, and nothing else tells so."""
+    looks.jobs.list(job("a"), job("b"))
+    looks.wait(*JOB_KEYS)
+    looks.jobs.list(job("a"))
+    looks.wait(*JOB_KEYS)
+    looks.jobs.tell("ADDED", job("b"))
+    looks.taken()
+    looks.pods.list(pod("c"))
+    looks.wait(*JOB_KEYS, "elasticjobs/lab/c")
 
 
-def test_pod_made_after_the_list(watches: ResourceWatches, keys: list[str]) -> None:
-    tell_job(watches, "a")
-    tell_pod(watches, "a-worker-0-0", "ADDED", job="a")
-    tell_job(watches, "b")
-    keys.clear()
-    tell_pod(watches, "a-worker-0-0", job="a")
-    assert sorted(set(keys)) == JOB_KEYS
-    tell_pod(watches, "a-worker-0-0", "DELETED", job="a")
-    keys.clear()
-    tell_pod(watches, "a-worker-0-0", job="a")
-    assert keys == ["elasticjobs/lab/a"], "one that came anew is no new list"
+def test_what_the_watches_wait_for(looks: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def settle(error: EDLError | None) -> str:
+        looks.pods.error = error
+        looks.watches._step()
+        return str(looks.health.check_ready())
+
+    looks.jobs.list()
+    assert settle(None) == "the watches have not begun"
+    looks.pods.list()
+    assert settle(None) == ""
+    assert settle(KubernetesError("away")) == "", "which requests tell, once it lasts"
+    looks.jobs.error = NotServedError("not found")
+    assert "elasticjobs.edl.io/v1alpha1: install the CRD" in settle(None)
+    looks.jobs.error = None
+    assert settle(AccessDeniedError("list pods: not allowed")) == "list pods: not allowed"
+    assert settle(None) == ""
 
 
 KEYS = st.sampled_from("abcd")

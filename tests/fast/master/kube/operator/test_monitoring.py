@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from edl.cli import main
 from edl.errors import SettingsError
+from edl.kube.objects import Object
 from edl.kube.responses import Call
 from edl.master.kube.operator import OperatorSettings
+from edl.master.kube.operator.give_back import GiveBackMeter
 from edl.master.kube.operator.monitoring import OperatorHealth, OperatorMetrics
-from edl.master.kube.operator.monitoring.give_back_meter import GiveBackMeter
 from tests.fast.kube.conftest import write_kubeconfig
+from tests.fast.master.kube.capacity import objects
 
 
 class Times:
@@ -54,25 +57,48 @@ def test_stuck_work_and_silent_loop() -> None:
     assert times.health.check_live() == ""
 
 
-def test_give_back_counts_once() -> None:
-    """The same pods come from the watch of the cluster, as soon as it is known, and of their namespace."""
-    registry = CollectorRegistry()
-    meter = GiveBackMeter(registry)
-    teacher = {"metadata": {"uid": "t", "labels": {"edl.io/pool": "p"}}, "spec": {"nodeName": "n"}}
-    waiting = {"metadata": {"uid": "w"}, "spec": {}, "status": {"nominatedNodeName": "n"}}
-    events = [
-        ("ADDED", waiting),
-        ("MODIFIED", {**teacher, "metadata": {**teacher["metadata"], "deletionTimestamp": "x"}}),
-        ("MODIFIED", {**waiting, "spec": {"nodeName": "n"}}),
-    ]
+REFUSED = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]}
+
+
+def teacher(**fields: Any) -> Object:
+    return objects.pod(1, uid="t", node="n1", labels={"edl.io/pool": "p", "edl.io/owner-uid": "o"}, **fields)
+
+
+def online(node: str = "", **status: Any) -> Object:
+    found = objects.pod(1, uid="o", name="triton")
+    found["status"] |= status
+    found["spec"] |= {"nodeName": node} if node else {}
+    return found
+
+
+ADDED, WAITS, NOMINATED = (
+    ("ADDED", online()),
+    ("MODIFIED", online(**REFUSED)),
+    ("MODIFIED", online(nominatedNodeName="n1")),
+)
+LEAVES, GONE = ("MODIFIED", teacher(deleting=True)), ("DELETED", teacher(deleting=True))
+BOUND = ("MODIFIED", online("n1"))
+
+
+@pytest.mark.parametrize(
+    ("events", "seconds"),
+    [
+        ([("ADDED", teacher()), ADDED, LEAVES, WAITS, GONE, BOUND, BOUND], 4.0),
+        ([ADDED, NOMINATED, LEAVES, BOUND], 3.0),
+        ([ADDED, LEAVES, BOUND], None),  # it found room at once
+        ([LEAVES, GONE, ADDED, WAITS, BOUND], None),  # no teacher left while it waited
+        ([ADDED, WAITS, LEAVES, ("MODIFIED", online("n2"))], None),
+        ([WAITS, LEAVES, BOUND], None),  # it was there before the watch
+        ([ADDED, WAITS, ("STALE", None), LEAVES, BOUND], None),  # the watch was interrupted
+    ],
+)
+def test_time_to_give_back(events: list[tuple[str, Object | None]], seconds: float | None) -> None:
+    registry, times = CollectorRegistry(), iter(range(100))
+    meter = GiveBackMeter(registry, lambda: float(next(times)))
     for event in events:
-        meter.record_namespace(*event)
-    assert registry.get_sample_value("edl_give_back_seconds_count") == 1.0
-    meter.record_cluster("LISTED", None)
-    for record in (meter.record_cluster, meter.record_namespace):
-        for event in events:
-            record(*event)
-    assert registry.get_sample_value("edl_give_back_seconds_count") == 2.0
+        meter.record(*event)
+    assert registry.get_sample_value("edl_give_back_seconds_count") == (seconds is not None)
+    assert registry.get_sample_value("edl_give_back_seconds_sum") == (seconds or 0.0)
 
 
 def test_calls_and_looks_are_counted() -> None:

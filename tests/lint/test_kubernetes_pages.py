@@ -7,10 +7,11 @@ from pathlib import Path
 
 import yaml
 
+from edl.kube.resource_types import DEPLOYMENTS
 from edl.master.kube.jobs import CONDITION_REASONS, EVENT_REASONS
 from edl.master.kube.jobs.reasons import FAILURE_ADVICE, FAILURE_REASONS
 from edl.master.kube.members.relaunching import POD_RELAUNCH_TABLE
-from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.observation import OwnerObservation, ScaleTarget, StoreAnswer
 from edl.master.kube.pools import plan_pool
 from edl.master.kube.resources import TeacherPool, parse_teacher_pool
 
@@ -70,5 +71,6 @@ def test_pools_of_the_page() -> None:
         resource["metadata"] |= {"namespace": "ns", "uid": "u", "generation": 1}
         pool = parse_teacher_pool(resource, "sqlite:///store")
         assert isinstance(pool, TeacherPool), pool
-        plan = plan_pool(pool, OwnerObservation(1e9, wanted=3, target_replicas=2))
+        target = ScaleTarget(DEPLOYMENTS, "triton", 2, 2)
+        plan = plan_pool(pool, OwnerObservation(1e9, store=StoreAnswer(3), target=target))
         assert (len(plan.create), plan.scale_target) == ((0, 3) if pool.scale_target_ref else (1, None))

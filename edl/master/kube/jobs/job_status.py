@@ -107,7 +107,7 @@ def write_job_status(job: ElasticJob, observation: OwnerObservation, view: JobVi
         status["ignoredEdits"] = job.ignored_edits
     if finished:
         status["completionTime"] = format_time(now_s)
-    _write_progress(status, job.status, observation.progress, bool(view.succeeded))
+    _write_progress(status, job.status, observation.store.progress, bool(view.succeeded))
     return status
 
 
@@ -128,10 +128,10 @@ def _find_phase(view: JobView, ready: int) -> str:
 def _describe_accepted(job: ElasticJob, observation: OwnerObservation) -> Condition:
     if job.ignored_edits:
         return Condition("Accepted", True, "StoreChangeIgnored", job.ignored_edits)
-    if observation.store_refused:
-        return Condition("Accepted", True, "StoreNotAllowed", observation.store_refused)
-    if observation.store_unreachable:
-        return Condition("Accepted", True, "StoreUnreachable", observation.store_unreachable)
+    if observation.store.refused:
+        return Condition("Accepted", True, "StoreNotAllowed", observation.store.refused)
+    if observation.store.unreachable:
+        return Condition("Accepted", True, "StoreUnreachable", observation.store.unreachable)
     return Condition("Accepted", True, "Valid", "the spec can be worked on")
 
 

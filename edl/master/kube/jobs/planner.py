@@ -102,7 +102,7 @@ def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
         return _plan_finished(job, phase, observation)
     if not job.started and any(not pod.finished for pod in observation.pods):
         job = job.pin_run()  # it was suspended, and pods of its last run are still about
-    progress = observation.progress.percentage if observation.progress is not None else None
+    progress = observation.store.progress.percentage if observation.store.progress is not None else None
     before = read_member_records(job.status)
     review = review_members(before, observation.pods, observation.now_s, progress)
     records = note_last_steps(before, review.records, observation.pods, observation.now_s)
@@ -343,10 +343,10 @@ def _note_changes(draft: _Draft, sizing: Sizing, kept: int) -> None:
         draft.note("ScaleIgnored", f"spec.replicas is {job.replicas}, but spec.scaling is auto", warning=True)
     if job.ignored_edits and status.get("ignoredEdits") != job.ignored_edits:
         draft.note("StoreChangeIgnored", job.ignored_edits, warning=True)
-    elif draft.observation.store_refused and find_condition(status, "Accepted").get("reason") in (None, "Valid"):
-        draft.note("StoreNotAllowed", draft.observation.store_refused, warning=True)
-    elif draft.observation.store_unreachable and find_condition(status, "Accepted").get("reason") in (None, "Valid"):
-        draft.note("StoreUnreachable", draft.observation.store_unreachable, warning=True)
+    elif draft.observation.store.refused and find_condition(status, "Accepted").get("reason") in (None, "Valid"):
+        draft.note("StoreNotAllowed", draft.observation.store.refused, warning=True)
+    elif draft.observation.store.unreachable and find_condition(status, "Accepted").get("reason") in (None, "Valid"):
+        draft.note("StoreUnreachable", draft.observation.store.unreachable, warning=True)
     grown = [index for index in sizing.create if not draft.records[f"{WORKER}-{index}"].replaces]
     if status.get("phase") == "Suspended":
         draft.note("Resumed", "spec.suspend is false again")

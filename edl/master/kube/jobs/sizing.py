@@ -66,9 +66,9 @@ def find_target(job: ElasticJob, observation: OwnerObservation) -> int:
 
     if job.scaling == "external":
         return clamp(job.min_replicas if job.replicas is None else job.replicas)
-    if observation.wanted is not None:
-        useful = clamp(observation.wanted)
-    elif observation.store_stale:  # what is useful is not known now, which is no reason to change anything
+    if observation.store.wanted is not None:
+        useful = clamp(observation.store.wanted)
+    elif observation.store.stale:  # what is useful is not known now, which is no reason to change anything
         before = job.status.get("wantedReplicas")
         useful = clamp(before if isinstance(before, int) else job.min_replicas)
     else:

@@ -15,9 +15,9 @@ from typing import Any, Final
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
 from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, KubernetesError, QuotaExceededError
+from edl.kube.client import KubeClient
 from edl.kube.objects import Object, format_time
 from edl.kube.resource_types import EVENTS, ResourceType
-from edl.master.kube.operator.reconciling.kube_api import KubeApi
 from edl.master.kube.plan import EventNote
 from edl.quoting import clip
 
@@ -55,7 +55,7 @@ class EventRecorder:
         clock: the time by the API server's clock, which dates conditions and pods, in seconds since 1970.
     """
 
-    def __init__(self, api: KubeApi, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, api: KubeClient, clock: Callable[[], float] = time.time) -> None:
         self._api = api
         self._clock = clock
         self._instance = f"{_COMPONENT}-{socket.gethostname()}-{os.getpid()}"[:128]

@@ -7,33 +7,26 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from edl.background import BackgroundLoop
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.jobs import find_final_phase
+from edl.master.kube.observation import OwnerObservation, StoreAnswer
 from edl.master.kube.operator.job_shares import SharingJob, compute_shares, read_sharing_job
-from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
 from edl.master.kube.operator.service_holders import ServiceHolders
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
-from edl.master.kube.operator.stores import OwnerKeyCleanup, StoreAnswer, StoreDirectory
+from edl.master.kube.operator.stores import OwnerKeyCleanup, StoreDirectory
 from edl.master.kube.operator.waiting_owners import WaitingOwners
 from edl.master.kube.resources import ElasticJob, MemberOwner, TeacherPool
 
-__all__ = ["CapacitySource", "LiveSurroundings"]
+__all__ = ["LiveSurroundings"]
 
 logger = logging.getLogger(__name__)
 
 _SPREAD_S: Final = 1.0
 """Between two looks at changed capacity: pods change many times a second, and each look may start others."""
 _ENDED: Final = frozenset({"Succeeded", "Failed"})
-
-
-class CapacitySource(Protocol):
-    """Knows what the cluster has idle, where that is allowed: `edl.master.kube.capacity.watch.CapacityWatch`."""
-
-    def current(self) -> ClusterCapacity | None:
-        """Return what is idle; None where that is not known."""
 
 
 class LiveSurroundings:
@@ -58,7 +51,7 @@ class LiveSurroundings:
         self._on_key = on_key
         self._cleanup = OwnerKeyCleanup(has_pods, lambda url: not allowlist.find_refusal(url))
         self._stores = StoreDirectory(on_key, allowlist)
-        self._capacity: CapacitySource | None = None
+        self._get_capacity: Callable[[], ClusterCapacity | None] = lambda: None
         self._lock = threading.Lock()
         self._sharing: dict[str, SharingJob] = {}
         self._shares: Mapping[str, int] = {}
@@ -69,13 +62,9 @@ class LiveSurroundings:
         self._changed = False
         self._loop = BackgroundLoop("edl-operator-shares", self._step)
 
-    def set_capacity(self, source: CapacitySource) -> None:
-        """Take what is idle from a source.
-
-        Args:
-            source: which calls `note_capacity` when it knows something new.
-        """
-        self._capacity = source
+    def set_capacity(self, get_capacity: Callable[[], ClusterCapacity | None]) -> None:
+        """Take what is idle from a source, which calls `note_capacity` when it knows something new."""
+        self._get_capacity = get_capacity
         self.note_capacity()
 
     def note_capacity(self) -> None:
@@ -83,11 +72,8 @@ class LiveSurroundings:
         self._changed = True
         self._loop.wake()
 
-    def look(self, owner: MemberOwner) -> OwnerSurroundings:
-        """Return what is known now; asks the API server for all pools before the first answer on a pool.
-
-        Args:
-            owner: the resource.
+    def look(self, owner: MemberOwner) -> OwnerObservation:
+        """Return what is known now beside the resource's pods; lists all pools before the first answer on a pool.
 
         Raises:
             EDLError: pools cannot be listed just now.
@@ -96,25 +82,16 @@ class LiveSurroundings:
             self._cleanup.note(owner)
         if isinstance(owner, ElasticJob) and find_final_phase(owner):
             self.forget(owner.key)
-            return OwnerSurroundings()
+            return OwnerObservation()
         answer = self._ask_store(owner)
-        capacity = self._capacity.current() if self._capacity is not None else None
+        capacity = self._get_capacity()
         self._waiting.observe(owner, capacity)
         allocation = None
         if isinstance(owner, ElasticJob):
             remaining_s = answer.progress.remaining_s if answer.progress is not None else None
             allocation = self._share(owner, answer.wanted, remaining_s, capacity)
         holder = self._find_holder(owner) if isinstance(owner, TeacherPool) else ""
-        return OwnerSurroundings(
-            capacity,
-            answer.wanted,
-            allocation,
-            answer.progress,
-            answer.stale,
-            answer.refused,
-            holder,
-            answer.unreachable,
-        )
+        return OwnerObservation(capacity=capacity, store=answer, allocation=allocation, service_holder=holder)
 
     def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:
         """Note whether a resource waits for room: it is looked at when more is idle. What has ended leaves its share.
@@ -203,7 +180,7 @@ class LiveSurroundings:
             return _SPREAD_S - (now_s - self._looked_s)
         self._looked_s = now_s
         self._changed = False
-        capacity = self._capacity.current() if self._capacity is not None else None
+        capacity = self._get_capacity()
         if capacity is None:
             with self._computing, self._lock:
                 self._shares = {}
@@ -223,7 +200,7 @@ class LiveSurroundings:
         One thread at a time, each by what is known then: a thread that began earlier would write over newer shares.
         """
         with self._computing:
-            capacity = self._capacity.current() if self._capacity is not None else None
+            capacity = self._get_capacity()
             found = [pool for pool in self._services.get_pools() if pool.scale_target_ref is None]
             pools = {pool.uid: pool.min_replicas for pool in found}
             with self._lock:

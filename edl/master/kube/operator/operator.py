@@ -110,7 +110,7 @@ class Operator:
         if self._settings.capacity:
             capacity = CapacityWatch(self._client, self._surroundings.note_capacity, self._give_backs.record)
             stack.callback(capacity.close)
-            self._surroundings.set_capacity(capacity)
+            self._surroundings.set_capacity(capacity.current)
         types = [kind.type for kind in KINDS.values()]
         watches = ResourceWatches(
             self._client, types, self.namespaces, self._add, self._reconciler.is_own_status, self.health

@@ -67,10 +67,10 @@ def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolVie
         conditions.append(update.describe())
     if observation.service_holder:
         message = conditions[0].message
-    if observation.store_stale and pool.scaling == "auto":
+    if observation.store.stale and pool.scaling == "auto":
         message += "; how many are wanted is not known, as the store is away"
-    if observation.store_refused and pool.scaling == "auto" and not pool.suspend:
-        message += f"; how many are wanted is not known: {observation.store_refused}"
+    if observation.store.refused and pool.scaling == "auto" and not pool.suspend:
+        message += f"; how many are wanted is not known: {observation.store.refused}"
     phase = "Suspended" if pool.suspend else "Running" if view.ready or not view.target else "Pending"
     before = pool.status.get("conditions")
     return {
@@ -110,10 +110,10 @@ def _list_excluded(records: Mapping[str, MemberRecord], now_s: float) -> list[Ob
 
 
 def _describe_acceptance(pool: TeacherPool, observation: OwnerObservation) -> Condition:
-    if not observation.service_holder and observation.store_refused:
-        return Condition("Accepted", True, "StoreNotAllowed", observation.store_refused)
-    if not observation.service_holder and observation.store_unreachable and pool.scaling == "auto":
-        return Condition("Accepted", True, "StoreUnreachable", observation.store_unreachable)
+    if not observation.service_holder and observation.store.refused:
+        return Condition("Accepted", True, "StoreNotAllowed", observation.store.refused)
+    if not observation.service_holder and observation.store.unreachable and pool.scaling == "auto":
+        return Condition("Accepted", True, "StoreUnreachable", observation.store.unreachable)
     if not observation.service_holder:
         return Condition("Accepted", True, "Valid", "the specification can be carried out")
     text = f"{observation.service_holder} serves {pool.service} in the same store: choose another spec.service or store"

@@ -32,11 +32,11 @@ def plan_scale_target(
         records: of teachers of its own, which it had before.
         leaving: names of those of them that were asked to end and have not ended.
     """
-    ref, present = pool.scale_target_ref, observation.target_replicas
+    ref, found = pool.scale_target_ref, observation.target
+    present = None if found is None else found.replicas
     assert ref is not None
     target = find_target(pool, observation, present or 0)
     named = f"{ref.kind} {ref.name}"
-    ready = observation.target_ready
     if observation.service_holder:
         target = present or 0  # not the pool's to end: its registrations are what is wrong
         growth = Growth(False, "ServiceTaken", f"{observation.service_holder} serves {pool.service} in the same store")
@@ -53,7 +53,7 @@ def plan_scale_target(
         target=target,
         replicas=replicas,
         scheduled=replicas,
-        ready=min(replicas, target) if ready is None else ready,
+        ready=0 if found is None else found.ready,
         growth=growth,
         leaving=leaving,
         records=records,

@@ -23,13 +23,13 @@ def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) 
         return 0
     if pool.scaling == "external":
         count = pool.min_replicas if pool.replicas is None else pool.replicas
-    elif observation.wanted is not None:
-        count = observation.wanted
+    elif observation.store.wanted is not None:
+        count = observation.store.wanted
     else:
         before = pool.status.get("wantedReplicas")
         count = present
         if (
-            (observation.store_stale or observation.store_refused)
+            (observation.store.stale or observation.store.refused)
             and isinstance(before, int)
             and not isinstance(before, bool)
         ):

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from edl.errors import AccessDeniedError
+from edl.kube.client import KubeClient
 from edl.kube.objects import parse_time
 from edl.kube.resource_types import EVENTS
-from edl.master.kube.operator.reconciling.kube_api import KubeApi
 from edl.master.scaling.terminations import TerminationCause, TerminationReport, find_termination_cause
 
 __all__ = ["PodEvidence"]
@@ -36,7 +36,7 @@ class PodEvidence:
         api: calls of the API server.
     """
 
-    def __init__(self, api: KubeApi) -> None:
+    def __init__(self, api: KubeClient) -> None:
         self._api = api
         self._lock = threading.Lock()
         self._known: OrderedDict[str, tuple[float, dict[str, str]]] = OrderedDict()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, QuotaExceededError
+from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import PODS, ResourceType
 from edl.kube.responses import NotServedError
@@ -18,12 +19,12 @@ from edl.master.kube.conditions import Condition
 from edl.master.kube.members import read_member_pods
 from edl.master.kube.members.naming import INDEX_LABEL, OWNER_UID_LABEL, ROLE_LABEL, TRY_LABEL
 from edl.master.kube.members.pod_policy import PodPolicy
-from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.observation import OwnerObservation, ScaleTarget
+from edl.master.kube.operator.live_surroundings import LiveSurroundings
 from edl.master.kube.operator.reconciling.accepted_specs import AcceptedSpecs
 from edl.master.kube.operator.reconciling.done_writes import DoneWrites
-from edl.master.kube.operator.reconciling.kube_api import KubeApi
 from edl.master.kube.operator.reconciling.pod_evidence import PodEvidence
-from edl.master.kube.operator.reconciling.scale_target import ScaleTarget, find_scale_target
+from edl.master.kube.operator.reconciling.scale_target import find_scale_target
 from edl.master.kube.operator.reconciling.status_patch import (
     FORMER_SPEC,
     build_merge_patch,
@@ -31,7 +32,6 @@ from edl.master.kube.operator.reconciling.status_patch import (
     encode_status,
     set_condition,
 )
-from edl.master.kube.operator.reconciling.surroundings import Surroundings
 from edl.master.kube.plan import EventNote, Plan
 from edl.master.kube.resources import ElasticJob, MemberOwner, SpecProblem, TeacherPool
 
@@ -89,9 +89,9 @@ class Reconciler:
 
     def __init__(
         self,
-        api: KubeApi,
+        api: KubeClient,
         kinds: Mapping[str, ResourceHandling],
-        surroundings: Surroundings,
+        surroundings: LiveSurroundings,
         record_event: Callable[[ResourceType, Mapping[str, Any], EventNote], None],
         *,
         default_store: str = "",
@@ -206,22 +206,9 @@ class Reconciler:
             if reason not in self._warned and len(self._warned) < _MOST_WARNED:
                 self._warned.add(reason)
                 logger.warning("%s: %s", owner.key, reason)
+        strangers = frozenset(str(pod["metadata"].get("uid")) for pod in listed) - {pod.uid for pod in pods}
         known = self._surroundings.look(owner)
-        return OwnerObservation(
-            now_s=self._clock(),
-            pods=pods,
-            strangers=frozenset(str(pod["metadata"].get("uid")) for pod in listed) - {pod.uid for pod in pods},
-            capacity=known.capacity,
-            wanted=known.wanted,
-            allocation=known.allocation,
-            progress=known.progress,
-            store_stale=known.store_stale,
-            store_refused=known.store_refused,
-            service_holder=known.service_holder,
-            store_unreachable=known.store_unreachable,
-            target_replicas=None if target is None else target.replicas,
-            target_ready=None if target is None else target.ready,
-        )
+        return replace(known, now_s=self._clock(), pods=pods, strangers=strangers, target=target)
 
     def _refuse(self, kind: ResourceHandling, resource: Object, problems: tuple[SpecProblem, ...]) -> float:
         before = resource.get("status")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from edl.errors import InvalidObjectError
+from edl.kube.client import KubeClient
 from edl.kube.resource_types import ResourceType
-from edl.master.kube.operator.reconciling.kube_api import KubeApi
+from edl.master.kube.observation import ScaleTarget
 from edl.master.kube.resources import TeacherPool
 
-__all__ = ["ScaleTarget", "find_scale_target"]
+__all__ = ["find_scale_target"]
 
 SCALED_BY: Final = "edl.io/scaled-by"
 """Annotation by which whoever may edit an object gives the moving of its `/scale` to a pool, whose name it has. Without
@@ -19,24 +19,7 @@ _PLURALS: Final = {"Deployment": "deployments", "StatefulSet": "statefulsets", "
 """Of kinds that are scaled; of other kinds the plural is taken to be the kind with an s, as most CRDs have it."""
 
 
-@dataclass(frozen=True)
-class ScaleTarget:
-    """A scale target as it is.
-
-    Attributes:
-        type: of the target.
-        name: of the target.
-        replicas: that it is to have.
-        ready: that it has; `/scale` does not say how many of them are ready.
-    """
-
-    type: ResourceType
-    name: str
-    replicas: int
-    ready: int
-
-
-def find_scale_target(api: KubeApi, pool: TeacherPool) -> ScaleTarget | None:
+def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
     """Read what a pool is to scale; None if it is not there.
 
     Raises:

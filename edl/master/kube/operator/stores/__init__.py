@@ -4,7 +4,6 @@ A store is opened once, and watched once, however many resources name it. What d
 """
 
 from edl.master.kube.operator.stores.directory import StoreDirectory
-from edl.master.kube.operator.stores.follower import StoreAnswer
 from edl.master.kube.operator.stores.owner_keys import OwnerKeyCleanup
 
-__all__ = ["OwnerKeyCleanup", "StoreAnswer", "StoreDirectory"]
+__all__ = ["OwnerKeyCleanup", "StoreDirectory"]

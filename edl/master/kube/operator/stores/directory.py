@@ -13,8 +13,9 @@ from edl.background import start_call
 from edl.discovery.urls import identify_store
 from edl.errors import DiscoveryError, SettingsError
 from edl.load_reporting.wanted import WantedKind, wanted_key
+from edl.master.kube.observation import StoreAnswer
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
-from edl.master.kube.operator.stores.follower import StoreAnswer, StoreFollower
+from edl.master.kube.operator.stores.follower import StoreFollower
 from edl.master.naming import report_key
 from edl.quoting import shown
 

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from edl.background import BackgroundLoop, start_call
@@ -15,13 +14,13 @@ from edl.discovery import Store, open_store
 from edl.discovery.store import Entry, StoreSnapshot, StoreWatch
 from edl.errors import ClosedError
 from edl.load_reporting.wanted import WantedKind, parse_wanted, wanted_key
-from edl.master.kube.observation import WorkProgress
+from edl.master.kube.observation import StoreAnswer, WorkProgress
 from edl.master.kube.operator.stores.progress import ProgressReader
 from edl.master.naming import report_key
 from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor
 from edl.master.scaling.teacher_demand import TeacherScalingSettings
 
-__all__ = ["StoreAnswer", "StoreFollower"]
+__all__ = ["StoreFollower"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,27 +34,6 @@ _SILENT_S: Final = 600.0
 """Without a write, after which what workers are wanted is no advisor's word any more: that writes each ten seconds, and
 a master that lost its node is back within two minutes."""
 _UNANSWERED: Final = "it has not answered yet"
-
-
-@dataclass(frozen=True)
-class StoreAnswer:
-    """What a store says of a resource.
-
-    Attributes:
-        wanted: members that are useful; None if nothing says so. While the store is away, what it said last.
-        progress: how far the job is; None if that is not known.
-        stale: why the store's answers are old; empty if they are not.
-        refused: why the store is not asked at all; empty if it is.
-        unreachable: why the store has not answered for half a minute; empty if it has.
-        silent: for ten minutes nothing was written of what is wanted, though the store answers: nothing decides it now.
-    """
-
-    wanted: int | None = None
-    progress: WorkProgress | None = None
-    stale: str = ""
-    refused: str = ""
-    unreachable: str = ""
-    silent: bool = False
 
 
 class StoreFollower:

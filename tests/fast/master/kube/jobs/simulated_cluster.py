@@ -13,7 +13,7 @@ from typing import Any
 from edl.kube.objects import Object, format_time
 from edl.master.kube.jobs import plan_job
 from edl.master.kube.members import read_member_pods
-from edl.master.kube.observation import OwnerObservation, WorkProgress
+from edl.master.kube.observation import OwnerObservation, StoreAnswer, WorkProgress
 from edl.master.kube.plan import Plan
 from edl.master.kube.resources import ElasticJob, parse_elastic_job
 
@@ -74,12 +74,8 @@ class SimulatedCluster:
             now_s=self.now_s,
             pods=pods,
             capacity=self.capacity,
-            wanted=self.wanted,
+            store=StoreAnswer(self.wanted, self.progress, self.stale, self.refused, self.unreachable),
             allocation=self.allocation,
-            progress=self.progress,
-            store_stale=self.stale,
-            store_refused=self.refused,
-            store_unreachable=self.unreachable,
         )
         plan = plan_job(job, observation)
         assert plan_job(job, observation) == plan, "the same from the same"

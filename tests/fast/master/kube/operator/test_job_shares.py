@@ -102,7 +102,7 @@ def surroundings(told: list[str]) -> Iterator[LiveSurroundings]:
 def test_changed_shares_are_looked_at(surroundings: LiveSurroundings, told: list[str]) -> None:
     source, first = GivenCapacity(), share_job("a")
     assert surroundings.look(first).allocation is None
-    surroundings.set_capacity(source)
+    surroundings.set_capacity(source.current)
     assert surroundings.look(first).allocation == 4
     told.clear()
     ending = share_job("b", least=2, most=2)
@@ -120,7 +120,7 @@ def test_changed_shares_are_looked_at(surroundings: LiveSurroundings, told: list
 def test_waiting_resource_hears_of_idle_room(surroundings: LiveSurroundings, told: list[str]) -> None:
     source, full = GivenCapacity(), [make_pod(f"x-{number}", "n") for number in range(4)]
     source.found = ClusterCapacity.of(FOUR, full)
-    surroundings.set_capacity(source)
+    surroundings.set_capacity(source.current)
     waiting, content = share_job("a", scaling="external"), share_job("b", scaling="external")
     for job, wanted in ((waiting, 3), (content, 1)):
         surroundings.look(job)

@@ -34,7 +34,7 @@ def only_event(api: InMemoryApi) -> dict[str, Any]:
 
 
 def test_repeated_event_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    api = InMemoryApi()
+    api: Any = InMemoryApi()
     recorder = EventRecorder(api)
     for _ in range(5):
         recorder.record(ELASTIC_JOBS, JOB, NOTE)
@@ -63,7 +63,7 @@ def test_events_wait_for_the_server() -> None:
                 raise KubernetesError("away")
             return super().create(*args, **kwargs)
 
-    api = Away()
+    api: Any = Away()
     recorder = EventRecorder(api)
     recorder.record(ELASTIC_JOBS, JOB, NOTE)
     recorder.record(ELASTIC_JOBS, JOB, EventNote("Normal", "Scaled", "1 to 2"))
@@ -86,7 +86,7 @@ def test_refused_events_block_nothing(error: EDLError, said: int, caplog: pytest
                 raise error
             return super().create(kind, obj, namespace)
 
-    api = Refusing()
+    api: Any = Refusing()
     recorder = EventRecorder(api)
     for message in ("refused", "also refused", "the third"):
         recorder.record(ELASTIC_JOBS, JOB, EventNote("Normal", "Scaled", message))

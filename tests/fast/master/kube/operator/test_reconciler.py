@@ -20,9 +20,9 @@ from edl.kube.resource_types import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, TEA
 from edl.kube.responses import NotServedError
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.conditions import find_condition
+from edl.master.kube.observation import OwnerObservation, StoreAnswer
 from edl.master.kube.operator.kinds import KINDS
 from edl.master.kube.operator.reconciling.reconciler import Reconciler
-from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
 from edl.master.kube.resources import MemberOwner
 from tests.fast.master.kube.operator.in_memory_api import InMemoryApi, OperatorKilled
 
@@ -46,7 +46,7 @@ class GivenSurroundings:
         self._api = api
         self._given = given
 
-    def look(self, owner: MemberOwner) -> OwnerSurroundings:
+    def look(self, owner: MemberOwner) -> OwnerObservation:
         found, capacity = self._given, None
         if found.cores is not None:
             amounts = {"cpu": str(found.cores), "memory": "64Gi", "pods": "110"}
@@ -54,7 +54,8 @@ class GivenSurroundings:
             node = {"metadata": {"name": "node1"}, "spec": {}, "status": ready}
             pods = [obj for (plural, *_), obj in self._api.objects.items() if plural == "pods"]
             capacity = ClusterCapacity.of([node], pods)
-        return OwnerSurroundings(capacity, found.wanted, found.allocation, None, found.stale)
+        store = StoreAnswer(found.wanted, stale=found.stale)
+        return OwnerObservation(capacity=capacity, store=store, allocation=found.allocation)
 
     def note_status(self, owner: MemberOwner, status: Any) -> None:
         """Nothing waits."""
@@ -75,11 +76,11 @@ def make_api(**spec: Any) -> InMemoryApi:
 
 
 def make_reconciler(
-    api: InMemoryApi, given: Given | None = None, doubt: Callable[[], bool] = lambda: False
+    api: Any, given: Given | None = None, doubt: Callable[[], bool] = lambda: False
 ) -> tuple[Reconciler, list[str]]:
     """Return what a new operator has, and the reasons of the events that it shows."""
     reasons: list[str] = []
-    around = GivenSurroundings(api, given or Given())
+    around: Any = GivenSurroundings(api, given or Given())
     found = Reconciler(
         api,
         KINDS,

@@ -111,12 +111,12 @@ def test_word_of_a_dead_master_is_old(
     with open_store(url) as store, contextlib.closing(LiveSurroundings(told.append, StoreAllowlist(url))) as found:
         for job in jobs:
             store.put(wanted_key("workers", job.job_id), wanted(5))
-        wait_until(lambda: found.look(jobs[1]).wanted == 5)
-        wait_until(lambda: found.look(jobs[0]).wanted is None, "the silence")
+        wait_until(lambda: found.look(jobs[1]).store.wanted == 5)
+        wait_until(lambda: found.look(jobs[0]).store.wanted is None, "the silence")
         wait_until(lambda: jobs[0].key in told, "a look at the job")
-        assert found.look(jobs[1]).wanted == 5, "the operator keeps its master alive"
+        assert found.look(jobs[1]).store.wanted == 5, "the operator keeps its master alive"
         monkeypatch.setattr("edl.master.kube.operator.stores.follower._SILENT_S", 600.0)
-        wait_until(lambda: found.look(jobs[0]).wanted == 5)
+        wait_until(lambda: found.look(jobs[0]).store.wanted == 5)
 
 
 def test_refused_store_is_not_opened(

@@ -9,7 +9,7 @@ from typing import Any
 from edl.kube.objects import format_time
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.members import read_member_pods
-from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.observation import OwnerObservation, StoreAnswer
 from edl.master.kube.plan import EventNote, Plan
 from edl.master.kube.pools import plan_pool
 from edl.master.kube.resources import TeacherPool, parse_teacher_pool
@@ -76,10 +76,12 @@ class SimulatedCluster:
             now_s=self.now_s,
             pods=members,
             capacity=capacity,
-            wanted=self.wanted,
-            store_stale=self.store_stale,
-            store_refused=self.store_refused,
-            store_unreachable=self.store_unreachable,
+            store=StoreAnswer(
+                self.wanted,
+                stale=self.store_stale,
+                refused=self.store_refused,
+                unreachable=self.store_unreachable,
+            ),
         )
         return plan_pool(self.pool, observation)
 

@@ -15,7 +15,7 @@ from edl.kube.objects import format_time
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.conditions import find_condition
 from edl.master.kube.members import MemberPod, read_member_pods
-from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.observation import OwnerObservation, StoreAnswer
 from edl.master.kube.pools import plan_pool
 from edl.master.kube.pools.revision import REVISION_LABEL
 from edl.master.kube.pools.updating import TeacherUpdate, choose_surplus
@@ -98,7 +98,7 @@ def test_old_capacity_makes_nothing() -> None:
     plan_with_all = made.plan()
     members, _ = read_member_pods(hidden.values(), "pool-uid")
     old = ClusterCapacity.of([node("n0", 2)], [])
-    plan = plan_pool(made.pool, OwnerObservation(made.now_s, members, old, 4))
+    plan = plan_pool(made.pool, OwnerObservation(made.now_s, members, capacity=old, store=StoreAnswer(4)))
     assert not plan.create
     assert plan.requeue_s == 1.0
     assert plan_with_all.requeue_s != 1.0
@@ -242,7 +242,7 @@ def test_unreadable_template_makes_a_pod(place: str, value: object) -> None:
     made = cluster([2], template=template)
     assert made.pool.min_replicas == 0
     capacity = ClusterCapacity.of([node("n0", 2, taints=[{"key": "k", "effect": "NoSchedule"}])], [])
-    plan = plan_pool(made.pool, OwnerObservation(made.now_s, (), capacity, 1))
+    plan = plan_pool(made.pool, OwnerObservation(made.now_s, capacity=capacity, store=StoreAnswer(1)))
     assert len(plan.create) == 1
 
 
@@ -250,7 +250,7 @@ def test_pool_leaves_a_service_that_is_taken() -> None:
     made = cluster([2], wanted=1, minReplicas=1)
     made.settle(5)
     (pod,), _ = read_member_pods(list(made.pods.values()), "pool-uid")
-    seen = OwnerObservation(made.now_s, (pod,), None, 2, service_holder="teacherpools/team-a/digits")
+    seen = OwnerObservation(made.now_s, (pod,), service_holder="teacherpools/team-a/digits")
     plan = plan_pool(made.pool, seen)
     assert [deletion.name for deletion in plan.delete] == [pod.name]
     assert not plan.create

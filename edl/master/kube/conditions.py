@@ -33,11 +33,7 @@ def write_conditions(
 ) -> list[dict[str, Any]]:
     """Return conditions as `status.conditions` has them. A transition time is kept where the status stays the same.
 
-    Args:
-        before: `status.conditions` until now; conditions that are not named in `conditions` are left out.
-        conditions: that hold now, or do not.
-        generation: of the `spec` that was looked at.
-        now_s: the time, in seconds since 1970.
+    Conditions of `before` that are not named in `conditions` are left out.
     """
     former = {str(found.get("type")): found for found in before if isinstance(found, Mapping)}
     written = []
@@ -60,12 +56,7 @@ def write_conditions(
 
 
 def find_condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """Return a condition of a status; empty if it is not there.
-
-    Args:
-        status: of a resource.
-        kind: the condition's type.
-    """
+    """Return a condition of a status; empty if it is not there."""
     conditions = status.get("conditions")
     for found in conditions if isinstance(conditions, list) else []:
         if isinstance(found, Mapping) and found.get("type") == kind:

@@ -26,9 +26,6 @@ PODS: Final = "pods"
 def parse_allocatable(quantities: Mapping[str, Any]) -> Amounts:
     """Return what a node has, rounded down.
 
-    Args:
-        quantities: `status.allocatable`.
-
     Raises:
         ValueError: a quantity is none of Kubernetes'.
     """
@@ -38,9 +35,6 @@ def parse_allocatable(quantities: Mapping[str, Any]) -> Amounts:
 def parse_requests(resources: Mapping[str, Any]) -> dict[str, int]:
     """Return what a container asks for, rounded up; a limit without a request is a request, as the API server has it.
 
-    Args:
-        resources: of a container, or of a whole pod: `{"requests": …, "limits": …}`.
-
     Raises:
         ValueError: a quantity is none of Kubernetes'.
     """
@@ -49,13 +43,7 @@ def parse_requests(resources: Mapping[str, Any]) -> dict[str, int]:
 
 
 def add_amounts(total: dict[str, int], more: Amounts, sign: int = 1) -> None:
-    """Add amounts to a total, in place.
-
-    Args:
-        total: of every resource.
-        more: what is added.
-        sign: -1 to subtract.
-    """
+    """Add amounts to a total, in place."""
     for name, amount in more.items():
         total[name] = total.get(name, 0) + sign * amount
 
@@ -67,9 +55,6 @@ def pod_requests(spec: Mapping[str, Any]) -> Amounts:
     one after another before, beside the sidecars that are started already. So a pod asks for the larger of the two, and
     the overhead of its runtime class. What `spec.resources` asks for the pod as a whole replaces the sum:
     https://kubernetes.io/docs/concepts/workloads/pods/init-containers/#resource-sharing-within-containers.
-
-    Args:
-        spec: of the pod.
 
     Raises:
         ValueError: a quantity is none of Kubernetes'.

@@ -49,10 +49,6 @@ class ClusterCapacity:
     def of(cls, nodes: Iterable[Mapping[str, Any]], pods: Iterable[Mapping[str, Any]]) -> ClusterCapacity:
         """Read nodes and pods.
 
-        Args:
-            nodes: the Kubernetes objects.
-            pods: the Kubernetes objects.
-
         Raises:
             ValueError: a quantity is none of Kubernetes'.
         """
@@ -64,29 +60,18 @@ class ClusterCapacity:
         return self._pods.values()
 
     def without(self, uid: str) -> ClusterCapacity:
-        """Return the same cluster without a pod.
-
-        Args:
-            uid: of the pod.
-        """
+        """Return the same cluster without a pod."""
         return ClusterCapacity(self._nodes.values(), [pod for pod in self._pods.values() if pod.uid != uid])
 
     def shows(self, uid: str, node: str) -> bool:
-        """Return whether a pod is known here, and to be on a node: else what is seen here is older than the pod.
-
-        Args:
-            uid: of the pod.
-            node: on which it is; "" if it has none yet.
-        """
+        """Return whether a pod is known here, and to be on a node: else what is seen here is older than the pod."""
         pod = self._pods.get(uid)
         return pod is not None and (not node or pod.node == node)
 
     def count_fitting(self, pod: Mapping[str, Any] | PodClaim, *, ignored: Collection[str] = ()) -> int:
         """Return how many pods like this could start now, with what nobody holds and nobody before them waits for.
 
-        Args:
-            pod: the Kubernetes object, or a template of pods (`{"spec": …}`).
-            ignored: uids of pods that wait and do not come first, such as the asking pool's own.
+        Pods that wait come first, but for those whose uids are `ignored`, such as the asking pool's own.
 
         Raises:
             ValueError: a quantity is none of Kubernetes', or a field is not what the API has there.
@@ -98,9 +83,6 @@ class ClusterCapacity:
 
     def count_possible(self, pod: Mapping[str, Any] | PodClaim) -> int:
         """Return how many pods like this could start if no other pod were there.
-
-        Args:
-            pod: the Kubernetes object, or a template of pods (`{"spec": …}`).
 
         Raises:
             ValueError: a quantity is none of Kubernetes', or a field is not what the API has there.
@@ -114,10 +96,6 @@ class ClusterCapacity:
 
         Those that are idle count, and those that lent pods hold: workers among which an arbiter shares, and teachers,
         which give back what they borrowed. Devices for which a pod waits that is not lent do not.
-
-        Args:
-            is_lent: whether what a pod holds is there to be shared.
-            resource: of the devices.
         """
         held: dict[str, dict[str, int]] = {name: {} for name in self._nodes}
         for pod in self._pods.values():
@@ -131,11 +109,7 @@ class ClusterCapacity:
         }
 
     def count_workers(self, is_counted: Callable[[PodClaim], bool]) -> dict[str, int]:
-        """Return how many pods of a kind are on each node, and have not ended.
-
-        Args:
-            is_counted: whether a pod counts.
-        """
+        """Return how many pods of a kind are on each node, and have not ended."""
         counts: dict[str, int] = {}
         for pod in self._pods.values():
             if pod.node and not pod.ended and is_counted(pod):

@@ -34,9 +34,6 @@ class NodeCapacity:
     def of(cls, node: Mapping[str, Any]) -> NodeCapacity:
         """Read a node.
 
-        Args:
-            node: the Kubernetes object.
-
         Raises:
             ValueError: a quantity is none of Kubernetes'.
         """

@@ -28,20 +28,12 @@ class Taint:
 
     @classmethod
     def read_all(cls, spec: Mapping[str, Any]) -> tuple[Taint, ...]:
-        """Return the taints of a node that keep pods away.
-
-        Args:
-            spec: of the node.
-        """
+        """Return the taints of a node that keep pods away."""
         found = (cls(t.get("key", ""), t.get("value") or "", t.get("effect", "")) for t in spec.get("taints") or ())
         return tuple(taint for taint in found if taint.effect in _REPELLING)
 
     def is_tolerated_by(self, toleration: Mapping[str, Any]) -> bool:
-        """Return whether a toleration of a pod allows this taint.
-
-        Args:
-            toleration: `{"key": …, "operator": …, "value": …, "effect": …}`, as a pod's spec has it.
-        """
+        """Return whether a toleration of a pod allows this taint."""
         if toleration.get("effect") not in (None, "", self.effect):
             return False
         key = toleration.get("key") or ""
@@ -66,11 +58,7 @@ class PlacementRules:
 
     @classmethod
     def of(cls, spec: Mapping[str, Any]) -> PlacementRules:
-        """Return the rules of a pod.
-
-        Args:
-            spec: of the pod.
-        """
+        """Return the rules of a pod."""
         affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
         required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
         return cls(
@@ -80,13 +68,7 @@ class PlacementRules:
         )
 
     def allow(self, name: str, labels: Mapping[str, str], taints: tuple[Taint, ...]) -> bool:
-        """Return whether a pod with these rules may run on a node.
-
-        Args:
-            name: of the node.
-            labels: of the node.
-            taints: of the node.
-        """
+        """Return whether a pod with these rules may run on a node."""
         if any(labels.get(key) != value for key, value in self.selector.items()):
             return False
         if self.terms is not None and not any(_is_met(term, name, labels) for term in self.terms):

@@ -68,9 +68,6 @@ class PodClaim:
     def of(cls, pod: Mapping[str, Any]) -> PodClaim:
         """Read a pod, or a template of pods.
 
-        Args:
-            pod: the Kubernetes object; of a template `spec` is enough.
-
         Raises:
             ValueError: a quantity is none of Kubernetes', or a field is not what the API has there.
         """

@@ -68,11 +68,7 @@ class CapacityWatch:
         return self._node_watch.stale or self._pod_watch.stale
 
     def wait_known(self, timeout_s: float) -> bool:
-        """Wait until what is idle is known; False if it is not after `timeout_s`, or where this is closed before.
-
-        Args:
-            timeout_s: how long to wait, in seconds.
-        """
+        """Wait until what is idle is known; False if it is not after `timeout_s`, or where this is closed before."""
         self._known.wait_for(lambda: self._closed or (self._nodes_known and self._pods_known), timeout_s)
         return self._nodes_known and self._pods_known
 

@@ -14,20 +14,12 @@ _MAX_NAME_CHARS = 63  # as all names of EDL's, though a budget's may be longer
 
 
 def build_disruption_budget_name(job: ElasticJob) -> str:
-    """Return the name of a job's PodDisruptionBudget.
-
-    Args:
-        job: with its uid: another job of the same name has another.
-    """
+    """Return the name of a job's PodDisruptionBudget."""
     return shorten_name(job.job_id, _MAX_NAME_CHARS)
 
 
 def build_disruption_budget(job: ElasticJob) -> tuple[ResourceType, Object]:
-    """Return a job's PodDisruptionBudget; the client fills in the API's version, which depends on the server.
-
-    Args:
-        job: with its minimum.
-    """
+    """Return a job's PodDisruptionBudget; the client fills in the API's version, which depends on the server."""
     return POD_DISRUPTION_BUDGETS, {
         "kind": POD_DISRUPTION_BUDGETS.kind,
         "metadata": {

@@ -51,30 +51,17 @@ _SCHEDULERS: Final[Mapping[str, _GangScheduler]] = {
 
 
 def shares_cluster(job: ElasticJob) -> bool:
-    """Whether a job's workers are given to it by the default scheduler, so that EDL's arbiter may share GPUs.
-
-    Args:
-        job: with its template.
-    """
+    """Whether a job's workers are given to it by the default scheduler, so that EDL's arbiter may share GPUs."""
     return not job.queue and _get_scheduler_name(job) in ("", "default-scheduler")
 
 
 def starts_as_gang(job: ElasticJob) -> bool:
-    """Whether Kueue, Volcano or KAI starts a job's minimum all at once.
-
-    Args:
-        job: with its template.
-    """
+    """Whether Kueue, Volcano or KAI starts a job's minimum all at once."""
     return bool(job.queue) or _get_scheduler_name(job) in _SCHEDULERS
 
 
 def build_gang_labels(job: ElasticJob, index: int | None) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the labels and annotations by which a pod belongs to its group.
-
-    Args:
-        job: of the pod.
-        index: of the worker; None for a master, which is in no group.
-    """
+    """Return the labels and annotations by which a pod belongs to its group."""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     scheduler = _SCHEDULERS.get(_get_scheduler_name(job))
@@ -96,11 +83,7 @@ def build_gang_labels(job: ElasticJob, index: int | None) -> tuple[dict[str, str
 
 
 def build_pod_group(job: ElasticJob) -> tuple[ResourceType, Object] | None:
-    """Return the PodGroup of a job that Volcano or KAI schedules; None for others.
-
-    Args:
-        job: with its template.
-    """
+    """Return the PodGroup of a job that Volcano or KAI schedules; None for others."""
     scheduler = _SCHEDULERS.get(_get_scheduler_name(job))
     if scheduler is None:
         return None

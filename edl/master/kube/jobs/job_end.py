@@ -70,12 +70,6 @@ def note_last_steps(
 
     Such an end stands in no record, since another try has the worker's place; and its pod goes before the others end.
     A last state that is not stored stays so, however well the other try ends, which found the job done.
-
-    Args:
-        before: of all members, as they were written last.
-        records: of all members, with all ends counted.
-        pods: of the job.
-        now_s: the time.
     """
     after = dict(records)
     for key, record in before.items():
@@ -110,9 +104,7 @@ def note_last_steps(
 def find_completion(records: Mapping[str, MemberRecord], messages: Mapping[str, str]) -> Completion | None:
     """Return the end of the job's work; None while it goes on.
 
-    Args:
-        records: of all members, with `note_last_steps`.
-        messages: key of a member -> the whole message of its end, where that is known.
+    `messages` has the whole message of a member's end by its key, where that is known.
     """
     ends = sorted(
         (end.time_s, key, end)
@@ -147,12 +139,7 @@ def find_final_phase(job: ElasticJob) -> str:
 
 
 def has_given_up_shards(end: MemberEnd, key: str) -> bool:
-    """Whether a member's end is that of a master whose shards were given up, which is no failure of the job.
-
-    Args:
-        end: of the member.
-        key: of the member.
-    """
+    """Whether a member's end is that of a master whose shards were given up, which is no failure of the job."""
     return key.startswith(f"{MASTER}-") and end.exit_code == _EXIT_POISONED
 
 
@@ -163,15 +150,7 @@ def find_failure(
     started_s: float | None,
     now_s: float,
 ) -> JobFailure | None:
-    """Return why a job has failed; None if it has not.
-
-    Args:
-        job: with its deadline.
-        records: of all members.
-        messages: key of a member -> the whole message of its end, where that is known.
-        started_s: when the job was started; None before.
-        now_s: the time.
-    """
+    """Return why a job has failed; None if it has not."""
     stopped = [
         (end.cause != TerminationCause.USER_ERROR.value, end.time_s, key, end)
         for key, record in records.items()

@@ -51,11 +51,7 @@ class JobView:
 
 
 def get_started_s(job: ElasticJob) -> float | None:
-    """Return when a job's present run was started, Unix time; None before, and while it is suspended.
-
-    Args:
-        job: with its status.
-    """
+    """Return when a job's present run was started, Unix time; None before, and while it is suspended."""
     return read_time(job.status.get("startTime"))
 
 
@@ -66,13 +62,7 @@ def write_finished_status(job: ElasticJob, phase: str, workers: int) -> Object:
 
 
 def write_job_status(job: ElasticJob, observation: OwnerObservation, view: JobView) -> Object:
-    """Return the whole status of a job.
-
-    Args:
-        job: with its status until now.
-        observation: of the moment.
-        view: what was decided.
-    """
+    """Return the whole status of a job."""
     now_s = observation.now_s
     ready = sum(pod.ready for pod in view.workers)
     finished = view.failure is not None or bool(view.succeeded)

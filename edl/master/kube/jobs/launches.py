@@ -26,13 +26,7 @@ _MASTER_RESOURCES: Final[dict[str, Any]] = {"requests": {"cpu": "100m", "memory"
 
 
 def build_worker_launch(job: ElasticJob, index: int, record: MemberRecord) -> MemberLaunch:
-    """Return what a worker's pod runs; options in `spec.run` come last, so that they win.
-
-    Args:
-        job: of the worker.
-        index: of the worker.
-        record: of the worker.
-    """
+    """Return what a worker's pod runs; options in `spec.run` come last, so that they win."""
     args = ["run", "--rdzv-id", job.job_id, "--store", job.store, "--nnodes", f"{job.min_replicas}:{_MOST_NODES}"]
     args += ["--local-addr", POD_ADDRESS, "--leave-on-oom"]
     args += ["--grace-period", str(max(1, int(job.grace_period_s * _SAVING_SHARE)))]
@@ -53,12 +47,7 @@ def build_worker_launch(job: ElasticJob, index: int, record: MemberRecord) -> Me
 
 
 def build_master_launch(job: ElasticJob, record: MemberRecord) -> MemberLaunch:
-    """Return what the master's pod runs. Its journal is in the store, so that its successor goes on anywhere.
-
-    Args:
-        job: of the master.
-        record: of the master.
-    """
+    """Return what the master's pod runs. Its journal is in the store, so that its successor goes on anywhere."""
     args = ["master", job.job_id, "--store", job.store, "--journal", "store:", "--host", POD_ADDRESS]
     labels, annotations = build_gang_labels(job, None)
     return MemberLaunch(

@@ -89,10 +89,6 @@ class _Draft:
 def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
     """Decide what is to be done about a job. At rest nothing is, and the status is as it was.
 
-    Args:
-        job: the resource, with its status.
-        observation: what is known of it, with a live list of its pods.
-
     Returns:
         The plan; its status is the whole status.
     """

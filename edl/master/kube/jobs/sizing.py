@@ -54,12 +54,7 @@ class Sizing:
 
 
 def find_target(job: ElasticJob, observation: OwnerObservation) -> int:
-    """Return how many workers are wanted, from the job's minimum to its maximum.
-
-    Args:
-        job: with its status.
-        observation: what the store and the arbiter say.
-    """
+    """Return how many workers are wanted, from the job's minimum to its maximum."""
 
     def clamp(count: int) -> int:
         return max(job.min_replicas, min(job.max_replicas, count))
@@ -89,12 +84,7 @@ def size_workers(
     grows into room that is there: as many as fit, where that is known or the arbiter has given them; else by a single
     worker that waits for a node, and is let go if there is none.
 
-    Args:
-        job: whose workers.
-        observation: of the moment.
-        records: of all members.
-        current: key -> live pod of the newest try, of all roles.
-        count_fitting: how many pods of the worker of an index fit now; None if that is not known.
+    `count_fitting` says how many pods of the worker of an index fit now; None if that is not known.
     """
     now_s, target = observation.now_s, find_target(job, observation)
     gang, after = starts_as_gang(job), dict(records)

@@ -44,44 +44,25 @@ class StartFailure:
 
 
 def get_mapping(parent: object, key: str) -> Mapping[str, Any]:
-    """Return a mapping inside a mapping of JSON; empty where there is none.
-
-    Args:
-        parent: of which kind ever.
-        key: whose value is wanted.
-    """
+    """Return a mapping inside a mapping of JSON; empty where there is none."""
     value = parent.get(key) if isinstance(parent, Mapping) else None
     return value if isinstance(value, Mapping) else {}
 
 
 def get_list(parent: object, key: str) -> list[Mapping[str, Any]]:
-    """Return the mappings of a list inside a mapping of JSON; empty where there is no list.
-
-    Args:
-        parent: of which kind ever.
-        key: whose value is wanted.
-    """
+    """Return the mappings of a list inside a mapping of JSON; empty where there is no list."""
     value = parent.get(key) if isinstance(parent, Mapping) else None
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 def get_text(parent: object, key: str) -> str:
-    """Return a text inside a mapping of JSON; empty where there is none.
-
-    Args:
-        parent: of which kind ever.
-        key: whose value is wanted.
-    """
+    """Return a text inside a mapping of JSON; empty where there is none."""
     value = parent.get(key) if isinstance(parent, Mapping) else None
     return value if isinstance(value, str) else ""
 
 
 def find_main_container(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the container of a pod's spec that is the member; empty where there is no container.
-
-    Args:
-        spec: of a pod or a pod template.
-    """
+    """Return the container of a pod's spec that is the member; empty where there is no container."""
     containers = get_list(spec, "containers")
     named = [container for container in containers if container.get("name") == MAIN_CONTAINER]
     return (named or containers or [{}])[0]
@@ -92,9 +73,6 @@ def is_node_silent(pod: Mapping[str, Any]) -> bool:
 
     It writes the condition `Ready` and leaves `ContainersReady` as the kubelet wrote it; the kubelet itself writes such
     a pair only where readiness gates are set.
-
-    Args:
-        pod: as the API has it.
     """
     if get_text(get_mapping(pod, "status"), "reason") == "NodeLost":
         return True
@@ -107,12 +85,7 @@ def is_node_silent(pod: Mapping[str, Any]) -> bool:
 
 
 def find_start_failure(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENTS) -> StartFailure | None:
-    """Return what keeps a pod from starting its main container; None if nothing does, or the pod is asked to end.
-
-    Args:
-        pod: as the API has it; its main container does not run, and has not.
-        events: reasons of the pod's events and their messages.
-    """
+    """Return what keeps a pod from starting its main container; None if nothing does, or the pod is asked to end."""
     if get_mapping(pod, "metadata").get("deletionTimestamp"):
         return None  # that ends them as well
     status = get_mapping(pod, "status")
@@ -135,12 +108,7 @@ def find_start_failure(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EV
 
 
 def build_termination_report(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENTS) -> TerminationReport:
-    """Return what is known of a pod's end, or would be if it ended now.
-
-    Args:
-        pod: as the API has it.
-        events: reasons of the pod's events since it started, and their messages.
-    """
+    """Return what is known of a pod's end, or would be if it ended now."""
     status = get_mapping(pod, "status")
     main = get_text(find_main_container(get_mapping(pod, "spec")), "name")
     state: Mapping[str, Any] = {}

@@ -139,11 +139,6 @@ def read_member_pods(
 ) -> tuple[tuple[MemberPod, ...], tuple[str, ...]]:
     """Read an owner's member pods out of a list, and why some are none.
 
-    Args:
-        pods: as the API has them.
-        owner_uid: of the owner.
-        events: uid of a pod -> reasons of its events and their messages, where they are known.
-
     Returns:
         The member pods by role, index and try; and a line for each pod that has the owner's label and is no member,
         which is left alone.
@@ -162,10 +157,6 @@ def read_member_pods(
 
 def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENTS) -> MemberPod:
     """Read a member pod.
-
-    Args:
-        pod: as the API has it.
-        events: reasons of the pod's events since it started and their messages, where they are known.
 
     Raises:
         ProtocolError: it is not a member's; the message says what is missing.

@@ -43,12 +43,7 @@ _NOT_IN_A_LABEL: Final = re.compile(r"[^a-z0-9-]")
 
 
 def shorten_name(name: str, limit: int) -> str:
-    """Return a name as a DNS-1123 label of at most `limit` characters; as it is if it is such a label.
-
-    Args:
-        name: of a resource: lower-case letters, digits, `-` and `.`, of any length.
-        limit: how many characters there is room for, from 10.
-    """
+    """Return a name as a DNS-1123 label of at most `limit` characters; as it is if it is such a label."""
     label = _NOT_IN_A_LABEL.sub("-", name.lower()).strip("-")
     if label == name and len(label) <= limit:
         return label
@@ -57,28 +52,14 @@ def shorten_name(name: str, limit: int) -> str:
 
 
 def build_member_name(owner_name: str, role: str, index: int, try_number: int) -> str:
-    """Return a member pod's name, `NAME-ROLE-INDEX-TRY`: a DNS-1123 label, the same whoever computes it.
-
-    Args:
-        owner_name: of the ElasticJob or TeacherPool.
-        role: `worker`, `teacher` or `master`.
-        index: of the member, from 0.
-        try_number: of the member's pods, from 0.
-    """
+    """Return a member pod's name, `NAME-ROLE-INDEX-TRY`: a DNS-1123 label, the same whoever computes it."""
     suffix = f"-{role}-{index}-{try_number}"
     name = shorten_name(owner_name, MAX_LABEL_CHARS - len(suffix)) + suffix
     return name if name[0].isalpha() or name[0].isdigit() else f"x{name[1:]}"
 
 
 def build_member_labels(owner: MemberOwner, role: str, index: int, try_number: int) -> dict[str, str]:
-    """Return the labels of a member pod.
-
-    Args:
-        owner: of the pod.
-        role: `worker`, `teacher` or `master`.
-        index: of the member, from 0.
-        try_number: of the member's pods, from 0.
-    """
+    """Return the labels of a member pod."""
     return {
         JOB_LABEL if isinstance(owner, ElasticJob) else POOL_LABEL: owner.name,
         OWNER_UID_LABEL: owner.uid,
@@ -90,21 +71,12 @@ def build_member_labels(owner: MemberOwner, role: str, index: int, try_number: i
 
 
 def build_selector(owner: MemberOwner, role: str = "") -> dict[str, str]:
-    """Return the labels by which an owner's member pods are selected.
-
-    Args:
-        owner: of the pods.
-        role: of the members; empty for all.
-    """
+    """Return the labels by which an owner's member pods are selected."""
     return {OWNER_UID_LABEL: owner.uid, **({ROLE_LABEL: role} if role else {})}
 
 
 def build_owner_reference(owner: MemberOwner) -> dict[str, Any]:
-    """Return the owner reference of what belongs to an owner: deleted with it, and never in the way of its deletion.
-
-    Args:
-        owner: who has it.
-    """
+    """Return the owner reference of what belongs to an owner: deleted with it, and never in the way of its deletion."""
     return {
         "apiVersion": owner.resource_type.api_version,
         "kind": owner.resource_type.kind,

@@ -60,12 +60,7 @@ class MemberLaunch:
 
 
 def build_member_pod(owner: MemberOwner, launch: MemberLaunch) -> Object:
-    """Return the pod of a member: the same object whenever it is built from the same.
-
-    Args:
-        owner: whose template it is, and to whom the pod belongs.
-        launch: which member, and what it runs.
-    """
+    """Return the pod of a member: the same object whenever it is built from the same."""
     template = copy.deepcopy(dict(owner.template))
     metadata, spec = dict(get_mapping(template, "metadata")), dict(get_mapping(template, "spec"))
     containers = [dict(item) for item in spec.get("containers") or [] if isinstance(item, Mapping)] or [{}]
@@ -102,11 +97,7 @@ def build_member_pod(owner: MemberOwner, launch: MemberLaunch) -> Object:
 
 
 def has_memory_quantity(owner: MemberOwner) -> bool:
-    """Whether an owner's template asks for memory or limits it, so that a relaunch can give more.
-
-    Args:
-        owner: whose template it is.
-    """
+    """Whether an owner's template asks for memory or limits it, so that a relaunch can give more."""
     resources = get_mapping(find_main_container(get_mapping(owner.template, "spec")), "resources")
     return any("memory" in get_mapping(resources, kind) for kind in ("requests", "limits"))
 

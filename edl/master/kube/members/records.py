@@ -107,19 +107,11 @@ class MemberRecord:
         return self.last_end is not None and self.last_end.try_number >= self.try_number
 
     def is_current(self, pod: MemberPod) -> bool:
-        """Whether a pod is the newest of this member, and takes part or will.
-
-        Args:
-            pod: of this member.
-        """
+        """Whether a pod is the newest of this member, and takes part or will."""
         return pod.live and pod.try_number == self.try_number and not self.ended
 
     def is_superseded(self, pod: MemberPod) -> bool:
-        """Whether a pod's end is counted, or it was let go, and another try has its place.
-
-        Args:
-            pod: of this member.
-        """
+        """Whether a pod's end is counted, or it was let go, and another try has its place."""
         return pod.try_number < self.try_number
 
     @property
@@ -129,11 +121,7 @@ class MemberRecord:
         return end is not None and end.try_number == self.try_number - 1 and not self.uid and not end.displaced
 
     def can_start(self, now_s: float) -> bool:
-        """Whether the pod of this try may be made.
-
-        Args:
-            now_s: the time.
-        """
+        """Whether the pod of this try may be made."""
         return not self.ended and (self.not_before_s is None or now_s >= self.not_before_s)
 
     def displace(self) -> MemberRecord:
@@ -162,11 +150,7 @@ class MemberRecord:
         return replace(self, failures={}, not_before_s=allowed_s if allowed_s > now_s else None)
 
     def adopt(self, pod: MemberPod) -> MemberRecord:
-        """Return the record with a pod as the newest of the member.
-
-        Args:
-            pod: of this try, or of a later one that a lost status had written.
-        """
+        """Return the record with a pod as the newest of the member."""
         if pod.try_number < self.try_number or (pod.try_number == self.try_number and pod.uid == self.uid):
             return self
         return replace(self, try_number=pod.try_number, uid=pod.uid, not_before_s=None)
@@ -174,9 +158,6 @@ class MemberRecord:
 
 def read_member_records(status: Mapping[str, Any]) -> dict[str, MemberRecord]:
     """Read `status.members`; what is not as EDL writes it counts as not written.
-
-    Args:
-        status: of an ElasticJob or a TeacherPool.
 
     Returns:
         The records, by keys such as `worker-0`.
@@ -192,11 +173,7 @@ def read_member_records(status: Mapping[str, Any]) -> dict[str, MemberRecord]:
 
 
 def format_member_records(records: Mapping[str, MemberRecord]) -> dict[str, Any]:
-    """Return `status.members`, without fields that say nothing.
-
-    Args:
-        records: by keys such as `worker-0`.
-    """
+    """Return `status.members`, without fields that say nothing."""
     return {key: _format_record(records[key]) for key in sorted(records, key=_sort_key)}
 
 
@@ -283,11 +260,7 @@ def _format_end(end: MemberEnd) -> dict[str, Any]:
 
 
 def read_time(value: object) -> float | None:
-    """Return the Unix time that a status says; None for what is no time.
-
-    Args:
-        value: of which kind ever.
-    """
+    """Return the Unix time that a status says; None for what is no time."""
     try:
         return parse_time(value) if isinstance(value, str) else None
     except (ValueError, OverflowError):

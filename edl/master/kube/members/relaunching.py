@@ -96,10 +96,7 @@ class MemberOutcome:
 def find_end(record: MemberRecord, pod: MemberPod | None, now_s: float) -> TerminationReport | None:
     """Return what is known of the end of a member's newest pod; None while it goes on, or its end is counted.
 
-    Args:
-        record: of the member.
-        pod: of the record's try; None if there is none.
-        now_s: the time.
+    `pod` is that of the record's try; None if there is none.
     """
     if record.ended:
         return None
@@ -124,16 +121,7 @@ def record_end(
     progress: int | None = None,
     table: Mapping[TerminationCause, tuple[RelaunchRule, ...]] = POD_RELAUNCH_TABLE,
 ) -> MemberOutcome:
-    """Count the end of a member's newest pod, and decide what follows.
-
-    Args:
-        record: of the member.
-        report: of `find_end`.
-        pod: that ended; None if it is gone.
-        now_s: the time.
-        progress: of the owner, in percent; None if unknown.
-        table: what follows which cause.
-    """
+    """Count the end of a member's newest pod, and decide what follows."""
     verdict = _find_cause(report, pod)
     failures = {} if _has_progressed(record, pod, now_s, progress) else dict(record.failures)
     reached = record.last_end.progress if record.last_end is not None else None
@@ -169,11 +157,6 @@ def relax_exclusions(record: MemberRecord, pod: MemberPod | None, now_s: float) 
 
     A node is left out for a time. Where no other node takes the member's pod for a minute, nodes with a broken GPU
     alone are left out: the returned record is then of the next try, and the pod of this try is let go.
-
-    Args:
-        record: of the member.
-        pod: of the record's try; None if there is none.
-        now_s: the time.
     """
     left = tuple(item for item in record.excluded_nodes if item.until_s > now_s)
     stuck = pod is not None and pod.pending and bool(pod.unschedulable) and now_s - pod.created_s >= ROOM_PATIENCE_S

@@ -34,14 +34,7 @@ class MemberReview:
 def review_members(
     records: Mapping[str, MemberRecord], pods: Iterable[MemberPod], now_s: float, progress: int | None = None
 ) -> MemberReview:
-    """Count the ends of members, and find the newest pod of each.
-
-    Args:
-        records: as they were written last.
-        pods: of the owner, by a live list.
-        now_s: the time.
-        progress: of the owner, in percent; None if unknown.
-    """
+    """Count the ends of members, and find the newest pod of each."""
     by_member: dict[str, dict[int, MemberPod]] = defaultdict(dict)
     for pod in pods:
         by_member[pod.key][pod.try_number] = pod
@@ -71,10 +64,5 @@ def review_members(
 
 
 def list_superseded(records: Mapping[str, MemberRecord], pods: Iterable[MemberPod]) -> tuple[MemberPod, ...]:
-    """Return the pods that are to be deleted: their ends are counted, or they were let go, and they still stand.
-
-    Args:
-        records: by keys such as `worker-0`.
-        pods: of the owner, by a live list.
-    """
+    """Return the pods that are to be deleted: their ends are counted, or they were let go, and they still stand."""
     return tuple(pod for pod in pods if not pod.deleting and pod.key in records and records[pod.key].is_superseded(pod))

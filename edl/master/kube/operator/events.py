@@ -66,13 +66,7 @@ class EventRecorder:
         self._loop = BackgroundLoop("edl-events", self._step)
 
     def record(self, kind: ResourceType, resource: Mapping[str, Any], note: EventNote) -> None:
-        """Have an event written. Returns at once.
-
-        Args:
-            kind: of the resource.
-            resource: that the event is about, as it was read.
-            note: what the event says.
-        """
+        """Have an event written. Returns at once."""
         metadata = resource["metadata"]
         text = "\0".join((str(metadata.get("uid")), note.type, note.reason, note.message, note.pod))
         name = f"{metadata['name'][:40].rstrip('.-')}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"

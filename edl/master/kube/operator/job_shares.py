@@ -51,13 +51,7 @@ class SharingJob:
 
 
 def read_sharing_job(job: ElasticJob, wanted: int | None, remaining_s: int | None) -> SharingJob | None:
-    """Return a job as arbitration sees it; None if it takes no part.
-
-    Args:
-        job: the resource.
-        wanted: workers that the store says are of use; None if it says nothing.
-        remaining_s: seconds that the rest of it takes; None if unknown.
-    """
+    """Return a job as arbitration sees it; None if it takes no part."""
     spec = job.template.get("spec")
     spec = spec if isinstance(spec, dict) else {}
     if job.scaling != "auto" or job.suspend or not shares_cluster(job):
@@ -79,10 +73,7 @@ def compute_shares(
     Jobs count as old ones: the arbiter would hold young ones back, and take from them what has been made and waits for
     its node, while the reallocations that this damps are not counted here.
 
-    Args:
-        capacity: what the cluster has.
-        jobs: that share it.
-        pools: uid of each pool of teachers that lends what it has -> teachers that it keeps for itself.
+    `pools` has the uid of each pool that lends what it has, and how many teachers it keeps for itself.
     """
     workers: dict[str, list[PodClaim]] = {job.uid: [] for job in jobs}
     for pod in capacity.pods:

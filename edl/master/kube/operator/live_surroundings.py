@@ -94,12 +94,7 @@ class LiveSurroundings:
         return OwnerObservation(capacity=capacity, store=answer, allocation=allocation, service_holder=holder)
 
     def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:
-        """Note whether a resource waits for room: it is looked at when more is idle. What has ended leaves its share.
-
-        Args:
-            owner: the resource.
-            status: as it is now.
-        """
+        """Note whether a resource waits for room, to look at it when more is idle. What has ended leaves its share."""
         if status.get("phase") in _ENDED:
             self.forget(owner.key)
             return
@@ -108,20 +103,12 @@ class LiveSurroundings:
         self._waiting.note(owner, waits)
 
     def note_gone(self, key: str) -> None:
-        """Note that a resource has been deleted: what it left in its store goes when its pods have.
-
-        Args:
-            key: of the resource.
-        """
+        """Note that a resource has been deleted: what it left in its store goes when its pods have."""
         self._cleanup.note_gone(key)
         self.forget(key)
 
     def forget(self, key: str) -> None:
-        """Look at nothing more for a resource that is gone, or has ended.
-
-        Args:
-            key: of the resource.
-        """
+        """Look at nothing more for a resource that is gone, or has ended."""
         self._stores.forget(key)
         self._waiting.forget(key)
         with self._lock:

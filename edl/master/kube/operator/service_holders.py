@@ -61,9 +61,6 @@ class ServiceHolders:
     def find_holder(self, pool: TeacherPool) -> str:
         """Return the key of the pool of another namespace that a pool's service belongs to; empty if it is its own.
 
-        Args:
-            pool: as it was read.
-
         Raises:
             EDLError: pools cannot be listed just now.
         """
@@ -80,11 +77,7 @@ class ServiceHolders:
         return self._find_recorded(pool) if holder is pool else holder.key
 
     def forget(self, key: str) -> None:
-        """Forget a pool that is gone.
-
-        Args:
-            key: of the pool.
-        """
+        """Forget a pool that is gone."""
         with self._lock:
             pool = self._pools.pop(key, None)
             rivals = self._list_claimants(pool, list_places(pool)) if pool is not None else []

@@ -47,11 +47,7 @@ class StoreAllowlist:
                 )
 
     def find_refusal(self, url: str) -> str:
-        """Return why a store is not opened, for whoever wrote its URL; empty if it may be.
-
-        Args:
-            url: of the store, as a resource has it.
-        """
+        """Return why a store is not opened, for whoever wrote its URL; empty if it may be."""
         if url == self.own or identify_store(url) == identify_store(self.own):
             return ""
         parts = _split(url)

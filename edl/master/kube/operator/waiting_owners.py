@@ -25,24 +25,14 @@ class WaitingOwners:
         self._told_s: dict[str, float] = {}
 
     def observe(self, owner: MemberOwner, capacity: ClusterCapacity | None) -> None:
-        """Note what a resource is planned by now: of more room than that it is to hear.
-
-        Args:
-            owner: the resource.
-            capacity: what is idle; None if that is not known.
-        """
+        """Note what a resource is planned by now: of more room than that it is to hear."""
         claim = _read_claim(owner)
         room = 0 if capacity is None or claim is None else _count_room(claim, capacity)
         with self._lock:
             self._room[owner.key] = room
 
     def note(self, owner: MemberOwner, waits: bool) -> None:
-        """Note whether a resource wants more members than it has.
-
-        Args:
-            owner: the resource.
-            waits: whether it does.
-        """
+        """Note whether a resource wants more members than it has."""
         claim = _read_claim(owner) if waits else None
         with self._lock:
             if claim is not None:
@@ -51,11 +41,7 @@ class WaitingOwners:
                 self._claims.pop(owner.key, None)
 
     def forget(self, key: str) -> None:
-        """Drop a resource.
-
-        Args:
-            key: of the resource.
-        """
+        """Drop a resource."""
         with self._lock:
             self._claims.pop(key, None)
             self._room.pop(key, None)
@@ -63,10 +49,6 @@ class WaitingOwners:
 
     def find_due(self, capacity: ClusterCapacity, now_s: float) -> tuple[list[str], float | None]:
         """Find whom to look at, since there is room for more of its pods.
-
-        Args:
-            capacity: what is idle.
-            now_s: of a monotonic clock.
 
         Returns:
             Keys; and seconds until the next may be looked at for which there is more room, None for no such.

@@ -52,14 +52,8 @@ def decide_growth(
 ) -> Growth:
     """Decide whether a pool makes a teacher more.
 
-    Args:
-        pool: the resource.
-        observation: what is known of it.
-        live: its teachers, at most `target`, of which a single one waits for a node at most.
-        target: how many it is to have.
-        backoff: of its probes; None for none.
-        not_before_s: when the member may be made whose turn it is; None for at once.
-        pod: that would be made; where capacity is known, it keeps away from the node of `find_launch_failure`.
+    `pod` would be made; where capacity is known, it keeps away from the node of `find_launch_failure`.
+    `not_before_s` is when the member may be made whose turn it is; None for at once.
     """
     now_s = observation.now_s
     if pool.suspend:
@@ -87,12 +81,7 @@ def decide_growth(
 
 
 def find_launch_failure(live: Sequence[MemberPod], now_s: float) -> MemberPod | None:
-    """Return the teacher that has not started for long where no other fails: its node may be why, and others may do.
-
-    Args:
-        live: teachers.
-        now_s: the time.
-    """
+    """Return the teacher that has not started for long where no other fails: its node may be why, and others may do."""
     failing = [other for other in live if is_failing(other, now_s)]
     if len(failing) != 1 or now_s - failing[0].placed_s < LAUNCH_PATIENCE_S:
         return None

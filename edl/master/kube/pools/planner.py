@@ -78,10 +78,6 @@ class _Draft:
 def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
     """Decide what is to be done about a pool. To be called whenever anything may have changed; at rest nothing is done.
 
-    Args:
-        pool: the resource.
-        observation: what is known of it.
-
     Returns:
         The plan; its status is the whole status.
     """

@@ -48,13 +48,7 @@ class PoolView:
 
 
 def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolView) -> Object:
-    """Return the whole status. The same for the same view: nothing in it counts seconds.
-
-    Args:
-        pool: the resource.
-        observation: what is known of it.
-        view: the pool after its plan.
-    """
+    """Return the whole status. The same for the same view: nothing in it counts seconds."""
     ready, message = _describe_readiness(pool, view)
     conditions = [
         _describe_acceptance(pool, observation),
@@ -144,12 +138,7 @@ def _find_ignored(pool: TeacherPool) -> int | None:
 
 
 def describe_transitions(pool: TeacherPool, view: PoolView) -> tuple[EventNote, ...]:
-    """Return the events of what is otherwise than in the status before; at rest there are none.
-
-    Args:
-        pool: the resource, with the status before.
-        view: the pool after its plan.
-    """
+    """Return the events of what is otherwise than in the status before; at rest there are none."""
     events = []
     before = pool.status
     was_scheduled = before.get("scheduledReplicas")

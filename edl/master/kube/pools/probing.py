@@ -33,11 +33,7 @@ class ProbeBackoff:
 
     @classmethod
     def read(cls, status: Mapping[str, Any]) -> ProbeBackoff | None:
-        """Read `status.lastProbe`; None where there is none, or none that EDL wrote.
-
-        Args:
-            status: of a pool.
-        """
+        """Read `status.lastProbe`; None where there is none, or none that EDL wrote."""
         written = status.get("lastProbe")
         if not isinstance(written, Mapping):
             return None
@@ -58,28 +54,15 @@ class ProbeBackoff:
         """Return how many seconds nothing is to be tried yet, 0 if it may be.
 
         A clock that was set back does not make it longer than the whole.
-
-        Args:
-            now_s: the time.
         """
         return max(0.0, min(self.wait_s, self.at_s + self.wait_s - now_s))
 
     def is_over(self, pods: Iterable[MemberPod]) -> bool:
-        """Return whether a teacher that came after it has found room, so that the next may follow at once.
-
-        Args:
-            pods: that are live and have a node.
-        """
+        """Return whether a teacher that came after it has found room, so that the next may follow at once."""
         return any(pod.created_s > self.at_s for pod in pods)
 
 
 def back_off(before: ProbeBackoff | None, first_s: float, now_s: float) -> ProbeBackoff:
-    """Return the back-off after a probe that found no room: twice the one before, up to 300 s.
-
-    Args:
-        before: the one before; None for none.
-        first_s: the first wait, in seconds.
-        now_s: the time.
-    """
+    """Return the back-off after a probe that found no room: twice the one before, up to 300 s."""
     wait_s = first_s if before is None else max(first_s, 2 * before.wait_s)
     return ProbeBackoff(now_s, min(_MOST_S, wait_s))

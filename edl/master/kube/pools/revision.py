@@ -27,9 +27,6 @@ def hash_revision(pool: TeacherPool) -> str:
 
     What does not belong to it changes no pod: bounds, scaling, `probeSeconds`, another spelling of the store. Whatever
     else is counted here some day has all teachers of all pools replaced when the operator is upgraded.
-
-    Args:
-        pool: whose teachers they are.
     """
     parts = {
         "serve": list(pool.serve),
@@ -50,11 +47,7 @@ def hash_place(pool: TeacherPool) -> str:
 
 
 def list_places(pool: TeacherPool) -> frozenset[str]:
-    """Return where teachers of a pool may be found: by its spec, and by specs before it, which its status keeps.
-
-    Args:
-        pool: with its status.
-    """
+    """Return where teachers of a pool may be found: by its spec, and by specs before it, which its status keeps."""
     written = pool.status.get("servedPlaces")
     former = written if isinstance(written, list) else []
     return frozenset({hash_place(pool), *(place for place in former if isinstance(place, str))})
@@ -65,11 +58,6 @@ def find_unlabelled_revision(pool: TeacherPool, teachers: Iterable[MemberPod], r
 
     They count as up to date when they are first seen, and are outdated by the next edit; where the pool was edited
     since its status was written, they are outdated when they are first seen.
-
-    Args:
-        pool: whose teachers they are, with the status that was written last.
-        teachers: that are live.
-        revision: of the spec as it is now.
     """
     if all(pod.labels.get(REVISION_LABEL) for pod in teachers):
         return None
@@ -80,11 +68,5 @@ def find_unlabelled_revision(pool: TeacherPool, teachers: Iterable[MemberPod], r
 
 
 def list_outdated(teachers: Iterable[MemberPod], revision: str, unlabelled: str | None) -> tuple[MemberPod, ...]:
-    """Return the teachers that were made from another spec than the present one.
-
-    Args:
-        teachers: that are live.
-        revision: of the spec as it is now.
-        unlabelled: of teachers whose pod does not say its revision.
-    """
+    """Return the teachers that were made from another spec than the present one."""
     return tuple(pod for pod in teachers if (pod.labels.get(REVISION_LABEL) or unlabelled) != revision)

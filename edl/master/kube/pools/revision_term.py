@@ -39,14 +39,7 @@ class RevisionTerm:
 
     @classmethod
     def of(cls, pool: TeacherPool, revision: str, labelled: bool, now_s: float) -> RevisionTerm:
-        """Read it.
-
-        Args:
-            pool: with its status.
-            revision: of its spec, as this operator has it.
-            labelled: whether there are teachers whose pods say their revision.
-            now_s: the time.
-        """
+        """Read it."""
         if pool.status.get("observedGeneration") != pool.generation:
             return cls()
         since_s = read_time(pool.status.get("revisionSince"))

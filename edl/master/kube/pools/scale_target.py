@@ -26,11 +26,7 @@ def plan_scale_target(
     Its pods are not the pool's: they are neither made, probed nor removed one by one, and what is idle is not looked
     at. An autoscaler that writes the same `/scale` would be written over, and is not supported.
 
-    Args:
-        pool: the resource, which has a `scale_target_ref`.
-        observation: what is known of it.
-        records: of teachers of its own, which it had before.
-        leaving: names of those of them that were asked to end and have not ended.
+    `records` and `leaving` are of teachers of its own, which it had before.
     """
     ref, found = pool.scale_target_ref, observation.target
     present = None if found is None else found.replicas

@@ -14,10 +14,7 @@ def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) 
     Where EDL scales and the store does not say how many are wanted, nothing is moved: while the store is away, or may
     not be asked, the number that was wanted last stays, and where nothing stands in it, that of the teachers there are.
 
-    Args:
-        pool: the resource.
-        observation: what is known of it.
-        present: teachers that are there, those that wait for a node included.
+    `present` counts the teachers that are there, those that wait for a node included.
     """
     if pool.suspend or observation.service_holder:
         return 0

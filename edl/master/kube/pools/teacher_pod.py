@@ -36,11 +36,7 @@ _PROBE_S: Final = 5
 
 
 def build_teacher_args(pool: TeacherPool) -> list[str]:
-    """Return the arguments of `edl` in a teacher's container; what `spec.serve` says comes last, and wins.
-
-    Args:
-        pool: whose teacher it is.
-    """
+    """Return the arguments of `edl` in a teacher's container; what `spec.serve` says comes last, and wins."""
     drain_s = max(pool.grace_period_s / 2, pool.grace_period_s - _EXIT_MARGIN_S)
     args = ["serve", "--service", pool.service]
     if pool.store:
@@ -56,12 +52,6 @@ def build_teacher_pod(pool: TeacherPool, index: int, try_number: int, excluded_n
 
     A container that ends is restarted by the kubelet, as a server's: its pod keeps what it borrowed. So a model that
     crashes at each start is seen as `CrashLoopBackOff`, and its pool does not grow meanwhile.
-
-    Args:
-        pool: whose teacher it is.
-        index: of the member, from 0.
-        try_number: of the member's pods, from 0.
-        excluded_nodes: names of nodes on which it is not to run.
     """
     launch = MemberLaunch(
         "teacher",

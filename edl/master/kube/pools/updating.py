@@ -97,13 +97,7 @@ class TeacherUpdate:
 
     @classmethod
     def of(cls, pool: TeacherPool, live: Sequence[MemberPod], now_s: float) -> TeacherUpdate:
-        """Read it.
-
-        Args:
-            pool: the resource, with its status.
-            live: its teachers.
-            now_s: the time.
-        """
+        """Read it."""
         revision = hash_revision(pool)
         awaited, wanted = pool.status.get("awaitedMember"), pool.status.get("wantedReplicas")
         refusal = find_condition(pool.status, "Accepted")
@@ -150,10 +144,6 @@ class TeacherUpdate:
     def find_starting(self, live: Sequence[MemberPod], now_s: float) -> tuple[MemberPod | None, float | None]:
         """Return a teacher of the present spec that has not proven itself yet, and when to look again.
 
-        Args:
-            live: teachers.
-            now_s: the time.
-
         Returns:
             The teacher, None if there is none; and seconds, None if an event tells.
         """
@@ -165,12 +155,7 @@ class TeacherUpdate:
         return (pod, left_s) if left_s > 0 else (None, None)
 
     def keep_awaited(self, live: Sequence[MemberPod], target: int) -> str:
-        """Return the member whose successor has no node yet; empty if it has, or is not needed any more.
-
-        Args:
-            live: teachers.
-            target: how many there are to be.
-        """
+        """Return the member whose successor has no node yet; empty if it has, or is not needed any more."""
         arrived = any(pod.key == self.awaited and pod.scheduled for pod in live)
         return "" if arrived or sum(pod.scheduled for pod in live) >= target else self.awaited
 
@@ -189,10 +174,7 @@ def is_failing(pod: MemberPod, now_s: float) -> bool:
 def choose_surplus(update: TeacherUpdate, live: Sequence[MemberPod], target: int) -> list[MemberPod]:
     """Return what is too much of a pool that is being updated, without that fewer than `target` are ready for it.
 
-    Args:
-        update: of the pool.
-        live: its teachers.
-        target: how many there are to be; one more than that may be there.
+    There are to be `target` teachers; one more than that may be there meanwhile.
     """
     outdated, updated = deque(update.list_outdated(live)), update.list_updated(live)
     newest = sorted(updated, key=lambda pod: (not pod.ready, pod.created_s, pod.index))
@@ -212,12 +194,7 @@ def choose_surplus(update: TeacherUpdate, live: Sequence[MemberPod], target: int
 
 
 def is_behind(pool: TeacherPool, observation: OwnerObservation) -> bool:
-    """Whether what is idle was counted with a teacher that has gone since: its place is free, and not seen so.
-
-    Args:
-        pool: whose teacher it was.
-        observation: what is known of the pool.
-    """
+    """Whether what is idle was counted with a teacher that has gone since: its place is free, and not seen so."""
     if observation.capacity is None:
         return False
     there = observation.strangers | {pod.uid for pod in observation.pods}

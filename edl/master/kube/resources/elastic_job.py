@@ -84,10 +84,6 @@ class ElasticJob(MemberOwner):
 def parse_elastic_job(resource: Mapping[str, Any], default_store: str = "") -> ElasticJob | tuple[SpecProblem, ...]:
     """Read an `ElasticJob`.
 
-    Args:
-        resource: as the API server has it.
-        default_store: URL of discovery where the resource names none.
-
     Returns:
         The job; or, if it cannot be worked on, why not, first what to mend first.
     """

@@ -51,41 +51,22 @@ class FieldReader:
             self.refuse("InvalidField", "", value, "must be an object")
 
     def refuse(self, reason: str, name: str, value: object, what: str) -> None:
-        """Add a problem.
-
-        Args:
-            reason: CamelCase.
-            name: of the field; empty for the object itself.
-            value: that it has.
-            what: is wrong, and what to do.
-        """
+        """Add a problem."""
         where = f"{self.path}.{name}" if name else self.path
         given = "missing" if value is None else shown(repr(value))
         self.problems.append(SpecProblem(reason, f"{where} is {given}: {what}"))
 
     def has(self, name: str) -> bool:
-        """Whether a field is there, and not null.
-
-        Args:
-            name: of the field.
-        """
+        """Whether a field is there, and not null."""
         return self._fields.get(name) is not None
 
     def open_object(self, name: str) -> FieldReader:
-        """Return a reader of an object within this object; a missing object is an empty one.
-
-        Args:
-            name: of the field.
-        """
+        """Return a reader of an object within this object; a missing object is an empty one."""
         value = self._fields.get(name)
         return FieldReader({} if value is None else value, f"{self.path}.{name}", self.problems)
 
     def read_object(self, name: str) -> dict[str, Any]:
-        """Return an object as it is; a missing object is an empty one.
-
-        Args:
-            name: of the field.
-        """
+        """Return an object as it is; a missing object is an empty one."""
         value = self._fields.get(name)
         if value is None:
             return {}
@@ -95,11 +76,7 @@ class FieldReader:
         return {}
 
     def read_object_list(self, name: str) -> list[FieldReader]:
-        """Return readers of a list of objects; empty where it is missing.
-
-        Args:
-            name: of the field.
-        """
+        """Return readers of a list of objects; empty where it is missing."""
         value = self._fields.get(name)
         if value is None:
             return []
@@ -110,12 +87,7 @@ class FieldReader:
         return []
 
     def read_text(self, name: str, default: str = "") -> str:
-        """Return a text.
-
-        Args:
-            name: of the field.
-            default: where it is missing.
-        """
+        """Return a text."""
         value = self._fields.get(name)
         if value is None:
             return default
@@ -125,13 +97,7 @@ class FieldReader:
         return default
 
     def read_choice(self, name: str, default: str, choices: Sequence[str]) -> str:
-        """Return a text that is one of a few.
-
-        Args:
-            name: of the field.
-            default: where it is missing.
-            choices: that are possible.
-        """
+        """Return a text that is one of a few."""
         value = self.read_text(name, default)
         if value in choices:
             return value
@@ -139,12 +105,7 @@ class FieldReader:
         return default
 
     def read_flag(self, name: str, default: bool = False) -> bool:
-        """Return a truth value.
-
-        Args:
-            name: of the field.
-            default: where it is missing.
-        """
+        """Return a truth value."""
         value = self._fields.get(name)
         if value is None:
             return default
@@ -154,25 +115,12 @@ class FieldReader:
         return default
 
     def read_count(self, name: str, default: int, least: int = 0, most: int = _MOST_COUNT) -> int:
-        """Return a whole number.
-
-        Args:
-            name: of the field.
-            default: where it is missing.
-            least: smallest number that is possible.
-            most: largest number that is possible.
-        """
+        """Return a whole number."""
         found = self.read_optional_count(name, least, most)
         return default if found is None else found
 
     def read_optional_count(self, name: str, least: int = 0, most: int = _MOST_COUNT) -> int | None:
-        """Return a whole number; None where it is missing, or is none.
-
-        Args:
-            name: of the field.
-            least: smallest number that is possible.
-            most: largest number that is possible.
-        """
+        """Return a whole number; None where it is missing, or is none."""
         value = self._fields.get(name)
         if value is None:
             return None
@@ -183,11 +131,7 @@ class FieldReader:
         return value
 
     def read_texts(self, name: str) -> tuple[str, ...]:
-        """Return a list of texts; empty where it is missing.
-
-        Args:
-            name: of the field.
-        """
+        """Return a list of texts; empty where it is missing."""
         value = self._fields.get(name)
         if value is None:
             return ()
@@ -197,11 +141,7 @@ class FieldReader:
         return ()
 
     def read_time_s(self, name: str) -> float | None:
-        """Return a time of the API (RFC 3339) as seconds since 1970; None where it is missing.
-
-        Args:
-            name: of the field.
-        """
+        """Return a time of the API (RFC 3339) as seconds since 1970; None where it is missing."""
         value = self._fields.get(name)
         if value is None:
             return None

@@ -85,15 +85,7 @@ OwnerFields = dict[str, Any]
 def read_owner(
     resource: Mapping[str, Any], spec: FieldReader, *, default_store: str, default_min: int, default_grace_period_s: int
 ) -> OwnerFields:
-    """Read what all owners have.
-
-    Args:
-        resource: as the API server has it.
-        spec: reader of its `spec`, which collects what is wrong.
-        default_store: URL of discovery where the resource names none.
-        default_min: `minReplicas` where the resource says none.
-        default_grace_period_s: `gracePeriodSeconds` where the resource says none.
-    """
+    """Read what all owners have."""
     metadata = FieldReader(resource.get("metadata"), "metadata", spec.problems)
     name = metadata.read_text("name")
     if len(name) > _LONGEST_NAME or not _DNS_NAME.fullmatch(name):
@@ -140,12 +132,7 @@ def read_owner(
 
 
 def check_template(spec: FieldReader, arguments: str) -> None:
-    """Add what is wrong with the template of pods.
-
-    Args:
-        spec: reader of the owner's `spec`.
-        arguments: field of `spec` for what belongs to the command, `run` or `serve`.
-    """
+    """Add what is wrong with the template of pods."""
     if not spec.has("template"):
         spec.refuse("NoTemplate", "template", None, "give a pod template whose first container has the image")
         return

@@ -60,10 +60,6 @@ class TeacherPool(MemberOwner):
 def parse_teacher_pool(resource: Mapping[str, Any], default_store: str = "") -> TeacherPool | tuple[SpecProblem, ...]:
     """Read a `TeacherPool`.
 
-    Args:
-        resource: as the API server has it.
-        default_store: URL of discovery where the resource names none.
-
     Returns:
         The pool; or, if it cannot be worked on, why not, first what to mend first.
     """

@@ -42,20 +42,12 @@ class OperatorHealth:
             self._beat_s = self._clock()
 
     def set_waiting(self, reason: str) -> None:
-        """Note for what the watches wait.
-
-        Args:
-            reason: for a person; empty if they wait for nothing.
-        """
+        """Note for what the watches wait."""
         with self._lock:
             self._waiting = reason
 
     def note_request(self, code: int, problem: str = "") -> bool:
         """Note a request of the API server.
-
-        Args:
-            code: of the answer; 0 where none came.
-            problem: in words.
 
         Returns:
             Whether the server answers now and did not before, or the other way round.

@@ -49,34 +49,18 @@ class OperatorMetrics:
         self._resources = Gauge("edl_operator_resources", "Resources that are worked on", registry=self.registry)
 
     def watch_queue(self, count_due: Callable[[], int], count_all: Callable[[], int]) -> None:
-        """Show the length of a queue.
-
-        Args:
-            count_due: returns how many resources wait for a look.
-            count_all: returns how many resources there are.
-        """
+        """Show the length of a queue."""
         self._queue.set_function(count_due)
         self._resources.set_function(count_all)
 
     def count_reconcile(self, key: str, seconds: float, error: Exception | None) -> None:
-        """Count a look at a resource.
-
-        Args:
-            key: of the resource.
-            seconds: that it took.
-            error: with which it failed; None if it did not.
-        """
+        """Count a look at a resource."""
         kind = key.partition("/")[0]
         self._reconciles.labels(kind).observe(seconds)
         if error is not None:
             self._failures.labels(kind, type(error).__name__).inc()
 
     def count_request(self, call: Call, code: int) -> None:
-        """Count a request of the API server.
-
-        Args:
-            call: what was asked.
-            code: of the answer; 0 where none came.
-        """
+        """Count a request of the API server."""
         resource = "discovery" if " " in call.resource else call.resource
         self._requests.labels(call.verb, resource, str(code)).inc()

@@ -39,12 +39,7 @@ class KeySchedule:
         return len(self._due.keys() | self._active.keys())
 
     def add(self, key: str, due_s: float) -> None:
-        """Have a key worked on at a time, or earlier where that was wanted before.
-
-        Args:
-            key: what is worked on.
-            due_s: when, by the caller's clock.
-        """
+        """Have a key worked on at a time, or earlier where that was wanted before."""
         if key in self._active:
             self._again[key] = min(due_s, self._again.get(key, due_s))
         elif due_s < self._due.get(key, float("inf")):
@@ -53,11 +48,7 @@ class KeySchedule:
             heapq.heappush(self._heap, (due_s, self._number, key))
 
     def take(self, now_s: float) -> str | None:
-        """Return a key that is due, which is worked on from now until `finish`; None if none is due.
-
-        Args:
-            now_s: the time.
-        """
+        """Return a key that is due, which is worked on from now until `finish`; None if none is due."""
         self._drop_outdated()
         if not self._heap or self._heap[0][0] > now_s:
             return None
@@ -69,11 +60,7 @@ class KeySchedule:
     def finish(self, key: str, now_s: float, *, failed: bool = False, requeue_s: float | None = None) -> None:
         """Say that a key was worked on.
 
-        Args:
-            key: that `take` returned.
-            now_s: the time.
-            failed: it has to be worked on again, after its back-off.
-            requeue_s: seconds after which it is worked on again in any case; None for no such need.
+        A key that `failed` is worked on again after its back-off; any key in `requeue_s`, unless that is None.
         """
         self._active.pop(key, None)
         again = self._again.pop(key, None)
@@ -90,11 +77,7 @@ class KeySchedule:
             self.add(key, now_s + requeue_s)
 
     def forget(self, key: str) -> None:
-        """Have a key worked on no more, unless it is added again.
-
-        Args:
-            key: that is gone.
-        """
+        """Have a key worked on no more, unless it is added again."""
         self._due.pop(key, None)
         self._again.pop(key, None)
         self._failures.pop(key, None)
@@ -109,11 +92,7 @@ class KeySchedule:
         return min(self._active.values(), default=None)
 
     def count_due(self, now_s: float) -> int:
-        """Return how many keys wait for a worker.
-
-        Args:
-            now_s: the time.
-        """
+        """Return how many keys wait for a worker."""
         return sum(due_s <= now_s for due_s in self._due.values())
 
     def _drop_outdated(self) -> None:

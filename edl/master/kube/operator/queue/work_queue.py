@@ -51,20 +51,14 @@ class WorkQueue:
     def add(self, key: str, delay_s: float = 0.0) -> None:
         """Have a key worked on soon.
 
-        Args:
-            key: what is worked on.
-            delay_s: earliest after so many seconds, so that what comes in between is done at once.
+        `delay_s` gives what comes in between the time to come, so that all of it is a single look.
         """
         with self._changed:
             self._schedule.add(key, time.monotonic() + delay_s)
             self._changed.notify()
 
     def forget(self, key: str) -> None:
-        """Have a key worked on no more, unless it is added again.
-
-        Args:
-            key: that is gone.
-        """
+        """Have a key worked on no more, unless it is added again."""
         with self._changed:
             self._schedule.forget(key)
 

@@ -19,22 +19,12 @@ class AcceptedSpecs:
         self._specs: dict[str, tuple[str, Mapping[str, Any]]] = {}
 
     def note(self, key: str, resource: Object) -> None:
-        """Remember a resource's spec.
-
-        Args:
-            key: of the resource.
-            resource: as it was read, with a spec that can be worked on.
-        """
+        """Remember a resource's spec."""
         with self._lock:
             self._specs[key] = resource["metadata"].get("uid", ""), resource["spec"]
 
     def restore(self, key: str, resource: Object) -> Object | None:
-        """Return a resource with the spec that was accepted last; None if none was. `suspend` counts as it is now.
-
-        Args:
-            key: of the resource.
-            resource: as it was read, with a spec that cannot be worked on.
-        """
+        """Return a resource with the spec that was accepted last; None if none was. `suspend` counts as it is now."""
         with self._lock:
             uid, spec = self._specs.get(key, ("", {}))
         if not spec or uid != resource["metadata"].get("uid"):
@@ -46,10 +36,6 @@ class AcceptedSpecs:
         return {**resource, "spec": spec}
 
     def forget(self, key: str) -> None:
-        """Drop a resource that is gone.
-
-        Args:
-            key: of the resource.
-        """
+        """Drop a resource that is gone."""
         with self._lock:
             self._specs.pop(key, None)

@@ -27,25 +27,14 @@ class DoneWrites:
     def is_new(self, owner_uid: str, kind: ResourceType, name: str, text: str) -> bool:
         """Whether an object has to be written.
 
-        Args:
-            owner_uid: of the resource that the object belongs to.
-            kind: of the object.
-            name: of the object.
-            text: what is to be written; empty for a removal.
+        `text` is what is to be written; empty for a removal.
         """
         with self._lock:
             before, written_s = self._written.get((owner_uid, kind.plural, name), (None, 0.0))
         return before != text or time.monotonic() - written_s > _KEPT_S
 
     def note(self, owner_uid: str, kind: ResourceType, name: str, text: str) -> None:
-        """Note that an object was written.
-
-        Args:
-            owner_uid: of the resource that the object belongs to.
-            kind: of the object.
-            name: of the object.
-            text: what was written; empty for a removal.
-        """
+        """Note that an object was written."""
         with self._lock:
             self._written[owner_uid, kind.plural, name] = text, time.monotonic()
             self._written.move_to_end((owner_uid, kind.plural, name))

@@ -47,11 +47,6 @@ class PodEvidence:
         Of pods that do not start, only an event by which they cannot, and only while none follows it.
 
         An operator that may not read events goes by what the pods say themselves.
-
-        Args:
-            pods: as the API has them.
-            namespace: that they are in.
-            now_s: the time, in seconds since 1970.
         """
         found = {}
         starting: list[tuple[float, str]] = []

@@ -121,9 +121,6 @@ class Reconciler:
     def reconcile(self, key: str) -> float | None:
         """Look at a resource, and do what is to be done.
 
-        Args:
-            key: `PLURAL/NAMESPACE/NAME`.
-
         Returns:
             Seconds after which to look again whatever happens, infinite for no such need; None where it is gone.
 
@@ -165,11 +162,7 @@ class Reconciler:
         return self._carry_out(kind, resource, owner, plan, target)
 
     def forget(self, key: str) -> None:
-        """Drop what is remembered of a resource that is gone.
-
-        Args:
-            key: of the resource.
-        """
+        """Drop what is remembered of a resource that is gone."""
         self._refusals.pop(key, None)
         self._statuses.pop(key, None)
         self._accepted.forget(key)

@@ -19,9 +19,7 @@ FORMER_SPEC: Final = "formerSpec"
 def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Object:
     """Return the merge patch that makes `before` into `after`; empty if they are equal.
 
-    Args:
-        before: as it was read.
-        after: as it is to be; a field that is None or an empty text is not there.
+    A field of `after` that is None or an empty text is not there.
     """
     patch: Object = {}
     for name in [*after, *(name for name in before if name not in after)]:
@@ -63,14 +61,7 @@ def _is_absent(value: object) -> bool:
 def describe_refused_spec(
     before: Mapping[str, Any], problems: Sequence[SpecProblem], generation: int, now_s: float
 ) -> Object:
-    """Return the status of a resource whose spec cannot be worked on: members and all else stay as they were.
-
-    Args:
-        before: the status until now.
-        problems: what is wrong with the spec, at least one.
-        generation: of the spec.
-        now_s: the time, in seconds since 1970.
-    """
+    """Return the status of a resource whose spec cannot be worked on: members and all else stay as they were."""
     message = "; ".join(problem.message for problem in problems)
     status = set_condition(before, Condition("Accepted", False, problems[0].reason, message), generation, now_s)
     phase = before.get("phase") or "Pending"
@@ -86,12 +77,7 @@ def set_condition(
 ) -> Object:
     """Return a status in which a condition is as given, and the others as they were.
 
-    Args:
-        status: as it is to be but for the condition.
-        condition: that is new.
-        generation: of the spec that it speaks of.
-        now_s: the time, in seconds since 1970.
-        before: the status as it was read, from which a time of transition is kept; None for `status`.
+    The time of its last transition is that of `before`, the status as it was read; None for `status`.
     """
     written = write_conditions(_list_conditions(status if before is None else before), [condition], generation, now_s)
     others = [item for item in _list_conditions(status) if item.get("type") != condition.type]

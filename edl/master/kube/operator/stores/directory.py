@@ -72,16 +72,7 @@ class StoreDirectory:
     def ask(
         self, key: str, url: str, kind: WantedKind, name: str, *, namespace: str, advised: bool = False
     ) -> StoreAnswer:
-        """Return what a store says of a resource, and have `on_change` called when it says something else.
-
-        Args:
-            key: of the resource.
-            url: of the store.
-            kind: "workers" of a job, or "teachers" of a service.
-            name: of the job or service.
-            namespace: of the resource.
-            advised: whether this process decides how many teachers of the service are useful.
-        """
+        """Return what a store says of a resource, and have `on_change` called when it says something else."""
         if reason := self._allowlist.find_refusal(url):
             self.forget(key)
             return StoreAnswer(refused=f"{_show(url)}: {reason}")
@@ -97,11 +88,7 @@ class StoreDirectory:
         return follower if isinstance(follower, StoreAnswer) else follower.ask(kind, name)
 
     def forget(self, key: str) -> None:
-        """Follow nothing more for a resource.
-
-        Args:
-            key: of the resource.
-        """
+        """Follow nothing more for a resource."""
         with self._lock:
             self._settle(self._subjects.pop(key, None))
 

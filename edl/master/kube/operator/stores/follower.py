@@ -71,12 +71,7 @@ class StoreFollower:
             self._loops.append(BackgroundLoop("edl-operator-store", _Step(watch, take, self._check)))
 
     def ask(self, kind: WantedKind, name: str) -> StoreAnswer:
-        """Return what the store says, by its last snapshots; asks it nothing.
-
-        Args:
-            kind: "workers" of a job, or "teachers" of a service.
-            name: of the job or service.
-        """
+        """Return what the store says, by its last snapshots; asks it nothing."""
         with self._lock:
             key = wanted_key(kind, name)
             wanted = self._wanted.get(key, (b"", None))[1]
@@ -86,11 +81,7 @@ class StoreFollower:
             )
 
     def advise(self, wanted: bool) -> None:
-        """Have this process be among those that decide how many teachers are useful, or not.
-
-        Args:
-            wanted: whether there is a pool for which this is decided.
-        """
+        """Have this process be among those that decide how many teachers are useful, or not."""
         with self._lock:
             if wanted and self._advisor is None:
                 settings = AdvisorSettings(TeacherScalingSettings(least=0))

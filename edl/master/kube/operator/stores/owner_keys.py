@@ -102,11 +102,7 @@ class OwnerKeyCleanup:
         self._loop = BackgroundLoop("edl-operator-owner-keys", self.step)
 
     def note(self, owner: ElasticJob | TeacherPool) -> None:
-        """Note a resource that is there. Another of the same name means that the one before is gone.
-
-        Args:
-            owner: as it was read; it may have had another store or service until now.
-        """
+        """Note a resource that is there. Another of the same name means that the one before is gone."""
         kind: WantedKind = "workers" if isinstance(owner, ElasticJob) else "teachers"
         name = owner.job_id if isinstance(owner, ElasticJob) else owner.service
         trace = _Trace(owner.uid, kind, name, owner.store, owner.namespace)
@@ -119,11 +115,7 @@ class OwnerKeyCleanup:
                 self._schedule(other)
 
     def note_gone(self, key: str) -> None:
-        """Note that a resource has been deleted.
-
-        Args:
-            key: of the resource.
-        """
+        """Note that a resource has been deleted."""
         with self._lock:
             traces = self._known.pop(key, ())
         for trace in traces:
@@ -194,10 +186,6 @@ def _delete_keys(store: Store, removal: _Removal) -> str:
 
 def delete_job_keys(store: Store, job_id: str) -> str:
     """Delete what a job left in its store, unless it is in use.
-
-    Args:
-        store: where.
-        job_id: of the job.
 
     Returns:
         Why it is in use: agents and masters have keys under leases as long as they live. Empty if all is deleted.

@@ -20,12 +20,7 @@ class ProgressReader:
         self._workers: int | None = None
 
     def read(self, value: bytes, now_s: float) -> WorkProgress | None:
-        """Return what a report says; None if it cannot be read, or says nothing of data.
-
-        Args:
-            value: the report as it stands in the store, where anybody may have written it.
-            now_s: of a monotonic clock.
-        """
+        """Return what a report says; None if it cannot be read, or says nothing of data."""
         try:
             report = json.loads(value)
         except (ValueError, RecursionError):
@@ -46,11 +41,7 @@ class ProgressReader:
 
 
 def count_done(datasets: Sequence[Mapping[str, Any]]) -> tuple[float, float | None]:
-    """Return units that are done, and units in all; None for the latter where a data set has no end yet.
-
-    Args:
-        datasets: of a master's report.
-    """
+    """Return units that are done, and units in all; None for the latter where a data set has no end yet."""
     done, whole = 0.0, 0.0
     endless = False
     for dataset in datasets:

@@ -27,7 +27,7 @@ from edl.dashboard.state.jobs import read_job_status
 from edl.dashboard.state.schema import JobStatus
 from edl.discovery import Store, open_store
 from edl.errors import DiscoveryError, KubernetesError, PermanentError, ProtocolError, SettingsError
-from edl.master.kube.operator.stores.owner_keys import delete_job_keys
+from edl.master.kube.operator.owner_keys import delete_job_keys
 from edl.settings import DiscoverySettings
 
 __all__ = ["main"]

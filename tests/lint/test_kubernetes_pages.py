@@ -10,7 +10,7 @@ import yaml
 from edl.kube.resource_types import DEPLOYMENTS
 from edl.master.kube.jobs import CONDITION_REASONS, EVENT_REASONS
 from edl.master.kube.jobs.reasons import FAILURE_ADVICE, FAILURE_REASONS
-from edl.master.kube.members.relaunching import POD_RELAUNCH_TABLE
+from edl.master.kube.members.records import POD_RELAUNCH_TABLE
 from edl.master.kube.observation import OwnerObservation, ScaleTarget, StoreAnswer
 from edl.master.kube.pools import plan_pool
 from edl.master.kube.resources import TeacherPool, parse_teacher_pool

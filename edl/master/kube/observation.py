@@ -1,14 +1,149 @@
-"""`OwnerObservation`: all that a planner knows of a resource and its surroundings at one moment."""
+"""What goes into a planner and what comes out: an `OwnerObservation`, and a `Plan` with the conditions that it writes.
+
+A planner knows of a resource what stands in its observation, and nothing else. Only the `Reconciler` carries plans out.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from edl.kube.objects import Object, format_time
 from edl.kube.resource_types import ResourceType
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.members import MemberPod
 
-__all__ = ["OwnerObservation", "ScaleTarget", "StoreAnswer", "WorkProgress"]
+__all__ = [
+    "Condition",
+    "EventNote",
+    "OwnerObservation",
+    "Plan",
+    "PodDeletion",
+    "ScaleTarget",
+    "StoreAnswer",
+    "WorkProgress",
+    "find_condition",
+    "write_conditions",
+]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Something that holds of a resource, or does not.
+
+    Attributes:
+        type: such as `Running`.
+        status: it holds; None if that is not known.
+        reason: CamelCase, for programs.
+        message: for a person.
+    """
+
+    type: str
+    status: bool | None
+    reason: str
+    message: str = ""
+
+
+def write_conditions(
+    before: Sequence[Mapping[str, Any]], conditions: Sequence[Condition], generation: int, now_s: float
+) -> list[dict[str, Any]]:
+    """Return conditions as `status.conditions` has them. A transition time is kept where the status stays the same.
+
+    Conditions of `before` that are not named in `conditions` are left out.
+    """
+    former = {str(found.get("type")): found for found in before if isinstance(found, Mapping)}
+    written = []
+    for condition in conditions:
+        status = "Unknown" if condition.status is None else str(condition.status)
+        previous = former.get(condition.type, {})
+        since = previous.get("lastTransitionTime") if previous.get("status") == status else None
+        written.append(
+            {
+                "type": condition.type,
+                "status": status,
+                "reason": condition.reason,
+                # Never empty: Kubernetes 1.20 makes null of an empty text in a status that was not there before.
+                "message": condition.message or condition.reason,
+                "lastTransitionTime": since or format_time(now_s),
+                "observedGeneration": generation,
+            }
+        )
+    return written
+
+
+def find_condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """Return a condition of a status; empty if it is not there."""
+    conditions = status.get("conditions")
+    for found in conditions if isinstance(conditions, list) else []:
+        if isinstance(found, Mapping) and found.get("type") == kind:
+            return found
+    return {}
+
+
+@dataclass(frozen=True)
+class PodDeletion:
+    """A pod that is to end.
+
+    Attributes:
+        name: of the pod.
+        uid: of the pod; another pod of that name is left alone.
+        grace_period_s: seconds that it has to end; None for what the pod says itself.
+        reason: for the log.
+    """
+
+    name: str
+    uid: str
+    grace_period_s: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class EventNote:
+    """An event to be shown by `kubectl describe`; the same event again is counted, not repeated.
+
+    Attributes:
+        type: `Normal` or `Warning`.
+        reason: CamelCase, of a fixed set, for programs.
+        message: for a person.
+        pod: name of the pod that it is about as well; empty for none.
+    """
+
+    type: str
+    reason: str
+    message: str
+    pod: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done about a resource, in the order of the attributes.
+
+    `status` comes first: the outcome of a pod is recorded before the pod goes, so that an operator that is killed in
+    between never forgets why the pod ended, or gives a number again that was used. Events are shown as soon as it is
+    written.
+
+    Attributes:
+        status: the whole of it; None in a field removes what was there.
+        delete: pods that are to end.
+        remove: other objects that are to go: type and name.
+        apply: other objects as they are to be, by server-side apply.
+        create: pods to be made; a pod of the resource that is there by that name is as good.
+        scale_target: replicas that the pool's `scaleTargetRef` is to have; None to leave it as it is.
+        events: to be shown.
+        delete_owner: the resource itself is to go: its time after its end is over.
+        requeue_s: seconds after which to look again, whatever happens; None for no such need.
+    """
+
+    status: Object
+    delete: tuple[PodDeletion, ...] = ()
+    remove: tuple[tuple[ResourceType, str], ...] = ()
+    apply: tuple[tuple[ResourceType, Object], ...] = ()
+    create: tuple[Object, ...] = ()
+    scale_target: int | None = None
+    events: tuple[EventNote, ...] = field(default=())
+    delete_owner: bool = False
+    requeue_s: float | None = None
 
 
 @dataclass(frozen=True)

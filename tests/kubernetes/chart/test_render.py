@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import edl
-from edl.master.kube.jobs.gangs import GROWTH_CLASS
+from edl.master.kube.jobs.launches import GROWTH_CLASS
 from edl.master.kube.resources import ElasticJob, parse_elastic_job
 from tests.cluster.api import run_program
 from tests.cluster.machine import ROOT

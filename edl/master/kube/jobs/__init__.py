@@ -5,9 +5,9 @@ do, or with an error that does not pass by itself. What does not belong here: ho
 (`edl.master.scaling`), what is idle (`edl.master.kube.capacity`), and calls of the API (`edl.master.kube.operator`).
 """
 
-from edl.master.kube.jobs.gangs import shares_cluster
-from edl.master.kube.jobs.job_end import find_final_phase
+from edl.master.kube.jobs.launches import shares_cluster
 from edl.master.kube.jobs.planner import plan_job
 from edl.master.kube.jobs.reasons import CONDITION_REASONS, EVENT_REASONS
+from edl.master.kube.jobs.status import find_final_phase
 
 __all__ = ["CONDITION_REASONS", "EVENT_REASONS", "find_final_phase", "plan_job", "shares_cluster"]

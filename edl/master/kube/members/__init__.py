@@ -5,11 +5,19 @@ stands in the owner's `status.members`. What does not belong here: how many memb
 (`edl.master.kube.jobs`, `edl.master.kube.pools`), and calls of the API.
 """
 
-from edl.master.kube.members.member_pod import MemberPod, read_member_pod, read_member_pods
 from edl.master.kube.members.naming import build_member_name, build_owner_reference, build_selector
 from edl.master.kube.members.pod_template import MemberLaunch, build_member_pod
-from edl.master.kube.members.records import MemberEnd, MemberRecord, format_member_records, read_member_records
-from edl.master.kube.members.relaunching import MemberOutcome, find_end, record_end, relax_exclusions
+from edl.master.kube.members.pods import MemberPod, read_member_pod, read_member_pods
+from edl.master.kube.members.records import (
+    MemberEnd,
+    MemberOutcome,
+    MemberRecord,
+    find_end,
+    format_member_records,
+    read_member_records,
+    record_end,
+    relax_exclusions,
+)
 
 __all__ = [
     "MemberEnd",

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 from edl.errors import SettingsError
-from edl.master.kube.members.evidence import get_list, get_mapping, get_text
+from edl.master.kube.members.pods import get_list, get_mapping, get_text
 from edl.master.kube.resources import MemberOwner, SpecProblem
 from edl.quoting import shown
 
-__all__ = ["PodPolicy", "PodSecurity"]
+__all__ = ["PodPolicy"]
 
 PodSecurity = Literal["baseline", "privileged"]
 

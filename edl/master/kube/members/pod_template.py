@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from edl.kube.objects import Object
 from edl.kube.quantity import format_quantity, parse_quantity
-from edl.master.kube.members.evidence import find_main_container, get_list, get_mapping, get_text
 from edl.master.kube.members.naming import build_member_labels, build_member_name, build_owner_reference
+from edl.master.kube.members.pods import find_main_container, get_list, get_mapping, get_text
 from edl.master.kube.resources import MemberOwner
 
-__all__ = ["POD_ADDRESS", "MemberLaunch", "build_member_pod", "has_memory_quantity"]
+__all__ = ["MemberLaunch", "POD_ADDRESS", "build_member_pod", "has_memory_quantity"]
 
 POD_ADDRESS: Final = "$(EDL_POD_IP)"
 """In a member's `args`: the pod's own address, which the kubelet puts in place."""

@@ -18,7 +18,7 @@ from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, Kub
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object, format_time
 from edl.kube.resource_types import EVENTS, ResourceType
-from edl.master.kube.plan import EventNote
+from edl.master.kube.observation import EventNote
 from edl.quoting import clip
 
 __all__ = ["EventRecorder"]

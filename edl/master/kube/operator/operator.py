@@ -15,18 +15,16 @@ from edl.http_server.health import HealthChecks, HealthServer
 from edl.kube.client import KubeClient
 from edl.kube.resource_types import PODS, TEACHER_POOLS
 from edl.kube.responses import Call
-from edl.master.kube.capacity.watch import CapacityWatch
+from edl.master.kube.capacity_watch import CapacityWatch
 from edl.master.kube.members.naming import OWNER_UID_LABEL
 from edl.master.kube.operator.events import EventRecorder
 from edl.master.kube.operator.give_back import GiveBackMeter
-from edl.master.kube.operator.kinds import KINDS
-from edl.master.kube.operator.live_surroundings import LiveSurroundings
 from edl.master.kube.operator.monitoring import OperatorHealth, OperatorMetrics
-from edl.master.kube.operator.queue import WorkQueue
-from edl.master.kube.operator.reconciling.reconciler import Reconciler
+from edl.master.kube.operator.reconciler import KINDS, Reconciler
 from edl.master.kube.operator.resource_watches import ResourceWatches
-from edl.master.kube.operator.settings import ALL_NAMESPACES, OperatorSettings
-from edl.master.kube.operator.store_allowlist import StoreAllowlist
+from edl.master.kube.operator.settings import ALL_NAMESPACES, OperatorSettings, StoreAllowlist
+from edl.master.kube.operator.surroundings import LiveSurroundings
+from edl.master.kube.operator.work_queue import WorkQueue
 from edl.master.kube.resources import TeacherPool, parse_teacher_pool
 
 __all__ = ["Operator"]

@@ -23,7 +23,7 @@ from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceT
 from edl.kube.responses import NotServedError
 from edl.kube.watch import KubeWatch
 from edl.master.kube.members.naming import JOB_LABEL, MANAGED_BY, POOL_LABEL
-from edl.master.kube.operator.monitoring.health import OperatorHealth
+from edl.master.kube.operator.monitoring import OperatorHealth
 from edl.master.kube.operator.settings import ALL_NAMESPACES
 
 __all__ = ["ResourceWatches"]

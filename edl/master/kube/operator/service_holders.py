@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from edl.errors import AccessDeniedError
-from edl.master.kube.conditions import find_condition
-from edl.master.kube.pools.revision import hash_place, list_places
+from edl.master.kube.observation import find_condition
+from edl.master.kube.pools.updating import hash_place, list_places
 from edl.master.kube.resources import TeacherPool
 
 __all__ = ["ServiceHolders"]

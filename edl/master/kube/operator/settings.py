@@ -1,17 +1,137 @@
-"""What an operator goes by."""
+"""What an operator goes by, and which stores it opens with what it alone has: tokens, certificates, and its network."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Final
+from urllib.parse import SplitResult, urlsplit
 
+from edl.discovery.urls import KUBERNETES_GONE, identify_server, identify_store
 from edl.errors import SettingsError
 from edl.kube.settings import KubeSettings
 from edl.master.kube.members.pod_policy import PodPolicy
-from edl.master.kube.operator.store_allowlist import StoreAllowlist
+from edl.quoting import shown
 from edl.settings import is_above_zero
 
-__all__ = ["ALL_NAMESPACES", "OperatorSettings"]
+__all__ = ["ALL_NAMESPACES", "OperatorSettings", "StoreAllowlist"]
+
+_SCHEMES: Final = ("consul", "consul+https", "etcd", "etcd+https", "edl")
+"""Of stores that may be allowed. A `sqlite:` file would be one of the operator's own machine."""
+_ETCD: Final = ("etcd", "etcd+https")
+
+
+@dataclass(frozen=True)
+class StoreAllowlist:
+    """Stores that may be opened.
+
+    Whoever writes a resource chooses its store. Were each of them opened, the operator's token would go to any host
+    that is named, and requests of the operator's to any address that only it reaches.
+
+    Attributes:
+        own: URL of the operator's own store, which is allowed; others of its scheme, host and port are as well.
+        prefixes: `SCHEME://HOST:PORT`, `SCHEME://HOST` for any port of it, `SCHEME://` for any host.
+
+    Raises:
+        SettingsError: a prefix is not of this form.
+    """
+
+    own: str = ""
+    prefixes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for prefix in self.prefixes:
+            parts = _split(prefix)
+            bad = parts is None or parts.scheme not in _SCHEMES or _find_extras(parts) or "," in prefix
+            bad = bad or (parts is not None and not _has_members(parts))
+            if bad or (parts is not None and parts.netloc.endswith(":")):  # a port that is missing matches nothing
+                raise SettingsError(
+                    f"--allow-store {shown(prefix.partition('?')[0].rpartition('@')[2])}: expected SCHEME://HOST:PORT,"
+                    f" SCHEME://HOST or SCHEME://, with a scheme of {', '.join(_SCHEMES)}"
+                )
+
+    def find_refusal(self, url: str) -> str:
+        """Return why a store is not opened, for whoever wrote its URL; empty if it may be."""
+        if url == self.own or identify_store(url) == identify_store(self.own):
+            return ""
+        parts = _split(url)
+        if parts is not None and parts.scheme == "kubernetes":
+            return KUBERNETES_GONE
+        if parts is None or parts.scheme not in (*_SCHEMES, "sqlite"):
+            return "no URL of a store"
+        if parts.scheme == "sqlite":
+            return "a file of the machine that it is on, which the operator opens where it is its own --store only"
+        if extras := _find_extras(parts):
+            return f"a URL with {extras}, which the operator does not take from a resource"
+        own = _split(self.own)
+        if own is not None and own.scheme not in (*_SCHEMES, "sqlite"):
+            own = None  # such a store is opened by nobody
+        try:
+            members, own_members = _list_members(parts), [] if own is None else _list_members(own)
+        except ValueError as exc:
+            return f"no URL of a store: {shown(str(exc))}"
+        if "" in members:
+            return "a URL without a host"
+        allowed = [] if own is None else [(own.scheme, member) for member in own_members]
+        for member in members:
+            if (parts.scheme, member) not in allowed and not self._is_listed(parts.scheme, member):
+                prefix = shown(f"{parts.scheme}://{member}")
+                return f"the operator reads it once it is started with --allow-store {prefix}"
+        return ""
+
+    def _is_listed(self, scheme: str, member: str) -> bool:
+        for prefix in self.prefixes:
+            listed = urlsplit(prefix)
+            if listed.scheme != scheme:
+                continue
+            (place,) = _list_members(listed) if listed.netloc else ("",)
+            if place in ("", member) or (listed.port is None and _host_of(place) == _host_of(member)):
+                return True
+        return False
+
+
+def _split(url: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(url)
+        if "," not in parts.netloc:
+            _ = parts.port  # which is looked at when it is asked for
+    except ValueError:
+        return None
+    return parts
+
+
+def _find_extras(parts: SplitResult) -> str:
+    """Return what a URL has beside hosts."""
+    if "@" in parts.netloc:
+        return "a user"
+    if parts.path not in ("", "/") or parts.fragment:
+        return "a path"
+    return "options" if parts.query else ""
+
+
+def _list_members(parts: SplitResult) -> list[str]:
+    """Return the servers of a URL in one spelling; a file has none.
+
+    Raises:
+        ValueError: one is no host with a port.
+    """
+    if parts.scheme == "sqlite" or not parts.netloc:
+        return [parts.netloc.lower()]
+    members = parts.netloc.split(",") if parts.scheme in _ETCD else [parts.netloc]
+    return [identify_server(parts.scheme, member.strip()) for member in members]
+
+
+def _has_members(parts: SplitResult) -> bool:
+    try:
+        return bool(_list_members(parts))
+    except ValueError:
+        return False
+
+
+def _host_of(member: str) -> str:
+    """Return the host of `HOST:PORT`, with the brackets of an IPv6 address."""
+    host, colon, port = member.rpartition(":")
+    return host if colon and port.isdigit() else member
+
 
 ALL_NAMESPACES: Final = "*"
 """In place of a namespace: all of the cluster."""

@@ -1,20 +1,105 @@
-"""Whether a pool may make a teacher more at this moment, and if not, why and until when."""
+"""How many teachers a pool is to have, and whether it may make one more at this moment; if not, why and until when.
+
+After a teacher that found no room, or was preempted, nothing is tried for a while. That back-off stands in
+`status.lastProbe`, so that an operator that is started anew does not probe at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from edl.kube.objects import format_time, parse_time
 from edl.master.kube.members import MemberPod
-from edl.master.kube.members.relaunching import LAUNCH_PATIENCE_S
+from edl.master.kube.members.records import LAUNCH_PATIENCE_S
 from edl.master.kube.observation import OwnerObservation
-from edl.master.kube.pools.probing import ProbeBackoff
 from edl.master.kube.pools.updating import is_failing
 from edl.master.kube.resources import TeacherPool
 from edl.master.scaling.terminations import TerminationCause, find_termination_cause
 
-__all__ = ["Growth", "decide_growth", "find_launch_failure"]
+__all__ = ["Growth", "ProbeBackoff", "back_off", "decide_growth", "find_launch_failure", "find_target"]
+
+
+def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) -> int:
+    """Return how many teachers a pool is to have, between its bounds; none while it is suspended, or its service taken.
+
+    Where EDL scales and the store does not say how many are wanted, nothing is moved: while the store is away, or may
+    not be asked, the number that was wanted last stays, and where nothing stands in it, that of the teachers there are.
+
+    `present` counts the teachers that are there, those that wait for a node included.
+    """
+    if pool.suspend or observation.service_holder:
+        return 0
+    if pool.scaling == "external":
+        count = pool.min_replicas if pool.replicas is None else pool.replicas
+    elif observation.store.wanted is not None:
+        count = observation.store.wanted
+    else:
+        before = pool.status.get("wantedReplicas")
+        count = present
+        if (
+            (observation.store.stale or observation.store.refused)
+            and isinstance(before, int)
+            and not isinstance(before, bool)
+        ):
+            count = before
+    return max(pool.min_replicas, min(count, pool.max_replicas))
+
+
+_MOST_S: Final = 300.0
+"""Between two probes: what is idle is borrowed within 5 minutes, at 12 pods an hour while nothing is."""
+
+
+@dataclass(frozen=True)
+class ProbeBackoff:
+    """The last time that a pool found no room.
+
+    Attributes:
+        at_s: when its probe was removed, or a teacher preempted, Unix time.
+        wait_s: how long nothing is tried after it, in seconds.
+    """
+
+    at_s: float
+    wait_s: float
+
+    @classmethod
+    def read(cls, status: Mapping[str, Any]) -> ProbeBackoff | None:
+        """Read `status.lastProbe`; None where there is none, or none that EDL wrote."""
+        written = status.get("lastProbe")
+        if not isinstance(written, Mapping):
+            return None
+        wait_s = written.get("backoffSeconds")
+        try:
+            at_s = parse_time(written["at"])
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            return None
+        if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 < wait_s < math.inf:
+            return None
+        return cls(at_s, min(_MOST_S, float(wait_s)))
+
+    def format(self) -> dict[str, Any]:
+        """Return it as `status.lastProbe` has it."""
+        return {"at": format_time(self.at_s), "backoffSeconds": math.ceil(self.wait_s)}
+
+    def left_s(self, now_s: float) -> float:
+        """Return how many seconds nothing is to be tried yet, 0 if it may be.
+
+        A clock that was set back does not make it longer than the whole.
+        """
+        return max(0.0, min(self.wait_s, self.at_s + self.wait_s - now_s))
+
+    def is_over(self, pods: Iterable[MemberPod]) -> bool:
+        """Return whether a teacher that came after it has found room, so that the next may follow at once."""
+        return any(pod.created_s > self.at_s for pod in pods)
+
+
+def back_off(before: ProbeBackoff | None, first_s: float, now_s: float) -> ProbeBackoff:
+    """Return the back-off after a probe that found no room: twice the one before, up to 300 s."""
+    wait_s = first_s if before is None else max(first_s, 2 * before.wait_s)
+    return ProbeBackoff(now_s, min(_MOST_S, wait_s))
+
 
 _CAPACITY_LAG_S: Final = 1.0
 """For a watch to show a pod that a list shows already: it takes milliseconds, and a busy API server a second."""

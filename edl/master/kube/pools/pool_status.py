@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from edl.kube.objects import Object, format_time
-from edl.master.kube.conditions import Condition, find_condition, write_conditions
 from edl.master.kube.members import MemberRecord, build_selector, format_member_records
-from edl.master.kube.observation import OwnerObservation
-from edl.master.kube.plan import EventNote
-from edl.master.kube.pools.growth import Growth
-from edl.master.kube.pools.probing import ProbeBackoff
+from edl.master.kube.observation import Condition, EventNote, OwnerObservation, find_condition, write_conditions
+from edl.master.kube.pools.growth import Growth, ProbeBackoff
 from edl.master.kube.pools.updating import UpdateView
 from edl.master.kube.resources import TeacherPool
 

@@ -7,12 +7,12 @@ from typing import Any, Final
 
 from edl.kube.objects import Object
 from edl.master.kube.members import MemberLaunch, build_member_pod
-from edl.master.kube.members.evidence import find_main_container
 from edl.master.kube.members.pod_template import POD_ADDRESS
-from edl.master.kube.pools.revision import REVISION_LABEL, hash_revision
+from edl.master.kube.members.pods import find_main_container
+from edl.master.kube.pools.updating import REVISION_LABEL, hash_revision
 from edl.master.kube.resources import TeacherPool
 
-__all__ = ["build_teacher_args", "build_teacher_pod"]
+__all__ = ["build_teacher_pod"]
 
 SERVE_PORT: Final = 8001
 """gRPC, as Triton's: https://github.com/triton-inference-server/server/blob/main/docs/protocol/README.md."""

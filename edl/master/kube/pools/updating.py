@@ -1,27 +1,139 @@
 """How the teachers of a pool whose spec was edited are replaced: one by one, the successor first where there is room.
 
-A teacher is taken away when its successor has been ready for some seconds. Where no node has room for one more, a
-teacher goes first, and no other until its successor has a node: what was borrowed may be another's by then. A successor
-that does not start stops it all: what remains of the spec before goes on.
+What teachers are made from is a digest, their revision, which tells those that were made from a spec that has been
+edited since. A teacher is taken away when its successor has been ready for some seconds. Where no node has room for one
+more, a teacher goes first, and no other until its successor has a node: what was borrowed may be another's by then. A
+successor that does not start stops it all: what remains of the spec before goes on.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from edl.master.kube.conditions import Condition, find_condition
+from edl.discovery.urls import identify_store
+from edl.kube.objects import format_time
 from edl.master.kube.members import MemberPod
 from edl.master.kube.members.naming import OWNER_UID_LABEL
-from edl.master.kube.observation import OwnerObservation
-from edl.master.kube.pools.revision import REVISION_LABEL, find_unlabelled_revision, hash_revision, list_outdated
-from edl.master.kube.pools.revision_term import RevisionTerm
+from edl.master.kube.members.records import read_time
+from edl.master.kube.observation import Condition, OwnerObservation, find_condition
 from edl.master.kube.resources import TeacherPool
 
-__all__ = ["STEADY_S", "TeacherUpdate", "UpdateView", "choose_surplus", "is_behind", "is_failing"]
+__all__ = [
+    "REVISION_LABEL",
+    "STEADY_S",
+    "TeacherUpdate",
+    "UpdateView",
+    "choose_surplus",
+    "hash_place",
+    "hash_revision",
+    "is_behind",
+    "is_failing",
+    "list_places",
+]
+
+REVISION_LABEL: Final = "edl.io/revision"
+_CHARS: Final = 10
+"""Of the digest: 40 bits tell the specs of a pool apart."""
+_PLACE_CHARS: Final = 16
+"""Of the digest: 64 bits tell the places of a cluster apart."""
+_UNKNOWN: Final = "unknown"
+"""Revision of teachers without a label whose pool was edited while no operator looked: no spec has this digest."""
+
+
+def hash_revision(pool: TeacherPool) -> str:
+    """Return the digest of all that a teacher's pod is made from.
+
+    What does not belong to it changes no pod: bounds, scaling, `probeSeconds`, another spelling of the store. Whatever
+    else is counted here some day has all teachers of all pools replaced when the operator is upgraded.
+    """
+    parts = {
+        "serve": list(pool.serve),
+        "service": pool.service,
+        "store": identify_store(pool.store),
+        "template": pool.template,
+        "priorityClassName": pool.priority_class_name,
+        "gracePeriodSeconds": pool.grace_period_s,
+        "queue": pool.queue,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:_CHARS]
+
+
+def hash_place(pool: TeacherPool) -> str:
+    """Return the digest of where students find a pool's teachers: the service, and the store in the one spelling."""
+    place = json.dumps([identify_store(pool.store), pool.service])
+    return hashlib.sha256(place.encode()).hexdigest()[:_PLACE_CHARS]
+
+
+def list_places(pool: TeacherPool) -> frozenset[str]:
+    """Return where teachers of a pool may be found: by its spec, and by specs before it, which its status keeps."""
+    written = pool.status.get("servedPlaces")
+    former = written if isinstance(written, list) else []
+    return frozenset({hash_place(pool), *(place for place in former if isinstance(place, str))})
+
+
+def find_unlabelled_revision(pool: TeacherPool, teachers: Iterable[MemberPod], revision: str) -> str | None:
+    """Return the revision of teachers that an operator made which wrote none; None where there are no such.
+
+    They count as up to date when they are first seen, and are outdated by the next edit; where the pool was edited
+    since its status was written, they are outdated when they are first seen.
+    """
+    if all(pod.labels.get(REVISION_LABEL) for pod in teachers):
+        return None
+    before = pool.status.get("unlabelledRevision")
+    if isinstance(before, str) and before:
+        return before
+    return revision if pool.status.get("observedGeneration") == pool.generation else _UNKNOWN
+
+
+def list_outdated(teachers: Iterable[MemberPod], revision: str, unlabelled: str | None) -> tuple[MemberPod, ...]:
+    """Return the teachers that were made from another spec than the present one."""
+    return tuple(pod for pod in teachers if (pod.labels.get(REVISION_LABEL) or unlabelled) != revision)
+
+
+_YIELD_S: Final = 30.0
+"""For so long a revision counts that another operator wrote: it writes none where it is gone."""
+_HOLD_S: Final = 60.0
+"""After so long nothing but the pool's own operator is there: another would have taken over after `_YIELD_S`."""
+
+
+@dataclass(frozen=True)
+class RevisionTerm:
+    """Since when a revision is the pool's that came without an edit.
+
+    Attributes:
+        since_s: Unix time; None for a revision that came by an edit, or a while ago.
+        yields_s: how long the pool is another operator's to look after, in seconds; 0 if it is not.
+        held_s: how long no teacher is to be replaced, in seconds; 0 if they may be.
+    """
+
+    since_s: float | None = None
+    yields_s: float = 0.0
+    held_s: float = 0.0
+
+    @classmethod
+    def of(cls, pool: TeacherPool, revision: str, labelled: bool, now_s: float) -> RevisionTerm:
+        """Read it."""
+        if pool.status.get("observedGeneration") != pool.generation:
+            return cls()
+        since_s = read_time(pool.status.get("revisionSince"))
+        age_s = now_s - since_s if since_s is not None else -1.0
+        if pool.status.get("revision") == revision:
+            return cls(since_s, held_s=_HOLD_S - age_s) if 0 <= age_s < _HOLD_S else cls()
+        known = bool(pool.status.get("revision"))  # an operator that knows no revisions drops it
+        if 0 <= age_s < _YIELD_S and known:
+            return cls(since_s, yields_s=_YIELD_S - age_s)
+        return cls(now_s, held_s=_HOLD_S) if known or labelled else cls()
+
+    def format(self) -> str | None:
+        """Return `status.revisionSince`."""
+        return None if self.since_s is None else format_time(self.since_s)
+
 
 _RESTART_S: Final = 600.0
 """A restarted container counts as failing for no longer: by then it loads a large model. The kubelet's back-off between

@@ -13,8 +13,7 @@ from typing import Any
 from edl.kube.objects import Object, format_time
 from edl.master.kube.jobs import plan_job
 from edl.master.kube.members import read_member_pods
-from edl.master.kube.observation import OwnerObservation, StoreAnswer, WorkProgress
-from edl.master.kube.plan import Plan
+from edl.master.kube.observation import OwnerObservation, Plan, StoreAnswer, WorkProgress
 from edl.master.kube.resources import ElasticJob, parse_elastic_job
 
 START = 1_772_366_400.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edl.kube.objects import parse_time
 from edl.master.kube.jobs import CONDITION_REASONS, EVENT_REASONS
-from edl.master.kube.plan import Plan
+from edl.master.kube.observation import Plan
 from tests.fast.master.kube.jobs.simulated_cluster import Reading, SimulatedCluster
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")

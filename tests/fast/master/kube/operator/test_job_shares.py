@@ -12,11 +12,9 @@ import pytest
 from edl.errors import AccessDeniedError
 from edl.kube.objects import Object
 from edl.master.kube.capacity import ClusterCapacity
-from edl.master.kube.operator.job_shares import compute_shares, read_sharing_job
-from edl.master.kube.operator.live_surroundings import LiveSurroundings
 from edl.master.kube.operator.service_holders import ServiceHolders
-from edl.master.kube.operator.store_allowlist import StoreAllowlist
-from edl.master.kube.operator.waiting_owners import WaitingOwners
+from edl.master.kube.operator.settings import StoreAllowlist
+from edl.master.kube.operator.surroundings import LiveSurroundings, WaitingOwners, compute_shares, read_sharing_job
 from edl.master.kube.resources import ElasticJob, TeacherPool
 from tests.fast.master.kube.operator.owners import make_job, make_pool
 from tests.waiting import wait_until

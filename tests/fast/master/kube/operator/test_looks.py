@@ -15,12 +15,12 @@ from edl.errors import AccessDeniedError, ConflictError, EDLError, KubernetesErr
 from edl.kube.objects import Object
 from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, PODS
 from edl.kube.responses import NotServedError
+from edl.master.kube.observation import EventNote
 from edl.master.kube.operator import events, resource_watches
 from edl.master.kube.operator.events import EventRecorder
 from edl.master.kube.operator.monitoring import OperatorHealth
-from edl.master.kube.operator.queue import KeySchedule, WorkQueue
 from edl.master.kube.operator.resource_watches import ResourceWatches
-from edl.master.kube.plan import EventNote
+from edl.master.kube.operator.work_queue import KeySchedule, WorkQueue
 from tests.fast.master.kube.operator.in_memory_api import InMemoryApi
 from tests.waiting import wait_until
 

@@ -19,10 +19,8 @@ from edl.kube.objects import Object, format_time
 from edl.kube.resource_types import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.responses import NotServedError
 from edl.master.kube.capacity import ClusterCapacity
-from edl.master.kube.conditions import find_condition
-from edl.master.kube.observation import OwnerObservation, StoreAnswer
-from edl.master.kube.operator.kinds import KINDS
-from edl.master.kube.operator.reconciling.reconciler import Reconciler
+from edl.master.kube.observation import OwnerObservation, StoreAnswer, find_condition
+from edl.master.kube.operator.reconciler import KINDS, Reconciler
 from edl.master.kube.resources import MemberOwner
 from tests.fast.master.kube.operator.in_memory_api import InMemoryApi, OperatorKilled
 

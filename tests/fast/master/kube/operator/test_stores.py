@@ -17,11 +17,11 @@ from edl.discovery.served.addresses import ListenAddress
 from edl.discovery.served.server import StoreServer
 from edl.errors import AccessDeniedError, DiscoveryError, KubernetesError, SettingsError
 from edl.load_reporting.wanted import wanted_key
-from edl.master.kube.operator.live_surroundings import LiveSurroundings
-from edl.master.kube.operator.store_allowlist import StoreAllowlist
-from edl.master.kube.operator.stores import StoreDirectory, owner_keys
-from edl.master.kube.operator.stores.owner_keys import OwnerKeyCleanup, delete_job_keys
-from edl.master.kube.operator.stores.progress import ProgressReader, count_done
+from edl.master.kube.operator import owner_keys
+from edl.master.kube.operator.owner_keys import OwnerKeyCleanup, delete_job_keys
+from edl.master.kube.operator.settings import StoreAllowlist
+from edl.master.kube.operator.stores import ProgressReader, StoreDirectory, count_done
+from edl.master.kube.operator.surroundings import LiveSurroundings
 from edl.master.naming import election_key, report_key
 from tests.fast.master.kube.operator.owners import make_job, make_pool
 from tests.waiting import wait_until
@@ -94,7 +94,7 @@ def test_store_away_for_long_is_said(
         url = f"edl://127.0.0.1:{port}"
         wait_until(lambda: str(port) in directory.ask("a", url, "workers", "j", namespace="lab").stale, "a refusal")
         assert directory.ask("a", url, "workers", "j", namespace="lab").unreachable == "", "it may answer yet"
-        monkeypatch.setattr("edl.master.kube.operator.stores.follower._AWAY_S", 0.0)
+        monkeypatch.setattr("edl.master.kube.operator.stores._AWAY_S", 0.0)
         wait_until(lambda: told, "a look at the resource")
         assert str(port) in directory.ask("a", url, "workers", "j", namespace="lab").unreachable
     with contextlib.closing(StoreServer(str(tmp_path / "served.sqlite"), ListenAddress("127.0.0.1", port))):
@@ -105,7 +105,7 @@ def test_word_of_a_dead_master_is_old(
     directory: StoreDirectory, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that lives writes it again, each ten seconds; a job that has none of its own waits for it no longer."""
-    monkeypatch.setattr("edl.master.kube.operator.stores.follower._SILENT_S", 0.3)
+    monkeypatch.setattr("edl.master.kube.operator.stores._SILENT_S", 0.3)
     url = f"sqlite://{tmp_path}/store.sqlite"
     jobs = [make_job("a", store=url), make_job("b", store=url, master={"enabled": True})]
     with open_store(url) as store, contextlib.closing(LiveSurroundings(told.append, StoreAllowlist(url))) as found:
@@ -115,7 +115,7 @@ def test_word_of_a_dead_master_is_old(
         wait_until(lambda: found.look(jobs[0]).store.wanted is None, "the silence")
         wait_until(lambda: jobs[0].key in told, "a look at the job")
         assert found.look(jobs[1]).store.wanted == 5, "the operator keeps its master alive"
-        monkeypatch.setattr("edl.master.kube.operator.stores.follower._SILENT_S", 600.0)
+        monkeypatch.setattr("edl.master.kube.operator.stores._SILENT_S", 600.0)
         wait_until(lambda: found.look(jobs[0]).store.wanted == 5)
 
 
@@ -124,7 +124,7 @@ def test_refused_store_is_not_opened(
 ) -> None:
     """The operator's token is not for any host that whoever writes a resource names."""
     opened: list[str] = []
-    monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_store", lambda url: opened.append(url))
+    monkeypatch.setattr("edl.master.kube.operator.stores.open_store", lambda url: opened.append(url))
     urls = [
         f"sqlite://{tmp_path}/other.sqlite",
         "kubernetes://lab",
@@ -144,8 +144,8 @@ def test_open_stores_are_bounded(directory: StoreDirectory, monkeypatch: pytest.
         url = f"edl://127.0.0.1:{number}"
         return directory.ask(f"job-{number}", url, "workers", "j", namespace=namespace).refused
 
-    monkeypatch.setattr("edl.master.kube.operator.stores.directory._MOST_OF_NAMESPACE", 2)
-    monkeypatch.setattr("edl.master.kube.operator.stores.directory._MOST_STORES", 3)
+    monkeypatch.setattr("edl.master.kube.operator.stores._MOST_OF_NAMESPACE", 2)
+    monkeypatch.setattr("edl.master.kube.operator.stores._MOST_STORES", 3)
     assert [ask(1), ask(2)] == ["", ""]
     assert "namespace lab hold 2 stores" in ask(3), "refused, so that the job grows, and says why"
     assert ask(4, "other") == "", "a namespace shuts the stores of others"
@@ -154,7 +154,7 @@ def test_open_stores_are_bounded(directory: StoreDirectory, monkeypatch: pytest.
     assert ask(3) == ""
     for number in range(1, 6):
         directory.forget(f"job-{number}")
-    monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_store", refuse)
+    monkeypatch.setattr("edl.master.kube.operator.stores.open_store", refuse)
     for port in range(3, 50):
         directory.ask("job", f"edl://127.0.0.1:{port}", "workers", "j", namespace="lab")
     assert len(directory._failed) == 1, "what no resource names is remembered"

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from edl.kube.objects import format_time
 from edl.master.kube.capacity import ClusterCapacity
-from edl.master.kube.conditions import find_condition
 from edl.master.kube.members import MemberPod, read_member_pods
-from edl.master.kube.observation import OwnerObservation, StoreAnswer
+from edl.master.kube.observation import OwnerObservation, StoreAnswer, find_condition
 from edl.master.kube.pools import plan_pool
-from edl.master.kube.pools.revision import REVISION_LABEL
-from edl.master.kube.pools.updating import TeacherUpdate, choose_surplus
+from edl.master.kube.pools.updating import REVISION_LABEL, TeacherUpdate, choose_surplus
 from tests.fast.master.kube.capacity.objects import node
 from tests.fast.master.kube.pools.simulated_cluster import GPU, TEMPLATE, SimulatedCluster
 

@@ -16,9 +16,7 @@ from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import NODES, PODS
 from edl.kube.watch import KubeWatch
-from edl.master.kube.capacity.cluster import ClusterCapacity
-from edl.master.kube.capacity.nodes import NodeCapacity
-from edl.master.kube.capacity.pods import PodClaim
+from edl.master.kube.capacity import ClusterCapacity, NodeCapacity, PodClaim
 from edl.notifier import Notifier
 
 __all__ = ["CapacityWatch"]

@@ -1,11 +1,19 @@
-"""`Reconciler`: reads a resource and its pods live, has its planner decide, and carries the plan out."""
+"""`Reconciler`: reads a resource and its pods live, has its planner decide, and carries the plan out.
+
+Whatever it is killed between, the next look ends at the same state: outcomes of pods are recorded before the pods go,
+by a write that fails if somebody else has written meanwhile; names of pods follow from the status; what is deleted must
+have the uid that was seen; and what is there already, and the resource's, is as good as made. What does not belong
+here: when to look (`work_queue`, `resource_watches`), and what stores and other jobs say (`surroundings`).
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -13,31 +21,204 @@ from typing import Any, Final
 from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, QuotaExceededError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
-from edl.kube.resource_types import PODS, ResourceType
+from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.responses import NotServedError
-from edl.master.kube.conditions import Condition
+from edl.master.kube.jobs import plan_job
 from edl.master.kube.members import read_member_pods
 from edl.master.kube.members.naming import INDEX_LABEL, OWNER_UID_LABEL, ROLE_LABEL, TRY_LABEL
 from edl.master.kube.members.pod_policy import PodPolicy
-from edl.master.kube.observation import OwnerObservation, ScaleTarget
-from edl.master.kube.operator.live_surroundings import LiveSurroundings
-from edl.master.kube.operator.reconciling.accepted_specs import AcceptedSpecs
-from edl.master.kube.operator.reconciling.done_writes import DoneWrites
-from edl.master.kube.operator.reconciling.pod_evidence import PodEvidence
-from edl.master.kube.operator.reconciling.scale_target import find_scale_target
-from edl.master.kube.operator.reconciling.status_patch import (
-    FORMER_SPEC,
-    build_merge_patch,
-    describe_refused_spec,
-    encode_status,
-    set_condition,
+from edl.master.kube.observation import Condition, EventNote, OwnerObservation, Plan, ScaleTarget, write_conditions
+from edl.master.kube.operator.pod_evidence import PodEvidence
+from edl.master.kube.operator.surroundings import LiveSurroundings
+from edl.master.kube.pools import plan_pool
+from edl.master.kube.resources import (
+    ElasticJob,
+    MemberOwner,
+    SpecProblem,
+    TeacherPool,
+    parse_elastic_job,
+    parse_teacher_pool,
 )
-from edl.master.kube.plan import EventNote, Plan
-from edl.master.kube.resources import ElasticJob, MemberOwner, SpecProblem, TeacherPool
 
-__all__ = ["Reconciler", "ResourceHandling"]
+__all__ = ["KINDS", "Reconciler"]
 
 logger = logging.getLogger(__name__)
+
+FORMER_SPEC: Final = "formerSpec"
+"""Field of a status: the spec cannot be worked on, and the operator goes on by the one before."""
+
+
+def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Object:
+    """Return the merge patch that makes `before` into `after`; empty if they are equal.
+
+    A field of `after` that is None or an empty text is not there.
+    """
+    patch: Object = {}
+    for name in [*after, *(name for name in before if name not in after)]:
+        old, new = before.get(name), after.get(name)
+        if _is_absent(new):
+            if old is not None:
+                patch[name] = None
+        elif isinstance(old, Mapping) and isinstance(new, Mapping):
+            if inner := build_merge_patch(old, new):
+                patch[name] = inner
+        elif _encode(old) != _encode(written := _keep_present(new)):  # which tells 1 from true
+            patch[name] = written
+    return patch
+
+
+def encode_status(status: Mapping[str, Any]) -> str:
+    """Return a status as a text, the same before it is written and when it is read again."""
+    return _encode(_keep_present(status))
+
+
+def _keep_present(value: Any) -> Any:
+    """Return JSON without fields of objects that are null, which a merge patch would take for removals, or empty."""
+    if isinstance(value, Mapping):
+        return {name: _keep_present(inner) for name, inner in value.items() if not _is_absent(inner)}
+    if isinstance(value, (list, tuple)):
+        return [_keep_present(inner) for inner in value]
+    return value
+
+
+def _encode(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _is_absent(value: object) -> bool:
+    """Whether a field is not written. API servers of 1.20 refuse an empty text as null where a schema wants a text."""
+    return value is None or value == ""
+
+
+def describe_refused_spec(
+    before: Mapping[str, Any], problems: Sequence[SpecProblem], generation: int, now_s: float
+) -> Object:
+    """Return the status of a resource whose spec cannot be worked on: members and all else stay as they were."""
+    message = "; ".join(problem.message for problem in problems)
+    status = set_condition(before, Condition("Accepted", False, problems[0].reason, message), generation, now_s)
+    phase = before.get("phase") or "Pending"
+    return {**status, "observedGeneration": generation, "phase": phase, "message": message, FORMER_SPEC: None}
+
+
+def set_condition(
+    status: Mapping[str, Any],
+    condition: Condition,
+    generation: int,
+    now_s: float,
+    before: Mapping[str, Any] | None = None,
+) -> Object:
+    """Return a status in which a condition is as given, and the others as they were.
+
+    The time of its last transition is that of `before`, the status as it was read; None for `status`.
+    """
+    written = write_conditions(_list_conditions(status if before is None else before), [condition], generation, now_s)
+    others = [item for item in _list_conditions(status) if item.get("type") != condition.type]
+    return {**status, "conditions": [*written, *others]}
+
+
+def _list_conditions(status: Mapping[str, Any]) -> list[Object]:
+    found = status.get("conditions")
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+
+
+class AcceptedSpecs:
+    """Remembers a spec of each resource. Thread-safe; a new operator knows none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._specs: dict[str, tuple[str, Mapping[str, Any]]] = {}
+
+    def note(self, key: str, resource: Object) -> None:
+        """Remember a resource's spec."""
+        with self._lock:
+            self._specs[key] = resource["metadata"].get("uid", ""), resource["spec"]
+
+    def restore(self, key: str, resource: Object) -> Object | None:
+        """Return a resource with the spec that was accepted last; None if none was. `suspend` counts as it is now."""
+        with self._lock:
+            uid, spec = self._specs.get(key, ("", {}))
+        if not spec or uid != resource["metadata"].get("uid"):
+            return None
+        now = resource.get("spec")
+        suspend = now.get("suspend", False) if isinstance(now, Mapping) else None
+        if isinstance(suspend, bool):
+            spec = {**spec, "suspend": suspend}
+        return {**resource, "spec": spec}
+
+    def forget(self, key: str) -> None:
+        """Drop a resource that is gone."""
+        with self._lock:
+            self._specs.pop(key, None)
+
+
+_KEPT_S: Final = 900.0
+"""After which an object is written again: a disruption budget that somebody removed is back by then."""
+_MOST: Final = 10_000
+"""Objects that are remembered, some per resource."""
+
+
+class DoneWrites:
+    """Remembers what was written last, for a while. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._written: OrderedDict[tuple[str, str, str], tuple[str, float]] = OrderedDict()
+
+    def is_new(self, owner_uid: str, kind: ResourceType, name: str, text: str) -> bool:
+        """Whether an object has to be written.
+
+        `text` is what is to be written; empty for a removal.
+        """
+        with self._lock:
+            before, written_s = self._written.get((owner_uid, kind.plural, name), (None, 0.0))
+        return before != text or time.monotonic() - written_s > _KEPT_S
+
+    def note(self, owner_uid: str, kind: ResourceType, name: str, text: str) -> None:
+        """Note that an object was written."""
+        with self._lock:
+            self._written[owner_uid, kind.plural, name] = text, time.monotonic()
+            self._written.move_to_end((owner_uid, kind.plural, name))
+            while len(self._written) > _MOST:
+                self._written.popitem(last=False)
+
+
+SCALED_BY: Final = "edl.io/scaled-by"
+"""Annotation by which whoever may edit an object gives the moving of its `/scale` to a pool, whose name it has. Without
+it, anybody who may create a pool could scale what is not theirs, by the operator's right."""
+_PLURALS: Final = {"Deployment": "deployments", "StatefulSet": "statefulsets", "ReplicaSet": "replicasets"}
+"""Of kinds that are scaled; of other kinds the plural is taken to be the kind with an s, as most CRDs have it."""
+
+
+def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
+    """Read what a pool is to scale; None if it is not there.
+
+    Raises:
+        InvalidObjectError: its kind cannot be scaled, or it is not for this pool to scale.
+        KubernetesError: the API server does not answer.
+    """
+    target, namespace = pool.scale_target_ref, pool.namespace
+    assert target is not None
+    group, _, version = target.api_version.rpartition("/")
+    kind = ResourceType(group, version, _PLURALS.get(target.kind, f"{target.kind.lower()}s"), target.kind)
+    found = api.get(kind, target.name, namespace)
+    if found is None:
+        return None
+    metadata = found["metadata"]
+    if (metadata.get("labels") or {}).get("app.kubernetes.io/name") == "edl":
+        raise InvalidObjectError(f"{target.kind} {target.name} is a part of EDL itself, which no pool scales")
+    if (metadata.get("annotations") or {}).get(SCALED_BY) != pool.name:
+        raise InvalidObjectError(
+            f"{target.kind} {target.name} does not let pool {pool.name} scale it: whoever may edit it annotates it with"
+            f" {SCALED_BY}={pool.name}"
+        )
+    scale = api.read_scale(kind, target.name, namespace)
+    if scale is None:
+        return None
+    replicas, there = (scale.get("spec") or {}).get("replicas", 0), (scale.get("status") or {}).get("replicas", 0)
+    if not all(isinstance(count, int) and count >= 0 for count in (replicas, there)):
+        raise InvalidObjectError(f"{target.kind} {target.name}: its /scale says {replicas!r} and {there!r} replicas")
+    return ScaleTarget(kind, target.name, replicas, there)
+
 
 _CONFLICT_RETRY_S: Final = 0.2
 """After what was read is no more so, since somebody else or this look has changed it: read it again."""
@@ -378,3 +559,9 @@ class Reconciler:
         condition = Condition("Accepted", False, problem.reason, problem.message)
         written = set_condition(status, condition, owner.generation, self._clock(), before)
         return {**written, "message": problem.message}
+
+
+KINDS: Final[Mapping[str, ResourceHandling]] = {
+    ELASTIC_JOBS.plural: ResourceHandling(ELASTIC_JOBS, parse_elastic_job, plan_job),
+    TEACHER_POOLS.plural: ResourceHandling(TEACHER_POOLS, parse_teacher_pool, plan_pool),
+}

@@ -1,0 +1,470 @@
+"""What is idle in a cluster: nodes and pods as JSON -> `ClusterCapacity`, which says how many of a pod would fit.
+
+Amounts are whole thousandths, so that sums are exact and comparisons cheap: a thousandth is the smallest part that
+Kubernetes schedules by (a CPU's `1m`). All of it is pure; `edl.master.kube.capacity_watch` asks the API server. What
+does not belong here: who gets what is idle (`edl.master.scaling.arbitration`), and what is done about it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+from edl.kube.quantity import parse_quantity
+
+__all__ = ["ClusterCapacity", "NodeCapacity", "PodClaim", "parse_allocatable", "pod_requests"]
+
+Amounts = Mapping[str, int]
+"""Resource name -> thousandths."""
+
+ONE: Final = 1000
+"""A whole one of a resource."""
+PODS: Final = "pods"
+"""The resource of which every pod takes one, without asking for it."""
+
+
+def parse_allocatable(quantities: Mapping[str, Any]) -> Amounts:
+    """Return what a node has, rounded down.
+
+    Raises:
+        ValueError: a quantity is none of Kubernetes'.
+    """
+    return {name: math.floor(parse_quantity(value) * ONE) for name, value in quantities.items()}
+
+
+def parse_requests(resources: Mapping[str, Any]) -> dict[str, int]:
+    """Return what a container asks for, rounded up; a limit without a request is a request, as the API server has it.
+
+    Raises:
+        ValueError: a quantity is none of Kubernetes'.
+    """
+    asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return {name: math.ceil(parse_quantity(value) * ONE) for name, value in asked.items()}
+
+
+def add_amounts(total: dict[str, int], more: Amounts, sign: int = 1) -> None:
+    """Add amounts to a total, in place."""
+    for name, amount in more.items():
+        total[name] = total.get(name, 0) + sign * amount
+
+
+def pod_requests(spec: Mapping[str, Any]) -> Amounts:
+    """Return what a pod asks its node for, as the scheduler counts it.
+
+    Containers run together, and so do init containers that are restarted for ever (sidecars); other init containers run
+    one after another before, beside the sidecars that are started already. So a pod asks for the larger of the two, and
+    the overhead of its runtime class. What `spec.resources` asks for the pod as a whole replaces the sum:
+    https://kubernetes.io/docs/concepts/workloads/pods/init-containers/#resource-sharing-within-containers.
+
+    Raises:
+        ValueError: a quantity is none of Kubernetes'.
+    """
+    running: dict[str, int] = {}
+    before: dict[str, int] = {}
+    for container in spec.get("initContainers") or ():
+        requests = parse_requests(container.get("resources") or {})
+        if container.get("restartPolicy") == "Always":
+            add_amounts(running, requests)
+            _raise_to(before, running)
+        else:
+            add_amounts(requests, running)
+            _raise_to(before, requests)
+    for container in spec.get("containers") or ():
+        add_amounts(running, parse_requests(container.get("resources") or {}))
+    _raise_to(running, before)
+    running.update(parse_requests(spec.get("resources") or {}))
+    add_amounts(running, parse_requests({"requests": spec.get("overhead") or {}}))
+    running[PODS] = ONE
+    return {name: amount for name, amount in running.items() if amount > 0}
+
+
+def _raise_to(amounts: dict[str, int], other: Amounts) -> None:
+    for name, amount in other.items():
+        amounts[name] = max(amounts.get(name, 0), amount)
+
+
+_REPELLING: Final = frozenset({"NoSchedule", "NoExecute"})
+"""Effects that keep a pod away; `PreferNoSchedule` only makes a node less liked."""
+
+
+@dataclass(frozen=True)
+class Taint:
+    """A taint that keeps pods away that do not tolerate it.
+
+    Attributes:
+        key: of the taint.
+        value: of the taint.
+        effect: `NoSchedule` or `NoExecute`.
+    """
+
+    key: str
+    value: str
+    effect: str
+
+    @classmethod
+    def read_all(cls, spec: Mapping[str, Any]) -> tuple[Taint, ...]:
+        """Return the taints of a node that keep pods away."""
+        found = (cls(t.get("key", ""), t.get("value") or "", t.get("effect", "")) for t in spec.get("taints") or ())
+        return tuple(taint for taint in found if taint.effect in _REPELLING)
+
+    def is_tolerated_by(self, toleration: Mapping[str, Any]) -> bool:
+        """Return whether a toleration of a pod allows this taint."""
+        if toleration.get("effect") not in (None, "", self.effect):
+            return False
+        key = toleration.get("key") or ""
+        if toleration.get("operator") == "Exists":
+            return key in ("", self.key)
+        return bool(key == self.key and (toleration.get("value") or "") == self.value)
+
+
+@dataclass(frozen=True)
+class PlacementRules:
+    """Where a pod may run, as its spec says.
+
+    Attributes:
+        selector: `nodeSelector`.
+        terms: `nodeSelectorTerms` of the required node affinity: any of them is enough; None where there is none.
+        tolerations: of the pod.
+    """
+
+    selector: Mapping[str, str]
+    terms: tuple[Mapping[str, Any], ...] | None
+    tolerations: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def of(cls, spec: Mapping[str, Any]) -> PlacementRules:
+        """Return the rules of a pod."""
+        affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
+        required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
+        return cls(
+            selector=spec.get("nodeSelector") or {},
+            terms=None if required is None else tuple(required.get("nodeSelectorTerms") or ()),
+            tolerations=tuple(spec.get("tolerations") or ()),
+        )
+
+    def allow(self, name: str, labels: Mapping[str, str], taints: tuple[Taint, ...]) -> bool:
+        """Return whether a pod with these rules may run on a node."""
+        if any(labels.get(key) != value for key, value in self.selector.items()):
+            return False
+        if self.terms is not None and not any(_is_met(term, name, labels) for term in self.terms):
+            return False
+        return all(any(taint.is_tolerated_by(toleration) for toleration in self.tolerations) for taint in taints)
+
+
+def _is_met(term: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> bool:
+    """Return whether all requirements of a term are met; a term without any matches no node."""
+    expressions, fields = term.get("matchExpressions") or (), term.get("matchFields") or ()
+    if not expressions and not fields:
+        return False
+    return all(_holds(rule, labels) for rule in expressions) and all(
+        _holds(rule, {"metadata.name": name}) for rule in fields
+    )
+
+
+def _holds(rule: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Return whether a requirement holds; one with an operator that is not known does not."""
+    check = _OPERATORS.get(rule.get("operator", ""))
+    return check is not None and check(labels.get(rule.get("key", "")), rule.get("values") or [])
+
+
+def _compare(value: str | None, values: list[str]) -> int | None:
+    """Return the sign of a label's number less the rule's; None where either is none."""
+    try:
+        difference = int(value or "") - int(values[0])
+    except (ValueError, IndexError):
+        return None
+    return (difference > 0) - (difference < 0)
+
+
+_OPERATORS: Final[Mapping[str, Callable[[str | None, list[str]], bool]]] = {
+    "In": lambda value, values: value in values,
+    "NotIn": lambda value, values: value not in values,
+    "Exists": lambda value, _: value is not None,
+    "DoesNotExist": lambda value, _: value is None,
+    "Gt": lambda value, values: _compare(value, values) == 1,
+    "Lt": lambda value, values: _compare(value, values) == -1,
+}
+"""https://kubernetes.io/docs/concepts/scheduling-eviction/assign-pod-node/#operators"""
+
+
+@dataclass(frozen=True)
+class NodeCapacity:
+    """What a node has for pods.
+
+    Attributes:
+        name: of the node.
+        allocatable: what it has for pods, in thousandths.
+        labels: of the node.
+        taints: that keep pods away.
+        usable: whether new pods can start there at all: it is ready, not cordoned, and not being deleted.
+    """
+
+    name: str
+    allocatable: Amounts
+    labels: Mapping[str, str]
+    taints: tuple[Taint, ...]
+    usable: bool
+
+    @classmethod
+    def of(cls, node: Mapping[str, Any]) -> NodeCapacity:
+        """Read a node.
+
+        Raises:
+            ValueError: a quantity is none of Kubernetes'.
+        """
+        metadata, spec, status = node.get("metadata") or {}, node.get("spec") or {}, node.get("status") or {}
+        ready = any(
+            condition.get("type") == "Ready" and condition.get("status") == "True"
+            for condition in status.get("conditions") or ()
+        )
+        return cls(
+            name=metadata.get("name", ""),
+            allocatable=parse_allocatable(status.get("allocatable") or {}),
+            labels=metadata.get("labels") or {},
+            taints=Taint.read_all(spec),
+            usable=ready and not spec.get("unschedulable") and not metadata.get("deletionTimestamp"),
+        )
+
+
+_ENDED: Final = frozenset({"Succeeded", "Failed"})
+"""Phases in which a pod holds nothing any more."""
+
+
+@contextmanager
+def refuse_shapes() -> Iterator[None]:
+    """Raise a ValueError where a field is not what the API has there: templates are read before the API server does.
+
+    Raises:
+        ValueError: such as for a text in the place of an object.
+    """
+    try:
+        yield
+    except (AttributeError, TypeError) as exc:
+        raise ValueError(f"a field is not what the API has there: {exc}") from exc
+
+
+@dataclass(frozen=True)
+class PodClaim:
+    """What a pod holds, or waits for.
+
+    Attributes:
+        uid: of the pod.
+        namespace: of the pod.
+        name: of the pod.
+        labels: of the pod.
+        requests: what it asks for, in thousandths.
+        rules: where it may run.
+        node: on which it is; "" while it has none.
+        nominated_node: on which the scheduler makes room for it; "" for none.
+        priority: its number; None where admission has not written it yet.
+        created: when, as the API has it; earlier texts are earlier times.
+        ended: whether its containers have ended for good: it holds nothing.
+        deleting: whether it is being deleted: with a node it holds on until it is gone, without it asks for nothing.
+        gated: whether the scheduler is told not to look at it yet.
+    """
+
+    uid: str
+    namespace: str
+    name: str
+    labels: Mapping[str, str]
+    requests: Amounts
+    rules: PlacementRules
+    node: str
+    nominated_node: str
+    priority: int | None
+    created: str
+    ended: bool
+    deleting: bool
+    gated: bool
+
+    @classmethod
+    def of(cls, pod: Mapping[str, Any]) -> PodClaim:
+        """Read a pod, or a template of pods.
+
+        Raises:
+            ValueError: a quantity is none of Kubernetes', or a field is not what the API has there.
+        """
+        with refuse_shapes():
+            return cls._read(pod)
+
+    @classmethod
+    def _read(cls, pod: Mapping[str, Any]) -> PodClaim:
+        metadata, spec, status = pod.get("metadata") or {}, pod.get("spec") or {}, pod.get("status") or {}
+        priority = spec.get("priority")
+        if priority is not None and not isinstance(priority, int):
+            raise TypeError(f"priority {priority!r} is no whole number")
+        return cls(
+            uid=metadata.get("uid", ""),
+            namespace=metadata.get("namespace", ""),
+            name=metadata.get("name", ""),
+            labels=metadata.get("labels") or {},
+            requests=pod_requests(spec),
+            rules=PlacementRules.of(spec),
+            node=spec.get("nodeName") or "",
+            nominated_node=status.get("nominatedNodeName") or "",
+            priority=priority,
+            created=metadata.get("creationTimestamp") or "",
+            ended=status.get("phase") in _ENDED,
+            deleting=bool(metadata.get("deletionTimestamp")),
+            gated=bool(spec.get("schedulingGates")),
+        )
+
+    @property
+    def waits(self) -> bool:
+        """Whether the scheduler looks for a node for it."""
+        return not (self.node or self.ended or self.deleting or self.gated)
+
+    @cached_property
+    def shape(self) -> str:
+        """What it asks for and where it may run, as a text: equal for pods that fit on the same nodes."""
+        return repr((sorted(self.requests.items()), self.rules))
+
+
+GPU: Final = "nvidia.com/gpu"
+"""The extended resource of NVIDIA's device plugin: https://github.com/NVIDIA/k8s-device-plugin."""
+
+
+class ClusterCapacity:
+    """A cluster's nodes and pods at a moment. Nothing of it changes.
+
+    What is free on a node is its allocatable amount, less what pods ask for that are on it and have not ended (one that
+    is being deleted holds on until it is gone), less what pods ask for that the scheduler has nominated for the node.
+    Pods that wait otherwise come first as well, by priority and age: each takes the first node with room that it may
+    run on. What fits nowhere takes nothing, as it would wait whatever else was started.
+
+    Not modelled, so that a pod for which there is room here may wait nevertheless: affinity and spreading among pods,
+    ports of the host, volumes that are bound to nodes, devices claimed by DRA, quotas of a namespace, and resources
+    that are resized in place. Nor that a pod of higher priority could take another's place.
+
+    Args:
+        nodes: all of the cluster.
+        pods: all of the cluster.
+    """
+
+    def __init__(self, nodes: Iterable[NodeCapacity], pods: Iterable[PodClaim]) -> None:
+        self._nodes = {node.name: node for node in nodes}
+        self._pods = {pod.uid: pod for pod in pods}
+        self._held: dict[str, dict[str, int]] = {name: {} for name in self._nodes}
+        self._nominated: list[PodClaim] = []
+        self._waiting: list[PodClaim] = []
+        for pod in self._pods.values():
+            if pod.node and not pod.ended:
+                add_amounts(self._held.setdefault(pod.node, {}), pod.requests)
+            elif pod.waits:
+                (self._nominated if pod.nominated_node in self._nodes else self._waiting).append(pod)
+        self._waiting.sort(key=lambda pod: (-(pod.priority or 0), pod.created, pod.namespace, pod.name))
+
+    @classmethod
+    def of(cls, nodes: Iterable[Mapping[str, Any]], pods: Iterable[Mapping[str, Any]]) -> ClusterCapacity:
+        """Read nodes and pods.
+
+        Raises:
+            ValueError: a quantity is none of Kubernetes'.
+        """
+        return cls([NodeCapacity.of(node) for node in nodes], [PodClaim.of(pod) for pod in pods])
+
+    @property
+    def pods(self) -> Collection[PodClaim]:
+        """All pods of the cluster."""
+        return self._pods.values()
+
+    def without(self, uid: str) -> ClusterCapacity:
+        """Return the same cluster without a pod."""
+        return ClusterCapacity(self._nodes.values(), [pod for pod in self._pods.values() if pod.uid != uid])
+
+    def shows(self, uid: str, node: str) -> bool:
+        """Return whether a pod is known here, and to be on a node: else what is seen here is older than the pod."""
+        pod = self._pods.get(uid)
+        return pod is not None and (not node or pod.node == node)
+
+    def count_fitting(self, pod: Mapping[str, Any] | PodClaim, *, ignored: Collection[str] = ()) -> int:
+        """Return how many pods like this could start now, with what nobody holds and nobody before them waits for.
+
+        Pods that wait come first, but for those whose uids are `ignored`, such as the asking pool's own.
+
+        Raises:
+            ValueError: a quantity is none of Kubernetes', or a field is not what the API has there.
+        """
+        claim = pod if isinstance(pod, PodClaim) else PodClaim.of(pod)
+        free = self._free(lambda other: other.uid not in ignored and _comes_first(other, claim))
+        with refuse_shapes():
+            return sum(_count_of(claim.requests, free[node.name]) for node in self._usable(claim))
+
+    def count_possible(self, pod: Mapping[str, Any] | PodClaim) -> int:
+        """Return how many pods like this could start if no other pod were there.
+
+        Raises:
+            ValueError: a quantity is none of Kubernetes', or a field is not what the API has there.
+        """
+        claim = pod if isinstance(pod, PodClaim) else PodClaim.of(pod)
+        with refuse_shapes():
+            return sum(_count_of(claim.requests, node.allocatable) for node in self._usable(claim))
+
+    def list_devices(self, is_lent: Callable[[PodClaim], bool], resource: str = GPU) -> dict[str, int]:
+        """Return how many devices of each usable node are there for jobs to share.
+
+        Those that are idle count, and those that lent pods hold: workers among which an arbiter shares, and teachers,
+        which give back what they borrowed. Devices for which a pod waits that is not lent do not.
+        """
+        held: dict[str, dict[str, int]] = {name: {} for name in self._nodes}
+        for pod in self._pods.values():
+            if pod.node in held and not pod.ended and not is_lent(pod):
+                add_amounts(held[pod.node], pod.requests)
+        free = self._free(lambda pod: not is_lent(pod), held)
+        return {
+            node.name: max(0, free[node.name].get(resource, 0) // ONE)
+            for node in self._nodes.values()
+            if node.usable and resource in node.allocatable
+        }
+
+    def count_workers(self, is_counted: Callable[[PodClaim], bool]) -> dict[str, int]:
+        """Return how many pods of a kind are on each node, and have not ended."""
+        counts: dict[str, int] = {}
+        for pod in self._pods.values():
+            if pod.node and not pod.ended and is_counted(pod):
+                counts[pod.node] = counts.get(pod.node, 0) + 1
+        return counts
+
+    def _usable(self, claim: PodClaim) -> list[NodeCapacity]:
+        return [
+            node
+            for node in self._nodes.values()
+            if node.usable and claim.rules.allow(node.name, node.labels, node.taints)
+        ]
+
+    def _free(
+        self, comes_first: Callable[[PodClaim], bool], held: Mapping[str, Amounts] | None = None
+    ) -> dict[str, dict[str, int]]:
+        """Return what is left of each node when pods that wait and come first have taken theirs."""
+        held = self._held if held is None else held
+        free = {name: dict(node.allocatable) for name, node in self._nodes.items()}
+        for name in free:
+            add_amounts(free[name], held.get(name, {}), -1)
+        for pod in self._nominated:
+            if comes_first(pod):
+                add_amounts(free[pod.nominated_node], pod.requests, -1)
+        hopeless: set[str] = set()  # of many pods alike, as those of a job, the first that fits nowhere speaks for all
+        for pod in self._waiting:
+            if pod.shape in hopeless or not comes_first(pod):
+                continue
+            for node in self._usable(pod):
+                if _count_of(pod.requests, free[node.name]):
+                    add_amounts(free[node.name], pod.requests, -1)
+                    break
+            else:
+                hopeless.add(pod.shape)
+        return free
+
+
+def _comes_first(pod: PodClaim, claim: PodClaim) -> bool:
+    """Return whether a waiting pod is served before the claim, which waits from now on: all but those below it."""
+    return pod.priority is None or claim.priority is None or pod.priority >= claim.priority
+
+
+def _count_of(requests: Amounts, free: Amounts) -> int:
+    """Return how many pods with these requests there is room for."""
+    return max(0, min((free.get(name, 0) // amount for name, amount in requests.items()), default=0))

@@ -1,0 +1,401 @@
+"""`LiveSurroundings`: what is known beside a resource and its pods: stores, idle capacity, and the shares of jobs.
+
+Jobs that ask for GPUs share them by arbitration. Left out are jobs with a queue of Kueue, or a scheduler that starts
+gangs (Volcano, KAI), which are theirs to arbitrate, jobs that only `/scale` moves, and jobs without GPUs. What these
+hold is no longer there to share. A resource that wants more members than there are is looked at when room comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from edl.background import BackgroundLoop
+from edl.master.kube.capacity import ClusterCapacity, PodClaim
+from edl.master.kube.jobs import find_final_phase, shares_cluster
+from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL, ROLE_LABEL
+from edl.master.kube.observation import OwnerObservation, StoreAnswer
+from edl.master.kube.operator.owner_keys import OwnerKeyCleanup
+from edl.master.kube.operator.service_holders import ServiceHolders
+from edl.master.kube.operator.settings import StoreAllowlist
+from edl.master.kube.operator.stores import StoreDirectory
+from edl.master.kube.resources import ElasticJob, MemberOwner, TeacherPool
+from edl.master.scaling.arbitration import JobRequest, arbitrate
+
+__all__ = ["LiveSurroundings", "WaitingOwners", "compute_shares", "read_sharing_job"]
+
+logger = logging.getLogger(__name__)
+
+_GPU: Final = "nvidia.com/gpu"
+_THOUSANDTHS: Final = 1000
+"""In which capacity counts amounts."""
+_MOST_ROUNDS: Final = 8
+"""Arbitrations in a row, each of which goes on where the steps of the one before were used up."""
+
+
+@dataclass(frozen=True)
+class SharingJob:
+    """A job among which GPUs are shared.
+
+    Attributes:
+        key: of the resource.
+        uid: of the resource.
+        least: workers that it starts with.
+        most: workers that are of use to it.
+        gpus: of a worker.
+        submitted_s: when it was made, in seconds since 1970.
+        remaining_s: seconds that the rest of it takes with the workers that it has; None if unknown.
+    """
+
+    key: str
+    uid: str
+    least: int
+    most: int
+    gpus: int
+    submitted_s: float
+    remaining_s: int | None = None
+
+
+def read_sharing_job(job: ElasticJob, wanted: int | None, remaining_s: int | None) -> SharingJob | None:
+    """Return a job as arbitration sees it; None if it takes no part."""
+    spec = job.template.get("spec")
+    spec = spec if isinstance(spec, dict) else {}
+    if job.scaling != "auto" or job.suspend or not shares_cluster(job):
+        return None
+    if find_final_phase(job):
+        return None
+    gpus = _count_gpus(spec)
+    if gpus < 1:
+        return None
+    most = job.max_replicas if wanted is None else max(job.min_replicas, min(job.max_replicas, wanted))
+    return SharingJob(job.key, job.uid, job.min_replicas, most, gpus, job.created_s, remaining_s)
+
+
+def compute_shares(
+    capacity: ClusterCapacity, jobs: Sequence[SharingJob], pools: Mapping[str, int] = MappingProxyType({})
+) -> Mapping[str, int]:
+    """Return how many workers each job may have, by its key.
+
+    Jobs count as old ones: the arbiter would hold young ones back, and take from them what has been made and waits for
+    its node, while the reallocations that this damps are not counted here.
+
+    `pools` has the uid of each pool that lends what it has, and how many teachers it keeps for itself.
+    """
+    workers: dict[str, list[PodClaim]] = {job.uid: [] for job in jobs}
+    for pod in capacity.pods:
+        owner = pod.labels.get(OWNER_UID_LABEL, "")
+        if owner in workers and pod.labels.get(ROLE_LABEL) == "worker" and not pod.ended:
+            workers[owner].append(pod)
+    priorities = {job.uid: max((pod.priority or 0 for pod in workers[job.uid]), default=0) for job in jobs}
+    lent = _find_lent(capacity, pools, min(priorities.values(), default=0))
+    nodes = capacity.list_devices(lambda pod: pod.labels.get(OWNER_UID_LABEL) in priorities or pod.uid in lent)
+    requests, placements = [], {}
+    for job in jobs:
+        pods = workers[job.uid]
+        placements[job.key] = Counter(pod.node for pod in pods if pod.node)
+        there = placements[job.key].total()
+        requests.append(
+            JobRequest(
+                name=job.key,
+                min_workers=job.least,
+                max_workers=job.most,
+                gpus=job.gpus,
+                priority=priorities[job.uid],
+                submitted_s=job.submitted_s,
+                remaining=None if job.remaining_s is None or not there else float(job.remaining_s * there),
+            )
+        )
+    allocation = arbitrate(nodes, requests, placements)
+    for _ in range(_MOST_ROUNDS):
+        if allocation.settled:
+            break
+        allocation = arbitrate(nodes, requests, allocation.placements)  # its steps were used up before it was done
+    return {job.key: allocation.count_workers(job.key) for job in jobs}
+
+
+def _find_lent(capacity: ClusterCapacity, pools: Mapping[str, int], priority: int) -> frozenset[str]:
+    """Return the uids of teachers whose places workers get: the scheduler takes only those of less priority."""
+    teachers: dict[str, list[PodClaim]] = {uid: [] for uid in pools}
+    for pod in capacity.pods:
+        owner = pod.labels.get(OWNER_UID_LABEL, "")
+        if owner in teachers and POOL_LABEL in pod.labels and not pod.ended:
+            teachers[owner].append(pod)
+    lent: set[str] = set()
+    for uid, pods in teachers.items():
+        pods.sort(key=lambda pod: (not pod.node, pod.deleting, pod.created, pod.name))
+        lent |= {pod.uid for pod in pods[pools[uid] :] if (pod.priority or 0) < priority}
+    return frozenset(lent)
+
+
+def _count_gpus(spec: Mapping[str, Any]) -> int:
+    """Return the GPUs that a worker asks for; 0 where its template cannot be read, which admission refuses later."""
+    try:
+        return PodClaim.of({"spec": spec}).requests.get(_GPU, 0) // _THOUSANDTHS
+    except ValueError:
+        return 0
+
+
+_QUIET_S: Final = 10.0
+"""Between two looks at a resource for this reason: room that comes and goes is not worth a look each."""
+
+
+class WaitingOwners:
+    """Finds those that should be looked at as room comes for a pod of theirs. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._claims: dict[str, PodClaim] = {}
+        self._room: dict[str, int] = {}
+        self._told_s: dict[str, float] = {}
+
+    def observe(self, owner: MemberOwner, capacity: ClusterCapacity | None) -> None:
+        """Note what a resource is planned by now: of more room than that it is to hear."""
+        claim = _read_claim(owner)
+        room = 0 if capacity is None or claim is None else _count_room(claim, capacity)
+        with self._lock:
+            self._room[owner.key] = room
+
+    def note(self, owner: MemberOwner, waits: bool) -> None:
+        """Note whether a resource wants more members than it has."""
+        claim = _read_claim(owner) if waits else None
+        with self._lock:
+            if claim is not None:
+                self._claims[owner.key] = claim
+            else:
+                self._claims.pop(owner.key, None)
+
+    def forget(self, key: str) -> None:
+        """Drop a resource."""
+        with self._lock:
+            self._claims.pop(key, None)
+            self._room.pop(key, None)
+            self._told_s.pop(key, None)
+
+    def find_due(self, capacity: ClusterCapacity, now_s: float) -> tuple[list[str], float | None]:
+        """Find whom to look at, since there is room for more of its pods.
+
+        Returns:
+            Keys; and seconds until the next may be looked at for which there is more room, None for no such.
+        """
+        with self._lock:
+            claims = dict(self._claims)
+        rooms: dict[str, int] = {}  # by shape: many resources have the same template
+        due, waits_s = [], []
+        for key, claim in claims.items():
+            if claim.shape not in rooms:
+                rooms[claim.shape] = _count_room(claim, capacity)
+            room = rooms[claim.shape]
+            with self._lock:
+                before = self._room.get(key, 0)
+                if room < before:
+                    self._room[key] = room
+                elif room > before and key in self._claims:
+                    left_s = self._told_s.get(key, -math.inf) + _QUIET_S - now_s
+                    if left_s > 0:
+                        waits_s.append(left_s)
+                        continue
+                    self._room[key], self._told_s[key] = room, now_s
+                    due.append(key)
+        return due, min(waits_s, default=None)
+
+
+def _read_claim(owner: MemberOwner) -> PodClaim | None:
+    """Return what a pod of a resource asks for; None of a template that the API server refuses in its own words.
+
+    The planner, which knows of nodes left out and of memory that was raised, may find less room.
+    """
+    try:
+        return PodClaim.of(owner.template)
+    except ValueError:
+        return None
+
+
+def _count_room(claim: PodClaim, capacity: ClusterCapacity) -> int:
+    try:
+        return capacity.count_fitting(claim)
+    except ValueError:
+        return 0
+
+
+_SPREAD_S: Final = 1.0
+"""Between two looks at changed capacity: pods change many times a second, and each look may start others."""
+_ENDED: Final = frozenset({"Succeeded", "Failed"})
+
+
+class LiveSurroundings:
+    """Looks at all that is beside resources and pods. Thread-safe.
+
+    Args:
+        on_key: called with the key of a resource that should be looked at.
+        allowlist: which stores may be opened.
+        has_pods: whether pods of an owner are there, by namespace and uid; asks the API server.
+        list_pools: returns the pools of a namespace; asks the API server.
+        namespaces: that are worked on.
+    """
+
+    def __init__(
+        self,
+        on_key: Callable[[str], None],
+        allowlist: StoreAllowlist,
+        has_pods: Callable[[str, str], bool] = lambda namespace, uid: True,
+        list_pools: Callable[[str], Sequence[TeacherPool]] = lambda namespace: (),
+        namespaces: Sequence[str] = (),
+    ) -> None:
+        self._on_key = on_key
+        self._cleanup = OwnerKeyCleanup(has_pods, lambda url: not allowlist.find_refusal(url))
+        self._stores = StoreDirectory(on_key, allowlist)
+        self._get_capacity: Callable[[], ClusterCapacity | None] = lambda: None
+        self._lock = threading.Lock()
+        self._sharing: dict[str, SharingJob] = {}
+        self._shares: Mapping[str, int] = {}
+        self._services = ServiceHolders(on_key, list_pools, namespaces)
+        self._waiting = WaitingOwners()
+        self._computing = threading.Lock()
+        self._looked_s = 0.0
+        self._changed = False
+        self._loop = BackgroundLoop("edl-operator-shares", self._step)
+
+    def set_capacity(self, get_capacity: Callable[[], ClusterCapacity | None]) -> None:
+        """Take what is idle from a source, which calls `note_capacity` when it knows something new."""
+        self._get_capacity = get_capacity
+        self.note_capacity()
+
+    def note_capacity(self) -> None:
+        """Note that what is idle has changed. Returns at once."""
+        self._changed = True
+        self._loop.wake()
+
+    def look(self, owner: MemberOwner) -> OwnerObservation:
+        """Return what is known now beside the resource's pods; lists all pools before the first answer on a pool.
+
+        Raises:
+            EDLError: pools cannot be listed just now.
+        """
+        if isinstance(owner, ElasticJob | TeacherPool):
+            self._cleanup.note(owner)
+        if isinstance(owner, ElasticJob) and find_final_phase(owner):
+            self.forget(owner.key)
+            return OwnerObservation()
+        answer = self._ask_store(owner)
+        capacity = self._get_capacity()
+        self._waiting.observe(owner, capacity)
+        allocation = None
+        if isinstance(owner, ElasticJob):
+            remaining_s = answer.progress.remaining_s if answer.progress is not None else None
+            allocation = self._share(owner, answer.wanted, remaining_s, capacity)
+        holder = self._find_holder(owner) if isinstance(owner, TeacherPool) else ""
+        return OwnerObservation(capacity=capacity, store=answer, allocation=allocation, service_holder=holder)
+
+    def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:
+        """Note whether a resource waits for room, to look at it when more is idle. What has ended leaves its share."""
+        if status.get("phase") in _ENDED:
+            self.forget(owner.key)
+            return
+        wanted, there = status.get("wantedReplicas"), status.get("replicas")
+        waits = isinstance(wanted, int) and isinstance(there, int) and wanted > there
+        self._waiting.note(owner, waits)
+
+    def note_gone(self, key: str) -> None:
+        """Note that a resource has been deleted: what it left in its store goes when its pods have."""
+        self._cleanup.note_gone(key)
+        self.forget(key)
+
+    def forget(self, key: str) -> None:
+        """Look at nothing more for a resource that is gone, or has ended."""
+        self._stores.forget(key)
+        self._waiting.forget(key)
+        with self._lock:
+            shared = self._sharing.pop(key, None)
+        self._services.forget(key)
+        if shared is not None:
+            self.note_capacity()  # what it had is the others'
+
+    def close(self) -> None:
+        """Look no more, and close all stores."""
+        self._loop.close()
+        self._cleanup.close()
+        self._stores.close()
+
+    def _find_holder(self, pool: TeacherPool) -> str:
+        """Return the pool of another namespace whose service this is; note how many GPUs the pool lends."""
+        before = self._services.get_pool(pool.key)
+        holder = self._services.find_holder(pool)
+        if before is None or before.min_replicas != pool.min_replicas:
+            self.note_capacity()  # what it lends is shared among jobs
+        return holder
+
+    def _ask_store(self, owner: MemberOwner) -> StoreAnswer:
+        if isinstance(owner, ElasticJob):
+            answer = self._stores.ask(owner.key, owner.store, "workers", owner.job_id, namespace=owner.namespace)
+            # Of a job whose master the operator keeps alive, what was wanted last is the best that is known.
+            return answer if owner.master.enabled or not answer.silent else replace(answer, wanted=None)
+        if isinstance(owner, TeacherPool):
+            advised = owner.scaling == "auto" and not owner.suspend
+            return self._stores.ask(
+                owner.key, owner.store, "teachers", owner.service, namespace=owner.namespace, advised=advised
+            )
+        raise TypeError(f"{type(owner).__name__} is neither job nor pool")
+
+    def _share(
+        self, job: ElasticJob, wanted: int | None, remaining_s: int | None, capacity: ClusterCapacity | None
+    ) -> int | None:
+        sharing = read_sharing_job(job, wanted, remaining_s)
+        with self._lock:
+            before = self._sharing.pop(job.key, None)
+            if sharing is None:
+                return None
+            self._sharing[job.key] = sharing
+            known = self._shares.get(job.key)
+        if capacity is None:
+            return None
+        if known is not None and before == sharing:
+            return known
+        return self._recompute(but=job.key).get(job.key)
+
+    def _step(self) -> float | None:
+        now_s = time.monotonic()
+        if not self._changed:
+            return 60.0
+        if now_s - self._looked_s < _SPREAD_S:
+            return _SPREAD_S - (now_s - self._looked_s)
+        self._looked_s = now_s
+        self._changed = False
+        capacity = self._get_capacity()
+        if capacity is None:
+            with self._computing, self._lock:
+                self._shares = {}
+            return 0.0
+        self._recompute()
+        due, wait_s = self._waiting.find_due(capacity, now_s)
+        for key in due:
+            self._on_key(key)
+        if wait_s is None:
+            return 0.0
+        self._changed = True
+        return wait_s
+
+    def _recompute(self, but: str = "") -> Mapping[str, int]:
+        """Share anew, and have all other jobs looked at whose share has changed; return the shares.
+
+        One thread at a time, each by what is known then: a thread that began earlier would write over newer shares.
+        """
+        with self._computing:
+            capacity = self._get_capacity()
+            found = [pool for pool in self._services.get_pools() if pool.scale_target_ref is None]
+            pools = {pool.uid: pool.min_replicas for pool in found}
+            with self._lock:
+                jobs = list(self._sharing.values())
+            shares = compute_shares(capacity, jobs, pools) if jobs and capacity is not None else {}
+            with self._lock:
+                before, self._shares = self._shares, shares
+        for key, count in shares.items():
+            if key != but and before.get(key) != count:
+                self._on_key(key)
+        return shares

@@ -80,16 +80,6 @@ class KubeClient:
         """Where the API server is."""
         return self._connection.url
 
-    @property
-    def configuration(self) -> Any:
-        """The official client's `Configuration`, with which other libraries reach the same server."""
-        return self._connection.configuration
-
-    @property
-    def pod_namespace(self) -> str:
-        """The namespace of the pod whose service account asks; empty where a kubeconfig says who asks."""
-        return self._connection.pod_namespace
-
     def read_server_time(self) -> float:
         """Return the time by the clock that timestamps of objects are from, in seconds since 1970; asks nothing."""
         return self._connection.server_clock.read()

@@ -1,20 +1,26 @@
-"""A request to the API server: with credentials that are read again when they change, and a deadline."""
+"""A request to the API server: with credentials that are read again when they change, and a deadline.
+
+The credentials are those of a kubeconfig or of a pod's service account, as the official client reads them, and what it
+passes over in a kubeconfig.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
+from edl.background import start_call
 from edl.errors import AccessDeniedError, ClosedError, KubernetesError, SettingsError
-from edl.kube.kubeconfig import load_kubeconfig
 from edl.kube.responses import Call, explain_failure
 from edl.kube.server_clock import ServerClock
 from edl.kube.settings import KubeSettings
@@ -27,6 +33,78 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "Stream", "find_server"]
 
 logger = logging.getLogger(__name__)
+
+_LOGIN_S: Final = 30.0
+"""For a plugin to give credentials where it may ask a person."""
+_IMPERSONATION: Final = ("as", "as-uid", "as-groups", "as-user-extra")
+
+
+def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float) -> str:
+    """Fill in what a kubeconfig says.
+
+    Args:
+        configuration: of the official client.
+        path: of the file, or of several as in KUBECONFIG; empty for `~/.kube/config`.
+        context: its context; empty for its current one.
+        plugin_s: for a plugin to give credentials where no terminal is there, in seconds.
+
+    Returns:
+        The context's namespace; empty where it has none.
+
+    Raises:
+        SettingsError: it asks for something that is not known here, or its plugin gives no credentials.
+        Exception: of any kind, where the file makes no sense: yaml, keys, base64.
+    """
+    from kubernetes import config
+    from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION, KubeConfigMerger
+
+    merged = KubeConfigMerger(path or KUBE_CONFIG_DEFAULT_LOCATION).config
+    chosen = _entry(merged, "context", context or merged["current-context"])
+    user = _entry(merged, "user", chosen.get("user"))
+    if impersonation := [name for name in _IMPERSONATION if user.get(name)]:
+        raise SettingsError(
+            f"user {chosen.get('user')!r} sets {', '.join(impersonation)}: EDL cannot act as another, and does not act"
+            " with all rights of that user instead. Name a context with the credentials of whom it is to be"
+        )
+
+    def load() -> None:
+        config.load_kube_config(
+            path or None, context=context or None, client_configuration=configuration, persist_config=False
+        )
+
+    if user.get("exec"):
+        plugin = f"the command {shown(user['exec'].get('command'))!r} of user {chosen.get('user')!r}"
+        limit_s = max(plugin_s, _LOGIN_S) if sys.stdin.isatty() and sys.stdout.isatty() else plugin_s
+        try:
+            start_call("edl-kubeconfig", load).result(limit_s)
+        except concurrent.futures.TimeoutError as exc:
+            raise SettingsError(f"{plugin} gives no credentials within {limit_s:g} s: run it by hand") from exc
+        if not configuration.api_key.get("authorization") and not configuration.cert_file:
+            raise SettingsError(f"{plugin} gives no credentials, the log has why: run it by hand")
+        configuration.refresh_api_key_hook = None  # it has no deadline; the answer 401 has this be read again
+    else:
+        load()
+    _use_proxy(configuration, str(_entry(merged, "cluster", chosen.get("cluster")).get("proxy-url") or ""))
+    return str(chosen.get("namespace") or "")
+
+
+def _entry(merged: Any, kind: str, name: Any) -> Mapping[str, Any]:
+    """Return a context, user or cluster by its name; nothing where there is none."""
+    found = merged[f"{kind}s"].get_with_name(name, safe=True)
+    value = found.safe_get(kind) if found is not None else None
+    return getattr(value, "value", value) or {}
+
+
+def _use_proxy(configuration: Any, url: str) -> None:
+    """Have a cluster's proxy used, which goes before the environment's, as for kubectl."""
+    if not url:
+        return
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https"):
+        raise SettingsError(f"proxy-url {shown(parts.scheme)}://…: only http:// and https:// are known")
+    configuration.proxy = url
+    configuration.no_proxy = None
+
 
 _JSON: Final = "application/json"
 _MOST_BYTES: Final = 256 * 1024**2
@@ -56,7 +134,6 @@ class _Access(NamedTuple):
 
     url: str
     namespace: str
-    pod_namespace: str
     api_client: Any
 
 
@@ -88,19 +165,9 @@ class Connection:
         return self._access.url
 
     @property
-    def configuration(self) -> Any:
-        """The official client's `Configuration`, with which other libraries reach the same server."""
-        return self._access.api_client.configuration
-
-    @property
     def namespace(self) -> str:
         """Of calls that name none."""
         return self._settings.namespace or self._access.namespace or "default"
-
-    @property
-    def pod_namespace(self) -> str:
-        """The namespace of the pod whose service account asks; empty where a kubeconfig says who asks."""
-        return self._access.pod_namespace
 
     def send(
         self,
@@ -345,7 +412,7 @@ def _load_access(settings: KubeSettings) -> _Access:
     from kubernetes import client
 
     configuration = client.Configuration()
-    source, namespace, pod_namespace = _configure(settings, configuration)
+    source, namespace = _configure(settings, configuration)
     configuration.retries = False
     configuration.connection_pool_maxsize = _MOST_CONNECTIONS
     url = str(configuration.host).rstrip("/")
@@ -356,7 +423,7 @@ def _load_access(settings: KubeSettings) -> _Access:
     _keep_alive(api_client.rest_client.pool_manager)
     if not configuration.verify_ssl:
         _log_insecure(url, source)
-    return _Access(url, namespace, pod_namespace, api_client)
+    return _Access(url, namespace, api_client)
 
 
 def find_server(settings: KubeSettings) -> str:
@@ -372,8 +439,8 @@ def find_server(settings: KubeSettings) -> str:
     return str(configuration.host).rstrip("/")
 
 
-def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str, str]:
-    """Fill in where the cluster is and who asks; return where that stands, the namespace, and that of the own pod."""
+def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str]:
+    """Fill in where the cluster is and who asks; return where that stands, and the namespace."""
     from kubernetes import config
 
     named = settings.kubeconfig or read("KUBECONFIG", str)
@@ -382,21 +449,23 @@ def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str, st
         with contextlib.suppress(config.ConfigException):
             config.load_incluster_config(configuration)
             _leave_out_proxy(configuration)
-            namespace = _read_pod_namespace()
-            return "the pod's service account", namespace, namespace
+            return "the pod's service account", _read_pod_namespace()
     source = named or "~/.kube/config"
     context = settings.context
     proxy = configuration.proxy
     try:
         namespace = load_kubeconfig(configuration, named or "", context, _CALL_TIMEOUTS * settings.timeout_s)
     except Exception as exc:  # a file of others: yaml, keys, base64 and files that are wrong raise all kinds
+        words = shown(exc)
+        if isinstance(exc, (TypeError, AttributeError, KeyError)):  # which speak of Python, and not of the file
+            words = "it is empty, or lacks clusters, users, contexts or current-context in their usual form"
         raise SettingsError(
-            f"{source} cannot be used as a kubeconfig{f' with context {context!r}' if context else ''}: {shown(exc)}."
+            f"{source} cannot be used as a kubeconfig{f' with context {context!r}' if context else ''}: {words}."
             " Set KUBECONFIG, or run in a pod with a service account"
         ) from exc
     if configuration.proxy == proxy:
         _leave_out_proxy(configuration)
-    return source, namespace, ""
+    return source, namespace
 
 
 def _read_pod_namespace() -> str:

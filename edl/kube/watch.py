@@ -58,7 +58,6 @@ class KubeWatch:
         kind: of the objects.
         namespace: empty for all of the cluster; None for the client's own.
         label_selector: such as `app=edl`.
-        field_selector: such as `metadata.name=edl`.
         on_change: called in the watch's thread with `ADDED`, `MODIFIED` or `DELETED` and the object; with `LISTED` and
             None where all objects may have changed, and with `STALE` and None where the server is away.
         length_s: seconds after which the server ends a request and another one goes on. A server that is silent is
@@ -72,22 +71,19 @@ class KubeWatch:
         namespace: str | None = None,
         *,
         label_selector: str = "",
-        field_selector: str = "",
         on_change: Callable[[str, Object | None], object] = lambda change, obj: None,
         length_s: float = _LENGTH_S,
     ) -> None:
         self._client = client
         self._kind = kind
         self._namespace = namespace
-        selectors = {"labelSelector": label_selector, "fieldSelector": field_selector}
-        self._selectors = {name: text for name, text in selectors.items() if text}
+        self._selectors = {"labelSelector": label_selector} if label_selector else {}
         self._on_change = on_change
         self._length_s = length_s
         self._objects: dict[ObjectKey, Object] = {}
         self._resource_version = ""
         self._listed = False
         self._error: EDLError | None = None
-        self._version = 0
         self._changed = Notifier()
         self._stream: Stream | None = None
         self._closed = False
@@ -114,11 +110,6 @@ class KubeWatch:
         """Whether the server has answered once: before that, no objects means nothing."""
         return self._listed
 
-    @property
-    def version(self) -> int:
-        """Grows with each change of `objects` or `stale`."""
-        return self._version
-
     def wait_listed(self, timeout_s: float) -> bool:
         """Wait until the server has answered once.
 
@@ -130,19 +121,6 @@ class KubeWatch:
         """
         self._changed.wait_for(lambda: self._listed or self._closed, timeout_s)
         return self._listed
-
-    def wait_changed(self, version: int, timeout_s: float) -> bool:
-        """Wait until something has changed.
-
-        Args:
-            version: that is known already.
-            timeout_s: how long, in seconds.
-
-        Returns:
-            Whether there is a newer version; False after `timeout_s`, or where this is closed.
-        """
-        self._changed.wait_for(lambda: self._version > version or self._closed, timeout_s)
-        return self._version > version
 
     def close(self) -> None:
         """Follow no more. May be called twice, and by `on_change`."""
@@ -182,12 +160,8 @@ class KubeWatch:
         return 0.0
 
     def _list(self) -> None:
-        found = self._client.list(
-            self._kind,
-            self._namespace,
-            label_selector=self._selectors.get("labelSelector", ""),
-            field_selector=self._selectors.get("fieldSelector", ""),
-        )
+        selector = self._selectors.get("labelSelector", "")
+        found = self._client.list(self._kind, self._namespace, label_selector=selector)
         self._objects = {_key(obj): obj for obj in found.items}
         self._resource_version = found.resource_version
         self._listed = True
@@ -241,7 +215,6 @@ class KubeWatch:
     def _announce(self, change: str, obj: Object | None) -> None:
         if self._closed:
             return
-        self._version += 1
         self._changed.notify()
         self._on_change(change, obj)
 

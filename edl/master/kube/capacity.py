@@ -394,16 +394,6 @@ class ClusterCapacity:
         with refuse_shapes():
             return sum(_count_of(claim.requests, free[node.name]) for node in self._usable(claim))
 
-    def count_possible(self, pod: Mapping[str, Any] | PodClaim) -> int:
-        """Return how many pods like this could start if no other pod were there.
-
-        Raises:
-            ValueError: a quantity is none of Kubernetes', or a field is not what the API has there.
-        """
-        claim = pod if isinstance(pod, PodClaim) else PodClaim.of(pod)
-        with refuse_shapes():
-            return sum(_count_of(claim.requests, node.allocatable) for node in self._usable(claim))
-
     def list_devices(self, is_lent: Callable[[PodClaim], bool], resource: str = GPU) -> dict[str, int]:
         """Return how many devices of each usable node are there for jobs to share.
 
@@ -420,14 +410,6 @@ class ClusterCapacity:
             for node in self._nodes.values()
             if node.usable and resource in node.allocatable
         }
-
-    def count_workers(self, is_counted: Callable[[PodClaim], bool]) -> dict[str, int]:
-        """Return how many pods of a kind are on each node, and have not ended."""
-        counts: dict[str, int] = {}
-        for pod in self._pods.values():
-            if pod.node and not pod.ended and is_counted(pod):
-                counts[pod.node] = counts.get(pod.node, 0) + 1
-        return counts
 
     def _usable(self, claim: PodClaim) -> list[NodeCapacity]:
         return [

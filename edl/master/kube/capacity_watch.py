@@ -17,7 +17,6 @@ from edl.kube.objects import Object
 from edl.kube.resource_types import NODES, PODS
 from edl.kube.watch import KubeWatch
 from edl.master.kube.capacity import ClusterCapacity, NodeCapacity, PodClaim
-from edl.notifier import Notifier
 
 __all__ = ["CapacityWatch"]
 
@@ -50,8 +49,6 @@ class CapacityWatch:
         self._nodes: dict[str, NodeCapacity] = {}
         self._pods: dict[str, PodClaim] = {}
         self._nodes_known = self._pods_known = False  # taken from the watch, which has listed them a moment before
-        self._closed = False
-        self._known = Notifier()
         self._built: ClusterCapacity | None = None
         self._stale_since_s: float | None = None
         self._reason = ""
@@ -64,11 +61,6 @@ class CapacityWatch:
     def reason(self) -> str:
         """Why nothing is known of what is idle, or it is old; empty if it is known."""
         return self._node_watch.stale or self._pod_watch.stale
-
-    def wait_known(self, timeout_s: float) -> bool:
-        """Wait until what is idle is known; False if it is not after `timeout_s`, or where this is closed before."""
-        self._known.wait_for(lambda: self._closed or (self._nodes_known and self._pods_known), timeout_s)
-        return self._nodes_known and self._pods_known
 
     def current(self) -> ClusterCapacity | None:
         """Return what is idle, built anew where something has changed; None where it is not known."""
@@ -84,8 +76,6 @@ class CapacityWatch:
 
     def close(self) -> None:
         """Follow no more."""
-        self._closed = True
-        self._known.notify()
         self._node_watch.close()
         self._pod_watch.close()
 
@@ -157,7 +147,6 @@ class CapacityWatch:
         self._on_change()
 
     def _note_alive(self) -> None:
-        self._known.notify()
         with self._lock:
             if self.reason:  # looked at here: the other watch's thread may just note that it is stale
                 return

@@ -172,12 +172,9 @@ class MemberOwner:
         name: of the resource.
         namespace: that it is in, as its members are.
         uid: of the resource; another resource of the same name has another.
-        resource_version: of what was read.
         generation: of what was read: the API server counts changes of `spec`.
         created_s: when it was made, in seconds since 1970.
         deleting: it is being deleted.
-        labels: of the resource.
-        annotations: of the resource.
         min_replicas: members that it starts with, and is not shrunk below.
         max_replicas: members that it may have.
         replicas: what `/scale` wrote; None where nothing did, or the CRD's default, which is no more than any minimum.
@@ -197,14 +194,11 @@ class MemberOwner:
     name: str
     namespace: str
     uid: str
-    resource_version: str
     generation: int
     created_s: float
     min_replicas: int
     max_replicas: int
     deleting: bool = False
-    labels: Mapping[str, str] = field(default_factory=dict)
-    annotations: Mapping[str, str] = field(default_factory=dict)
     replicas: int | None = None
     scaling: Literal["auto", "external"] = "auto"
     suspend: bool = False
@@ -254,12 +248,9 @@ def read_owner(
         "name": name,
         "namespace": metadata.read_text("namespace"),
         "uid": metadata.read_text("uid"),
-        "resource_version": metadata.read_text("resourceVersion"),
         "generation": metadata.read_count("generation", 0),
         "created_s": metadata.read_time_s("creationTimestamp") or 0.0,
         "deleting": metadata.has("deletionTimestamp"),
-        "labels": _read_words(metadata, "labels"),
-        "annotations": _read_words(metadata, "annotations"),
         "min_replicas": least,
         "max_replicas": most,
         "replicas": replicas,
@@ -294,10 +285,6 @@ def check_template(spec: FieldReader, arguments: str) -> None:
     if member.has("args"):
         args = member.read_texts("args")
         member.refuse("ArgsInTemplate", "args", list(args), f"they are the operator's: write them to spec.{arguments}")
-
-
-def _read_words(metadata: FieldReader, name: str) -> Mapping[str, str]:
-    return {str(key): str(value) for key, value in metadata.read_object(name).items()}
 
 
 def _lower_scheme(url: str) -> str:

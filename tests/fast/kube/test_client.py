@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,17 @@ def test_settings_are_checked(tmp_path: Path, kubeconfig: str) -> None:
     for settings in (KubeSettings(kubeconfig=str(tmp_path / "none")), KubeSettings(kubeconfig, context="other")):
         with pytest.raises(SettingsError):
             KubeClient(settings)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "contexts: 5\ncurrent-context: here"])
+def test_file_that_is_no_kubeconfig(tmp_path: Path, text: str) -> None:
+    """The words are of the file, and not of Python: a list has no string indices."""
+    (tmp_path / "config").write_text(text)
+    with pytest.raises(SettingsError, match="cannot be used as a kubeconfig") as found:
+        KubeClient(KubeSettings(kubeconfig=str(tmp_path / "config")))
+    assert re.search(r"empty|current-context", str(found.value))
+    assert "indices" not in str(found.value)
+    assert "object is not" not in str(found.value)
 
 
 def test_environment_names_the_cluster(kubeconfig: str, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,4 +185,3 @@ def test_closing_is_prompt(script: Script, follow: Callable[..., KubeWatch]) -> 
     wait_until(lambda: len(script.asked) == 2)
     watch.close()
     watch.close()
-    assert not watch.wait_changed(watch.version, 30), "who waits is woken"

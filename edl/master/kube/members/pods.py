@@ -160,8 +160,6 @@ class MemberPod:
         index: of the member, from 0.
         try_number: of the member's pods, from 0.
         uid: of the pod.
-        owner_uid: of the resource that it belongs to.
-        resource_version: at which it was read.
         phase: `status.phase`; `Pending` where none is written yet.
         ready: whether its containers say that they are ready.
         ready_s: since when they do, Unix time; None if they do not, or that is not known.
@@ -193,8 +191,6 @@ class MemberPod:
     index: int
     try_number: int
     uid: str
-    owner_uid: str = ""
-    resource_version: str = ""
     phase: str = "Pending"
     ready: bool = False
     scheduled: bool = False
@@ -313,8 +309,6 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENT
         index=index,
         try_number=try_number,
         uid=uid,
-        owner_uid=owner_uid,
-        resource_version=get_text(metadata, "resourceVersion"),
         phase=phase,
         ready=is_ready,
         ready_s=_read_time(ready.get("lastTransitionTime")) if is_ready else None,

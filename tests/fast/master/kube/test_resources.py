@@ -97,8 +97,8 @@ def test_garbage_is_refused_with_reasons(data: st.DataObject) -> None:
 
 
 def _field_names(kind: type) -> dict[str, Any]:
-    read_only = {"name", "namespace", "uid", "resource_version", "generation", "created_s"}
-    read_only |= {"deleting", "labels", "annotations", "status", "ignored_edits"}
+    read_only = {"name", "namespace", "uid", "generation", "created_s"}
+    read_only |= {"deleting", "status", "ignored_edits"}
     names = {}
     for field in dataclasses.fields(kind):
         if field.name not in read_only:

@@ -147,13 +147,6 @@ def test_devices_for_jobs() -> None:
     capacity = ClusterCapacity.of([node("n1", 4), node("n2", 2), node("n3", 2, unschedulable=True)], pods)
     devices = capacity.list_devices(lambda claim: bool(claim.labels.keys() & {"edl.io/job", "edl.io/pool"}))
     assert devices == {"n1": 2, "n2": 2}
-    assert capacity.count_workers(lambda claim: "edl.io/job" in claim.labels) == {"n1": 1}
-
-
-def test_possible_is_without_others() -> None:
-    capacity = ClusterCapacity.of([node("n1", 2), node("n2", 2, ready="False")], [pod(2, node="n1")])
-    assert capacity.count_possible(pod(1)) == 2
-    assert capacity.count_possible(pod(3)) == 0
 
 
 def container(restart: str = "", **requests: str) -> dict[str, Any]:
@@ -242,23 +235,10 @@ def test_listed_is_not_taken_yet(lists: Lists, watch: CapacityWatch) -> None:
     lists.open.set()
     wait_until(lambda: watch._node_watch.listed and watch._pod_watch.listed, "both lists")
     assert watch.current() is None
-    assert not watch.wait_known(0.0)
     watch._ready.set()
-    assert watch.wait_known(60)
+    wait_until(lambda: watch.current() is not None)
     assert count_idle(watch) == 0
     assert watch.reason == ""
-
-
-def test_close_wakes_who_waits(watch: CapacityWatch, lists: Lists) -> None:
-    found: list[bool] = []
-    waiting = threading.Thread(target=lambda: found.append(watch.wait_known(600)))
-    closing = threading.Thread(target=watch.close)
-    waiting.start()
-    closing.start()
-    waiting.join(60)
-    assert found == [False]
-    lists.open.set()
-    closing.join(60)
 
 
 def test_refused_is_not_idle(lists: Lists, watch: CapacityWatch) -> None:
@@ -268,6 +248,5 @@ def test_refused_is_not_idle(lists: Lists, watch: CapacityWatch) -> None:
     wait_until(lambda: "nodes" in watch.reason or "pods" in watch.reason, "the reason")
     assert watch.current() is None
     lists.refused = False
-    assert watch.wait_known(60)
-    wait_until(lambda: watch.reason == "", "no reason")
+    wait_until(lambda: watch.current() is not None and watch.reason == "", "no reason")
     assert count_idle(watch) == 0

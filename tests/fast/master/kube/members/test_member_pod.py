@@ -132,7 +132,6 @@ def build_job(container: Mapping[str, Any] | None = None, spec: Mapping[str, Any
         name="digits",
         namespace="ns",
         uid="0123456789abcdef",
-        resource_version="1",
         generation=1,
         created_s=0.0,
         min_replicas=1,

@@ -93,13 +93,7 @@ _REPELLING: Final = frozenset({"NoSchedule", "NoExecute"})
 
 @dataclass(frozen=True)
 class Taint:
-    """A taint that keeps pods away that do not tolerate it.
-
-    Attributes:
-        key: of the taint.
-        value: of the taint.
-        effect: `NoSchedule` or `NoExecute`.
-    """
+    """A taint that keeps pods away that do not tolerate it."""
 
     key: str
     value: str
@@ -126,9 +120,7 @@ class PlacementRules:
     """Where a pod may run, as its spec says.
 
     Attributes:
-        selector: `nodeSelector`.
         terms: `nodeSelectorTerms` of the required node affinity: any of them is enough; None where there is none.
-        tolerations: of the pod.
     """
 
     selector: Mapping[str, str]
@@ -196,10 +188,7 @@ class NodeCapacity:
     """What a node has for pods.
 
     Attributes:
-        name: of the node.
         allocatable: what it has for pods, in thousandths.
-        labels: of the node.
-        taints: that keep pods away.
         usable: whether new pods can start there at all: it is ready, not cordoned, and not being deleted.
     """
 
@@ -252,12 +241,7 @@ class PodClaim:
     """What a pod holds, or waits for.
 
     Attributes:
-        uid: of the pod.
-        namespace: of the pod.
-        name: of the pod.
-        labels: of the pod.
         requests: what it asks for, in thousandths.
-        rules: where it may run.
         node: on which it is; "" while it has none.
         nominated_node: on which the scheduler makes room for it; "" for none.
         priority: its number; None where admission has not written it yet.
@@ -339,10 +323,6 @@ class ClusterCapacity:
     Not modelled, so that a pod for which there is room here may wait nevertheless: affinity and spreading among pods,
     ports of the host, volumes that are bound to nodes, devices claimed by DRA, quotas of a namespace, and resources
     that are resized in place. Nor that a pod of higher priority could take another's place.
-
-    Args:
-        nodes: all of the cluster.
-        pods: all of the cluster.
     """
 
     def __init__(self, nodes: Iterable[NodeCapacity], pods: Iterable[PodClaim]) -> None:

@@ -33,10 +33,7 @@ class Condition:
     """Something that holds of a resource, or does not.
 
     Attributes:
-        type: such as `Running`.
         status: it holds; None if that is not known.
-        reason: CamelCase, for programs.
-        message: for a person.
     """
 
     type: str
@@ -86,10 +83,8 @@ class PodDeletion:
     """A pod that is to end.
 
     Attributes:
-        name: of the pod.
         uid: of the pod; another pod of that name is left alone.
         grace_period_s: seconds that it has to end; None for what the pod says itself.
-        reason: for the log.
     """
 
     name: str
@@ -103,9 +98,7 @@ class EventNote:
     """An event to be shown by `kubectl describe`; the same event again is counted, not repeated.
 
     Attributes:
-        type: `Normal` or `Warning`.
         reason: CamelCase, of a fixed set, for programs.
-        message: for a person.
         pod: name of the pod that it is about as well; empty for none.
     """
 
@@ -125,12 +118,10 @@ class Plan:
 
     Attributes:
         status: the whole of it; None in a field removes what was there.
-        delete: pods that are to end.
         remove: other objects that are to go: type and name.
         apply: other objects as they are to be, by server-side apply.
         create: pods to be made; a pod of the resource that is there by that name is as good.
         scale_target: replicas that the pool's `scaleTargetRef` is to have; None to leave it as it is.
-        events: to be shown.
         delete_owner: the resource itself is to go: its time after its end is over.
         requeue_s: seconds after which to look again, whatever happens; None for no such need.
     """
@@ -187,8 +178,6 @@ class ScaleTarget:
     """The Deployment, or the like, that a pool scales in place of pods of its own.
 
     Attributes:
-        type, name: of the target.
-        replicas: that it is to have.
         ready: that it has; `/scale` does not say how many of them are ready.
     """
 
@@ -207,7 +196,6 @@ class OwnerObservation:
         pods: members of the resource, by a live list.
         strangers: uids of pods that have the members' label and are none, such as copies of a member.
         capacity: what the cluster has idle; None where the operator may not see that.
-        store: what the resource's store says.
         allocation: workers that arbitration over all jobs gives this one; None where it does not arbitrate.
         service_holder: pool of another namespace whose the service is, in the same store; empty for none.
         target: what the pool's `scaleTargetRef` names; None if there is no such object.

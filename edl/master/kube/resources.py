@@ -27,7 +27,6 @@ class SpecProblem:
     """Why a resource cannot be worked on.
 
     Attributes:
-        reason: CamelCase, for the condition `Accepted`.
         message: names the value and the remedy.
     """
 
@@ -169,21 +168,15 @@ class MemberOwner:
     """A resource that owns members.
 
     Attributes:
-        name: of the resource.
         namespace: that it is in, as its members are.
         uid: of the resource; another resource of the same name has another.
         generation: of what was read: the API server counts changes of `spec`.
         created_s: when it was made, in seconds since 1970.
-        deleting: it is being deleted.
         min_replicas: members that it starts with, and is not shrunk below.
-        max_replicas: members that it may have.
         replicas: what `/scale` wrote; None where nothing did, or the CRD's default, which is no more than any minimum.
             Where `scaling` is `auto` it decides nothing.
         scaling: who moves the number of members: EDL, or `/scale` alone.
         suspend: it has no members for now.
-        store: URL of discovery.
-        priority_class_name: of its members.
-        queue: of Kueue; empty for none.
         grace_period_s: seconds that a member has to end.
         template: of its pods, as it was given.
         status: that was written last, as it was read.
@@ -302,7 +295,6 @@ class MasterSpec:
     """The job's master, a pod of its own.
 
     Attributes:
-        enabled: there is one.
         args: what follows `edl master JOB` in its command line.
     """
 
@@ -319,7 +311,6 @@ class ElasticJob(MemberOwner):
         checkpoint: URL where the job's state is stored; empty for none.
         active_deadline_s: seconds after its start when it fails; None for never.
         ttl_seconds_after_finished: seconds after its end when it is deleted; None for never.
-        master: the job's master.
         ignored_edits: what the spec says otherwise than the run that goes on has it, and what to do; empty for nothing.
     """
 
@@ -417,7 +408,6 @@ class TeacherPool(MemberOwner):
     """Teachers of a service.
 
     Attributes:
-        service: that they register as.
         serve: what follows `edl serve` in a teacher's command line.
         probe_s: seconds that a pending teacher is left to be scheduled, where it is not known what is idle.
         scale_target_ref: what is scaled in place of pods of the pool; None for pods of its own.

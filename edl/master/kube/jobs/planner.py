@@ -72,7 +72,6 @@ class Sizing:
     """Which workers there are to be.
 
     Attributes:
-        target: how many are wanted.
         records: of all members, with those that are let go released.
         kept: keys of members whose pods stay.
         create: indices of workers whose pods are to be made now.

@@ -54,7 +54,6 @@ class JobFailure:
     """Why a job has failed.
 
     Attributes:
-        reason: of the condition `Failed`.
         summary: in a line for a person.
         message: the summary, what to do, and the traceback.
     """
@@ -208,9 +207,7 @@ class JobView:
     """A job as its status shows it.
 
     Attributes:
-        records: of all members.
         workers: live pods of the newest tries.
-        target: how many workers are wanted.
         creating: how many pods of workers are being made.
         waiting: keys of workers that are made later -> when, Unix time.
         suspended: there are no workers since `spec.suspend` is true.

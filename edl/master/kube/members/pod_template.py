@@ -35,13 +35,10 @@ class MemberLaunch:
     """A pod that is to be made for a member.
 
     Attributes:
-        role: `worker`, `teacher` or `master`.
-        index: of the member, from 0.
         try_number: of the member's pods, from 0.
         args: of `edl`: the subcommand and what follows.
         env: variables that the template may set otherwise.
         labels: in addition to the template's and the members' own.
-        annotations: in addition to the template's.
         memory_factor: by which the template's memory is multiplied.
         excluded_nodes: names of nodes on which it is not to run.
         resources: of the main container in place of the template's, without any sidecar; None for the template's.

@@ -155,19 +155,13 @@ class MemberPod:
     """A pod of an ElasticJob or a TeacherPool.
 
     Attributes:
-        name: of the pod.
-        role: `worker`, `teacher` or `master`.
-        index: of the member, from 0.
         try_number: of the member's pods, from 0.
-        uid: of the pod.
         phase: `status.phase`; `Pending` where none is written yet.
         ready: whether its containers say that they are ready.
         ready_s: since when they do, Unix time; None if they do not, or that is not known.
         restarts: how often its main container was restarted.
-        scheduled: whether it has a node.
         unschedulable: the scheduler's words why it has none; empty if it did not say any.
         node: on which it is; empty before.
-        node_silent: its node no longer answers.
         deleting: it was asked to end, by whomever; on a dead node it stays so.
         delete_by_s: when its grace period is over, Unix time; None if it is not deleting.
         created_s: when it was created, Unix time.
@@ -179,10 +173,8 @@ class MemberPod:
             whether the API server still has it or not.
         waiting: reason for which its main container does not start, such as `ImagePullBackOff`, which an init container
             may have; empty if there is none.
-        waiting_message: the kubelet's words for that.
         request: what its main container asks for, as in its spec: resource -> quantity.
         priority: by which the scheduler compares it.
-        labels: of the pod.
         termination: what is known of its end; of a pod that goes on, what would be if it ended now.
     """
 

@@ -65,9 +65,7 @@ class ExcludedNode:
     """A node that a member's next pods keep away from.
 
     Attributes:
-        node: its name.
         until_s: when it may be used again, Unix time.
-        cause: why the member ended there.
     """
 
     node: str
@@ -80,13 +78,8 @@ class MemberEnd:
     """How a member's pod ended.
 
     Attributes:
-        try_number: of the pod.
-        cause: a value of `TerminationCause`.
-        evidence: what tells so.
         exit_code: of the main container; None if it has none.
         message: of the end, its last `MAX_MESSAGE_CHARS` characters.
-        pod: its name.
-        node: on which it was.
         time_s: when it ended by its node's clock, or was found gone, Unix time.
         seen_s: when the operator saw that, Unix time: what is waited for from then on goes by its clock alone.
         progress: the owner's progress then, in percent; None if unknown.
@@ -350,10 +343,6 @@ class MemberOutcome:
 
     Attributes:
         record: of the member from now on.
-        verdict: why it ended.
-        decision: what is done about it.
-        end: as it is recorded.
-        message: of the end, whole.
     """
 
     record: MemberRecord

@@ -51,7 +51,6 @@ class EventRecorder:
     counts it further.
 
     Args:
-        api: calls of the API server.
         clock: the time by the API server's clock, which dates conditions and pods, in seconds since 1970.
     """
 

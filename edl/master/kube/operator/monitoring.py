@@ -31,7 +31,6 @@ class OperatorHealth:
 
     Args:
         get_stuck_s: returns for how many seconds the slowest look is under way.
-        clock: monotonic seconds.
     """
 
     def __init__(self, get_stuck_s: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:

@@ -41,7 +41,6 @@ class Operator:
     Two operators at once do no harm: whoever comes second finds done what the first did.
 
     Args:
-        settings: what it goes by.
         registry: of its metrics; None for a registry of its own.
 
     Raises:

@@ -42,8 +42,6 @@ class _Trace:
         uid: of the resource, by which its pods are found.
         kind: "workers" of a job, or "teachers" of a pool.
         name: the job's ID, or the pool's service, by which keys are found.
-        store: URL of the store.
-        namespace: of its pods.
     """
 
     uid: str
@@ -63,9 +61,7 @@ class _Removal:
     """A cleanup that is to come.
 
     Attributes:
-        trace: of the resource.
         due_s: when to try, by the monotonic clock.
-        end_s: when to give up.
         version: of the key of the service at the try before; None before the first.
     """
 
@@ -84,7 +80,6 @@ class OwnerKeyCleanup:
     Args:
         has_pods: whether pods of an owner are there, by namespace and uid; raises a KubernetesError if that is unknown.
         may_open: whether the operator opens a store, by its URL.
-        clock: monotonic seconds.
     """
 
     def __init__(

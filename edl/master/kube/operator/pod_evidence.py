@@ -30,11 +30,7 @@ _MOST_PODS: Final = 2000
 
 
 class PodEvidence:
-    """Reads the reasons of pods' events, of each pod once in a while at most. Thread-safe.
-
-    Args:
-        api: calls of the API server.
-    """
+    """Reads the reasons of pods' events, of each pod once in a while at most. Thread-safe."""
 
     def __init__(self, api: KubeClient) -> None:
         self._api = api

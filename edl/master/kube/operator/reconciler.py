@@ -240,9 +240,7 @@ class ResourceHandling:
     """How resources of a kind are read and planned.
 
     Attributes:
-        type: of the resources.
         parse: reads a resource; the second argument is the default store.
-        plan: decides.
     """
 
     type: ResourceType
@@ -258,9 +256,7 @@ class Reconciler:
     deleted must have the uid that was seen; and what is there already, and the resource's, is as good as made.
 
     Args:
-        api: calls of the API server.
         kinds: by the plural that keys begin with.
-        surroundings: looks at all else.
         record_event: has an event shown of a resource.
         default_store: URL of discovery of resources that name none.
         policy: what templates of members may ask for.

@@ -29,8 +29,6 @@ class ServiceHolders:
     Args:
         on_key: called with the key of a pool whose service may belong to another pool now.
         list_pools: returns the pools of a namespace; raises an EDLError.
-        namespaces: that are worked on.
-        clock: monotonic seconds.
     """
 
     def __init__(

@@ -142,7 +142,6 @@ class OperatorSettings:
     """What an operator goes by.
 
     Attributes:
-        kube: which cluster, and as whom.
         namespaces: whose resources it works on; empty for the one that it is in, `*` for all of the cluster.
         store: URL of discovery of resources that name none; empty for none.
         allow_stores: prefixes of stores that it opens where resources name them: see `StoreAllowlist`.
@@ -153,7 +152,6 @@ class OperatorSettings:
         resync_rate: looks a second for that reason at most. A look is two requests.
         capacity: whether to look at nodes and all pods of the cluster, where that is allowed.
         host: where `/livez`, `/readyz` and `/metrics` are served; None for nowhere.
-        port: 0 for a free one.
 
     Raises:
         SettingsError: a number is out of range, all of the cluster is named beside a namespace, or an allowed store is

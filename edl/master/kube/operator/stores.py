@@ -103,7 +103,6 @@ class StoreFollower:
     """Watches `wanted/` and `master_reports/` of a store.
 
     Args:
-        url: of the store.
         on_change: called with the key of the store whose meaning for resources has changed, from any thread.
 
     Raises:
@@ -300,9 +299,7 @@ class _Subject:
     Attributes:
         url: of the store, as the resource has it.
         store: the same for all URLs of one store.
-        kind, name: see `StoreFollower.ask`.
         advised: whether this process decides how many teachers of the service are useful.
-        namespace: of the resource.
     """
 
     url: str
@@ -318,7 +315,6 @@ class StoreDirectory:
 
     Args:
         on_change: called with the key of each resource of which a store says something new.
-        allowlist: which stores may be opened.
     """
 
     def __init__(self, on_change: Callable[[str], None], allowlist: StoreAllowlist) -> None:

@@ -45,11 +45,7 @@ class SharingJob:
     """A job among which GPUs are shared.
 
     Attributes:
-        key: of the resource.
-        uid: of the resource.
-        least: workers that it starts with.
         most: workers that are of use to it.
-        gpus: of a worker.
         submitted_s: when it was made, in seconds since 1970.
         remaining_s: seconds that the rest of it takes with the workers that it has; None if unknown.
     """
@@ -234,10 +230,8 @@ class LiveSurroundings:
 
     Args:
         on_key: called with the key of a resource that should be looked at.
-        allowlist: which stores may be opened.
         has_pods: whether pods of an owner are there, by namespace and uid; asks the API server.
         list_pools: returns the pools of a namespace; asks the API server.
-        namespaces: that are worked on.
     """
 
     def __init__(

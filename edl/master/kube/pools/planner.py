@@ -97,13 +97,8 @@ class _Draft:
     """A plan that is being made.
 
     Attributes:
-        pool: the resource.
-        observation: what is known of it.
-        records: of the members.
         backoff: of the probes; None for none.
-        delete: pods that are to end.
         create: pods that are to be made.
-        events: to be shown.
         awaited: the member that went to make room for its successor, which has no node yet; empty for none.
         waits_for: what the next replacement of an outdated teacher waits for; empty for nothing.
         look_again_s: when to look whether that is there; None if an event tells.

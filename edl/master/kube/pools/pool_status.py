@@ -22,13 +22,9 @@ class PoolView:
     Attributes:
         target: teachers that it is to have.
         replicas: teachers that there are, or are being made.
-        scheduled: teachers that have a node.
-        ready: teachers that are ready.
-        growth: whether it grows.
         leaving: names of pods that were asked to end and have not ended.
         failing: which teacher does not start, and why; empty if all do.
         backoff: of its probes; None for none.
-        records: of the members.
         update: of teachers that were made from a spec before; None where the pool has no teachers of its own.
     """
 

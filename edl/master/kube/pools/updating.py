@@ -148,7 +148,6 @@ class UpdateView:
     """How far an update is, for the status.
 
     Attributes:
-        revision: of the spec.
         unlabelled: of teachers whose pods do not say theirs; None where there are no such.
         outdated: teachers that were made from another spec.
         updated: teachers that were made from this one.
@@ -191,7 +190,6 @@ class TeacherUpdate:
     """Which teachers are to be replaced.
 
     Attributes:
-        revision, unlabelled: see `UpdateView`.
         awaited: the member that went first, by the status; empty for none.
         full: the namespace's quota has no room for a teacher more, by the status.
         wanted: teachers that the status says are wanted; None if it says nothing.

@@ -40,7 +40,7 @@ class KubeClient:
 
     Every method raises, beside what it says: KubernetesError where the server cannot be reached, or does not answer in
     time; AccessDeniedError where it does not let the caller; InvalidObjectError where it refuses the object, or does
-    not have the kind; ClosedError after `close`.
+    not have the kind; ClosedError after `close`. A namespace that is None is the client's own.
 
     Args:
         settings: which cluster, and as whom; None for the kubeconfig's or the pod's own.
@@ -95,11 +95,6 @@ class KubeClient:
     def get(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
         """Read an object.
 
-        Args:
-            kind: its kind.
-            name: its name.
-            namespace: None for the client's own.
-
         Returns:
             The object; None where there is none of this name.
         """
@@ -117,12 +112,7 @@ class KubeClient:
     ) -> ObjectList:
         """Read all objects of a kind, as they are now.
 
-        Args:
-            kind: their kind.
-            namespace: empty for all of the cluster.
-            label_selector: such as `app=edl,role in (a,b)`.
-            field_selector: such as `status.phase=Running`.
-            metadata_only: leave out everything else of the objects.
+        An empty `namespace` is all of the cluster. `metadata_only` leaves out everything else of the objects.
 
         Returns:
             The objects, and the moment from which a watch can follow.
@@ -154,11 +144,6 @@ class KubeClient:
     def create(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
         """Make an object.
 
-        Args:
-            kind: its kind.
-            obj: with its name; `apiVersion` and `kind` are filled in.
-            namespace: None for the client's own.
-
         Returns:
             The object as it is now.
 
@@ -181,12 +166,7 @@ class KubeClient:
     ) -> Object:
         """Make an object, or change its fields to these: server-side apply.
 
-        Args:
-            kind: its kind.
-            obj: its name, and the fields that `field_manager` wants; those that it wanted before and leaves out go.
-            namespace: None for the client's own.
-            field_manager: in whose name.
-            force: take fields that another manager set.
+        Fields that `field_manager` wanted before and leaves out go; `force` takes fields that another manager set.
 
         Returns:
             The object as it is now.
@@ -212,12 +192,7 @@ class KubeClient:
     ) -> Object | None:
         """Change fields: a merge patch (RFC 7386), where None removes a field.
 
-        Args:
-            kind: its kind.
-            name: its name.
-            patch: the fields. `metadata.resourceVersion` among them is what the object must still have.
-            namespace: None for the client's own.
-            subresource: such as `status`.
+        `metadata.resourceVersion` in the patch is what the object must still have.
 
         Returns:
             The object as it is now; None where there is none of this name.
@@ -242,14 +217,9 @@ class KubeClient:
     ) -> bool:
         """Delete an object.
 
-        Args:
-            kind: its kind.
-            name: its name.
-            namespace: None for the client's own.
-            uid: which it must have.
-            resource_version: which it must still have.
-            grace_period_s: of a pod: seconds between SIGTERM and SIGKILL; None for its own.
-            propagation: what becomes of the objects that it owns: Background, Foreground or Orphan.
+        The object must have the `uid` and `resource_version` given. `grace_period_s` is of a pod: seconds between
+        SIGTERM and SIGKILL, None for its own. `propagation` says what becomes of the objects that it owns: Background,
+        Foreground or Orphan.
 
         Returns:
             Whether it was there. A pod may take its grace period to end.
@@ -269,11 +239,6 @@ class KubeClient:
     def read_scale(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
         """Read how many replicas are wanted and there.
 
-        Args:
-            kind: its kind.
-            name: its name.
-            namespace: None for the client's own.
-
         Returns:
             A `Scale`; None where there is no object of this name.
         """
@@ -282,12 +247,6 @@ class KubeClient:
 
     def write_scale(self, kind: ResourceType, name: str, replicas: int, namespace: str | None = None) -> Object | None:
         """Change how many replicas are wanted.
-
-        Args:
-            kind: its kind.
-            name: its name.
-            replicas: that are wanted.
-            namespace: None for the client's own.
 
         Returns:
             The `Scale` as it is now; None where there is no object of this name.
@@ -310,18 +269,9 @@ class KubeClient:
     ) -> Iterator[bytes]:
         """Yield what a container wrote, in pieces as they come.
 
-        Args:
-            pod: its pod's name.
-            namespace: None for the client's own.
-            container: may be empty where the pod has a single one.
-            follow: go on until the container ends.
-            tail_lines: only so many of the last lines.
-            previous: of the container before its last restart.
-            since_s: only of the last so many seconds.
-            since_time: only from then on, as `format_time` writes it; whole seconds count. Empty for all.
-            timestamps: begin each line with its time, in nanoseconds, as RFC 3339 has it.
-            deadline_s: end after so many seconds; None for no end but the log's. A node that went away without a word
-                ends it with an error after a minute.
+        `follow` goes on until the container ends; `previous` is of the container before its last restart; `since_time`
+        is as `format_time` writes it; `timestamps` begins each line with its time. After `deadline_s` it ends; None for
+        no end but the log's. A node that went away without a word ends it with an error after a minute.
 
         Yields:
             Bytes; a piece may end within a line.
@@ -354,12 +304,7 @@ class KubeClient:
     ) -> Stream:
         """Begin to follow changes; `edl.kube.watch.KubeWatch` is what callers use.
 
-        Args:
-            kind: of the objects.
-            namespace: empty for all of the cluster.
-            resource_version: the moment after which to begin.
-            selectors: `labelSelector` and `fieldSelector`.
-            length_s: after which the server ends the watch.
+        `selectors` are `labelSelector` and `fieldSelector`; the server ends the watch after `length_s`.
 
         Returns:
             Lines of JSON, an event in each.
@@ -377,11 +322,6 @@ class KubeClient:
 
     def has_resource(self, group: str, version: str, plural: str) -> bool:
         """Ask whether the server has a kind of objects.
-
-        Args:
-            group: of the API, such as `scheduling.volcano.sh`; empty for the core.
-            version: of the API, such as `v1beta1`.
-            plural: such as `podgroups`.
 
         Returns:
             Whether it has.

@@ -42,11 +42,8 @@ _IMPERSONATION: Final = ("as", "as-uid", "as-groups", "as-user-extra")
 def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float) -> str:
     """Fill in what a kubeconfig says.
 
-    Args:
-        configuration: of the official client.
-        path: of the file, or of several as in KUBECONFIG; empty for `~/.kube/config`.
-        context: its context; empty for its current one.
-        plugin_s: for a plugin to give credentials where no terminal is there, in seconds.
+    `path` may name several files as KUBECONFIG does, or be empty for `~/.kube/config`; an empty `context` is the
+    current one. A plugin has `plugin_s` seconds to give credentials where no terminal is there.
 
     Returns:
         The context's namespace; empty where it has none.
@@ -201,12 +198,9 @@ class Connection:
     ) -> Stream:
         """Begin to read an answer that comes piece by piece.
 
-        Args:
-            call: for messages.
-            path: of the URL.
-            query: of the URL.
-            read_timeout_s: the longest silence in seconds; None for any, as long as the server's host is there.
-            begins_at_once: the first byte, which says whether there will be more, takes no longer than a call's answer.
+        `read_timeout_s` is the longest silence in seconds; None for any, as long as the server's host is there. Where
+        it `begins_at_once`, the first byte, which says whether there will be more, takes no longer than a call's
+        answer. The caller closes the stream.
 
         Returns:
             The pieces. The caller closes it.

@@ -15,7 +15,6 @@ class ObjectList(NamedTuple):
     """Objects that were there at the same moment.
 
     Attributes:
-        items: the objects.
         resource_version: the moment, from which on a watch can follow.
     """
 
@@ -25,9 +24,6 @@ class ObjectList(NamedTuple):
 
 def parse_time(text: str) -> float:
     """Read a time of the API.
-
-    Args:
-        text: RFC 3339, with or without a fraction of a second.
 
     Returns:
         The seconds since 1970.
@@ -46,15 +42,11 @@ def parse_time(text: str) -> float:
     return moment.timestamp() + float(f"0.{fraction or 0}")
 
 
-def format_time(seconds: float, *, micro: bool = False) -> str:
+def format_time(seconds: float) -> str:
     """Write a time as the API takes it.
-
-    Args:
-        seconds: since 1970.
-        micro: with six digits after the point, for fields of the type MicroTime; else in whole seconds.
 
     Returns:
         RFC 3339, in UTC.
     """
     moment = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
-    return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ" if micro else "%Y-%m-%dT%H:%M:%SZ")
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

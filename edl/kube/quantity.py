@@ -24,9 +24,6 @@ _MOST_CHARS: Final = 64
 def parse_quantity(text: str | int | float) -> Decimal:
     """Read an amount.
 
-    Args:
-        text: as the API has it, such as `500m` or `2Gi`; YAML also makes plain numbers of it.
-
     Returns:
         The amount, in units (cores, bytes, devices).
 
@@ -45,10 +42,6 @@ def parse_quantity(text: str | int | float) -> Decimal:
 
 def format_quantity(amount: Decimal, *, binary: bool = False) -> str:
     """Write an amount, rounded up to what the API can hold.
-
-    Args:
-        amount: in units.
-        binary: with suffixes such as Mi, in whole bytes, as memory is written.
 
     Returns:
         The amount with the largest suffix that needs no fraction.

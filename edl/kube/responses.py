@@ -42,7 +42,6 @@ class Call:
     Attributes:
         verb: as RBAC has it: get, list, watch, create, patch, delete.
         resource: as RBAC has it, such as `pods` or `pods/log`.
-        group: of the API.
         namespace: empty for all of them, or for a kind without.
         name: of the object, if it has one.
     """
@@ -76,13 +75,6 @@ def parse_object(call: Call, url: str, body: bytes) -> Object:
 
 def explain_failure(call: Call, url: str, status: int, body: bytes, retry_after: str = "") -> EDLError:
     """Say what an answer other than 2xx means.
-
-    Args:
-        call: what was asked.
-        url: of the API server.
-        status: of HTTP.
-        body: of the answer.
-        retry_after: the header of this name.
 
     Returns:
         The error to raise.

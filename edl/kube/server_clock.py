@@ -44,7 +44,6 @@ class _Agreement:
         first_s: when the first of them was there, by the monotonic clock.
         last_s: when the last one was.
         span_s: from the first one's arrival to the last request.
-        count: of them.
     """
 
     low_s: float
@@ -124,9 +123,8 @@ class ServerClock:
     def note(self, date: str, sent_s: float) -> None:
         """Take an answer's date, as soon as its head is there.
 
-        Args:
-            date: the header, of an answer that is surely the API server's own; empty if there is none.
-            sent_s: when the request was sent, as `begin` had it.
+        `date` is the header of an answer that is surely the API server's own, empty if there is none; `sent_s` is what
+        `begin` had.
         """
         now_s = self._monotonic()
         dated_s = _parse_date(date)

@@ -55,9 +55,7 @@ class KubeWatch:
 
     Args:
         client: to ask with; it stays open when the watch is closed.
-        kind: of the objects.
         namespace: empty for all of the cluster; None for the client's own.
-        label_selector: such as `app=edl`.
         on_change: called in the watch's thread with `ADDED`, `MODIFIED` or `DELETED` and the object; with `LISTED` and
             None where all objects may have changed, and with `STALE` and None where the server is away.
         length_s: seconds after which the server ends a request and another one goes on. A server that is silent is
@@ -112,9 +110,6 @@ class KubeWatch:
 
     def wait_listed(self, timeout_s: float) -> bool:
         """Wait until the server has answered once.
-
-        Args:
-            timeout_s: how long, in seconds.
 
         Returns:
             Whether it has; False after `timeout_s`, or where this is closed.

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
@@ -26,15 +26,15 @@ _KEPT_S: Final = 60.0
 """For so long what was known last counts while the API server does not answer, which nothing can be done without
 anyway. Longer, it is not allowed any more, and what is idle is not known."""
 
+T = TypeVar("T")
+
 
 class CapacityWatch:
     """Follows nodes and pods of the cluster, until it is closed.
 
     Args:
-        client: to ask with; it stays open when the watch is closed.
         on_change: called in a watch's thread when what is idle may have changed.
-        on_pod: called in a watch's thread with each event of a pod: `ADDED`, `MODIFIED` or `DELETED` and the object,
-            or `LISTED` or `STALE` and None, as `KubeWatch` has it.
+        on_pod: called in a watch's thread with each event of a pod, as `KubeWatch` has it.
     """
 
     def __init__(
@@ -46,9 +46,8 @@ class CapacityWatch:
         self._on_change = on_change
         self._on_pod = on_pod
         self._lock = threading.Lock()
-        self._nodes: dict[str, NodeCapacity] = {}
-        self._pods: dict[str, PodClaim] = {}
-        self._nodes_known = self._pods_known = False  # taken from the watch, which has listed them a moment before
+        self._nodes = _Parsed(NodeCapacity.of)
+        self._pods = _Parsed(PodClaim.of)
         self._built: ClusterCapacity | None = None
         self._stale_since_s: float | None = None
         self._reason = ""
@@ -65,13 +64,13 @@ class CapacityWatch:
     def current(self) -> ClusterCapacity | None:
         """Return what is idle, built anew where something has changed; None where it is not known."""
         with self._lock:
-            if not (self._nodes_known and self._pods_known):
+            if not (self._nodes.known and self._pods.known):
                 return None
             since_s = self._stale_since_s
             if since_s is not None and time.monotonic() - since_s > _KEPT_S:
                 return None
             if self._built is None:
-                self._built = ClusterCapacity(list(self._nodes.values()), list(self._pods.values()))
+                self._built = ClusterCapacity(list(self._nodes.found.values()), list(self._pods.found.values()))
             return self._built
 
     def close(self) -> None:
@@ -81,84 +80,59 @@ class CapacityWatch:
 
     def _take_node(self, change: str, node: Object | None) -> None:
         self._ready.wait()
-        if change == "STALE":
-            self._note_stale()
-            return
-        with self._lock:
-            if node is None:
-                self._nodes = {}
-                for listed in self._node_watch.objects.values():
-                    self._put_node(listed)
-                self._nodes_known = True
-            elif change == "DELETED":
-                self._nodes.pop(_name(node), None)
-            else:
-                before = self._nodes.get(_name(node))
-                self._put_node(node)
-                if self._nodes.get(_name(node)) == before:
-                    return  # a heartbeat
-            self._built = None
-        self._note_alive()
-        self._on_change()
+        self._take(self._nodes, self._node_watch, change, node)
 
     def _take_pod(self, change: str, pod: Object | None) -> None:
         self._ready.wait()
-        if change == "STALE":
-            self._note_stale()
-            self._on_pod(change, pod)
-            return
-        with self._lock:
-            if pod is None:
-                self._pods = {}
-                for listed in self._pod_watch.objects.values():
-                    self._put_pod(listed)
-                self._pods_known = True
-            elif change == "DELETED":
-                self._pods.pop(_uid(pod), None)
-            else:
-                self._put_pod(pod)
-            self._built = None
-        self._note_alive()
         self._on_pod(change, pod)
-        self._on_change()
+        self._take(self._pods, self._pod_watch, change, pod)
 
-    def _put_node(self, node: Object) -> None:
-        try:
-            self._nodes[_name(node)] = NodeCapacity.of(node)
-        except ValueError as exc:
-            self._nodes.pop(_name(node), None)
-            logger.warning("node %s is left out: %s", _name(node), exc)
-
-    def _put_pod(self, pod: Object) -> None:
-        try:
-            self._pods[_uid(pod)] = PodClaim.of(pod)
-        except ValueError as exc:
-            self._pods.pop(_uid(pod), None)
-            logger.warning("pod %s is left out: %s", _name(pod), exc)
-
-    def _note_stale(self) -> None:
+    def _take(self, parsed: _Parsed[Any], watch: KubeWatch, change: str, obj: Object | None) -> None:
         with self._lock:
-            if self._stale_since_s is None:
+            if change != "STALE":
+                if not parsed.take(change, obj, watch):
+                    return
+                self._built = None
+            if not self.reason:
+                self._stale_since_s = None
+            elif self._stale_since_s is None:
                 self._stale_since_s = time.monotonic()
-        reason = self.reason
-        if reason and reason != self._reason:
-            self._reason = reason
-            logger.info("what is idle in the cluster is not known: %s", reason)
+            before, self._reason = self._reason, self.reason
+        if self._reason != before:
+            what = f"is not known: {self._reason}" if self._reason else "is known"
+            logger.info("what is idle in the cluster %s", what)
         self._on_change()
 
-    def _note_alive(self) -> None:
-        with self._lock:
-            if self.reason:  # looked at here: the other watch's thread may just note that it is stale
-                return
-            self._stale_since_s = None
-        if self._reason:
-            self._reason = ""
-            logger.info("what is idle in the cluster is known")
 
+class _Parsed(Generic[T]):
+    """Objects of a watch, each read once: what cannot be read is left out."""
 
-def _name(obj: Object) -> str:
-    return str((obj.get("metadata") or {}).get("name") or "")
+    def __init__(self, parse: Callable[[Object], T]) -> None:
+        self._parse = parse
+        self.found: dict[str, T] = {}
+        self.known = False  # taken from the watch, which has listed them a moment before
+
+    def take(self, change: str, obj: Object | None, watch: KubeWatch) -> bool:
+        """Take an event; return whether it changes anything, which a node's heartbeat does not."""
+        if obj is None:
+            self.known = True
+            self.found = {}
+            for listed in watch.objects.values():
+                self._put(listed)
+            return True
+        uid = _uid(obj)
+        before = self.found.pop(uid, None)
+        if change != "DELETED":
+            self._put(obj)
+        return self.found.get(uid) != before
+
+    def _put(self, obj: Object) -> None:
+        try:
+            self.found[_uid(obj)] = self._parse(obj)
+        except ValueError as exc:
+            logger.warning("%s is left out: %s", (obj.get("metadata") or {}).get("name"), exc)
 
 
 def _uid(obj: Object) -> str:
-    return str((obj.get("metadata") or {}).get("uid") or "")
+    metadata = obj.get("metadata") or {}
+    return str(metadata.get("uid") or metadata.get("name") or "")

@@ -65,7 +65,6 @@ class Operator:
             stack.callback(self._surroundings.close)
             self._reconciler = Reconciler(
                 self._client,
-                KINDS,
                 self._surroundings,
                 self._events.record,
                 default_store=settings.store,

@@ -121,65 +121,10 @@ def _list_conditions(status: Mapping[str, Any]) -> list[Object]:
     return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
 
-class AcceptedSpecs:
-    """Remembers a spec of each resource. Thread-safe; a new operator knows none."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._specs: dict[str, tuple[str, Mapping[str, Any]]] = {}
-
-    def note(self, key: str, resource: Object) -> None:
-        """Remember a resource's spec."""
-        with self._lock:
-            self._specs[key] = resource["metadata"].get("uid", ""), resource["spec"]
-
-    def restore(self, key: str, resource: Object) -> Object | None:
-        """Return a resource with the spec that was accepted last; None if none was. `suspend` counts as it is now."""
-        with self._lock:
-            uid, spec = self._specs.get(key, ("", {}))
-        if not spec or uid != resource["metadata"].get("uid"):
-            return None
-        now = resource.get("spec")
-        suspend = now.get("suspend", False) if isinstance(now, Mapping) else None
-        if isinstance(suspend, bool):
-            spec = {**spec, "suspend": suspend}
-        return {**resource, "spec": spec}
-
-    def forget(self, key: str) -> None:
-        """Drop a resource that is gone."""
-        with self._lock:
-            self._specs.pop(key, None)
-
-
 _KEPT_S: Final = 900.0
 """After which an object is written again: a disruption budget that somebody removed is back by then."""
-_MOST: Final = 10_000
+_MOST_DONE: Final = 10_000
 """Objects that are remembered, some per resource."""
-
-
-class DoneWrites:
-    """Remembers what was written last, for a while. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._written: OrderedDict[tuple[str, str, str], tuple[str, float]] = OrderedDict()
-
-    def is_new(self, owner_uid: str, kind: ResourceType, name: str, text: str) -> bool:
-        """Whether an object has to be written.
-
-        `text` is what is to be written; empty for a removal.
-        """
-        with self._lock:
-            before, written_s = self._written.get((owner_uid, kind.plural, name), (None, 0.0))
-        return before != text or time.monotonic() - written_s > _KEPT_S
-
-    def note(self, owner_uid: str, kind: ResourceType, name: str, text: str) -> None:
-        """Note that an object was written."""
-        with self._lock:
-            self._written[owner_uid, kind.plural, name] = text, time.monotonic()
-            self._written.move_to_end((owner_uid, kind.plural, name))
-            while len(self._written) > _MOST:
-                self._written.popitem(last=False)
 
 
 SCALED_BY: Final = "edl.io/scaled-by"
@@ -248,6 +193,12 @@ class ResourceHandling:
     plan: Callable[[Any, OwnerObservation], Plan]
 
 
+KINDS: Final[Mapping[str, ResourceHandling]] = {
+    ELASTIC_JOBS.plural: ResourceHandling(ELASTIC_JOBS, parse_elastic_job, plan_job),
+    TEACHER_POOLS.plural: ResourceHandling(TEACHER_POOLS, parse_teacher_pool, plan_pool),
+}
+
+
 class Reconciler:
     """Makes what is there into what should be, a resource at a time. Thread-safe for different keys.
 
@@ -256,7 +207,6 @@ class Reconciler:
     deleted must have the uid that was seen; and what is there already, and the resource's, is as good as made.
 
     Args:
-        kinds: by the plural that keys begin with.
         record_event: has an event shown of a resource.
         default_store: URL of discovery of resources that name none.
         policy: what templates of members may ask for.
@@ -267,7 +217,6 @@ class Reconciler:
     def __init__(
         self,
         api: KubeClient,
-        kinds: Mapping[str, ResourceHandling],
         surroundings: LiveSurroundings,
         record_event: Callable[[ResourceType, Mapping[str, Any], EventNote], None],
         *,
@@ -277,7 +226,6 @@ class Reconciler:
         is_time_doubtful: Callable[[], bool] = lambda: False,
     ) -> None:
         self._api = api
-        self._kinds = kinds
         self._surroundings = surroundings
         self._record_event = record_event
         self._default_store = default_store
@@ -285,8 +233,9 @@ class Reconciler:
         self._clock = clock
         self._is_time_doubtful = is_time_doubtful
         self._evidence = PodEvidence(api)
-        self._done = DoneWrites()
-        self._accepted = AcceptedSpecs()
+        self._lock = threading.Lock()
+        self._done: OrderedDict[tuple[str, str, str], tuple[str, float]] = OrderedDict()
+        self._accepted: dict[str, Object] = {}
         self._refusals: dict[str, tuple[str, int, SpecProblem]] = {}
         self._warned: set[str] = set()
         self._statuses: dict[str, str] = {}
@@ -305,7 +254,7 @@ class Reconciler:
             EDLError: a call failed; the look is to be repeated.
         """
         plural, namespace, name = key.split("/")
-        kind = self._kinds[plural]
+        kind = KINDS[plural]
         resource = self._api.get(kind.type, name, namespace)
         if resource is None:
             self.forget(key)
@@ -323,7 +272,7 @@ class Reconciler:
                 return self._refuse(kind, resource, parsed)
         else:
             owner = parsed
-            self._accepted.note(key, resource)
+            self._accepted[key] = resource
         target = None
         if isinstance(owner, TeacherPool) and owner.scale_target_ref is not None:
             try:
@@ -342,7 +291,7 @@ class Reconciler:
         """Drop what is remembered of a resource that is gone."""
         self._refusals.pop(key, None)
         self._statuses.pop(key, None)
-        self._accepted.forget(key)
+        self._accepted.pop(key, None)
         self._surroundings.note_gone(key)
 
     def _parse_former(self, kind: ResourceHandling, key: str, resource: Object) -> MemberOwner | None:
@@ -350,8 +299,14 @@ class Reconciler:
 
         Else a slip in an edit would leave pods that end where they are, and the job's own end unseen.
         """
-        former = self._accepted.restore(key, resource)
-        owner = None if former is None else kind.parse(former, self._default_store)
+        former, now = self._accepted.get(key), resource.get("spec")
+        if former is None or former["metadata"].get("uid") != resource["metadata"].get("uid"):
+            return None
+        spec = dict(former["spec"])
+        suspend = now.get("suspend", False) if isinstance(now, Mapping) else None
+        if isinstance(suspend, bool):
+            spec["suspend"] = suspend
+        owner = kind.parse({**resource, "spec": spec}, self._default_store)
         if isinstance(owner, tuple):
             return None
         if isinstance(owner, ElasticJob):  # what an edit raised that has a slip must not end or delete the job
@@ -446,7 +401,7 @@ class Reconciler:
                 continue  # another pod has that name by now
             logger.info("%s: pod %s deleted: %s", owner.key, pod.name, pod.reason)
         for kind, name in plan.remove:
-            if self._done.is_new(owner.uid, kind, name, ""):
+            if not self._is_done(owner, kind, name, ""):
                 try:
                     self._api.delete(kind, name, owner.namespace)
                 except NotServedError:
@@ -454,7 +409,7 @@ class Reconciler:
                 except AccessDeniedError as exc:
                     denied = exc
                     continue
-                self._done.note(owner.uid, kind, name, "")
+                self._note_done(owner, kind, name, "")
         return denied
 
     def _make(self, owner: MemberOwner, plan: Plan) -> list[Object]:
@@ -462,9 +417,9 @@ class Reconciler:
         taken = []
         for kind, obj in plan.apply:
             name, text = obj["metadata"]["name"], json.dumps(obj, sort_keys=True)
-            if self._done.is_new(owner.uid, kind, name, text):
+            if not self._is_done(owner, kind, name, text):
                 self._api.apply(kind, obj, owner.namespace)
-                self._done.note(owner.uid, kind, name, text)
+                self._note_done(owner, kind, name, text)
         for obj in plan.create:
             try:
                 self._api.create(PODS, obj, owner.namespace)
@@ -474,6 +429,18 @@ class Reconciler:
                 continue  # made before: by this operator in a life that was cut off, or by a second one
             logger.info("%s: pod %s created", owner.key, obj["metadata"]["name"])
         return taken
+
+    def _is_done(self, owner: MemberOwner, kind: ResourceType, name: str, text: str) -> bool:
+        """Whether an object beside the pods is as it should be, so that a look at rest writes nothing."""
+        before, written_s = self._done.get((owner.uid, kind.plural, name), (None, 0.0))
+        return before == text and time.monotonic() - written_s <= _KEPT_S
+
+    def _note_done(self, owner: MemberOwner, kind: ResourceType, name: str, text: str) -> None:
+        with self._lock:
+            self._done[owner.uid, kind.plural, name] = text, time.monotonic()
+            self._done.move_to_end((owner.uid, kind.plural, name))
+            while len(self._done) > _MOST_DONE:
+                self._done.popitem(last=False)
 
     def _has_pod(self, owner: MemberOwner, name: str) -> bool:
         """Whether the pod of a name is the owner's: names have no uid, so it may be a namesake's that hangs.
@@ -555,9 +522,3 @@ class Reconciler:
         condition = Condition("Accepted", False, problem.reason, problem.message)
         written = set_condition(status, condition, owner.generation, self._clock(), before)
         return {**written, "message": problem.message}
-
-
-KINDS: Final[Mapping[str, ResourceHandling]] = {
-    ELASTIC_JOBS.plural: ResourceHandling(ELASTIC_JOBS, parse_elastic_job, plan_job),
-    TEACHER_POOLS.plural: ResourceHandling(TEACHER_POOLS, parse_teacher_pool, plan_pool),
-}

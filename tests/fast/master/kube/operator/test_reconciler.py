@@ -20,7 +20,7 @@ from edl.kube.resource_types import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, TEA
 from edl.kube.responses import NotServedError
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.observation import OwnerObservation, StoreAnswer, find_condition
-from edl.master.kube.operator.reconciler import KINDS, Reconciler
+from edl.master.kube.operator.reconciler import Reconciler
 from edl.master.kube.resources import MemberOwner
 from tests.fast.master.kube.operator.in_memory_api import InMemoryApi, OperatorKilled
 
@@ -81,7 +81,6 @@ def make_reconciler(
     around: Any = GivenSurroundings(api, given or Given())
     found = Reconciler(
         api,
-        KINDS,
         around,
         lambda kind, resource, note: reasons.append(note.reason),
         clock=lambda: api.now_s,

@@ -1,15 +1,10 @@
-"""What can be checked of serving/docker without Docker: the context, the extras, the user and the command."""
+"""What can be checked of serving/docker without Docker: the context, the extras and the user."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shlex
-import shutil
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -87,42 +82,3 @@ def test_image_is_small_and_not_root(path: Path) -> None:
     for keyword, rest in _instructions(path):
         assert keyword != "FROM" or "latest" not in rest
         assert not re.search(r"(?i)token|password|secret", rest)
-
-
-@pytest.fixture(scope="module")
-def wheel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that an image has, made of what the Dockerfiles copy and nothing else, unpacked."""
-    folder = tmp_path_factory.mktemp("image")
-    context = folder / "src"
-    context.mkdir()
-    for source in sorted({source for path in FILES for source in _sources(path)}):
-        target = context / source
-        if (ROOT / source).is_dir():
-            shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / source, target)
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=context, check=True, capture_output=True, timeout=100)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as files:
-        files.extractall(folder / "site")
-    return folder / "site"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_command_starts(path: Path, wheel_folder: Path, tmp_path: Path) -> None:
-    final = dict(_stages(path)[-1])
-    entry, arguments = json.loads(final["ENTRYPOINT"]), json.loads(final["CMD"])
-    module, function = PROJECT["scripts"][entry[0]].split(":")
-    code = f"import sys; from {module} import {function} as run; sys.argv[0] = {entry[0]!r}; sys.exit(run())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, arguments[0], "--help"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(wheel_folder), "HOME": str(tmp_path)},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"usage: {entry[0]} {arguments[0]}" in done.stdout

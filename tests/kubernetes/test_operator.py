@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +11,11 @@ from typing import Any
 import pytest
 
 from benchmarks._api_proxy import ApiProxy
-from edl.kube.resource_types import PODS
-from edl.kube.watch import KubeWatch
 from tests.cluster.api import Cluster
-from tests.cluster.operator_process import ACCOUNT, OperatorProcess, install_account
+from tests.cluster.operator_process import ACCOUNT, install_account
 from tests.kubernetes.scenarios.scene import Scene, find_condition
 
 CreateJob = Callable[..., None]
-KILLS = 8
-MOST_ROUNDS = 30
 
 
 @pytest.fixture
@@ -108,88 +102,63 @@ def test_job_comes_scales_and_goes(scene: Scene, create_job: CreateJob) -> None:
     assert process.stop() == 143
 
 
-def test_operator_killed_between_calls(scene: Scene, proxy: ApiProxy, create_job: CreateJob) -> None:
-    """At random points: before a call arrives, or when it was carried out and not answered.
+def test_typo_in_command_ends_the_job(scene: Scene, create_job: CreateJob) -> None:
+    """The runtime reports a start in 1970, which is no steady run: four pods are made, and the job says why."""
+    scene.operator("--no-capacity")
+    names: set[str] = set()
+    template = scene.pod_template(["/usr/bin/pyhton"], cpu="1m", memory="32Mi")
+    create_job("typo", template=template)
 
-    A round in which the operator has fewer calls left to make than it was to make counts as none.
-    """
-    chance = random.Random(12)
-    killer = OperatorKiller(proxy)
-    process = scene.operator("--kubeconfig", str(proxy.kubeconfig), "--no-capacity")
-    second = scene.operator("--no-capacity")  # two do no harm
-    wanted = {"a": 2, "b": 1}
-    uids: dict[str, set[str]] = {}
+    def has_failed() -> bool:
+        names.update(pod["metadata"]["name"] for pod in scene.pods("typo"))
+        return scene.phase("typo") == "Failed"
 
-    def note(change: str, pod: Any) -> None:
-        if pod is not None:
-            uids.setdefault(pod["metadata"]["name"], set()).add(pod["metadata"]["uid"])
-
-    with contextlib.closing(KubeWatch(scene.cluster.client, PODS, scene.namespace, on_change=note)) as watch:
-        assert watch.wait_listed(60)
-        for name, count in wanted.items():
-            create_job(name, maxReplicas=4, replicas=count)
-        for name, count in wanted.items():
-            wait_live(scene, name, count)
-        second.kill()
-        for number in range(MOST_ROUNDS):
-            if killer.count == KILLS:
-                break
-            killer.arm(process, chance.randint(1, 9), after=chance.random() < 0.5)
-            name = chance.choice(sorted(wanted))
-            wanted[name] = chance.choice([count for count in range(1, 5) if count != wanted[name]])
-            scale(scene, name, wanted[name])
-            if not process.running:
-                process.start()
-            scene.wait(f"kill {number}", lambda: killer.killed(scene, wanted))
-            process.kill()
-        killer.arm(None, 0, after=False)
-        process.start()
-        for name, count in wanted.items():
-            wait_live(scene, name, count)
-        settled = live_pods(scene, *wanted)
-        scene.wait("the watch", lambda: set(settled) <= uids.keys())
-    assert killer.count == KILLS, f"in {MOST_ROUNDS} rounds only {killer.count} times a call was left to kill at"
-    assert {name: found for name, found in uids.items() if len(found) > 1} == {}, "a name was given twice"
-    indexes = [name.rsplit("-", 1)[0] for name in settled]
-    assert len(set(indexes)) == len(indexes), f"a member has two pods: {settled}"
+    scene.wait("the job's failure", has_failed)
+    assert names == {f"typo-worker-0-{number}" for number in range(4)}
+    failed = find_condition(scene.cluster.get("elasticjobs", "typo", scene.namespace), "Failed")
+    assert failed["reason"] == "LaunchFailed"
+    assert "pyhton" in failed["message"]
 
 
-class OperatorKiller:
-    """Kills an operator at its k-th call from now, before the call arrives or before it is answered."""
+def test_what_an_author_may_not_do(scene: Scene, create_job: CreateJob) -> None:
+    """Whoever may create jobs and pools gets neither the operator's account, nor a node, nor others' Deployments."""
+    scene.operator("--no-capacity", "--pod-security", "baseline")
+    container = {"name": "edl", "image": "i"}
+    specs: dict[str, dict[str, Any]] = {
+        "hostPID": {"hostPID": True},
+        "privileged": {"containers": [{**container, "securityContext": {"privileged": True}}]},
+        "hostPath": {"volumes": [{"name": "root", "hostPath": {"path": "/"}}]},
+        "edl-operator": {"serviceAccountName": "edl-operator"},
+    }
+    for word, spec in specs.items():
+        create_job(word.lower(), template={"spec": {"containers": [container], **spec}})
+    scene.create_deployment("victim", {"spec": {"containers": [container]}})
+    scene.cluster.scale(scene.namespace, "victim", 1)
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "victim"}
+    scene.create("TeacherPool", "taker", scaleTargetRef=target, scaling="external", store="edl://x", maxReplicas=1)
+    for word in specs:
+        found = scene.wait(f"the refusal of {word}", lambda word=word: read_accepted(scene, word.lower()))  # type: ignore[misc]
+        assert (found["status"], found["reason"]) == ("False", "PodNotAllowed"), found
+        assert word in found["message"]
+        assert live_pods(scene, word.lower()) == []
 
-    def __init__(self, proxy: ApiProxy) -> None:
-        self._lock = threading.Lock()
-        self._left = 0
-        self._after = False
-        self._process: OperatorProcess | None = None
-        self.count = 0
-        proxy.before = lambda line: self._look(line, False)
-        proxy.after = lambda line: self._look(line, True)
+    def read_refusal() -> Any:
+        return find_condition(scene.cluster.get("teacherpools", "taker", scene.namespace), "Accepted")
 
-    def arm(self, process: OperatorProcess | None, calls: int, *, after: bool) -> None:
-        with self._lock:
-            self._process, self._left, self._after = process, calls, after
+    assert "edl.io/scaled-by=taker" in scene.wait("the refusal of the pool", read_refusal)["message"]
+    path = f"/apis/apps/v1/namespaces/{scene.namespace}/deployments/victim"
+    assert scene.cluster.ask(path)["spec"]["replicas"] == 1
 
-    def killed(self, scene: Scene, wanted: dict[str, int]) -> bool:
-        """Whether it was; or nothing is left to do, so that no call comes any more."""
-        with self._lock:
-            if self._process is None:
-                return True
-        return all(len(live_pods(scene, name)) == count for name, count in wanted.items())
 
-    def _look(self, line: str, after: bool) -> None:
-        if "watch=" in line or not line.endswith(" edl"):
-            return  # they decide nothing
-        with self._lock:
-            if self._process is None or after != self._after:
-                return
-            self._left -= 1
-            if self._left > 0:
-                return
-            process, self._process = self._process, None
-            self.count += 1
-        process.kill()
-        raise ConnectionError("the operator is dead")
+def test_status_by_hand_ends_no_job(scene: Scene, create_job: CreateJob) -> None:
+    scene.operator("--no-capacity")
+    create_job("sleepy", replicas=2, maxReplicas=2)
+    pods = scene.wait_running("sleepy", 2)
+    path = f"/apis/edl.io/v1alpha1/namespaces/{scene.namespace}/elasticjobs/sleepy/status"
+    forged = {"status": {"phase": "Succeeded", "conditions": []}}
+    scene.cluster.ask(path, "PATCH", forged, content_type="application/merge-patch+json")
+    scene.wait("what is true", lambda: scene.phase("sleepy") == "Running")
+    assert scene.wait_running("sleepy", 2) == pods
 
 
 def test_missing_resource_definitions(scene: Scene, proxy: ApiProxy, create_job: CreateJob) -> None:

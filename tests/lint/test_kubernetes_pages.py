@@ -8,8 +8,7 @@ from pathlib import Path
 import yaml
 
 from edl.kube.resource_types import DEPLOYMENTS
-from edl.master.kube.jobs import CONDITION_REASONS, EVENT_REASONS
-from edl.master.kube.jobs.reasons import FAILURE_ADVICE, FAILURE_REASONS
+from edl.master.kube.jobs.status import FAILURE_ADVICE, FAILURE_REASONS
 from edl.master.kube.members.records import POD_RELAUNCH_TABLE
 from edl.master.kube.observation import OwnerObservation, ScaleTarget, StoreAnswer
 from edl.master.kube.pools import plan_pool
@@ -21,20 +20,11 @@ BORROWING = (ROOT / "docs/kubernetes-borrowing.md").read_text()
 KUBE = ROOT / "edl/master/kube"
 
 
-def read_section(title: str) -> dict[str, str]:
-    """Return reason -> meaning of the table below a title."""
-    section = PAGE.split(f" {title}\n", 1)[1].split("\n#", 1)[0]
-    return dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE))
-
-
-def test_page_has_the_tables() -> None:
-    for kind, reasons in CONDITION_REASONS.items():
-        assert read_section(kind) == reasons, f"docs/kubernetes-conditions.md, {kind}"
-    assert read_section("Events of a job") == EVENT_REASONS
-    failed = set(CONDITION_REASONS["Failed"]) - {"NotFailed"}
-    assert failed == set(FAILURE_ADVICE) == {*FAILURE_REASONS.values(), "DeadlineExceeded"}
-    names = {*EVENT_REASONS, *(reason for kind in CONDITION_REASONS.values() for reason in kind)}
-    assert all(re.fullmatch(r"([A-Z][a-z]+)+", reason) for reason in names)
+def test_page_has_what_jobs_fail_for() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*)\. \|$", PAGE.split("### Failed\n")[1].split("\n#")[0], re.MULTILINE)
+    advice = {reason: text[0].lower() + text[1:] for reason, text in rows}
+    assert {reason: text[0].lower() + text[1:] for reason, text in FAILURE_ADVICE.items()} == advice
+    assert set(FAILURE_ADVICE) == {*FAILURE_REASONS.values(), "DeadlineExceeded"}
 
 
 def test_page_has_the_relaunch_table() -> None:
@@ -48,16 +38,15 @@ def test_page_has_the_relaunch_table() -> None:
 
 
 def test_page_has_the_operators_reasons() -> None:
-    """Of what pools and the operator write themselves, each stands somewhere on the page."""
-    code = "".join(
-        path.read_text() for name in ("pools", "operator", "resources") for path in (KUBE / name).rglob("*.py")
-    )
+    """Of what the operator writes itself, each stands somewhere on the page."""
+    code = "".join(path.read_text() for path in KUBE.rglob("*.py"))
     found = set(re.findall(r'Growth\((?:True|False), "(\w+)"', code))
     growing = {reason for row in re.findall(r"^\| (?:True|False) \| (.*?) \|", BORROWING, re.MULTILINE)
                for reason in re.findall(r"`(\w+)`", row)}  # fmt: skip
     assert growing == found
     found |= set(re.findall(r'EventNote\(\s*"\w+", "(\w+)"', code))
     found |= set(re.findall(r'Condition\("\w+", [\w.]+, "(\w+)"', code))
+    found |= set(re.findall(r'(?:build|note)\((?:[\w()]+, )?"(\w+)"', code))
     found |= set(re.findall(r'refuse\(\s*"(\w+)"', code))
     assert len(found) > 20
     assert {reason for reason in found if f"`{reason}`" not in PAGE} == set()

@@ -12,7 +12,7 @@ from typing import Any
 from edl.kube.objects import Object, format_time
 from edl.kube.resource_types import ResourceType
 from edl.master.kube.capacity import ClusterCapacity
-from edl.master.kube.members import MemberPod
+from edl.master.kube.members.pods import MemberPod
 
 __all__ = [
     "Condition",

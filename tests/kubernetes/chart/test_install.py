@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from edl.discovery import Instance, Registry, open_registry, open_store
-from edl.errors import DiscoveryError
+from edl.discovery import open_store
 from tests.cluster.api import Cluster, in_namespace, kubectl_program, run_program
 from tests.cluster.locks import exclusive_lock
 from tests.cluster.machine import ROOT
@@ -85,28 +81,6 @@ def _remove_user_roles(cluster: Cluster) -> None:
     cluster.kubectl("delete", "--ignore-not-found", "clusterrole", "edl-edit", "edl-view")
 
 
-def _looked(status: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What the page has of the cluster; None before its first look."""
-    return status if status is not None and (status["looked"] or status["stale"]) else None
-
-
-def _ask_page(cluster: Cluster, path: str) -> dict[str, Any]:
-    """Return what the page answers through the API server; {} while that has no place of the pod, which is ready."""
-    try:
-        found = cluster.ask(path)
-    except RuntimeError as error:
-        if ": 503 " not in str(error):
-            raise
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _is_there(registry: Registry) -> bool:
-    with contextlib.suppress(DiscoveryError):
-        return registry.services() == ()
-    return False
-
-
 def _may_list(scene: Scene, resource: str) -> bool:
     """Whether the operator may do so in all namespaces."""
     return scene.cluster.may(f"system:serviceaccount:{scene.namespace}:edl-operator", "list", resource)
@@ -170,23 +144,3 @@ def test_plain_manifests_are_taken(cluster: Cluster, namespace: str, new: bool) 
         text = yaml.safe_dump_all(objects).replace("namespace: edl\n", f"namespace: {namespace}\n")
         said = cluster.kubectl("apply", "--dry-run=server", "-f", "-", text=text, program=kubectl_program(new))
         assert said.count("server dry run") == len(objects) > 0, said
-
-
-@pytest.mark.parametrize("helm", [3], ids=["helm3"], indirect=True)
-def test_dashboard_reads_the_cluster(release: Release, cluster: Cluster, namespace: str, store_address: str) -> None:
-    """The page in a pod, with an account that may only read."""
-    (install,) = (command for command in page_commands("Install") if command[0] == "helm")
-    parts = f"operator.enabled=false,dashboard.enabled=true,grafana.enabled=true,storeServer.clusterIP={store_address}"
-    release.run(install, "--set", f"crds.install=false,priorityClasses.install=false,{parts}")
-    with open_registry(f"edl://{store_address}:29400", timeout_s=30.0) as registry:
-        cluster.wait("the store", lambda: _is_there(registry), namespace, READY_S)
-        registry.register(Instance("digits", "teacher-0", "10.88.0.1", 8001), ttl_s=60.0)
-        path = f"/api/v1/namespaces/{namespace}/services/edl-dashboard:8650/proxy/api/state"
-        state = cluster.wait("the service", lambda: _ask_page(cluster, path).get("services"), namespace, READY_S)
-    assert [service["service"] for service in state] == ["digits"]
-    shown = cluster.wait("the cluster", lambda: _looked(_ask_page(cluster, path).get("kubernetes")), namespace, READY_S)
-    assert (shown["namespaces"], shown["stale"], shown["jobs"]) == ([namespace], "", []), "its account may list"
-    log = cluster.kubectl("-n", namespace, "logs", "deployment/edl-dashboard")
-    assert "Traceback" not in log, log
-    grafana = cluster.ask(f"/api/v1/namespaces/{namespace}/configmaps/edl-grafana")
-    assert json.loads(grafana["data"]["edl.json"])["title"] == "EDL"

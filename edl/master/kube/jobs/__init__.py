@@ -7,7 +7,6 @@ do, or with an error that does not pass by itself. What does not belong here: ho
 
 from edl.master.kube.jobs.launches import shares_cluster
 from edl.master.kube.jobs.planner import plan_job
-from edl.master.kube.jobs.reasons import CONDITION_REASONS, EVENT_REASONS
 from edl.master.kube.jobs.status import find_final_phase
 
-__all__ = ["CONDITION_REASONS", "EVENT_REASONS", "find_final_phase", "plan_job", "shares_cluster"]
+__all__ = ["find_final_phase", "plan_job", "shares_cluster"]

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from edl.kube.objects import Object
 from edl.kube.resource_types import POD_DISRUPTION_BUDGETS, ResourceType
-from edl.master.kube.members import MemberLaunch, MemberRecord
 from edl.master.kube.members.naming import JOB_LABEL, MANAGED_BY, build_owner_reference, build_selector, shorten_name
-from edl.master.kube.members.pod_template import POD_ADDRESS
+from edl.master.kube.members.pod_template import POD_ADDRESS, MemberLaunch
+from edl.master.kube.members.records import MemberRecord
 from edl.master.kube.resources import ElasticJob
 
 __all__ = [

@@ -37,15 +37,17 @@ from edl.master.kube.jobs.status import (
     write_finished_status,
     write_job_status,
 )
-from edl.master.kube.members import MemberPod, MemberRecord, build_member_pod, read_member_records
-from edl.master.kube.members.pod_template import has_memory_quantity
+from edl.master.kube.members.pod_template import build_member_pod, has_memory_quantity
+from edl.master.kube.members.pods import MemberPod
 from edl.master.kube.members.records import (
     LAUNCH_PATIENCE_S,
     NO_ROOM,
     ROOM_PATIENCE_S,
     MemberOutcome,
+    MemberRecord,
     MemberReview,
     list_superseded,
+    read_member_records,
     read_time,
     review_members,
 )

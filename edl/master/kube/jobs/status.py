@@ -12,16 +12,16 @@ from typing import Any, Final
 
 from edl.kube.objects import Object, format_time
 from edl.master.kube.jobs.launches import MASTER, WORKER
-from edl.master.kube.jobs.reasons import FAILURE_ADVICE, FAILURE_REASONS
-from edl.master.kube.members import (
+from edl.master.kube.members.naming import build_selector
+from edl.master.kube.members.pods import MemberPod
+from edl.master.kube.members.records import (
+    MAX_MESSAGE_CHARS,
     MemberEnd,
-    MemberPod,
     MemberRecord,
-    build_selector,
     format_member_records,
     read_member_records,
+    read_time,
 )
-from edl.master.kube.members.records import MAX_MESSAGE_CHARS, read_time
 from edl.master.kube.observation import Condition, OwnerObservation, WorkProgress, find_condition, write_conditions
 from edl.master.kube.resources import ElasticJob
 from edl.master.scaling.terminations import TerminationCause, find_termination_cause
@@ -40,6 +40,36 @@ __all__ = [
     "write_job_status",
 ]
 
+FAILURE_REASONS: Final[Mapping[TerminationCause, str]] = {
+    TerminationCause.USER_ERROR: "UserError",
+    TerminationCause.OUT_OF_MEMORY: "OutOfMemory",
+    TerminationCause.KILLED: "Killed",
+    TerminationCause.CRASHED: "Crashed",
+    TerminationCause.PEER_LOST: "PeerLost",
+    TerminationCause.EVICTED: "Evicted",
+    TerminationCause.HARDWARE: "HardwareFault",
+    TerminationCause.UNCLEAR_FAULT: "UnclearFault",
+    TerminationCause.LAUNCH_FAILED: "LaunchFailed",
+    TerminationCause.NOT_STORED: "NotStored",
+    TerminationCause.UNKNOWN: "UnknownEnd",
+}
+"""Of the condition `Failed`, by the cause that ended the job. The causes that are missing never end a job."""
+
+FAILURE_ADVICE: Final[Mapping[str, str]] = {
+    "UserError": "mend the script, delete the job and submit it again",
+    "OutOfMemory": "ask for more memory in spec.template, or find what leaks",
+    "Killed": "find out what kills it: `kubectl describe pod`, and the kernel's log of its node",
+    "Crashed": "look for a library, driver or image that does not fit: native code crashed on two nodes",
+    "PeerLost": "look at the network between the nodes, and at the other workers' logs",
+    "Evicted": "ask for the memory and ephemeral storage that it uses, so that it goes where they are",
+    "HardwareFault": "look at the GPUs of the nodes named in status.members; several nodes failed",
+    "UnclearFault": "run the script with CUDA_LAUNCH_BLOCKING=1: a kernel failed on two nodes",
+    "LaunchFailed": "mend the image, volume, secret or init container that the message names",
+    "NotStored": "look at the storage of spec.checkpoint: the last state did not get there",
+    "UnknownEnd": "look at the node's kubelet: nothing tells why the pod ended",
+    "DeadlineExceeded": "raise spec.activeDeadlineSeconds, or give it more workers",
+}
+"""What to do about each reason of the condition `Failed`."""
 _EXIT_POISONED: Final = 3
 """What `edl master` ends with where shards were given up: the job has its result, without these."""
 _SUCCEEDED: Final = TerminationCause.SUCCEEDED.value

@@ -24,9 +24,9 @@ from edl.kube.objects import Object
 from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.responses import NotServedError
 from edl.master.kube.jobs import plan_job
-from edl.master.kube.members import read_member_pods
 from edl.master.kube.members.naming import INDEX_LABEL, OWNER_UID_LABEL, ROLE_LABEL, TRY_LABEL
 from edl.master.kube.members.pod_policy import PodPolicy
+from edl.master.kube.members.pods import read_member_pods
 from edl.master.kube.observation import Condition, EventNote, OwnerObservation, Plan, ScaleTarget, write_conditions
 from edl.master.kube.operator.pod_evidence import PodEvidence
 from edl.master.kube.operator.surroundings import LiveSurroundings

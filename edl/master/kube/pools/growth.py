@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from edl.kube.objects import format_time, parse_time
-from edl.master.kube.members import MemberPod
+from edl.master.kube.members.pods import MemberPod
 from edl.master.kube.members.records import LAUNCH_PATIENCE_S
 from edl.master.kube.observation import OwnerObservation
 from edl.master.kube.pools.updating import is_failing

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from edl.kube.objects import Object, format_time
-from edl.master.kube.members import MemberPod, MemberRecord, read_member_records, record_end
+from edl.master.kube.members.pods import MemberPod
+from edl.master.kube.members.records import MemberRecord, read_member_records, record_end
 from edl.master.kube.observation import EventNote, OwnerObservation, Plan, PodDeletion
 from edl.master.kube.pools.growth import Growth, ProbeBackoff, back_off, decide_growth, find_launch_failure, find_target
 from edl.master.kube.pools.pool_status import PoolView, describe_transitions, write_status

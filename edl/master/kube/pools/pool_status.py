@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from edl.kube.objects import Object, format_time
-from edl.master.kube.members import MemberRecord, build_selector, format_member_records
+from edl.master.kube.members.naming import build_selector
+from edl.master.kube.members.records import MemberRecord, format_member_records
 from edl.master.kube.observation import Condition, EventNote, OwnerObservation, find_condition, write_conditions
 from edl.master.kube.pools.growth import Growth, ProbeBackoff
 from edl.master.kube.pools.updating import UpdateView

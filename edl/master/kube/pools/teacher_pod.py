@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from edl.kube.objects import Object
-from edl.master.kube.members import MemberLaunch, build_member_pod
-from edl.master.kube.members.pod_template import POD_ADDRESS
+from edl.master.kube.members.pod_template import POD_ADDRESS, MemberLaunch, build_member_pod
 from edl.master.kube.members.pods import find_main_container
 from edl.master.kube.pools.updating import REVISION_LABEL, hash_revision
 from edl.master.kube.resources import TeacherPool

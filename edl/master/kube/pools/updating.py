@@ -18,8 +18,8 @@ from typing import Final
 
 from edl.discovery.urls import identify_store
 from edl.kube.objects import format_time
-from edl.master.kube.members import MemberPod
 from edl.master.kube.members.naming import OWNER_UID_LABEL
+from edl.master.kube.members.pods import MemberPod
 from edl.master.kube.members.records import read_time
 from edl.master.kube.observation import Condition, OwnerObservation, find_condition
 from edl.master.kube.resources import TeacherPool

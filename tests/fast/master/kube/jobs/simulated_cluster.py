@@ -1,31 +1,20 @@
 """A cluster in memory, with what an API server, a scheduler and kubelets do to the pods of a job.
 
-An operator is a call of `reconcile`, which may be cut off after any of its calls, or act on what it read long ago.
+An operator is a call of `reconcile`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from edl.kube.objects import Object, format_time
 from edl.master.kube.jobs import plan_job
-from edl.master.kube.members import read_member_pods
+from edl.master.kube.members.pods import read_member_pods
 from edl.master.kube.observation import OwnerObservation, Plan, StoreAnswer, WorkProgress
 from edl.master.kube.resources import ElasticJob, parse_elastic_job
 
 START = 1_772_366_400.0
-
-
-@dataclass
-class Reading:
-    """What an operator has read: the resource, and a plan made from it and from the pods of that moment."""
-
-    job: ElasticJob
-    resource_version: int
-    plan: Plan
 
 
 class SimulatedCluster:
@@ -35,9 +24,7 @@ class SimulatedCluster:
         self.now_s = START
         self.version = 1
         self.nodes: dict[str, int] = {"node1": 2, "node2": 2}
-        self.dead: set[str] = set()
         self.pods: dict[str, Object] = {}
-        self.gone: list[str] = []
         self.made = 0
         self.wanted: int | None = None
         self.allocation: int | None = None
@@ -46,7 +33,6 @@ class SimulatedCluster:
         self.unreachable = ""
         self.refused = ""
         self.capacity: Any = None
-        self.deleted = False
         self.events: list[str] = []
         self.status_writes = 0
         template = {"spec": {"containers": [{"name": "w", "image": "i", "resources": {"limits": {"memory": "1Gi"}}}]}}
@@ -64,7 +50,7 @@ class SimulatedCluster:
         self.resource["metadata"]["generation"] += 1
         self.version += 1
 
-    def read(self) -> Reading:
+    def plan(self) -> Plan:
         job = parse_elastic_job(copy.deepcopy(self.resource))
         assert isinstance(job, ElasticJob), job
         pods, strangers = read_member_pods(copy.deepcopy(list(self.pods.values())), job.uid)
@@ -78,35 +64,19 @@ class SimulatedCluster:
         )
         plan = plan_job(job, observation)
         assert plan_job(job, observation) == plan, "the same from the same"
-        return Reading(job, self.version, plan)
-
-    def carry_out(self, reading: Reading, calls: int = 10_000) -> Plan:
-        """Do what a plan says, in the order of the Reconciler, and stop after so many calls."""
-        plan = reading.plan
-        for call, step in enumerate(self._list_steps(reading)):
-            if call >= calls or step == "conflict":
-                return plan
-        self.events += [note.reason for note in plan.events]
         return plan
 
-    def reconcile(self, calls: int = 10_000) -> Plan:
-        return self.carry_out(self.read(), calls)
-
-    def _list_steps(self, reading: Reading) -> Iterator[str]:
-        plan = reading.plan
+    def reconcile(self) -> Plan:
+        """Do what a plan says, in the order of the Reconciler."""
+        plan = self.plan()
         if plan.status != self.status:
-            if reading.resource_version != self.version:
-                yield "conflict"
-                return
             self.resource["status"] = {key: value for key, value in plan.status.items() if value is not None}
             self.version += 1
             self.status_writes += 1
-            yield "status"
         for deletion in plan.delete:
             pod = self.pods.get(deletion.name)
             if pod is not None and pod["metadata"]["uid"] == deletion.uid:
                 self.ask_to_end(deletion.name)
-            yield "delete"
         for obj in plan.create:
             name = obj["metadata"]["name"]
             if name not in self.pods:
@@ -115,8 +85,8 @@ class SimulatedCluster:
                 pod["metadata"] |= {"uid": f"uid-{self.made}", "creationTimestamp": format_time(self.now_s)}
                 pod["status"] = {"phase": "Pending"}
                 self.pods[name] = pod
-            yield "create"
-        self.deleted |= plan.delete_owner
+        self.events += [note.reason for note in plan.events]
+        return plan
 
     def ask_to_end(self, name: str) -> None:
         """Set the time by which a pod has to end; without a node it goes at once, as the API server does it."""
@@ -124,11 +94,7 @@ class SimulatedCluster:
         grace_s = pod["spec"]["terminationGracePeriodSeconds"]
         pod["metadata"].setdefault("deletionTimestamp", format_time(self.now_s + grace_s))
         if "nodeName" not in pod["spec"] or pod["status"]["phase"] in ("Succeeded", "Failed"):
-            self.remove(name)
-
-    def remove(self, name: str) -> None:
-        del self.pods[name]
-        self.gone.append(name)
+            del self.pods[name]
 
     def schedule(self) -> None:
         for pod in self.pods.values():
@@ -139,7 +105,7 @@ class SimulatedCluster:
             room = [
                 node
                 for node, slots in self.nodes.items()
-                if node not in self.dead and self.count_on(node) < slots and f"'{node}'" not in left_out
+                if self.count_on(node) < slots and f"'{node}'" not in left_out
             ]
             if room:
                 spec["nodeName"] = room[0]
@@ -161,22 +127,7 @@ class SimulatedCluster:
         pod["status"]["phase"] = "Failed" if code else "Succeeded"
         pod["status"]["conditions"] = []
         if "deletionTimestamp" in pod["metadata"]:
-            self.remove(name)
-
-    def lose_node(self, node: str) -> None:
-        """Stop a node's kubelet: its pods are marked, asked to end, and stay."""
-        self.dead.add(node)
-        for pod in self.pods.values():
-            if pod["spec"].get("nodeName") == node and pod["status"]["phase"] == "Running":
-                pod["status"]["conditions"][0]["status"] = "False"
-                pod["metadata"].setdefault("deletionTimestamp", format_time(self.now_s))
-
-    def return_node(self, node: str) -> None:
-        """Start a node's kubelet: it removes the pods that were asked to end meanwhile."""
-        self.dead.discard(node)
-        for name in self.list_on(node):
-            if "deletionTimestamp" in self.pods[name]["metadata"]:
-                self.remove(name)
+            del self.pods[name]
 
     def list_on(self, node: str) -> list[str]:
         return [name for name, pod in self.pods.items() if pod["spec"].get("nodeName") == node]
@@ -194,16 +145,11 @@ class SimulatedCluster:
         ]
 
     def list_running(self) -> list[str]:
-        running = [name for name in self.list_live() if self.pods[name]["status"]["phase"] == "Running"]
-        return [name for name in running if self.pods[name]["spec"]["nodeName"] not in self.dead]
+        return [name for name in self.list_live() if self.pods[name]["status"]["phase"] == "Running"]
 
     def list_ending(self) -> list[str]:
-        """Return the names of pods that were asked to end, on nodes that answer."""
-        return [
-            name
-            for name, pod in self.pods.items()
-            if "deletionTimestamp" in pod["metadata"] and pod["spec"].get("nodeName") not in self.dead
-        ]
+        """Return the names of pods that were asked to end."""
+        return [name for name, pod in self.pods.items() if "deletionTimestamp" in pod["metadata"]]
 
     def find_condition(self, kind: str) -> Object:
         return next(item for item in self.status["conditions"] if item["type"] == kind)

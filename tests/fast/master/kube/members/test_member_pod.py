@@ -14,22 +14,20 @@ from hypothesis import strategies as st
 
 from edl.errors import SettingsError
 from edl.kube.objects import Object
-from edl.master.kube.members import (
-    MemberLaunch,
+from edl.master.kube.members.naming import build_member_name, shorten_name
+from edl.master.kube.members.pod_policy import PodPolicy
+from edl.master.kube.members.pod_template import MemberLaunch, build_member_pod, has_memory_quantity
+from edl.master.kube.members.pods import MemberPod, read_member_pod, read_member_pods
+from edl.master.kube.members.records import (
+    ExcludedNode,
     MemberOutcome,
-    MemberPod,
     MemberRecord,
-    build_member_pod,
     find_end,
-    read_member_pod,
-    read_member_pods,
+    format_member_records,
+    read_member_records,
     record_end,
     relax_exclusions,
 )
-from edl.master.kube.members.naming import build_member_name, shorten_name
-from edl.master.kube.members.pod_policy import PodPolicy
-from edl.master.kube.members.pod_template import has_memory_quantity
-from edl.master.kube.members.records import ExcludedNode, format_member_records, read_member_records
 from edl.master.kube.resources import ElasticJob
 from edl.master.scaling.terminations import TerminationCause, TerminationReport, find_termination_cause
 

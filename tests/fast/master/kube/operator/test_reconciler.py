@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from edl.master.kube.operator.reconciler import Reconciler
 from edl.master.kube.resources import MemberOwner
 from tests.fast.master.kube.operator.in_memory_api import InMemoryApi, OperatorKilled
 
+PAGE = (Path(__file__).parents[5] / "docs/kubernetes-conditions.md").read_text()
 KEY = "elasticjobs/lab/digits"
 POOL_KEY = "teacherpools/lab/digits"
 METADATA = {"name": "digits", "namespace": "lab", "uid": "u-1", "generation": 1}
@@ -435,7 +437,7 @@ def test_events_tell_who_ended_a_pod() -> None:
 
 Action = tuple[str, int]
 ACTIONS = st.tuples(
-    st.sampled_from(["start", "oom", "error", "success", "evict", "silent", "scale", "suspend", "wait"]),
+    st.sampled_from(["start", "oom", "error", "success", "evict", "silent", "vanish", "scale", "suspend", "wait"]),
     st.integers(0, 3),
 )
 
@@ -449,6 +451,8 @@ def act(api: InMemoryApi, kind: ResourceType, action: Action) -> None:
     elif owner is not None and verb in ("scale", "suspend"):
         owner["spec"].update({"replicas": number + 1} if verb == "scale" else {"suspend": number % 2 == 0})
         owner["metadata"]["generation"] += 1
+    elif names and verb == "vanish":
+        del api.objects["pods", "lab", names[number % len(names)]]
     elif names:
         end_pod(api, api.objects["pods", "lab", names[number % len(names)]], verb)
 
@@ -477,7 +481,15 @@ def run(
 
 
 def check(api: InMemoryApi, kind: ResourceType) -> None:
-    """No member lives twice, there are no more than the spec allows, and one teacher at a time waits for a node."""
+    """No member lives twice, there are no more than the spec allows, and one teacher at a time waits for a node.
+
+    Each condition of a job has a reason that the page on conditions explains.
+    """
+    for condition in api.objects[kind.plural, "lab", "digits"]["status"]["conditions"] if kind == ELASTIC_JOBS else ():
+        assert f"`{condition['reason']}`" in PAGE.partition(f"### {condition['type']}\n")[2].partition("\n#")[0], (
+            condition
+        )
+        assert condition["message"]
     pods = [obj for (plural, *_), obj in api.objects.items() if plural == "pods"]
     live = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") in ("Pending", "Running")]
     live = [pod for pod in live if "deletionTimestamp" not in pod["metadata"]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from edl.kube.objects import format_time
 from edl.master.kube.capacity import ClusterCapacity
-from edl.master.kube.members import read_member_pods
+from edl.master.kube.members.pods import read_member_pods
 from edl.master.kube.observation import EventNote, OwnerObservation, Plan, StoreAnswer
 from edl.master.kube.pools import plan_pool
 from edl.master.kube.resources import TeacherPool, parse_teacher_pool

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edl.kube.objects import format_time
 from edl.master.kube.capacity import ClusterCapacity
-from edl.master.kube.members import MemberPod, read_member_pods
+from edl.master.kube.members.pods import MemberPod, read_member_pods
 from edl.master.kube.observation import OwnerObservation, StoreAnswer, find_condition
 from edl.master.kube.pools import plan_pool
 from edl.master.kube.pools.updating import REVISION_LABEL, TeacherUpdate, choose_surplus

@@ -173,6 +173,7 @@ def test_commands_of_the_docs(block: Block, workshop: Workshop) -> None:
             assert arguments[0] in looked_at, f"no test looks at {line!r}"
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", ["quickstart.md", "security.md"])
 def test_page_from_first_to_last(page: str, tmp_path: Path) -> None:
     """Write the files of a page, and run its other blocks in order, except those of a console."""

@@ -21,7 +21,7 @@ from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession, open_session
 from edl.distill.source.chunk import Item
-from edl.distill.source.cutters import BatchCutter, Cutter, Getter
+from edl.distill.source.cutters import BatchCutter, Cutter, Getter, TooFewFieldsError
 from edl.distill.source.iterator import Handover, SourceIterator
 from edl.distill.source.routes import Router, routed_cutter
 from edl.distill.source.sequence_cutters import PaddedBatchCutter
@@ -349,20 +349,21 @@ def resolve_routes(
     return groups, Router(route if callable(route) else field_getter(route), routes)
 
 
-def input_getters(inputs: Inputs) -> dict[str, Getter]:
+def input_getters(inputs: Inputs, argument: str = "inputs") -> dict[str, Getter]:
     """Return by input name how to find it in a batch."""
     if isinstance(inputs, str):
-        return {inputs: lambda batch: batch[0] if isinstance(batch, tuple | list) else batch}
-    if isinstance(inputs, Mapping):
-        return {name: key if callable(key) else field_getter(key) for name, key in inputs.items()}
+        inputs = {inputs: lambda batch: batch[0] if isinstance(batch, tuple | list) else batch}
     found: dict[str, Getter] = {}
-    if isinstance(inputs, Sequence):
-        count = len(inputs)
-        found = {name: _part_getter(at, count) for at, name in enumerate(inputs) if isinstance(name, str) and name}
-    if not found:
+    if isinstance(inputs, Mapping):
+        found = {name: key if callable(key) else field_getter(key) for name, key in inputs.items()}
+    elif isinstance(inputs, Sequence):
+        found = {name: _part_getter(at, len(inputs)) for at, name in enumerate(inputs) if name is not None}
+        if len(found) + list(inputs).count(None) < len(inputs):
+            raise SettingsError(f"{argument}={inputs!r}: a name comes twice; an input of the teachers is one field")
+    if not found or not all(isinstance(name, str) and name for name in found):
         raise SettingsError(
-            f'inputs={inputs!r}: name at least one input of the teachers, as in "image", '
-            '["image", None] or {"image": 0}'
+            f'{argument}={inputs!r}: name at least one input of the teachers, as in "image", '
+            '["image", None] or {"image": 0}; None is the name of what is not sent'
         )
     return found
 
@@ -372,7 +373,7 @@ def _part_getter(index: int, count: int) -> Getter:
 
     def get(value: Any) -> Any:
         if index + 1 < count and hasattr(value, "__len__") and len(value) < count:
-            raise LookupError(f"it has {len(value)} parts, and {count} are named (None is the name of one, too)")
+            raise TooFewFieldsError(f"has {len(value)} of the {count} fields that are named; None names one, too")
         return value[index]
 
     return get

@@ -185,6 +185,8 @@ def token_loss(
         return _reduced(losses, reduction)
     if token_count is None:
         token_count = losses.size if kept is None else kept.sum()
+    elif not isinstance(token_count, paddle.Tensor) and not token_count > 0:
+        raise SettingsError(f"token_count={token_count!r}: must be a number of tokens, or None for those kept here")
     count = token_count if isinstance(token_count, paddle.Tensor) else paddle.to_tensor(float(token_count))
     return losses.sum() / count.astype(losses.dtype).reshape([]).clip(min=1)
 

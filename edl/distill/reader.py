@@ -114,9 +114,8 @@ class DistillReader:
         dataset: str = "",
         options: Options | None = None,
     ) -> None:
-        named = not isinstance(ins, str) and isinstance(ins, Sequence) and any(ins)
-        if not named or not all(name is None or isinstance(name, str) for name in ins):
-            raise SettingsError(f"ins={ins!r}: name at least one input of the teachers, as a list")
+        if isinstance(ins, str) or not isinstance(ins, Sequence):
+            raise SettingsError(f"ins={ins!r}: name at least one input of the teachers, in a list")
         if isinstance(predicts, str) or not isinstance(predicts, Sequence):
             raise SettingsError(f"predicts={predicts!r}: expected a list of output names")
         if cache is not None and id_field is None:
@@ -143,7 +142,7 @@ class DistillReader:
             CacheConfig(cache, dataset) if cache is not None else None,
             router,
             combine,
-            input_getters(ins),
+            input_getters(ins, "ins"),
             ids=field_getter(id_field) if cache is not None and id_field is not None else None,
         )
         self._max_teachers: int | None = None

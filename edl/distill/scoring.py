@@ -30,7 +30,9 @@ from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession, open_session
 from edl.distill.source.chunk import Chunk, Item
-from edl.distill.source.cutters import Getter
+from edl.distill.source.cutters import CHECKING_SHARE, Getter
+from edl.distill.source.fingerprint import ItemFingerprint, TimeBudget
+from edl.distill.source.iterator import SourceIterator
 from edl.distill.source.routes import Router, routed_cutter
 from edl.distill.source.sequence_cutters import SequenceListCutter
 from edl.distill.stats import ReaderStats
@@ -518,7 +520,8 @@ def on_policy(
     Args:
         prompts: Batches of prompts, of any type.
         generate: Function that returns the sequences of a batch, prompt and continuation, as `Scorer.score` takes them.
-            It is called in the thread that iterates.
+            It is called in the thread that iterates. There may be several sequences of a prompt. Prompts and sequences
+            must not be changed before they are yielded.
         teacher: Scorer of the sequences. If it was made with `targets`, they are the next tokens: token t + 1 at row t,
             and the last token again at the last row, which nothing follows.
         ahead: Number of batches that are generated ahead and being scored when a batch is yielded.
@@ -532,26 +535,41 @@ def on_policy(
 
     Raises:
         SettingsError: `ahead` is below 0.
+        SourceError: There are fewer sequences than prompts, or these or the sequences were changed meanwhile.
         EDLError: as `Scorer.score`'s future.
     """
     if ahead < 0:
         raise SettingsError(f"ahead={ahead}: must be 0 or more")
     find = route if route is None or callable(route) else field_getter(route)
-    waiting: deque[tuple[P, Sequence[Any], Future[list[Any]]]] = deque()
+    waiting: deque[tuple[P, Sequence[Any], Future[list[Any]], ItemFingerprint]] = deque()
+    time_budget = TimeBudget(CHECKING_SHARE)
     try:
-        for batch in prompts:
+        for number, batch in enumerate(SourceIterator(prompts)):
             sequences = generate(batch)
+            _check_generated(number, batch, sequences)
             values = None if find is None else find(batch)
             targets = [_next_tokens(sequence) for sequence in sequences] if teacher.targets else None
             future = teacher.score(sequences, targets=targets, route=values, timeout_s=timeout_s)
-            waiting.append((batch, sequences, future))
+            made = ItemFingerprint(f"what was generated of batch {number}", (batch, sequences), {}, time_budget)
+            waiting.append((batch, sequences, future, made))
             while len(waiting) > ahead:
                 yield _scored(*waiting.popleft())
         while waiting:
             yield _scored(*waiting.popleft())
     finally:
-        for _, _, future in waiting:
+        for _, _, future, _ in waiting:
             future.cancel()
+
+
+def _check_generated(number: int, prompts: Any, sequences: Any) -> None:
+    """Check that there is a sequence for each prompt, as far as the type of a batch of prompts says how many it has."""
+    texts = isinstance(prompts, list) and all(isinstance(prompt, str | list) for prompt in prompts)
+    least = len(prompts) if texts or getattr(prompts, "ndim", None) else 1
+    if hasattr(sequences, "__len__") and len(sequences) < least:
+        raise SourceError(
+            f"generate returned {len(sequences)} sequences for batch {number}, which has {least} prompts or more: "
+            "return at least one for each, in their order"
+        )
 
 
 def _next_tokens(sequence: Any) -> Array:
@@ -559,5 +577,9 @@ def _next_tokens(sequence: Any) -> Array:
     return np.concatenate([tokens[1:], tokens[-1:]])[:, None]
 
 
-def _scored(batch: P, sequences: Sequence[Any], future: Future[list[Any]]) -> tuple[P, Sequence[Any], list[Any]]:
-    return batch, sequences, future.result()
+def _scored(
+    batch: P, sequences: Sequence[Any], future: Future[list[Any]], made: ItemFingerprint
+) -> tuple[P, Sequence[Any], list[Any]]:
+    labels = future.result()
+    made.check()
+    return batch, sequences, labels

@@ -48,6 +48,8 @@ def as_array(value: Any, what: str) -> Array:
         raise SourceError(
             f"{what}: dtype {array.dtype} cannot be sent: make it numbers of up to 64 bits, booleans, bytes or strings"
         )
+    if array.dtype.kind in "iuf" and isinstance(value, list | tuple) and _has_boolean(value):
+        raise SourceError(f"{what}: booleans among numbers, which would become 0 and 1: make them all numbers")
     if array.dtype.kind == "O":
         strange = {kind for kind in set(map(type, array.flat)) if not issubclass(kind, bytes | str)}
         if strange:
@@ -57,6 +59,12 @@ def as_array(value: Any, what: str) -> Array:
                 f"(element {at} is {type(found).__name__})"
             )
     return array
+
+
+def _has_boolean(values: list[Any] | tuple[Any, ...]) -> bool:
+    kinds = set(map(type, values))
+    lists = [part for part in values if isinstance(part, list | tuple)] if kinds & {list, tuple} else []
+    return bool in kinds or any(map(_has_boolean, lists))
 
 
 def _array_of_tensor(value: Any) -> Array:

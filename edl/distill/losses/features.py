@@ -10,6 +10,7 @@ from torch import Tensor
 from edl.distill.losses.terms import (
     Reduction,
     as_tensor,
+    check_classes,
     check_same_shape,
     check_temperature,
     expected,
@@ -226,6 +227,7 @@ def decoupled_kl(
         raise SettingsError(
             f"labels are {labels.dtype} {list(labels.shape)}: expected whole numbers {list(student.shape[:-1])}"
         )
+    check_classes(labels, student.shape[-1])
     true = labels.to(student.device).long().unsqueeze(-1)
     # The lowest finite number in place of -inf: the gradient of logsumexp over -inf alone is NaN.
     lowest = torch.finfo(student.dtype).min

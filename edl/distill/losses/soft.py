@@ -13,6 +13,7 @@ from edl.distill.losses.terms import (
     TeacherIs,
     as_tensor,
     bucket_log_probabilities,
+    check_classes,
     check_reduction,
     check_same_shape,
     check_teacher_is,
@@ -264,6 +265,8 @@ class DistillLoss(nn.Module):
                 f"labels are {list(labels.shape)}, logits {list(student_logits.shape)}: "
                 f"expected {list(student_logits.shape[:-1])}"
             )
+        if not target.is_floating_point():
+            check_classes(target, classes, _NO_LABEL)
         logits = widened(student_logits).reshape(-1, classes)
         if self.reduction == "mean" and not target.is_floating_point():
             labelled = (target != _NO_LABEL).sum().clamp(min=1)  # PyTorch's own mean of no rows is NaN

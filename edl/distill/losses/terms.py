@@ -14,16 +14,21 @@ from edl.protocol.tensors import Array
 from edl.settings import is_above_zero
 
 __all__ = [
+    "SUM_TOLERANCE",
     "Reduction",
     "TeacherIs",
     "as_tensor",
     "bucket_log_probabilities",
+    "check_classes",
+    "check_distinct",
+    "check_log_probabilities",
     "check_reduction",
     "check_same_shape",
     "check_teacher_is",
     "check_temperature",
     "expected",
     "log_probabilities",
+    "on_cpu",
     "reduced",
     "unit_vectors",
     "widened",
@@ -40,7 +45,8 @@ _LEAST_ELEMENT = 1e-8
 smaller bound, rounding errors would count as directions; for probabilities around 0.01 in float32 they are about
 1e-9."""
 
-_SUM_TOLERANCE = 0.02  # float16 probabilities of many classes sum to 1 only with this accuracy
+SUM_TOLERANCE = 0.02  # float16 probabilities of many classes sum to 1 only with this accuracy
+_LOOKED_AT = 1 << 14  # class ids that are compared with one another in a step, in less than a millisecond
 
 
 def expected(log_p: Tensor, values: Tensor) -> Tensor:
@@ -127,12 +133,12 @@ def check_same_shape(what: str, student: Tensor, teacher: Tensor) -> None:
 
 
 def _check_probabilities(given: Tensor) -> None:
-    """Check that labels are probabilities. On the CPU only: on an accelerator every step would wait for the device."""
-    if given.device.type != "cpu" or torch.compiler.is_compiling() or not given.numel():
+    """Check, on the CPU, that labels are probabilities."""
+    if not on_cpu(given):
         return
     low, sums = float(given.min()), given.sum(dim=-1)
     furthest = float((sums - 1).abs().max())
-    if low < 0 or not furthest <= _SUM_TOLERANCE:
+    if low < 0 or not furthest <= SUM_TOLERANCE:
         raise SettingsError(
             f"teacher_is='probabilities', but the labels reach down to {low:g} and sum to as far as {furthest:g} from "
             "1: if they are logits, pass teacher_is='logits'"
@@ -178,6 +184,38 @@ def bucket_log_probabilities(
     return log_p, torch.cat([log_q, left_out.logsumexp(dim=-1, keepdim=True) - total], dim=-1)
 
 
+def on_cpu(tensor: Tensor) -> bool:
+    """Return whether values can be looked at: an accelerator would have to be waited for, and a compiler cannot."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and tensor.numel() > 0
+
+
+def check_log_probabilities(of: str, values: Tensor) -> None:
+    """Raise a `SettingsError` for a log-probability above 0, on the CPU."""
+    if on_cpu(values) and (most := float(values.detach().max())) > SUM_TOLERANCE:
+        raise SettingsError(f"{of} reach up to {most:g}, and the logarithm of a probability is at most 0")
+
+
+def check_classes(labels: Tensor, classes: int, ignored: int | None = None) -> None:
+    """Raise a `SettingsError` for a label that is no class, on the CPU. `ignored`: a label that stands for none."""
+    if not on_cpu(labels):
+        return
+    wrong = labels[((labels < 0) & (labels != (0 if ignored is None else ignored))) | (labels >= classes)]
+    if wrong.numel():
+        other = f", or {ignored}" if ignored is not None else ""
+        raise SettingsError(f"labels hold {int(wrong[0])}: must be from 0 to {classes - 1}{other}")
+
+
+def check_distinct(ids: Tensor) -> None:
+    """Raise a `SettingsError` for a class that a row of top-k labels has twice; the first rows are looked at."""
+    if not on_cpu(ids):
+        return
+    rows = ids.reshape(-1, ids.shape[-1])[: max(_LOOKED_AT // ids.shape[-1], 1)]
+    rows = rows[rows.any(dim=-1)].sort(dim=-1).values  # padding is rows of zeros
+    twice = rows[:, 1:][rows[:, 1:] == rows[:, :-1]]
+    if twice.numel():
+        raise SettingsError(f"top-k labels have class {int(twice[0])} twice in a row: each may be there once")
+
+
 def _check_top_k(student: Tensor, teacher: TopK, ids: Tensor, padded_vocabulary: bool) -> None:
     classes = student.shape[-1]
     if student.shape[:-1] != ids.shape[:-1]:
@@ -186,9 +224,9 @@ def _check_top_k(student: Tensor, teacher: TopK, ids: Tensor, padded_vocabulary:
         raise SettingsError(
             f"the student has {classes} classes, the teacher {teacher.classes or f'at least {teacher.k}'}"
         )
-    # On the CPU only, and not while compiling: elsewhere every step would wait for the device.
-    if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
+    if not on_cpu(ids):
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or (high >= classes and not padded_vocabulary):
         raise SettingsError(f"the student has {classes} classes, the labels name class {low if low < 0 else high}")
+    check_distinct(ids)

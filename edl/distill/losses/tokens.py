@@ -18,7 +18,19 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from edl.distill.compress import TopK
-from edl.distill.losses.terms import Reduction, as_tensor, bucket_log_probabilities, check_reduction, expected, widened
+from edl.distill.losses.terms import (
+    SUM_TOLERANCE,
+    Reduction,
+    as_tensor,
+    bucket_log_probabilities,
+    check_classes,
+    check_distinct,
+    check_log_probabilities,
+    check_reduction,
+    expected,
+    on_cpu,
+    widened,
+)
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero, is_count, is_share
@@ -165,11 +177,7 @@ def mixed_losses(losses: Tensor, student_logits: Tensor, targets: Tensor | None,
     if targets is None:
         return losses
     classes = student_logits.shape[-1]
-    # On the CPU only, and not while compiling: elsewhere every step would wait for the device.
-    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = targets[((targets < 0) & (targets != _NO_LABEL)) | (targets >= classes)]
-        if wrong.numel():
-            raise SettingsError(f"hard_labels hold {int(wrong[0])}: must be from 0 to {classes - 1}, or {_NO_LABEL}")
+    check_classes(targets, classes, _NO_LABEL)
     flat = widened(student_logits).reshape(-1, classes)
     hard = F.cross_entropy(flat, targets.reshape(-1), ignore_index=_NO_LABEL, reduction="none").reshape(targets.shape)
     # Not 0 times the divergence, which may be NaN.
@@ -188,8 +196,7 @@ def kept_rows(mask: Tensor | None, rows: torch.Size, device: torch.device) -> Te
         raise SettingsError(f"the mask is {found}: expected a tensor of bool or whole numbers, 0 for what is left out")
     if mask.shape != rows:
         raise SettingsError(f"the mask is {list(mask.shape)}, the logits have rows {list(rows)}: they do not agree")
-    # Elsewhere to look would be to wait for the device.
-    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool((mask < 0).any()):
+    if on_cpu(mask) and bool((mask < 0).any()):
         raise SettingsError(f"the mask holds {int(mask.min())}: it is 0 for what is left out, of labels labels != -100")
     return mask.to(device) > 0
 
@@ -225,7 +232,7 @@ def _divisor(token_count: TokenCount, here: int | Tensor, losses: Tensor) -> Ten
         if count.numel() != 1:
             raise SettingsError(f"token_count is of shape {list(count.shape)}: expected a single number")
         return count.detach().reshape(()).to(losses.device, losses.dtype).clamp(min=1)
-    if not isinstance(count, numbers.Real) or not 0 <= count < math.inf:
+    if not isinstance(count, numbers.Real) or not 0 <= count < math.inf or (count == 0 and int(here)):
         raise SettingsError(f"token_count={count!r}: must be a number of tokens, or None for those that the mask keeps")
     return max(float(count), 1.0)
 
@@ -331,8 +338,7 @@ def chunked_token_loss(
     # `split` gives a chunk also where no token is left: each parameter of the head has a gradient then, as DDP wants.
     chunks = zip(*(torch.split(part, size) for part in (rows, *parts)), strict=True)
     losses = torch.stack([checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks])
-    count = rows.shape[0] if token_count is None else token_count
-    return total(losses, None, count, "mean")
+    return losses.sum() / _divisor(token_count, rows.shape[0], losses)
 
 
 def _vocabulary(head: Tensor | Callable[[Tensor], Tensor], labels: TopK) -> int:
@@ -425,6 +431,8 @@ def sampled_kl(
     if kept is not None:
         # The inputs, not only the losses: a gradient of 0 times NaN would be NaN.
         log_q, log_p = torch.where(kept, log_q, 0.0), torch.where(kept, log_p, 0.0)
+    check_log_probabilities("log-probabilities of the student", log_q)
+    check_log_probabilities("log-probabilities of the teacher", log_p)
     ratio = (log_q.detach() - log_p).clamp(-_MOST_NATS, _MOST_NATS)
     value = ratio if estimator == "k1" else torch.expm1(-ratio) + ratio
     slope = ratio * log_q
@@ -454,7 +462,8 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
         Labels of tensors with temperature 1, on the device of `targets`.
 
     Raises:
-        SettingsError: The shapes do not match, or log-probabilities have half precision.
+        SettingsError: The shapes do not match, log-probabilities have half precision, or, on the CPU, a row's reach
+            above 0, sum to more than 1 or have a token twice.
     """
     ids = as_tensor(targets, targets.device if isinstance(targets, Tensor) else torch.device("cpu"))
     values = as_tensor(log_probabilities, ids.device).detach()
@@ -468,7 +477,11 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
             f"log-probabilities are {values.dtype}: what their sum leaves of 1, the tail, would be rounding error. "
             "Teachers answer float32; a model of your own takes its log_softmax in float32"
         )
+    check_log_probabilities("log-probabilities", values)
+    check_distinct(ids)
     mass = widened(values).double().logsumexp(dim=-1)
+    if on_cpu(mass) and (most := float(mass.max().exp())) > 1 + SUM_TOLERANCE:
+        raise SettingsError(f"log-probabilities of a row sum to a probability of {most:g}, and 1 is the most")
     # At 1 or, by rounding, above it nothing is left.
     left = torch.where(mass < 0, torch.log(-torch.expm1(mass.clamp(max=0))), -torch.inf)
     tail_lse = left.masked_fill(torch.isnan(mass), torch.nan).float()

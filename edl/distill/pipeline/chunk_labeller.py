@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from edl.distill.cache import CacheView, Found, RowIds, SequenceIds, SoftLabelCache
+from edl.distill.cache.records import as_ids
 from edl.distill.engine.compatibility import outputs_disagreement
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread
@@ -27,6 +28,7 @@ from edl.distill.pipeline.label_cache import (
     CacheKeyTemplate,
     CacheMiss,
     CacheQueue,
+    SeenInputs,
     chunk_ids,
     look_up_offline,
     offline_view,
@@ -69,6 +71,7 @@ class _Service:
     labels: CacheKeyTemplate  # the key of its labels in the cache, but for the version
     sizes: AnswerSizeEstimator
     watcher: TeacherWatcher
+    seen: SeenInputs = field(default_factory=SeenInputs)  # where labels are cached
     submitted: int = 0  # chunks; written by the feeding thread only
     agreed: tuple[ModelSpec, str] | None = None  # the model and its tokenizer whose outputs are like the other routes'
     views: dict[tuple[str, str], CacheView] = field(default_factory=dict)  # by model and version
@@ -87,6 +90,7 @@ class ChunkLabeller:
         self._files = CredentialFiles.of(credentials) if request.teachers else None
         self.thread = EventLoopThread.acquire(for_grpc=bool(request.teachers))
         self._offline: CacheView | None = None
+        self._seen_offline = SeenInputs()
         self._cache_queue: CacheQueue | None = None
         self._arena: Arena | None = None
         self._pid = os.getpid()
@@ -224,6 +228,8 @@ class ChunkLabeller:
             SourceError: The model does not accept these inputs.
         """
         if self._offline is not None and chunk.ids is not None:
+            if chunk.lengths is None:
+                self._seen_offline.check(as_ids(chunk.ids), chunk.fields)
             self._store_cached(chunk, 0, None, look_up_offline(self._offline, chunk).outputs)
             self._cached += chunk.rows
         for slot, index in enumerate(self.limits.asked(chunk.route)):
@@ -319,6 +325,8 @@ class ChunkLabeller:
             service.labels = replace(service.labels, inputs=tuple(chunk.fields))
         sent = {name: array for name, array in fields.items() if not spec.inputs or name in spec.inputs}
         ids = chunk_ids(chunk, sent, spec.sequences) if chunk.lengths is not None else RowIds.of(chunk.ids, sent)
+        if isinstance(ids, RowIds):
+            service.seen.check(ids, sent)
         if not spec.version:
             found = Found(np.zeros(len(chunk.ids), np.bool_), {}, chunk.lengths)
             return CacheMiss(found, None, ids, config.cache, service.labels, spec)

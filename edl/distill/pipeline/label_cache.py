@@ -6,6 +6,7 @@ has a limit in bytes. Rows beyond it are dropped and counted, and teachers are a
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import deque
@@ -29,6 +30,7 @@ __all__ = [
     "CacheKeyTemplate",
     "CacheMiss",
     "CacheQueue",
+    "SeenInputs",
     "chunk_ids",
     "look_up_offline",
     "offline_view",
@@ -38,6 +40,11 @@ __all__ = [
 
 logger = logging.getLogger("edl.distill")
 
+_MOST_SEEN = 1 << 16
+"""Ids whose inputs are remembered, in about 8 MB. Ids that stand for several samples repeat among the first of them."""
+_MOST_ELEMENTS = 1024
+"""Elements of a row that are looked at: microseconds, and other images differ in most of them."""
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -45,6 +52,51 @@ class CacheConfig:
 
     cache: SoftLabelCache
     dataset: str = ""  # distinguishes data sets, their versions and augmentations; see `CacheKey`
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cache, SoftLabelCache):
+            raise SettingsError(
+                f"cache={self.cache!r}: expected an edl.distill.cache.SoftLabelCache, such as SoftLabelCache(path=...)"
+            )
+
+
+class SeenInputs:
+    """Notices an id under which rows with other inputs come in one run, such as the number of a class."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, int] = {}  # hash of the inputs by id
+
+    def check(self, ids: Sequence[Any], inputs: Mapping[str, Array]) -> None:
+        """Check that rows have the inputs that came with their ids before.
+
+        Raises:
+            SettingsError: An id stands for differing inputs.
+        """
+        total: Array = np.zeros(len(ids), np.uint64)
+        for seed, (_, array) in enumerate(sorted(inputs.items())):
+            rows = array.reshape(len(ids), -1)
+            if rows.shape[1] > _MOST_ELEMENTS:
+                rows = rows[:, np.linspace(0, rows.shape[1] - 1, _MOST_ELEMENTS, dtype=np.intp)]
+            if rows.dtype.kind == "O":
+                words = np.array([[hash(value) for value in row] for row in rows.tolist()], np.int64).view(np.uint64)
+            else:  # by value: samples of several types may come together in a request
+                words = (rows.astype(np.float64) + 0.0).view(np.uint64)
+            total += (words ^ (words >> np.uint64(32))) @ _weights(seed, rows.shape[1])
+        for sample, found in zip(ids, total.tolist(), strict=True):
+            known = self._seen.get(sample)
+            if known is None and len(self._seen) < _MOST_SEEN:
+                self._seen[sample] = found
+            elif known not in (None, found):
+                raise SettingsError(
+                    f"samples with differing inputs come under the id {sample!r}, and labels are kept by id: give each "
+                    "sample an id of its own, such as its number in the data set (not its class), and each random "
+                    "augmentation of it (edl.distill.views.AugmentedViews)"
+                )
+
+
+@functools.lru_cache(64)
+def _weights(seed: int, count: int) -> Array:
+    return np.random.default_rng(seed).integers(1, 2**64, count, np.uint64)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,16 @@ from edl.errors import SourceError
 from edl.protocol.arrays import RowBuffer, as_array
 from edl.protocol.tensors import Array
 
-__all__ = ["BatchCutter", "Cutter", "Gatherer", "Getter", "SampleCutter", "SampleListCutter"]
+__all__ = [
+    "CHECKING_SHARE",
+    "BatchCutter",
+    "Cutter",
+    "Gatherer",
+    "Getter",
+    "SampleCutter",
+    "SampleListCutter",
+    "TooFewFieldsError",
+]
 
 _OTHER_SHAPE = (
     "pad them to one shape, yield batches with set_batch_generator, or send each alone with set_teacher_batch_size(1)"
@@ -26,7 +35,12 @@ _OTHER_SHAPE = (
 
 Getter = Callable[[Any], Any]
 
-_CHECKING_SHARE = 0.02  # training does not notice it; at 20 ms a batch, it suffices to check all of 4.8 MB
+
+class TooFewFieldsError(LookupError):
+    """A getter's error if a sample or batch has fewer fields than are named."""
+
+
+CHECKING_SHARE = 0.02  # training does not notice it; at 20 ms a batch, it suffices to check all of 4.8 MB
 
 
 class Cutter(abc.ABC):
@@ -53,7 +67,7 @@ class Cutter(abc.ABC):
         self.ids = ids
         self.seen = self.max_rows = self.max_sequence = 0  # items so far
         # of the epoch, for checking that whole items are delivered as they were sent
-        self.time_budget = TimeBudget(_CHECKING_SHARE)
+        self.time_budget = TimeBudget(CHECKING_SHARE)
         self._chunk_rows = chunk_rows
 
     @property
@@ -114,6 +128,8 @@ class Cutter(abc.ABC):
             return getter(value)
         except StopIteration as exc:
             raise _stopped(f"what finds input {name!r} in {what}") from exc
+        except TooFewFieldsError as exc:
+            raise SourceError(f"{what} of the source {exc}") from exc
         except (LookupError, TypeError, AttributeError) as exc:
             raise SourceError(f"{what} of the source has no field for input {name!r}: {exc}") from exc
 
@@ -134,6 +150,8 @@ class Cutter(abc.ABC):
             return ids(value)
         except StopIteration as exc:
             raise _stopped(f"what finds the sample ids in {what}") from exc
+        except (LookupError, TypeError, AttributeError) as exc:
+            raise SourceError(f"{what} of the source has no field for the id (ids=, id_field=): {exc}") from exc
 
     def _ids_of_batch(self, value: Any, what: str, count: int, of: str) -> Sequence[Any] | None:
         if self.ids is None:

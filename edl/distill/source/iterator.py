@@ -23,6 +23,8 @@ __all__ = ["Handover", "SourceIterator"]
 _FRAMEWORKS = ("torch", "paddle")
 _APPLIES = ("builtins", "itertools")
 """Modules of iterators that may call functions of the user's, and have no frame of their own in a traceback."""
+_REPLACED = (itertools.chain, type(iter(int, 1)))
+"""Types of iterators that take a `StopIteration` of the user's for an end of theirs, and are driven here instead."""
 
 
 class SourceIterator(Iterator[Any]):
@@ -37,8 +39,8 @@ class SourceIterator(Iterator[Any]):
         self._expected = _batches_of(source)
         self._seen = 0
         alone = hasattr(source, "__getitem__") and not hasattr(type(source), "__iter__")
-        chained = type(source) is itertools.chain
-        self._iterator = _by_position(source) if alone else _parts_of(source) if chained else iter(source)
+        self._iterator = _by_position(source) if alone else _guarded(iter(source))
+        self._guard_torch()
         self._first: list[Callable[[], Any]] = []
         if _draws_when_read(source):
             self._first.append(_outcome(self._iterator))
@@ -52,6 +54,14 @@ class SourceIterator(Iterator[Any]):
         self._seen += 1
         return value
 
+    def _guard_torch(self) -> None:
+        """Guard the iterators of the user's that PyTorch's loaders read in this process."""
+        fetcher = getattr(self._iterator, "_dataset_fetcher", None)
+        for holder, name in ((fetcher, "dataset_iter"), (self._iterator, "_sampler_iter")):
+            iterator = getattr(holder, name, None)
+            if isinstance(iterator, Iterator) and _applies(iterator):
+                setattr(holder, name, SourceIterator(iterator))
+
     def close(self) -> None:
         """Close the source's own iterator, if it can be."""
         close = getattr(self._iterator, "close", None)
@@ -63,7 +73,7 @@ class SourceIterator(Iterator[Any]):
             what = f"after {self._seen} batches the data set"
         elif self._expected is not None and self._seen < self._expected:
             what = f"the data loader ended after {self._seen} of its {self._expected} batches: its data set"
-        elif type(self._iterator).__module__ in _APPLIES and _raised_by_function(end.__traceback__):
+        elif _applies(self._iterator) and _raised_by_function(end.__traceback__):
             what = f"after {self._seen} items of the source, a function that it applies"
         else:
             return
@@ -104,13 +114,34 @@ def _by_position(source: Any) -> Iterator[Any]:
         yield item
 
 
-def _parts_of(chain: Any) -> Iterator[Any]:
-    """Yield what a `chain` has left. It would take a `StopIteration` raised in a part for the part's end, and go on."""
-    # The iterator over its parts, and the part that it has begun, if there is one; none of both if it has ended.
-    held = [held for held in gc.get_referents(chain) if not isinstance(held, type)]
-    for parts in (held[1:], *held[:1]):
+def _applies(iterator: Any) -> bool:
+    """Return whether an iterator may call functions of the user's without a frame of its own; also of a subclass."""
+    return any(kind.__module__ in _APPLIES for kind in type(iterator).__mro__[:-1])
+
+
+def _guarded(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Return an iterator of one of the types `_REPLACED` that raises a `StopIteration` of the user's as an error."""
+    if type(iterator) not in _REPLACED:
+        return iterator
+    held = [held for held in gc.get_referents(iterator) if held is not itertools.chain]
+    if not held:  # it has ended
+        return iterator
+    if isinstance(iterator, itertools.chain):
+        # The iterator over its parts, and the part that it has begun, if there is one.
+        return _parts_of((held[1:], *held[:1]))
+    return _returned_by(*held)
+
+
+def _parts_of(chain: Iterable[Any]) -> Iterator[Any]:
+    for parts in chain:
         for part in SourceIterator(parts):
             yield from SourceIterator(part)
+
+
+def _returned_by(function: Callable[[], Any], sentinel: object) -> Iterator[Any]:
+    """Yield what a function returns; in a generator, its `StopIteration` becomes a RuntimeError."""
+    while (value := function()) != sentinel:
+        yield value
 
 
 def _batches_of(source: Any) -> int | None:

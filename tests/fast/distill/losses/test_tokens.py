@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from edl.distill.compress import TopK, top_k  # noqa: E402
 from edl.distill.losses import (  # noqa: E402
+    DistillLoss,
     chunked_token_loss,
+    decoupled_kl,
     sampled_kl,
     target_labels,
     token_log_probabilities,
@@ -337,7 +340,7 @@ def test_impossible_samples_stay_finite(estimator: Any, teacher: float, student:
 
 
 def test_masked_samples_have_no_part() -> None:
-    log_q, log_p = drawn(2, 3, seed=1).requires_grad_(), drawn(2, 3, seed=2)
+    log_q, log_p = (drawn(2, 3, seed=1) - 9).requires_grad_(), drawn(2, 3, seed=2) - 9
     mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
     rows = sampled_kl(log_q, log_p, reduction="none")
     loss = sampled_kl(log_q, log_p.numpy(), mask=mask)
@@ -391,6 +394,13 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: token_loss(X, L, mask=torch.tensor([5, -100])), r"the mask holds -100.*labels != -100"),
     (lambda: token_loss(X, L, mask=torch.ones(2, 4, dtype=torch.bool)), r"mask is \[2, 4\].*rows \[2\]"),
     (lambda: token_loss(X, L, token_count=-1), "token_count=-1"),
+    (lambda: token_loss(X, L, token_count=0), "token_count=0"),
+    (lambda: token_loss(X, replace(L, ids=np.array([[0, 1], [2, 2]]))), "class 2 twice"),
+    (lambda: target_labels(torch.tensor([[3, 1, 3]]), torch.full((1, 3), -2.0)), "class 3 twice"),
+    (lambda: target_labels(torch.tensor([[3, 1]]), torch.full((1, 2), -0.1)), "sum to a probability of 1.8"),
+    (lambda: sampled_kl(X, X + 1), "log-probabilities of the teacher reach up to 1"),
+    (lambda: DistillLoss(1.0)(X, X, torch.tensor([1, 4])), "labels hold 4: must be from 0 to 3, or -100"),
+    (lambda: decoupled_kl(X, X, torch.tensor([1, -100])), "labels hold -100: must be from 0 to 3"),
     (lambda: token_loss(X, L, token_count=torch.ones(2)), r"token_count is of shape \[2\]"),
     (lambda: token_loss(X, L, reduction="batchmean"), "reduction='batchmean'"),  # type: ignore[arg-type]
     (lambda: token_loss(X.long(), L), "torch.int64"),

@@ -87,14 +87,23 @@ def test_cached_labels_keep_their_length(serve: Serve) -> None:
 
 def test_labels_of_other_inputs_are_told(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     """Where ids are positions, and the data set has changed."""
-    change = np.int32(0)
+    endpoint = serve(PER_TOKEN).endpoint
+    with SoftLabelCache() as cache:
+        for told, asked in ((0, 60), (0, 0), (1, 0), (1, 0)):
+            found = [(ids + np.int32(told), numbers) for ids, numbers in batches(*[5] * 20)]
+            with reader_of(endpoint, cache=cache, id_field=1) as reader:
+                reader.set_batch_generator(found.copy)
+                assert len(list(reader())) == 20
+                assert caplog.text.count("are not those that its label was kept for") == told, "once"
+                assert reader.stats().rows_asked == asked
+
+
+def test_classes_are_no_ids(serve: Serve) -> None:
+    """An id stands for one input, whether that is one of those that are compared with the cache or not."""
     with SoftLabelCache() as cache, reader_of(serve(PER_TOKEN).endpoint, cache=cache, id_field=1) as reader:
-        reader.set_batch_generator(lambda: ((ids + change, numbers) for ids, numbers in batches(*[5] * 20)))
-        for told in (0, 0, 1, 1):
-            change = np.int32(told)
-            assert len(list(reader())) == 20
-            assert caplog.text.count("are not those that its label was kept for") == told, "once"
-        assert reader.stats().rows_asked == 60
+        reader.set_sample_generator(lambda: ((np.full(5, at, "i4"), at % 10) for at in [*range(10), *range(3), 13]))
+        with pytest.raises(SettingsError, match=r"differing inputs come under the id 3.*id of its own"):
+            list(reader())
 
 
 def test_unfit_pieces_are_named(serve: Serve) -> None:

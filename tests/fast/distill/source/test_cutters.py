@@ -64,11 +64,17 @@ def test_requests_fit_teachers_by_default(cutter: Cutter, max_rows: int, sizes: 
         (BatchCutter(X, 2, 1), (np.float32(1),), "single number"),
         (BatchCutter(X, 2, 1), (), "no field for input 'x'"),
         (BatchCutter({**X, "y": itemgetter(1)}, 2, 1), (np.zeros(2), np.zeros(3)), "different numbers of rows"),
-        (BatchCutter(input_getters(["x", None, None]), 2, 1), (np.zeros(2), 0), "it has 2 parts, and 3 are named"),
+        (
+            BatchCutter(input_getters(["x", None, None]), 2, 1),
+            (np.zeros(2), 0),
+            "has 2 of the 3 fields",
+        ),
         (BatchCutter(X, 2, 1), ([object()],), "Python objects"),
         (BatchCutter(X, 2, 1), (np.array(["a"] * 70 + [None], object),), r"input 'x'.*element 70 is NoneType"),
         (BatchCutter(X, 2, 1), (np.array([1 + 2j]),), "complex128"),
         (BatchCutter(X, 2, 1), ([[1, 2], [3]],), "cannot be made an array"),
+        (BatchCutter(X, 2, 1), ([[1, 2], [3, True]],), "input 'x': booleans among numbers"),
+        (BatchCutter(X, 2, 1, ids=itemgetter(7)), (np.zeros(2),), "batch 0 of the source has no field for the id"),
         (BatchCutter(X, 2, 1, ids=itemgetter(1)), (np.zeros(2), [1]), "1 sample ids for 2 rows"),
     ],
 )

@@ -8,7 +8,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from edl.distill.cache import SoftLabelCache
@@ -21,14 +20,12 @@ from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession, open_session
 from edl.distill.source.chunk import Item
-from edl.distill.source.cutters import BatchCutter, Cutter, Getter, TooFewFieldsError
+from edl.distill.source.cutters import BatchCutter, Cutter, Getter, PaddedBatchCutter, Router
 from edl.distill.source.iterator import Handover, SourceIterator
-from edl.distill.source.routes import Router, routed_cutter
-from edl.distill.source.sequence_cutters import PaddedBatchCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
 from edl.distill.transport.schema import Outputs, OutputSpec
-from edl.errors import SettingsError
+from edl.errors import SettingsError, SourceError
 from edl.protocol.tensors import Array
 from edl.protocol.transport import FORK_HANDLERS
 from edl.settings import is_count
@@ -111,7 +108,7 @@ class DistillLoader(Generic[B], abc.ABC):
         if session is None or request is None:
             return EpochIterator(self._unlabelled(SourceIterator(batches)))
         session.labeller.check()
-        cutter = routed_cutter(request.router, partial(self._cutter, request))
+        cutter = self._cutter(request)
         if self._batches_ahead is None:
             # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
             return EpochIterator(self._ahead(self._labelled(session.begin(lambda: batches, cutter), request)))
@@ -124,9 +121,10 @@ class DistillLoader(Generic[B], abc.ABC):
             yield (batch if self._device is None else self._moved(batch)), None
 
     def _cutter(self, request: LabelRequest) -> Cutter:
+        settings = request.batch_rows, request.services, request.ids, request.router
         if request.tokens is None:
-            return BatchCutter(request.getters, request.batch_rows, request.services, request.ids)
-        cutter = PaddedBatchCutter(request.getters, request.tokens, request.batch_rows, request.services, request.ids)
+            return BatchCutter(request.getters, *settings)
+        cutter = PaddedBatchCutter(request.getters, request.tokens, *settings)
         cutter.whole_batches = self._batches_ahead is not None
         return cutter
 
@@ -373,7 +371,8 @@ def _part_getter(index: int, count: int) -> Getter:
 
     def get(value: Any) -> Any:
         if index + 1 < count and hasattr(value, "__len__") and len(value) < count:
-            raise TooFewFieldsError(f"has {len(value)} of the {count} fields that are named; None names one, too")
+            found = f"{len(value)} of the {count} fields that are named"
+            raise SourceError(f"a sample or batch of the source has {found}; None names one, too")
         return value[index]
 
     return get

@@ -5,7 +5,6 @@ The contract is that of PaddlePaddle EDL 0.3's class of the same name, so that i
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import weakref
@@ -26,9 +25,15 @@ from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession, open_session
 from edl.distill.source.chunk import Item
-from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
-from edl.distill.source.routes import Router, routed_cutter
-from edl.distill.source.sequence_cutters import SequenceCutter, SequenceListCutter
+from edl.distill.source.cutters import (
+    BatchCutter,
+    Cutter,
+    Router,
+    SampleCutter,
+    SampleListCutter,
+    SequenceCutter,
+    SequenceListCutter,
+)
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
 from edl.distill.transport.schema import OutputSpec
@@ -321,10 +326,9 @@ class DistillReader:
         session = self._start()
         session.labeller.check()
         request = session.labeller.request
-        make = functools.partial(
-            _CUTTERS[self._kind], request.getters, request.batch_rows, request.services, request.ids
-        )
-        epoch = session.begin(lambda: _checked(source()), routed_cutter(request.router, make))
+        kind = _CUTTERS[self._kind]
+        cutter = kind(request.getters, request.batch_rows, request.services, request.ids, request.router)
+        epoch = session.begin(lambda: _checked(source()), cutter)
         return EpochIterator(self._deliver(epoch, request))
 
     def stats(self) -> ReaderStats:

@@ -30,11 +30,9 @@ from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession, open_session
 from edl.distill.source.chunk import Chunk, Item
-from edl.distill.source.cutters import CHECKING_SHARE, Getter
+from edl.distill.source.cutters import CHECKING_SHARE, Getter, Router, SequenceListCutter
 from edl.distill.source.fingerprint import ItemFingerprint, TimeBudget
 from edl.distill.source.iterator import SourceIterator
-from edl.distill.source.routes import Router, routed_cutter
-from edl.distill.source.sequence_cutters import SequenceListCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import ClosedError, SettingsError, SourceError, TemporaryError
@@ -217,19 +215,16 @@ class ScoreCalls:
         )
 
     def _cut(self, call: ScoreCall) -> None:
-        cutter = routed_cutter(self._router, self._cutter)
+        cutter = SequenceListCutter(self._getters, self._request_tokens, self._labeller.services, router=self._router)
         limits = self._labeller.limits
         reading = cutter.read(call.samples)
-        for route, part in cutter.by_route():
+        for route, part in cutter.routes.items():
             if route in call.longest:
                 part.fit = functools.partial(limits.rows_that_fit, route=route)
                 part.max_rows = limits.max_rows(lambda: self._labeller.closed, route)
                 part.max_sequence = limits.max_sequence(route)
         call.item, ready = cutter.cut(reading)
         call.unsent.extend([*ready, *cutter.finish()])
-
-    def _cutter(self) -> SequenceListCutter:
-        return SequenceListCutter(self._getters, self._request_tokens, self._labeller.services)
 
     def _answered(self, surplus_nbytes: int = 0) -> None:
         """Note, on the event loop, that a chunk may be done."""

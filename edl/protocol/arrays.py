@@ -103,11 +103,7 @@ class RowBuffer:
         Raises:
             SourceError: It has another shape than the rows before it, or no type holds all of them unchanged.
         """
-        self._admit(array, array.shape, what)
-        if self._count == len(self._rows):
-            self._grow(self._count + 1)
-        self._rows[self._count, ...] = array  # `...`: else an array of no dimension would be the object
-        self._count += 1
+        self.extend(array[None], what)
 
     def extend(self, rows: Array, what: str) -> None:
         """Add rows.
@@ -119,14 +115,15 @@ class RowBuffer:
         Raises:
             SourceError: See `append`.
         """
-        self._admit(rows, rows.shape[1:], what)
+        self._admit(rows, what)
         stop = self._count + len(rows)
         if stop > len(self._rows):
             self._grow(stop)
         self._rows[self._count : stop] = rows
         self._count = stop
 
-    def _admit(self, array: Array, shape: tuple[int, ...], what: str) -> None:
+    def _admit(self, array: Array, what: str) -> None:
+        shape = array.shape[1:]
         if not self._count:
             self._rows = np.empty((min(self._most, _FIRST_ROWS), *shape), array.dtype.newbyteorder("="))
         elif shape != self._rows.shape[1:]:

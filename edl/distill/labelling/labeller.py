@@ -23,8 +23,7 @@ from edl.distill.options import Options
 from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession
-from edl.distill.source.cutters import BatchCutter, Getter
-from edl.distill.source.sequence_cutters import SequenceColumnsCutter
+from edl.distill.source.cutters import BatchCutter, Getter, SequenceColumnsCutter
 from edl.distill.teachers import Teachers
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import BadOutputError, EDLError, RejectedError, SettingsError, SourceError, TemporaryError

@@ -38,7 +38,6 @@ from edl.distill.pipeline.label_cache import (
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.teacher_limits import TeacherLimits
 from edl.distill.source.chunk import Chunk
-from edl.distill.source.sequence_cutters import sequence_fields
 from edl.distill.stats import ReaderStats, merged
 from edl.distill.teachers import Teachers, TeacherWatcher, service_identities
 from edl.distill.transport.calls import current_traceparent
@@ -47,12 +46,13 @@ from edl.distill.transport.schema import ModelSpec, Outputs
 from edl.distill.transport.shm import Arena
 from edl.errors import ClosedError, EDLError, SettingsError, SourceError
 from edl.memory import keep_freed_memory
+from edl.protocol.names import POSITION, SEQUENCES
 from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.quoting import listed
 from edl.settings import Credentials
 
-__all__ = ["ChunkLabeller"]
+__all__ = ["ChunkLabeller", "sequence_fields"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -495,6 +495,41 @@ class ChunkLabeller:
 
     def _close_engine(self, engine: Engine) -> None:
         self.thread.run(engine.close(), _CLOSE_S)
+
+
+def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
+    """Return a chunk's fields, with the positions of its rows where the source has none.
+
+    Raises:
+        SourceError: The chunk holds sequences but the model's rows are not declared as tokens of sequences; or they
+            are, but the chunk's rows do not start one.
+    """
+    name = spec.sequences
+    if chunk.positions is not None:
+        if not name:
+            raise SourceError(
+                f"the teachers' model {spec.name!r} does not say that its rows are tokens of sequences ({SEQUENCES}), "
+                "so it may answer pieces of a sequence, or several as if they were one: serve it with edl serve --hf, "
+                "by edl register vllm:// or sglang://, or as a function (--callable, --factory) with the attribute "
+                f"sequence_input = {POSITION!r}, its INT32 input that is 0 where a sequence begins. Models of "
+                "--torchscript, --torch-export, --torch-factory and --paddle, and servers other than EDL's, cannot say "
+                "so"
+            )
+        if name in spec.inputs and name not in chunk.fields:
+            return {**chunk.fields, name: chunk.positions}
+        begins = chunk.fields[name][chunk.positions == 0] if name in chunk.fields else chunk.positions[:0]
+        if begins.any():  # else a teacher might take two sequences for one
+            raise SourceError(
+                f"input {name!r} is {begins[begins != 0][0]} where a sequence begins, and must be 0 there and rise by "
+                "1 (positions of a batch padded on the left often count its padding): leave it out of the inputs, and "
+                "each sequence gets positions of its own"
+            )
+    if name and (name not in chunk.fields or chunk.fields[name].flat[0] != 0):
+        raise SourceError(
+            f"rows of the teachers' model {spec.name!r} belong to sequences, and a request holds whole ones: set the "
+            "source with set_sequence_generator or set_sequence_list_generator, or give distill tokens="
+        )
+    return chunk.fields
 
 
 @dataclass(frozen=True)

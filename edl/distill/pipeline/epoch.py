@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
@@ -400,7 +400,6 @@ class Epoch:
 
     def _take_in(self, source: Iterator[Any], cutter: Cutter) -> None:
         self._labeller.prepare_epoch()
-        cutters = dict(cutter.by_route())
         while not self._closed:
             self._asked_at = time.monotonic()
             self._source_clock.begin(self._asked_at)
@@ -421,7 +420,7 @@ class Epoch:
             if not self._take_back():
                 return
             reading = cutter.read(value)
-            if not self._set_limits(cutter, cutters, reading):
+            if not self._set_limits(cutter, reading):
                 return
             item, ready = cutter.cut(reading)
             self._reuse.check_drawn(item)
@@ -429,7 +428,7 @@ class Epoch:
             if not self._submit(cutter, ready):
                 return
 
-    def _set_limits(self, cutter: Cutter, cutters: Mapping[int | None, Cutter], reading: Reading) -> bool:
+    def _set_limits(self, cutter: Cutter, reading: Reading) -> bool:
         """Tell the cutter the limits of a value's teachers; return False if the epoch is closed.
 
         This may wait for the first teacher of a route, or for one that accepts a longer sequence. Earlier rows, whose
@@ -437,7 +436,7 @@ class Epoch:
         """
         limits = self._labeller.limits
         for route, longest in reading.longest.items():
-            part = cutters[route]
+            part = cutter.routes[route]
             if not part.wants_limits:
                 continue
             if route is not None and not limits.knows_teacher(route) and not self._submit(cutter, cutter.finish()):

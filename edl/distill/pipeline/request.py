@@ -9,8 +9,7 @@ from typing import Any
 from edl.distill.options import Options
 from edl.distill.pipeline.answers import Combine, Combiner
 from edl.distill.pipeline.label_cache import CacheConfig
-from edl.distill.source.cutters import Getter
-from edl.distill.source.routes import Router
+from edl.distill.source.cutters import Getter, Router
 from edl.distill.teachers import Teachers
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import SettingsError

@@ -1,4 +1,10 @@
-"""Cuts the user's data into requests: gathers samples, splits batches, and records where the rows of each item are.
+"""Cuts the user's data into requests: gathers samples and sequences, splits batches, and records where rows are.
+
+A `Cutter` reads what a kind of source yields. A request goes to one service: where samples differ in their teachers, a
+`Router` finds the service of each, and each route has a `Gatherer` of its own, so items keep the source's order.
+
+A sequence of T tokens is T rows. Row t holds token t and the teacher's prediction of token t + 1; the last row predicts
+what would follow. Several sequences fill a request, and none is split.
 
 There are no threads and no network here. A value that cannot be sent raises a `SourceError` that names the item, the
 field and the remedy.
@@ -7,15 +13,23 @@ field and the remedy.
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from edl.distill.padding import as_token_mask
 from edl.distill.source.chunk import Chunk, Item, Reading
 from edl.distill.source.fingerprint import ItemFingerprint, TimeBudget
 from edl.errors import SourceError
 from edl.protocol.arrays import RowBuffer, as_array
+from edl.protocol.names import POSITION
 from edl.protocol.tensors import Array
+from edl.quoting import listed
 
 __all__ = [
     "CHECKING_SHARE",
@@ -23,24 +37,216 @@ __all__ = [
     "Cutter",
     "Gatherer",
     "Getter",
+    "PaddedBatchCutter",
+    "Router",
     "SampleCutter",
     "SampleListCutter",
-    "TooFewFieldsError",
+    "SequenceColumnsCutter",
+    "SequenceCutter",
+    "SequenceListCutter",
 ]
 
 _OTHER_SHAPE = (
     "pad them to one shape, yield batches with set_batch_generator, or send each alone with set_teacher_batch_size(1)"
 )
-
+_OTHER_ROWS = "the rows of all sequences must have one shape; only the number of rows may differ"
+_MASK = "tokens"  # the user's name for the mask
+_REQUESTS_WAITING = 4  # requests that a teacher's queue should hold, so that the next one is ready when it needs it
+_MOST_OVERTAKING = 4
+"""How many full requests of other services may overtake one that is not full. Readers keep at least eight open, so it
+still has the time of four until the training loop needs it. With fewer, requests of rare routes would hold a row or
+two."""
+CHECKING_SHARE = 0.02  # training does not notice it; at 20 ms a batch, it suffices to check all of 4.8 MB
 
 Getter = Callable[[Any], Any]
 
 
-class TooFewFieldsError(LookupError):
-    """A getter's error if a sample or batch has fewer fields than are named."""
+@dataclass(frozen=True)
+class Router:
+    """Which service labels what."""
+
+    find: Callable[[Any], Any]  # finds the value in a sample, or the values of all rows in a batch
+    routes: Mapping[Any, int]  # by value, the service's number. `None` is that of all other values.
+
+    def of_sample(self, sample: Any, what: str) -> int:
+        """Return the number of the service that labels a sample.
+
+        Raises:
+            SourceError: it has no such field, or a value that no service is named for.
+        """
+        return self._route(_plain(self._found(sample, what)), what)
+
+    def of_batch(self, batch: Any, rows: int, what: str) -> list[int]:
+        """Return by row the number of the service that labels it.
+
+        Raises:
+            SourceError: it has no such field, another number of values, or one that no service is named for.
+        """
+        found = _plain(self._found(batch, what))
+        if not isinstance(found, list | tuple):
+            if not self._is_value(found):
+                raise SourceError(
+                    f"{what} has {found!r} for route: expected a list, an array or a tensor of values, or a single one"
+                )
+            return [self._route(found, what)] * rows
+        if len(found) != rows:
+            raise SourceError(f"{what} has {len(found)} values of route for {rows} rows")
+        return [self._route(_plain(value), f"{what}, row {row}") for row, value in enumerate(found)]
+
+    def _found(self, value: Any, what: str) -> Any:
+        return _found_by(self.find, value, f"what finds the route of {what}", f"{what} has no field for route")
+
+    def _route(self, value: Any, what: str) -> int:
+        found = None
+        if self._is_value(value):
+            others = self.routes.get(None)
+            if isinstance(value, bytes):
+                others = self.routes.get(value.decode(errors="replace"), others)
+            with contextlib.suppress(TypeError):  # a tuple with a list, say, which is the key of nothing
+                found = self.routes.get(value, others)
+        if found is None:
+            known = listed([repr(known) for known in self.routes])
+            raise SourceError(
+                f"{what} has route {value!r}, and teachers are named for {known}: name those for it as well, or under "
+                "None those for all other values"
+            )
+        return found
+
+    def _is_value(self, value: Any) -> bool:
+        """Return whether this is a value of a field; anything else was not understood, and is not among all others."""
+        if isinstance(value, float):
+            return not math.isnan(value)
+        return value is None or isinstance(value, str | bytes | int) or type(value) in map(type, self.routes)
 
 
-CHECKING_SHARE = 0.02  # training does not notice it; at 20 ms a batch, it suffices to check all of 4.8 MB
+def _plain(value: Any) -> Any:
+    """Return numbers and strings of arrays and tensors as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _found_by(getter: Getter, value: Any, finder: str, missing: str) -> Any:
+    """Return what a user's function finds. Its `StopIteration` would end the epoch, and is an error."""
+    try:
+        return getter(value)
+    except StopIteration as exc:
+        raise SourceError(f"{finder} raised StopIteration: something that it goes through has no more to give") from exc
+    except (LookupError, TypeError, AttributeError) as exc:
+        raise SourceError(f"{missing}: {exc}") from exc
+
+
+@dataclass(eq=False, slots=True)  # not frozen, which costs a microsecond a sample
+class _Unit:
+    """Rows that stay together in a request: a sample, a sequence, or what a batch has of a route."""
+
+    what: str  # its place in the source, for messages
+    arrays: Mapping[str, Array]  # by input [rows, ...]
+    rows: int
+    route: int | None = None
+    sample_id: Any = None  # None without a cache
+    rest_nbytes: int = 0  # bytes of its item that are not sent
+    fingerprint: ItemFingerprint | None = None  # of a sample or sequence; None if the whole batch has one, or none
+
+
+class Gatherer:
+    """Gathers the rows of a route in a request that is sealed when it is full.
+
+    Attributes:
+        max_rows: Largest number of rows in a request that teachers accept; 0 for any.
+        max_sequence: Largest number of rows in a sequence that teachers accept; 0 for any.
+        begun: When the open request was begun, counted in units of all routes.
+        overtaken: How many full requests of other routes have overtaken it.
+    """
+
+    # returns how many rows like its argument fit into a request, by their bytes; 0 for any number
+    fit: Callable[[Mapping[str, Array]], int] = staticmethod(lambda _: 0)
+    max_rows = max_sequence = begun = overtaken = 0
+
+    def __init__(self, cutter: Cutter, route: int | None) -> None:
+        self._cutter = cutter
+        self._route = route
+        self.open = self.new_chunk()
+        self._rows: dict[str, RowBuffer] = {}
+        self._ids: list[Any] = []
+        self._lengths: list[int] = []
+        self._full = 0
+
+    def new_chunk(self) -> Chunk:
+        """Return an empty request."""
+        return Chunk(self._cutter.services, route=self._route)
+
+    @property
+    def wants_limits(self) -> bool:
+        """Whether `max_rows` and `max_sequence` must be updated before the next rows, which takes time."""
+        return self._cutter.of_sequences or not self.open.rows
+
+    def rows_like(self, fields: Mapping[str, Array]) -> int:
+        """Return the rows of a full request of rows like these."""
+        usual = self._cutter.usual_rows
+        if self._cutter.chunk_rows:
+            return self._cutter.chunk_rows
+        most = min(usual, self.max_rows or usual)
+        return min(most, self.fit(fields) or most)
+
+    def add(self, unit: _Unit) -> tuple[tuple[Chunk, int, int], list[Chunk]]:
+        """Add rows to the open request; return where they are, and the requests that are full now."""
+        ready: list[Chunk] = []
+        if self._cutter.of_sequences:
+            self._full = self._tokens_like(unit)
+            if self.open.rows and self.open.rows + unit.rows > self._full:
+                ready += self.seal()
+        elif not self.open.rows:
+            self._full = self.rows_like(unit.arrays)
+        for name, array in unit.arrays.items():
+            if name not in self._rows:
+                remedy = _OTHER_ROWS if self._cutter.of_sequences else _OTHER_SHAPE
+                self._rows[name] = RowBuffer(name, max(self._full, unit.rows), remedy)
+            self._rows[name].extend(array, unit.what)
+        self._ids.append(unit.sample_id)
+        self._lengths.append(unit.rows)
+        chunk, start = self.open, self.open.rows
+        chunk.rows += unit.rows
+        chunk.rest_nbytes += unit.rest_nbytes
+        if chunk.rows >= self._full:
+            ready += self.seal()
+        return (chunk, start, start + unit.rows), ready
+
+    def _tokens_like(self, unit: _Unit) -> int:
+        """Return how many rows of sequences fill a request."""
+        rows = unit.rows
+        if self.max_sequence and rows > self.max_sequence:
+            raise SourceError(
+                f"{unit.what} is a sequence of {rows} tokens, and teachers take at most {self.max_sequence}: cut it in "
+                "your source, or serve the model with a larger --max-tokens"
+            )
+        fitting = self.fit({POSITION: np.broadcast_to(np.int32(0), (rows,)), **unit.arrays})
+        if fitting and rows > fitting:
+            raise SourceError(
+                f"{unit.what} is a sequence of {rows} tokens, and teachers take messages of at most {fitting} tokens "
+                "like these: cut it in your source, or serve the model with a larger --max-message"
+            )
+        # A teacher's largest request fills its whole queue, so it would refuse every second request of that size.
+        usual = self._cutter.usual_rows
+        usual = min(usual, max(self.max_rows // _REQUESTS_WAITING, 1) if self.max_rows else usual)
+        return min(filter(None, (self._cutter.chunk_rows or usual, self.max_rows, fitting)))
+
+    def seal(self) -> list[Chunk]:
+        """Seal the open request; return it, if it has rows."""
+        self.overtaken = 0
+        chunk = self.open
+        if not chunk.rows:
+            return []
+        chunk.seal(
+            {name: rows.gathered() for name, rows in self._rows.items()}, self._ids if self._cutter.ids else None
+        )
+        chunk.copied = True
+        if self._cutter.of_sequences:
+            chunk.lengths = np.array(self._lengths, np.int64)
+            chunk.positions = np.concatenate([np.arange(length, dtype=np.int32) for length in self._lengths])
+            chunk.nbytes += chunk.positions.nbytes
+            chunk.longest_sequence = max(self._lengths)
+        self.open = self.new_chunk()
+        self._rows, self._ids, self._lengths = {}, [], []
+        return [chunk]
 
 
 class Cutter(abc.ABC):
@@ -49,44 +255,42 @@ class Cutter(abc.ABC):
     Args:
         chunk_rows: Rows of a request; None for a suitable number that all teachers accept.
         ids: Function that finds the sample ids; None without a cache.
+        router: Finds the services of samples; None if all services label everything.
 
     Attributes:
-        max_rows: Largest number of rows in a request that teachers accept; 0 for any.
-        max_sequence: Largest number of rows in a sequence that teachers accept; 0 for any.
+        routes: The gatherer of each route, with the limits of its teachers; of None without a router.
     """
 
-    # returns how many rows like its argument fit into a request, by their bytes; 0 for any number
-    fit: Callable[[Mapping[str, Array]], int] = staticmethod(lambda _: 0)
     usual_rows: int  # largest number of rows in a request if the user sets none
+    of_sequences = False  # whether rows are tokens of sequences
 
     def __init__(
-        self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
+        self,
+        getters: Mapping[str, Getter],
+        chunk_rows: int | None,
+        services: int,
+        ids: Getter | None = None,
+        router: Router | None = None,
     ) -> None:
         self.getters = getters
         self.services = services
         self.ids = ids
-        self.seen = self.max_rows = self.max_sequence = 0  # items so far
+        self.chunk_rows = chunk_rows
+        self.seen = 0  # items so far
         # of the epoch, for checking that whole items are delivered as they were sent
         self.time_budget = TimeBudget(CHECKING_SHARE)
-        self._chunk_rows = chunk_rows
+        self._router = router
+        self._units = 0
+        numbers = [None] if router is None else sorted(set(router.routes.values()))
+        self.routes = {number: Gatherer(self, number) for number in numbers}
 
-    @property
-    def chunk_rows(self) -> int:
-        """Rows of a full request."""
-        return self._chunk_rows or min(self.usual_rows, self.max_rows or self.usual_rows)
-
-    def _rows_like(self, fields: Mapping[str, Array]) -> int:
-        """Return the rows of a full request of rows like these."""
-        fitting = self.fit(fields) if not self._chunk_rows else 0
-        return min(self.chunk_rows, fitting or self.chunk_rows)
-
+    @abc.abstractmethod
     def read(self, value: Any) -> Reading:
         """Read what must be known about the source's next item before `cut`, which is called with the result.
 
         Raises:
             SourceError: The item cannot be sent, or no teachers are named for it.
         """
-        return Reading(value)
 
     @abc.abstractmethod
     def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
@@ -96,42 +300,30 @@ class Cutter(abc.ABC):
         """Read and cut the source's next item, if the teachers' limits are already set."""
         return self.cut(self.read(value))
 
-    @property
-    def wants_limits(self) -> bool:
-        """Whether `max_rows` and `max_sequence` must be updated before the next item, which takes time."""
-        return self.empty
-
-    @property
-    def empty(self) -> bool:
-        """Whether no row waits for a request to be full."""
-        return True
-
-    @property
-    def open_chunk(self) -> Chunk | None:
-        """The request that is not full, if there is one."""
-        return None
-
-    def by_route(self) -> list[tuple[int | None, Cutter]]:
-        """Return all routes, and the cutter of each, whose limits are those of the route's teachers."""
-        return [(None, self)]
-
     def finish(self) -> list[Chunk]:
-        """Seal what is not full: the source is at its end, or silent."""
-        return []
+        """Seal what is not full, in the order in which it was begun: the source is at its end, or silent."""
+        gatherers = sorted(self.routes.values(), key=lambda each: each.begun)
+        return [chunk for gatherer in gatherers for chunk in gatherer.seal()]
 
     def seal(self, chunk: Chunk) -> list[Chunk]:
         """Seal a request that is not full; return the sealed chunks, none if it was sealed before."""
-        return self.finish() if self.open_chunk is chunk else []
+        return [sealed for gatherer in self.routes.values() if gatherer.open is chunk for sealed in gatherer.seal()]
 
-    def _get(self, name: str, getter: Getter, value: Any, what: str) -> Any:
-        try:
-            return getter(value)
-        except StopIteration as exc:
-            raise _stopped(f"what finds input {name!r} in {what}") from exc
-        except TooFewFieldsError as exc:
-            raise SourceError(f"{what} of the source {exc}") from exc
-        except (LookupError, TypeError, AttributeError) as exc:
-            raise SourceError(f"{what} of the source has no field for input {name!r}: {exc}") from exc
+    def _gather(self, unit: _Unit, ready: list[Chunk]) -> tuple[Chunk, int, int]:
+        """Add a unit to its route's request; add full requests behind those that they have overtaken too often."""
+        gatherer = self.routes[unit.route]
+        place, full = gatherer.add(unit)
+        self._units += 1
+        if place[0] is gatherer.open and not place[1]:
+            gatherer.begun = self._units
+        if full:
+            for other in self.routes.values():
+                if other is not gatherer and other.open.rows:
+                    other.overtaken += len(full)
+                    if other.overtaken > _MOST_OVERTAKING:
+                        ready += other.seal()
+            ready += full
+        return place
 
     def _read_fields(
         self, value: Any, what: str, getters: Mapping[str, Getter] | None = None
@@ -145,19 +337,20 @@ class Cutter(abc.ABC):
             fingerprint.add_sent(found, arrays, functools.partial(as_array, what=what))
         return fingerprint, arrays
 
-    def _get_ids(self, ids: Getter, value: Any, what: str) -> Any:
-        try:
-            return ids(value)
-        except StopIteration as exc:
-            raise _stopped(f"what finds the sample ids in {what}") from exc
-        except (LookupError, TypeError, AttributeError) as exc:
-            raise SourceError(f"{what} of the source has no field for the id (ids=, id_field=): {exc}") from exc
+    def _get(self, name: str, getter: Getter, value: Any, what: str) -> Any:
+        missing = f"{what} of the source has no field for input {name!r}"
+        return _found_by(getter, value, f"what finds input {name!r} in {what}", missing)
+
+    def _get_id(self, value: Any, what: str) -> Any:
+        if self.ids is None:
+            return None
+        missing = f"{what} of the source has no field for the id (ids=, id_field=)"
+        return _found_by(self.ids, value, f"what finds the sample ids in {what}", missing)
 
     def _ids_of_batch(self, value: Any, what: str, count: int, of: str) -> Sequence[Any] | None:
         if self.ids is None:
             return None
-        ids = self._get_ids(self.ids, value, what)
-        found: Sequence[Any] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        found: Sequence[Any] = list(_plain(self._get_id(value, what)))
         if len(found) != count:
             raise SourceError(f"{what} has {len(found)} sample ids for {count} {of}")
         return found
@@ -168,141 +361,237 @@ class BatchCutter(Cutter):
 
     usual_rows = 256  # a quarter of what `edl serve` queues, and four times what it computes at once
 
-    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
-        """Take in a batch."""
-        fields, ids, fingerprint = self.fields_of(reading.value)
-        chunks = self.split(fields, ids)
-        chunks[0].rest_nbytes = fingerprint.rest_nbytes
-        self.seen += 1
-        return Item(reading.value, [(chunk, 0, chunk.rows) for chunk in chunks], (fingerprint,)), chunks
-
-    def fields_of(self, value: Any) -> tuple[dict[str, Array], Sequence[Any] | None, ItemFingerprint]:
-        """Return a batch's fields, its sample ids and its fingerprint."""
+    def read(self, value: Any) -> Reading:
+        """Read a batch."""
         what = f"batch {self.seen}"
         fingerprint, fields = self._read_fields(value, what)
-        ids = self._ids_of_batch(value, what, _common_rows(fields, what), "rows")
-        return fields, ids, fingerprint
+        rows = _common_rows(fields, what)
+        ids = self._ids_of_batch(value, what, rows, "rows")
+        routes: list[int | None] = [None]
+        if self._router is not None:
+            routes = [*self._router.of_batch(value, rows, what)]
+        return Reading(value, dict.fromkeys(routes, 0), (fields, ids, fingerprint, routes))
 
-    def split(self, fields: Mapping[str, Array], ids: Sequence[Any] | None) -> list[Chunk]:
-        """Return the requests of a batch's fields, in the order of its rows."""
-        rows = len(next(iter(fields.values())))
-        step = self._rows_like(fields)
+    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
+        """Cut a batch, whose rows may be of several routes."""
+        fields, ids, fingerprint, routes = reading.found
+        found = {route: self._split(route, fields, ids, routes) for route in reading.longest}
+        chunks = [chunk for of_route in found.values() for chunk in of_route]
+        parts = [(chunk, 0, chunk.rows) for chunk in chunks]
+        if len(found) > 1:
+            rows = {
+                route: iter([(chunk, row, row + 1) for chunk in of_route for row in range(chunk.rows)])
+                for route, of_route in found.items()
+            }
+            parts = _merged(next(rows[route]) for route in routes)
+        chunks[0].rest_nbytes = fingerprint.rest_nbytes
+        self.seen += 1
+        return Item(reading.value, parts, (fingerprint,)), chunks
+
+    def _split(
+        self, route: int | None, fields: Mapping[str, Array], ids: Sequence[Any] | None, routes: Sequence[int | None]
+    ) -> list[Chunk]:
+        """Return the requests of the rows of a route, in the order of the rows."""
+        copied = set(routes) != {route}
+        if copied:
+            mine = [row for row, each in enumerate(routes) if each == route]
+            fields = {name: array[mine] for name, array in fields.items()}
+            ids = [ids[row] for row in mine] if ids is not None else None
+        gatherer = self.routes[route]
+        step = gatherer.rows_like(fields)
         chunks = []
-        for start in range(0, rows, step):
+        for start in range(0, len(next(iter(fields.values()))), step):
             part = {name: array[start : start + step] for name, array in fields.items()}
-            chunks.append(Chunk(self.services).seal(part, ids[start : start + step] if ids is not None else None))
+            chunk = gatherer.new_chunk().seal(part, ids[start : start + step] if ids is not None else None)
+            chunk.copied = copied
+            chunks.append(chunk)
         return chunks
 
 
-class Gatherer(Cutter):
-    """Gathers rows in a request that is sealed when it is full."""
-
-    def __init__(
-        self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
-    ) -> None:
-        super().__init__(getters, chunk_rows, services, ids)
-        self._open = Chunk(services)
-        self._rows: dict[str, RowBuffer] = {}
-        self._ids: list[Any] = []
-
-    @property
-    def empty(self) -> bool:
-        """Whether no row waits for a request to be full."""
-        return not self._open.rows
-
-    @property
-    def open_chunk(self) -> Chunk | None:
-        """The request that is not full, if there is one."""
-        return self._open if self._open.rows else None
-
-    def finish(self) -> list[Chunk]:
-        """Seal what is not full: the source is at its end, or silent."""
-        return [self._sealed()] if self._open.rows else []
-
-    def _sealed(self) -> Chunk:
-        fields = {name: rows.gathered() for name, rows in self._rows.items()}
-        chunk = self._open.seal(fields, self._ids if self.ids is not None else None)
-        chunk.copied = True
-        self._open = Chunk(self.services)
-        self._rows = {}
-        self._ids = []
-        return chunk
-
-
-class _SampleGatherer(Gatherer):
+class SampleCutter(Cutter):
     """Gathers samples, each of them a row."""
 
     usual_rows = 32
-    _full = 0
+    of_lists = False  # whether the source yields lists of samples
 
-    def _row(self, sample: Any, ready: list[Chunk]) -> tuple[Chunk, int, ItemFingerprint]:
-        what = f"sample {self.seen}"
+    def read(self, value: Any) -> Reading:
+        """Read a sample, or a list of samples."""
+        if self.of_lists:
+            if not isinstance(value, Collection):  # a generator, say, which could not be iterated again on delivery
+                what = "sequences" if self.of_sequences else "samples"
+                kind = type(value).__name__
+                raise SourceError(f"after {self.seen} {what} the source yielded {kind}, which is no list of samples")
+            value = list(value)  # the source may put other samples into its own
+            return _reading(value, [self._read_sample(each, self.seen + at) for at, each in enumerate(value)])
+        unit = self._read_sample(value, self.seen)
+        return Reading(value, {unit.route: unit.rows}, ([unit], None, None))
+
+    def _read_sample(self, sample: Any, number: int) -> _Unit:
+        what = f"sample {number}"
+        route = self._router.of_sample(sample, what) if self._router is not None else None
         fingerprint, arrays = self._read_fields(sample, what)
-        if not self._open.rows:
-            self._full = self._rows_like({name: array[None] for name, array in arrays.items()})
-        for name, array in arrays.items():
-            if name not in self._rows:
-                self._rows[name] = RowBuffer(name, self._full, _OTHER_SHAPE)
-            self._rows[name].append(array, what)
-        if self.ids is not None:
-            self._ids.append(self._get_ids(self.ids, sample, what))
-        chunk = self._open
-        chunk.rows += 1
-        chunk.rest_nbytes += fingerprint.rest_nbytes
-        self.seen += 1
-        row = chunk.rows - 1
-        if chunk.rows >= self._full:
-            ready.append(self._sealed())
-        return chunk, row, fingerprint
-
-
-class SampleCutter(_SampleGatherer):
-    """Gathers samples, each of them a row."""
+        if not self.of_sequences:
+            arrays = {name: array[None] for name, array in arrays.items()}
+        rows = _sequence_rows(arrays, what) if self.of_sequences else 1
+        sample_id = self._get_id(sample, what) if self.ids is not None else None
+        return _Unit(what, arrays, rows, route, sample_id, fingerprint.rest_nbytes, fingerprint)
 
     def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
-        """Take in a sample."""
+        """Cut what was read; each sequence is a part of the item."""
+        units, fingerprint, mask = reading.found
         ready: list[Chunk] = []
-        chunk, row, fingerprint = self._row(reading.value, ready)
-        return Item(reading.value, [(chunk, row, row + 1)], (fingerprint,)), ready
+        places = [self._gather(unit, ready) for unit in units]
+        if not self.of_sequences and len(places) > 1:
+            places = _merged(places)
+        self.seen += self._count(units)
+        prints = [unit.fingerprint for unit in units] if fingerprint is None else [fingerprint]
+        return Item(reading.value, places, tuple(filter(None, prints)), mask), ready
+
+    def _count(self, units: Sequence[_Unit]) -> int:
+        """Return by how much an item advances `seen`, which errors name."""
+        return len(units)
 
 
-class SampleListCutter(_SampleGatherer):
+class SampleListCutter(SampleCutter):
     """Gathers lists of samples; a request may hold rows of several lists."""
 
+    of_lists = True
+
+
+class SequenceCutter(SampleCutter):
+    """Gathers sequences: samples whose fields are arrays [tokens, ...], of as many tokens as a sample has."""
+
+    usual_rows = 2048  # tokens, which keep an accelerator busy; their top-64 labels take 1 MB
+    of_sequences = True
+
+
+class SequenceListCutter(SequenceCutter):
+    """Gathers lists of sequences; a request may hold sequences of several lists."""
+
+    of_lists = True
+
+
+class PaddedBatchCutter(SequenceCutter):
+    """Gathers sequences out of batches that are padded to one length; a request may hold sequences of several batches.
+
+    Args:
+        mask: Function that finds a batch's token mask, [sequences, length], of any type: 1 for tokens, else 0.
+        ids: Function that finds the ids of a batch's sequences; None without a cache.
+
+    Attributes:
+        whole_batches: Whether a request holds sequences of a single batch only, because the next one may come late.
+    """
+
+    whole_batches = False
+
+    def __init__(
+        self,
+        getters: Mapping[str, Getter],
+        mask: Getter,
+        chunk_rows: int | None,
+        services: int,
+        ids: Getter | None = None,
+        router: Router | None = None,
+    ) -> None:
+        super().__init__(getters, chunk_rows, services, ids, router)
+        self._mask = mask
+
+    def read(self, value: Any) -> Reading:
+        """Read the sequences of a batch that have tokens."""
+        what = f"batch {self.seen}"
+        mask_name = _MASK if _MASK not in self.getters else f"{_MASK} (the mask)"  # an input may be called so, too
+        fingerprint, arrays = self._read_fields(value, what, {**self.getters, mask_name: self._mask})
+        mask = as_token_mask(arrays.pop(mask_name), what)
+        for name, array in arrays.items():
+            if array.shape[:2] != mask.shape:
+                raise SourceError(
+                    f"{what}: input {name!r} has shape {list(array.shape)}, its mask {list(mask.shape)}: a batch of "
+                    "padded sequences has inputs [sequences, length, ...]"
+                )
+        ids = self._ids_of_batch(value, what, len(mask), "sequences") or [None] * len(mask)
+        routes = self._router.of_batch(value, len(mask), what) if self._router is not None else [None] * len(mask)
+        units: list[_Unit] = []
+        for row in np.flatnonzero(mask.any(axis=1)).tolist():
+            kept = mask[row]
+            own = {name: array[row][kept] for name, array in arrays.items()}
+            rest_nbytes = 0 if units else fingerprint.rest_nbytes
+            text = f"{what}, sequence {row}"
+            units.append(_Unit(text, own, int(kept.sum()), routes[row], ids[row], rest_nbytes))
+        return _reading(value, units, fingerprint, mask.copy())
+
     def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
-        """Take in a list of samples."""
-        value = reading.value
-        ready: list[Chunk] = []
-        parts: list[tuple[Chunk, int, int]] = []
-        fingerprints: list[ItemFingerprint] = []
-        if not isinstance(value, Collection):  # a generator, say, which could not be iterated again on delivery
-            raise SourceError(
-                f"after {self.seen} samples the source yielded {type(value).__name__}, which is no list of samples"
-            )
-        value = list(value)  # the source may put other samples into its own
-        for sample in value:
-            chunk, row, fingerprint = self._row(sample, ready)
-            fingerprints.append(fingerprint)
-            if parts and parts[-1][0] is chunk:
-                parts[-1] = (chunk, parts[-1][1], row + 1)
-            else:
-                parts.append((chunk, row, row + 1))
-        return Item(value, parts, tuple(fingerprints)), ready
+        """Cut a batch; each sequence of it that has tokens is a part of the item."""
+        item, ready = super().cut(reading)
+        return item, [*ready, *self.finish()] if self.whole_batches else ready
+
+    def _count(self, units: Sequence[_Unit]) -> int:
+        return 1
 
 
-def _stopped(what: str) -> SourceError:
-    """Return the error for a `StopIteration` that is not the source's own end, but would end the epoch."""
-    return SourceError(f"{what} raised StopIteration: something that it goes through has no more to give")
+class SequenceColumnsCutter(SequenceCutter):
+    """Gathers sequences out of batches that have, of each input, a list with an array [tokens, ...] for each sequence.
+
+    For data sets whose arrays stay as they are: they are not looked at again.
+    """
+
+    def read(self, value: Any) -> Reading:
+        """Read a batch."""
+        batch = f"batch {self.seen}"
+        columns = {name: self._get(name, getter, value, batch) for name, getter in self.getters.items()}
+        ids = self._get_id(value, batch)
+        units = []
+        for row, found in enumerate(zip(*columns.values(), strict=True)):
+            sample_id = ids[row] if ids is not None else None
+            what = f"sample {sample_id!r}" if ids is not None else f"{batch}, sequence {row}"
+            arrays = {name: as_array(part, what) for name, part in zip(columns, found, strict=True)}
+            units.append(_Unit(what, arrays, _sequence_rows(arrays, what), None, sample_id))
+        return _reading(value, units)
+
+    def _count(self, units: Sequence[_Unit]) -> int:
+        return 1
+
+
+def _reading(
+    value: Any, units: Sequence[_Unit], fingerprint: ItemFingerprint | None = None, mask: Array | None = None
+) -> Reading:
+    longest: dict[int | None, int] = {}
+    for unit in units:
+        longest[unit.route] = max(longest.get(unit.route, 0), unit.rows)
+    return Reading(value, longest, (units, fingerprint, mask))
+
+
+def _merged(places: Iterable[tuple[Chunk, int, int]]) -> list[tuple[Chunk, int, int]]:
+    """Return where rows are; rows beside one another in a request become one part."""
+    parts: list[tuple[Chunk, int, int]] = []
+    for chunk, start, stop in places:
+        if parts and parts[-1][0] is chunk and parts[-1][2] == start:
+            parts[-1] = (chunk, parts[-1][1], stop)
+        else:
+            parts.append((chunk, start, stop))
+    return parts
 
 
 def _common_rows(fields: Mapping[str, Array], what: str) -> int:
-    counts = {name: array.shape[0] if array.ndim else -1 for name, array in fields.items()}
-    if -1 in counts.values():
-        name = next(name for name, count in counts.items() if count == -1)
-        raise SourceError(f"{what}: input {name!r} is a single number; a batch has rows first")
+    alone = next((name for name, array in fields.items() if not array.ndim), None)
+    if alone is not None:
+        raise SourceError(f"{what}: input {alone!r} is a single number; a batch has rows first")
+    counts = {name: len(array) for name, array in fields.items()}
     if len(set(counts.values())) > 1:
         raise SourceError(f"{what}: inputs have different numbers of rows: {counts}")
     rows = next(iter(counts.values()))
     if rows == 0:
         raise SourceError(f"{what} has no rows")
+    return rows
+
+
+def _sequence_rows(arrays: Mapping[str, Array], what: str) -> int:
+    scalar = next((name for name, array in arrays.items() if not array.ndim), None)
+    if scalar is not None:
+        raise SourceError(f"{what}: input {scalar!r} is one value, where a sequence has an array [tokens, ...]")
+    counts = {name: len(array) for name, array in arrays.items()}
+    if len(set(counts.values())) > 1:
+        raise SourceError(f"{what}: the inputs of a sequence have different numbers of tokens: {counts}")
+    rows = next(iter(counts.values()))
+    if not rows:
+        raise SourceError(f"{what} is a sequence without tokens: leave it out in your source")
     return rows

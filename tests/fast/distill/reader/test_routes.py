@@ -14,7 +14,7 @@ import pytest
 
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.cache import SoftLabelCache
-from edl.distill.source import routes
+from edl.distill.source import cutters
 from edl.errors import SettingsError, SourceError
 from tests.fast.distill.conftest import Register, Serve, Served
 from tests.waiting import DEADLINE_S
@@ -128,12 +128,12 @@ def test_an_outage_stops_only_what_is_behind(
     check(delivered, 600)
 
 
-@pytest.mark.parametrize("overtaking", [routes._MOST_OVERTAKING, 10**9])
+@pytest.mark.parametrize("overtaking", [cutters._MOST_OVERTAKING, 10**9])
 def test_a_rare_domain_is_not_waited_for(
     teachers: dict[str, str], monkeypatch: pytest.MonkeyPatch, overtaking: int
 ) -> None:
     """A request that is full does not keep back the one that is not, and that the training loop waits for."""
-    monkeypatch.setattr(routes, "_MOST_OVERTAKING", overtaking)
+    monkeypatch.setattr(cutters, "_MOST_OVERTAKING", overtaking)
     found = [
         (np.full(4, at, np.float32), "math" if at in (0, 150) else "code", at, bytes(1 << 16)) for at in range(300)
     ]

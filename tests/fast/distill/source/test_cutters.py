@@ -19,10 +19,17 @@ from hypothesis import strategies as st
 from edl.distill.compress import top_k
 from edl.distill.loader import input_getters
 from edl.distill.pipeline.answers import AnswerSizeEstimator, outputs_nbytes
+from edl.distill.pipeline.chunk_labeller import sequence_fields
 from edl.distill.source.chunk import Chunk, Item
-from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
-from edl.distill.source.routes import Router
-from edl.distill.source.sequence_cutters import PaddedBatchCutter, SequenceCutter, sequence_fields
+from edl.distill.source.cutters import (
+    BatchCutter,
+    Cutter,
+    PaddedBatchCutter,
+    Router,
+    SampleCutter,
+    SampleListCutter,
+    SequenceCutter,
+)
 from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata
 from edl.errors import SourceError
 
@@ -51,7 +58,7 @@ def cut(cutter: Cutter, values: list[Any]) -> tuple[list[Item], list[Chunk]]:
     ],
 )
 def test_requests_fit_teachers_by_default(cutter: Cutter, max_rows: int, sizes: list[int]) -> None:
-    cutter.max_rows = max_rows
+    cutter.routes[None].max_rows = max_rows
     whole = isinstance(cutter, BatchCutter)
     _, chunks = cut(cutter, [(np.arange(600),)] if whole else [(number,) for number in range(600)])
     assert [chunk.rows for chunk in chunks] == sizes
@@ -129,7 +136,7 @@ def sequences(lengths: list[int]) -> list[tuple[np.ndarray, int]]:
 @given(LENGTHS, st.integers(1, 50), st.integers(0, 60))
 def test_sequences_fill_requests_whole(lengths: list[int], tokens: int, max_rows: int) -> None:
     cutter = SequenceCutter(IDS, tokens, 1)
-    cutter.max_rows = max_rows
+    cutter.routes[None].max_rows = max_rows
     samples = sequences(lengths)
     items, chunks = cut(cutter, samples)
     budget = min(tokens, max_rows or tokens)
@@ -150,7 +157,7 @@ def test_sequences_fill_requests_whole(lengths: list[int], tokens: int, max_rows
 
 def test_bytes_bound_a_request_too() -> None:
     cutter = SequenceCutter({"x": itemgetter(0)}, None, 1)
-    cutter.fit = lambda fields: 400 // (fields["x"].itemsize * fields["x"].shape[1])  # type: ignore[method-assign]
+    cutter.routes[None].fit = lambda fields: 400 // (fields["x"].itemsize * fields["x"].shape[1])  # type: ignore[method-assign]
     _, chunks = cut(cutter, [(np.zeros((7, 10), np.float32),), (np.zeros((3, 10), np.float32),)] * 2)
     assert [chunk.rows for chunk in chunks] == [10, 10]
     with pytest.raises(SourceError, match=r"sample 4 is a sequence of 11 tokens.*at most 10 tokens.*cut it"):
@@ -170,7 +177,7 @@ def test_bytes_bound_a_request_too() -> None:
 )
 def test_odd_sequences_are_refused(before: list[int], sample: Any, words: str) -> None:
     cutter = SequenceCutter({**IDS, "targets": itemgetter(1)}, 8, 1)
-    cutter.max_sequence = 20
+    cutter.routes[None].max_sequence = 20
     for length in before:
         cutter.put((np.arange(length), np.zeros(length)))
     with pytest.raises(SourceError, match=words):
@@ -201,7 +208,7 @@ def test_a_mask_says_yes_or_no(mask: list[float]) -> None:
 def test_requests_leave_room_for_others(asked: int | None, max_rows: int, most: int) -> None:
     """A teacher that lets 1,024 rows wait would refuse the second request of 1,024."""
     cutter = SequenceCutter(IDS, asked, 1)
-    cutter.max_rows = max_rows
+    cutter.routes[None].max_rows = max_rows
     _, chunks = cut(cutter, sequences([1] * 5000))
     assert max(chunk.rows for chunk in chunks) == most
 

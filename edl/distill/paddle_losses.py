@@ -15,17 +15,23 @@ import paddle.nn.functional as F  # noqa: N812 - its usual name
 from paddle import nn
 
 from edl.distill.compress import TopK
+from edl.distill.mixture import (
+    FLOOR,
+    NO_LABEL,
+    MixedLoss,
+    Reduction,
+    TeacherIs,
+    check_divergence,
+    check_hard_weight,
+    check_reduction,
+    check_teacher_is,
+    check_temperature,
+)
 from edl.errors import SettingsError
-from edl.settings import is_above_zero, is_share
 
 __all__ = ["DistillLoss", "kl_divergence", "logit_mse", "soft_cross_entropy", "token_loss", "top_k_kl"]
 
-_NO_LABEL = -100
-"""The label of a row that does not count in the hard loss, as in PyTorch and PaddlePaddle."""
-
 Tensor: TypeAlias = Any  # paddle ships no types
-Reduction: TypeAlias = Literal["mean", "sum", "none"]
-TeacherIs: TypeAlias = Literal["logits", "probabilities"]
 
 
 def soft_cross_entropy(
@@ -127,7 +133,7 @@ def token_loss(
     hard_labels: Tensor | None = None,
     hard_weight: float = 0.0,
     token_count: float | Tensor | None = None,
-    floor: float = 1e-6,
+    floor: float = FLOOR,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """Compute T² times the generalized Jensen-Shannon divergence of teacher and student, token by token.
@@ -154,14 +160,8 @@ def token_loss(
     Raises:
         SettingsError: A shape, type or value is invalid.
     """
-    if not is_share(beta):
-        raise SettingsError(f"beta={beta!r}: must be from 0 (forward KL) to 1 (reverse KL)")
-    if not is_above_zero(floor) or floor >= 1:
-        raise SettingsError(f"floor={floor!r}: must be a probability above 0 and below 1")
-    if not is_share(hard_weight):
-        raise SettingsError(f"hard_weight={hard_weight!r}: the share of the cross-entropy must be from 0 to 1")
-    if hard_weight and hard_labels is None:
-        raise SettingsError(f"hard_weight={hard_weight} mixes in the cross-entropy with hard_labels, which are missing")
+    check_divergence(labels, beta, None, floor)
+    check_hard_weight(hard_weight, hard_labels)
     kept = _kept_rows(mask, student_logits)
     if kept is not None:
         # The inputs, not only the losses: a gradient of 0 times NaN would be NaN.
@@ -176,8 +176,8 @@ def token_loss(
                 f"hard_labels are {list(targets.shape)}, the logits {list(student_logits.shape)}: the rows do not agree"
             )
         if kept is not None:
-            targets = paddle.where(kept, targets, paddle.full_like(targets, _NO_LABEL))
-        hard = hard_cross_entropy(widened(student_logits), targets, "none")
+            targets = paddle.where(kept, targets, paddle.full_like(targets, NO_LABEL))
+        hard = _hard_loss(student_logits, targets, "none")
         losses = hard if hard_weight == 1 else (1 - hard_weight) * losses + hard_weight * hard
     if kept is not None:
         losses = _where(kept, losses)
@@ -191,12 +191,13 @@ def token_loss(
     return losses.sum() / count.astype(losses.dtype).reshape([]).clip(min=1)
 
 
-def hard_cross_entropy(logits: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
+def _hard_loss(logits: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
     """Return the cross-entropy with hard labels, 0 where there is none (-100); a mean is over the rows that have one.
 
     Raises:
         SettingsError: The shapes do not match, or a label is not a class.
     """
+    logits = widened(logits)
     classes, rows = logits.shape[-1], list(logits.shape[:-1])
     labels = _tensor(labels)
     soft = labels.is_floating_point()
@@ -210,15 +211,15 @@ def hard_cross_entropy(logits: Tensor, labels: Tensor, reduction: Reduction) -> 
     if soft:
         losses = F.cross_entropy(logits, labels.astype(logits.dtype), soft_label=True, reduction=reduction)
         return losses.reshape(rows) if reduction == "none" else losses
-    wrong = ((labels < 0) & (labels != _NO_LABEL)) | (labels >= classes)
+    wrong = ((labels < 0) & (labels != NO_LABEL)) | (labels >= classes)
     if labels.place.is_cpu_place() and bool(wrong.any()):
-        raise SettingsError(f"labels hold {int(labels[wrong][0])}: must be from 0 to {classes - 1}, or {_NO_LABEL}")
+        raise SettingsError(f"labels hold {int(labels[wrong][0])}: must be from 0 to {classes - 1}, or {NO_LABEL}")
     flat, targets = logits.reshape([-1, classes]), labels.astype("int64").reshape([-1])
-    losses = F.cross_entropy(flat, targets, ignore_index=_NO_LABEL, reduction="none").reshape(rows)
+    losses = F.cross_entropy(flat, targets, ignore_index=NO_LABEL, reduction="none").reshape(rows)
     if reduction != "mean":
         return _reduced(losses, reduction)
     # Paddle's own mean divides by the rows without a label too, where `ignore_index` is below 0.
-    return losses.sum() / (targets != _NO_LABEL).sum().clip(min=1).astype(losses.dtype)
+    return losses.sum() / (targets != NO_LABEL).sum().clip(min=1).astype(losses.dtype)
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, beta: float, floor: float) -> Tensor:
@@ -296,10 +297,8 @@ def _expected(log_p: Tensor, values: Tensor) -> Tensor:
 def _log_probabilities(
     student_logits: Tensor, teacher: Tensor, temperature: float, teacher_is: TeacherIs
 ) -> tuple[Tensor, Tensor]:
-    if not is_above_zero(temperature) or temperature == float("inf"):
-        raise SettingsError(f"temperature={temperature!r}: must be a finite number above 0")
-    if teacher_is not in ("logits", "probabilities"):
-        raise SettingsError(f"teacher_is={teacher_is!r}: must be 'logits' or 'probabilities'")
+    check_temperature(temperature)
+    check_teacher_is(teacher_is)
     student, given = _alike(student_logits, teacher)
     if teacher_is == "probabilities":
         given = given.log()
@@ -334,14 +333,13 @@ def _tensor(value: Tensor) -> Tensor:
 
 
 def _reduced(rows: Tensor, reduction: Reduction) -> Tensor:
-    if reduction not in ("mean", "sum", "none"):
-        raise SettingsError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
+    check_reduction(reduction)
     if reduction == "none":
         return rows
     return rows.mean() if reduction == "mean" else rows.sum()
 
 
-class DistillLoss(nn.Layer):
+class DistillLoss(MixedLoss, nn.Layer):
     """A soft loss against the teacher mixed with the cross-entropy against the true labels.
 
     ::
@@ -361,6 +359,12 @@ class DistillLoss(nn.Layer):
         SettingsError: A value is invalid.
     """
 
+    kl_divergence = staticmethod(kl_divergence)
+    soft_cross_entropy = staticmethod(soft_cross_entropy)
+    logit_mse = staticmethod(logit_mse)
+    top_k_kl = staticmethod(top_k_kl)
+    hard_loss = staticmethod(_hard_loss)
+
     def __init__(
         self,
         temperature: float = 4.0,
@@ -371,75 +375,4 @@ class DistillLoss(nn.Layer):
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        if not is_above_zero(temperature) or temperature == float("inf"):
-            raise SettingsError(f"temperature={temperature!r}: must be a finite number above 0")
-        if not is_share(alpha):
-            raise SettingsError(f"alpha={alpha!r}: the share of the soft loss must be from 0 to 1")
-        if soft not in ("kl", "cross_entropy", "mse"):
-            raise SettingsError(f"soft={soft!r}: must be 'kl', 'cross_entropy' or 'mse'")
-        if teacher_is not in ("logits", "probabilities"):
-            raise SettingsError(f"teacher_is={teacher_is!r}: must be 'logits' or 'probabilities'")
-        if soft == "mse" and teacher_is != "logits":
-            raise SettingsError("soft='mse' compares logits: it cannot use a teacher that gives probabilities")
-        if reduction not in ("mean", "sum", "none"):
-            raise SettingsError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
-        self.temperature = temperature
-        self.alpha = alpha
-        self.soft = soft
-        self.teacher_is: TeacherIs = teacher_is
-        self.reduction: Reduction = reduction
-
-    def forward(self, student_logits: Tensor, teacher: Any, labels: Tensor | None = None) -> Tensor:
-        """Compute the loss.
-
-        Args:
-            student_logits: Logits of the student, [rows, ..., classes].
-            teacher: Outputs of the teacher, of the same shape, or `TopK`. None for the hard loss alone, as in batches
-                without teachers.
-            labels: True classes, whole numbers [rows, ...] or [rows, ..., 1], or probabilities of the shape of the
-                logits; required unless `alpha` is 1 and there is a teacher. Rows with label -100 do not count in the
-                hard loss, which is 0 if all rows have it.
-
-        Returns:
-            The loss, or losses [rows, ...] with reduction "none".
-
-        Raises:
-            SettingsError: Labels are missing, or the shapes do not match.
-        """
-        if self.alpha == 1 and teacher is not None:
-            return self._soft(student_logits, teacher)
-        if labels is None:
-            raise SettingsError(
-                f"labels are missing: alpha={self.alpha} mixes in a hard loss; with alpha=1 none is used"
-                if teacher is not None
-                else "there are neither a teacher's labels nor hard ones"
-            )
-        hard = hard_cross_entropy(widened(student_logits), labels, self.reduction)
-        if teacher is None:
-            return hard
-        return self.alpha * self._soft(student_logits, teacher) + (1 - self.alpha) * hard
-
-    def extra_repr(self) -> str:
-        """Return the settings, for `repr`."""
-        return f"temperature={self.temperature:g}, alpha={self.alpha:g}, soft={self.soft!r}"
-
-    def _soft(self, student_logits: Tensor, teacher: Any) -> Tensor:
-        if isinstance(teacher, TopK):
-            if self.soft != "kl":
-                raise SettingsError(f"top-k labels go with soft='kl', not {self.soft!r}")
-            if teacher.temperature != self.temperature:
-                raise SettingsError(
-                    f"top-k labels were made at temperature {teacher.temperature:g}, the loss uses "
-                    f"{self.temperature:g}: ask the teachers for temperature={self.temperature:g}"
-                )
-            return top_k_kl(student_logits, teacher, reduction=self.reduction)
-        if self.soft == "mse":
-            return logit_mse(student_logits, teacher, reduction=self.reduction)
-        loss = kl_divergence if self.soft == "kl" else soft_cross_entropy
-        return loss(
-            student_logits,
-            teacher,
-            temperature=self.temperature,
-            teacher_is=self.teacher_is,
-            reduction=self.reduction,
-        )
+        self._set(temperature, alpha, soft, teacher_is, reduction)

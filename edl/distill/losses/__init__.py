@@ -18,7 +18,6 @@ from edl.distill.losses.features import (
     feature_mse,
 )
 from edl.distill.losses.soft import DistillLoss, kl_divergence, logit_mse, mix, soft_cross_entropy, top_k_kl
-from edl.distill.losses.terms import Reduction, TeacherIs
 from edl.distill.losses.tokens import (
     KLEstimator,
     TokenCount,
@@ -28,6 +27,7 @@ from edl.distill.losses.tokens import (
     token_log_probabilities,
     token_loss,
 )
+from edl.distill.mixture import Reduction, TeacherIs
 
 __all__ = [
     "DistillLoss",

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from edl.distill.losses.terms import (
-    Reduction,
     as_tensor,
     check_classes,
     check_same_shape,
-    check_temperature,
     expected,
     reduced,
     unit_vectors,
     widened,
 )
+from edl.distill.mixture import Reduction, check_temperature
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero

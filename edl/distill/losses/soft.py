@@ -9,20 +9,16 @@ from torch import Tensor, nn
 
 from edl.distill.compress import TopK
 from edl.distill.losses.terms import (
-    Reduction,
-    TeacherIs,
     as_tensor,
     bucket_log_probabilities,
     check_classes,
-    check_reduction,
     check_same_shape,
-    check_teacher_is,
-    check_temperature,
     expected,
     log_probabilities,
     reduced,
     widened,
 )
+from edl.distill.mixture import NO_LABEL, MixedLoss, Reduction, TeacherIs
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_share
@@ -136,8 +132,22 @@ def logit_mse(student_logits: Tensor, teacher_logits: Tensor | Array, *, reducti
     return reduced((student - teacher).square().mean(dim=-1), reduction)
 
 
-_NO_LABEL = -100
-"""The label of a row that does not count in the hard loss, as PyTorch's `ignore_index`."""
+def _hard_loss(student_logits: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
+    classes = student_logits.shape[-1]
+    target = labels.reshape(-1, classes) if labels.shape == student_logits.shape else labels.reshape(-1)
+    if target.shape[0] != student_logits.numel() // classes:
+        raise SettingsError(
+            f"labels are {list(labels.shape)}, logits {list(student_logits.shape)}: "
+            f"expected {list(student_logits.shape[:-1])}"
+        )
+    if not target.is_floating_point():
+        check_classes(target, classes, NO_LABEL)
+    logits = widened(student_logits).reshape(-1, classes)
+    if reduction == "mean" and not target.is_floating_point():
+        labelled = (target != NO_LABEL).sum().clamp(min=1)  # PyTorch's own mean of no rows is NaN
+        return F.cross_entropy(logits, target, reduction="sum") / labelled
+    loss = F.cross_entropy(logits, target, reduction=reduction)
+    return loss.reshape(student_logits.shape[:-1]) if reduction == "none" else loss
 
 
 def mix(hard: Tensor, soft: Tensor, alpha: float) -> Tensor:
@@ -156,7 +166,7 @@ def mix(hard: Tensor, soft: Tensor, alpha: float) -> Tensor:
     return alpha * soft + (1 - alpha) * hard
 
 
-class DistillLoss(nn.Module):
+class DistillLoss(MixedLoss, nn.Module):
     """A soft loss against the teacher mixed with the cross-entropy against the true labels.
 
     ::
@@ -176,6 +186,12 @@ class DistillLoss(nn.Module):
         SettingsError: A value is invalid.
     """
 
+    kl_divergence = staticmethod(kl_divergence)
+    soft_cross_entropy = staticmethod(soft_cross_entropy)
+    logit_mse = staticmethod(logit_mse)
+    top_k_kl = staticmethod(top_k_kl)
+    hard_loss = staticmethod(_hard_loss)
+
     def __init__(
         self,
         temperature: float = 4.0,
@@ -186,90 +202,4 @@ class DistillLoss(nn.Module):
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        check_temperature(temperature)
-        if not is_share(alpha):
-            raise SettingsError(f"alpha={alpha!r}: the share of the soft loss must be from 0 to 1")
-        if soft not in ("kl", "cross_entropy", "mse"):
-            raise SettingsError(f"soft={soft!r}: must be 'kl', 'cross_entropy' or 'mse'")
-        check_teacher_is(teacher_is)
-        if soft == "mse" and teacher_is != "logits":
-            raise SettingsError("soft='mse' compares logits: it cannot use a teacher that gives probabilities")
-        check_reduction(reduction)
-        self.temperature = temperature
-        self.alpha = alpha
-        self.soft = soft
-        self.teacher_is: TeacherIs = teacher_is
-        self.reduction: Reduction = reduction
-
-    def forward(
-        self, student_logits: Tensor, teacher: Tensor | Array | TopK | None, labels: Tensor | None = None
-    ) -> Tensor:
-        """Compute the loss.
-
-        Args:
-            student_logits: Logits of the student, [rows, ..., classes].
-            teacher: Outputs of the teacher, of the same shape, or `TopK`. None for the hard loss alone, as in batches
-                without teachers.
-            labels: True classes, int64 [rows, ...], or probabilities of the shape of the logits; required unless
-                `alpha` is 1 and there is a teacher. Rows with label -100 do not count in the hard loss, which is 0 if
-                all rows have it.
-
-        Returns:
-            The loss, or losses [rows, ...] with reduction "none".
-
-        Raises:
-            SettingsError: Labels are missing, or the shapes do not match.
-        """
-        if self.alpha == 1 and teacher is not None:
-            return self._soft(student_logits, teacher)
-        if labels is None:
-            raise SettingsError(
-                f"labels are missing: alpha={self.alpha} mixes in a hard loss; with alpha=1 none is used"
-                if teacher is not None
-                else "there are neither a teacher's labels nor hard ones"
-            )
-        if teacher is None:
-            return self._hard(student_logits, labels)
-        return mix(self._hard(student_logits, labels), self._soft(student_logits, teacher), self.alpha)
-
-    def extra_repr(self) -> str:
-        """Return the settings, for `repr`."""
-        return f"temperature={self.temperature:g}, alpha={self.alpha:g}, soft={self.soft!r}"
-
-    def _soft(self, student_logits: Tensor, teacher: Tensor | Array | TopK) -> Tensor:
-        if isinstance(teacher, TopK):
-            if self.soft != "kl":
-                raise SettingsError(f"top-k labels go with soft='kl', not {self.soft!r}")
-            if teacher.temperature != self.temperature:
-                raise SettingsError(
-                    f"top-k labels were made at temperature {teacher.temperature:g}, the loss uses "
-                    f"{self.temperature:g}: ask the teachers for temperature={self.temperature:g}"
-                )
-            return top_k_kl(student_logits, teacher, reduction=self.reduction)
-        if self.soft == "mse":
-            return logit_mse(student_logits, teacher, reduction=self.reduction)
-        loss = kl_divergence if self.soft == "kl" else soft_cross_entropy
-        return loss(
-            student_logits,
-            teacher,
-            temperature=self.temperature,
-            teacher_is=self.teacher_is,
-            reduction=self.reduction,
-        )
-
-    def _hard(self, student_logits: Tensor, labels: Tensor) -> Tensor:
-        classes = student_logits.shape[-1]
-        target = labels.reshape(-1, classes) if labels.shape == student_logits.shape else labels.reshape(-1)
-        if target.shape[0] != student_logits.numel() // classes:
-            raise SettingsError(
-                f"labels are {list(labels.shape)}, logits {list(student_logits.shape)}: "
-                f"expected {list(student_logits.shape[:-1])}"
-            )
-        if not target.is_floating_point():
-            check_classes(target, classes, _NO_LABEL)
-        logits = widened(student_logits).reshape(-1, classes)
-        if self.reduction == "mean" and not target.is_floating_point():
-            labelled = (target != _NO_LABEL).sum().clamp(min=1)  # PyTorch's own mean of no rows is NaN
-            return F.cross_entropy(logits, target, reduction="sum") / labelled
-        loss = F.cross_entropy(logits, target, reduction=self.reduction)
-        return loss.reshape(student_logits.shape[:-1]) if self.reduction == "none" else loss
+        self._set(temperature, alpha, soft, teacher_is, reduction)

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from edl.distill.compress import TopK
+from edl.distill.mixture import Reduction, TeacherIs, check_reduction, check_teacher_is, check_temperature
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
-from edl.settings import is_above_zero
 
 __all__ = [
     "SUM_TOLERANCE",
-    "Reduction",
-    "TeacherIs",
     "as_tensor",
     "bucket_log_probabilities",
     "check_classes",
     "check_distinct",
     "check_log_probabilities",
-    "check_reduction",
     "check_same_shape",
-    "check_teacher_is",
-    "check_temperature",
     "expected",
     "log_probabilities",
     "on_cpu",
@@ -33,12 +26,6 @@ __all__ = [
     "unit_vectors",
     "widened",
 ]
-
-Reduction: TypeAlias = Literal["mean", "sum", "none"]
-"""How the losses of a batch's rows are reduced, as in torch; with `none` they are returned one by one."""
-
-TeacherIs: TypeAlias = Literal["logits", "probabilities"]
-"""Kind of the teacher's output."""
 
 _LEAST_ELEMENT = 1e-8
 """Vectors without a larger element count as zero and get no gradient, which would be as large as they are small. With a
@@ -103,24 +90,6 @@ def reduced(rows: Tensor, reduction: Reduction) -> Tensor:
     if reduction == "none":
         return rows
     return rows.mean() if reduction == "mean" else rows.sum()
-
-
-def check_reduction(reduction: Reduction) -> None:
-    """Raise a `SettingsError` for a reduction that is not known."""
-    if reduction not in ("mean", "sum", "none"):
-        raise SettingsError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
-
-
-def check_temperature(temperature: float) -> None:
-    """Raise a `SettingsError` for a temperature that is not above 0 and finite."""
-    if not is_above_zero(temperature) or temperature == float("inf"):
-        raise SettingsError(f"temperature={temperature!r}: must be a finite number above 0")
-
-
-def check_teacher_is(teacher_is: TeacherIs) -> None:
-    """Raise a `SettingsError` for a kind of outputs that is not known."""
-    if teacher_is not in ("logits", "probabilities"):
-        raise SettingsError(f"teacher_is={teacher_is!r}: must be 'logits' or 'probabilities'")
 
 
 def check_same_shape(what: str, student: Tensor, teacher: Tensor) -> None:

@@ -13,27 +13,26 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name  # noqa: N812 - its usual name
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from edl.distill.compress import TopK
 from edl.distill.losses.terms import (
     SUM_TOLERANCE,
-    Reduction,
     as_tensor,
     bucket_log_probabilities,
     check_classes,
     check_distinct,
     check_log_probabilities,
-    check_reduction,
     expected,
     on_cpu,
     widened,
 )
+from edl.distill.mixture import FLOOR, NO_LABEL, Reduction, check_divergence, check_hard_weight, check_reduction
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
-from edl.settings import is_above_zero, is_count, is_share
+from edl.settings import is_count
 
 __all__ = [
     "KLEstimator",
@@ -45,16 +44,8 @@ __all__ = [
     "token_loss",
 ]
 
-_NO_LABEL = -100
-"""The label of a token without a hard label: PyTorch's `ignore_index`."""
-
 TokenCount = int | float | Tensor | None
 """Divisor of a sum over tokens; None for the number of tokens in this call that the mask keeps."""
-
-FLOOR = 1e-6
-"""Smallest probability of the teacher in the reverse direction, so that a token costs at most 14 nats. Sums of float32
-probabilities have errors of about 1e-7, so with a smaller floor a student would learn the tail's rounding errors. A
-larger floor would tolerate tokens that the teacher finds improbable."""
 
 
 def token_loss(
@@ -155,12 +146,9 @@ def hard_targets(
     Raises:
         SettingsError: a share that cannot be, labels that are missing, or of another shape or type.
     """
-    if not is_share(hard_weight):
-        raise SettingsError(f"hard_weight={hard_weight!r}: the share of the cross-entropy must be from 0 to 1")
+    check_hard_weight(hard_weight, hard_labels)
     if hard_weight == 0:
         return None
-    if hard_labels is None:
-        raise SettingsError(f"hard_weight={hard_weight} mixes in the cross-entropy with hard_labels, which are missing")
     if not isinstance(hard_labels, Tensor) or hard_labels.is_floating_point() or hard_labels.is_complex():
         found = hard_labels.dtype if isinstance(hard_labels, Tensor) else type(hard_labels).__name__
         raise SettingsError(f"hard_labels are {found}: expected a tensor of whole numbers")
@@ -169,7 +157,7 @@ def hard_targets(
             f"hard_labels are {list(hard_labels.shape)}, the logits have rows {list(rows)}: they do not agree"
         )
     targets = hard_labels.to(device).long()
-    return targets if kept is None else targets.masked_fill(~kept, _NO_LABEL)
+    return targets if kept is None else targets.masked_fill(~kept, NO_LABEL)
 
 
 def mixed_losses(losses: Tensor, student_logits: Tensor, targets: Tensor | None, hard_weight: float) -> Tensor:
@@ -177,9 +165,9 @@ def mixed_losses(losses: Tensor, student_logits: Tensor, targets: Tensor | None,
     if targets is None:
         return losses
     classes = student_logits.shape[-1]
-    check_classes(targets, classes, _NO_LABEL)
+    check_classes(targets, classes, NO_LABEL)
     flat = widened(student_logits).reshape(-1, classes)
-    hard = F.cross_entropy(flat, targets.reshape(-1), ignore_index=_NO_LABEL, reduction="none").reshape(targets.shape)
+    hard = F.cross_entropy(flat, targets.reshape(-1), ignore_index=NO_LABEL, reduction="none").reshape(targets.shape)
     # Not 0 times the divergence, which may be NaN.
     return hard if hard_weight == 1 else (1 - hard_weight) * losses + hard_weight * hard
 
@@ -235,21 +223,6 @@ def _divisor(token_count: TokenCount, here: int | Tensor, losses: Tensor) -> Ten
     if not isinstance(count, numbers.Real) or not 0 <= count < math.inf or (count == 0 and int(here)):
         raise SettingsError(f"token_count={count!r}: must be a number of tokens, or None for those that the mask keeps")
     return max(float(count), 1.0)
-
-
-def check_divergence(labels: TopK, beta: float, temperature: float | None, floor: float) -> None:
-    """Raise a `SettingsError` for invalid labels or settings."""
-    if not isinstance(labels, TopK):
-        raise SettingsError(f"labels are {type(labels).__name__}: expected TopK; edl.distill.compress.top_k makes them")
-    if not is_share(beta):
-        raise SettingsError(f"beta={beta!r}: must be from 0 (forward KL) to 1 (reverse KL)")
-    if not is_above_zero(floor) or floor >= 1:
-        raise SettingsError(f"floor={floor!r}: must be a probability above 0 and below 1")
-    if temperature is not None and temperature != labels.temperature:
-        raise SettingsError(
-            f"top-k labels were made at temperature {labels.temperature:g}, the loss uses {temperature!r}: "
-            "ask the teachers for that temperature"
-        )
 
 
 _CHUNK_LOGITS = 2**25

@@ -33,53 +33,47 @@ class _ReaderCollector(Collector):
         reader = self._reader()
         if reader is None:
             return
-        stats = reader.stats()
+        stats, name = reader.stats(), self._name
         rows = CounterMetricFamily("edl_reader_rows", "Rows by what happened to them.", labels=["reader", "event"])
         for event in ("asked", "received", "resent", "hedged", "cached", "not_cached", "delivered"):
-            rows.add_metric([self._name, event], getattr(stats, f"rows_{event}"))
-        yield rows
-        yield _one(
-            CounterMetricFamily, "edl_reader_wait_seconds", "Training waited for labels.", self._name, stats.wait_s
-        )
-        yield _one(GaugeMetricFamily, "edl_reader_bytes_held", "Inputs and answers held.", self._name, stats.bytes_held)
-        yield _one(GaugeMetricFamily, "edl_reader_rows_buffered", "Rows read ahead.", self._name, stats.rows_buffered)
-        yield _one(
-            GaugeMetricFamily,
-            "edl_reader_cache_queue_bytes",
-            "Labels on their way into the cache.",
-            self._name,
-            stats.cache_queue_bytes,
-        )
-        yield _one(
-            CounterMetricFamily, "edl_reader_hedges", "Late requests, sent twice.", self._name, stats.requests_hedged
-        )
+            rows.add_metric([name, event], getattr(stats, f"rows_{event}"))
         aside = CounterMetricFamily(
             "edl_reader_set_aside", "A teacher was given nothing for a while.", labels=["reader", "reason"]
         )
         for kind in FailureKind:
-            aside.add_metric([self._name, kind.value], stats.set_aside.get(kind.value, 0))
-        yield aside
-        yield _one(GaugeMetricFamily, "edl_reader_teachers", "Teachers in use.", self._name, stats.teachers_live)
-        yield _one(
-            GaugeMetricFamily, "edl_reader_discovery_up", "Discovery answers.", self._name, float(not stats.discovery)
-        )
-        labels = ["reader", "teacher"]
-        served = CounterMetricFamily("edl_reader_teacher_rows", "Rows delivered from this teacher.", labels=labels)
-        failed = CounterMetricFamily("edl_reader_teacher_failures", "Requests that failed.", labels=labels)
-        latency = GaugeMetricFamily("edl_reader_teacher_latency_seconds", "Median of the last answers.", labels=labels)
-        flight = GaugeMetricFamily("edl_reader_teacher_in_flight", "Requests at this teacher now.", labels=labels)
-        # A label for each teacher that ever was would grow without an end where pods come and go.
-        if stats.departed.requests or stats.departed.failures:
-            served.add_metric([self._name, _DEPARTED], stats.departed.rows)
-            failed.add_metric([self._name, _DEPARTED], stats.departed.failures)
-        for teacher, each in stats.teachers.items():
-            if each.state == "gone":
-                continue
-            served.add_metric([self._name, teacher], each.rows)
-            failed.add_metric([self._name, teacher], each.failures)
-            latency.add_metric([self._name, teacher], each.median_s)
-            flight.add_metric([self._name, teacher], each.in_flight)
-        yield from (served, failed, latency, flight)
+            aside.add_metric([name, kind.value], stats.set_aside.get(kind.value, 0))
+        yield from (rows, aside)
+        for family, metric, text, value in (
+            (CounterMetricFamily, "edl_reader_wait_seconds", "Training waited for labels.", stats.wait_s),
+            (CounterMetricFamily, "edl_reader_hedges", "Late requests, sent twice.", stats.requests_hedged),
+            (GaugeMetricFamily, "edl_reader_bytes_held", "Inputs and answers held.", stats.bytes_held),
+            (GaugeMetricFamily, "edl_reader_rows_buffered", "Rows read ahead.", stats.rows_buffered),
+            (
+                GaugeMetricFamily,
+                "edl_reader_cache_queue_bytes",
+                "Labels queued for the cache.",
+                stats.cache_queue_bytes,
+            ),
+            (GaugeMetricFamily, "edl_reader_teachers", "Teachers in use.", stats.teachers_live),
+            (GaugeMetricFamily, "edl_reader_discovery_up", "Discovery answers.", not stats.discovery),
+        ):
+            found = family(metric, text, labels=["reader"])
+            found.add_metric([name], float(value))
+            yield found
+        for family, metric, text, field in (
+            (CounterMetricFamily, "edl_reader_teacher_rows", "Rows delivered from this teacher.", "rows"),
+            (CounterMetricFamily, "edl_reader_teacher_failures", "Requests that failed.", "failures"),
+            (GaugeMetricFamily, "edl_reader_teacher_latency_seconds", "Median of the last answers.", "median_s"),
+            (GaugeMetricFamily, "edl_reader_teacher_in_flight", "Requests at this teacher now.", "in_flight"),
+        ):
+            found = family(metric, text, labels=["reader", "teacher"])
+            # A label for each teacher that ever was would grow without an end where pods come and go.
+            if family is CounterMetricFamily and (stats.departed.requests or stats.departed.failures):
+                found.add_metric([name, _DEPARTED], getattr(stats.departed, field))
+            for teacher, each in stats.teachers.items():
+                if each.state != "gone":
+                    found.add_metric([name, teacher], getattr(each, field))
+            yield found
 
 
 def export(reader: _HasStats, name: str = "reader", registry: CollectorRegistry = REGISTRY) -> Collector:
@@ -96,11 +90,3 @@ def export(reader: _HasStats, name: str = "reader", registry: CollectorRegistry 
     collector = _ReaderCollector(reader, name)
     registry.register(collector)
     return collector
-
-
-def _one(
-    family: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, text: str, reader: str, value: float
-) -> Metric:
-    metric = family(name, text, labels=["reader"])
-    metric.add_metric([reader], value)
-    return metric

@@ -111,21 +111,12 @@ def merged(parts: Iterable[ReaderStats]) -> ReaderStats:
     for index, part in enumerate(parts):
         for name, teacher in part.teachers.items():
             teachers[name if name not in teachers else f"{name} ({index})"] = teacher
+    summed = ("rows_asked", "rows_received", "rows_resent", "rows_hedged", "requests_hedged", "teachers_live")
+    departed = {name: sum(getattr(part.departed, name) for part in parts) for name in ("rows", "requests", "failures")}
     return ReaderStats(
-        rows_asked=sum(part.rows_asked for part in parts),
-        rows_received=sum(part.rows_received for part in parts),
-        rows_resent=sum(part.rows_resent for part in parts),
-        rows_hedged=sum(part.rows_hedged for part in parts),
-        requests_hedged=sum(part.requests_hedged for part in parts),
+        **{name: sum(getattr(part, name) for part in parts) for name in summed},
         set_aside=dict(sum((Counter(part.set_aside) for part in parts), Counter[str]())),
-        teachers_live=sum(part.teachers_live for part in parts),
         teachers=teachers,
-        departed=TeacherStats(
-            "",
-            "gone",
-            rows=sum(part.departed.rows for part in parts),
-            requests=sum(part.departed.requests for part in parts),
-            failures=sum(part.departed.failures for part in parts),
-        ),
+        departed=TeacherStats("", "gone", **departed),
         discovery="; ".join(part.discovery for part in parts if part.discovery),
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from edl.distill.compress import TopK
 from edl.distill.losses import chunked_token_loss, token_loss
+from edl.distill.losses.terms import check_classes
 from edl.distill.transformers.texts import IGNORED, learned_rows, next_tokens
 from edl.errors import SettingsError
 from edl.settings import is_above_zero, is_count, is_share
@@ -20,6 +21,7 @@ __all__ = ["DistillArguments", "all_classes", "check_head", "hard_labels", "logi
 # `HfArgumentParser` reads Optional[...] and Literal[...], in these words.
 Task = Literal["causal-lm", "masked-lm", "classification"]
 
+_MOST_CLASSES = 2**31  # where the number is not known before the head has made logits
 _TOP_K = 64
 """Of tokens: what `edl serve --hf` answers at most unless it is told another number."""
 
@@ -145,16 +147,8 @@ def hard_labels(
             what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise SettingsError(f"labels are {what}: hard_weight needs a class's number for each sample, or 0")
         classes = found
-    wrong = (classes < 0) & (classes != IGNORED)
-    if class_count is not None:
-        wrong |= classes >= class_count
-    if mask is not None:
-        wrong &= mask
-    if wrong.any():
-        last = "the last class" if class_count is None else class_count - 1
-        raise SettingsError(
-            f"labels hold {int(classes[wrong][0])}: must be from 0 to {last}, or {IGNORED} for what has no label"
-        )
+    learned = classes if mask is None else classes.masked_fill(~mask, IGNORED)
+    check_classes(learned, _MOST_CLASSES if class_count is None else class_count, IGNORED)
     ids = classes.clamp(min=0).unsqueeze(-1)
     sure = torch.zeros(ids.shape, device=ids.device)
     return TopK(ids, sure, torch.full_like(sure[..., 0], -torch.inf))  # type: ignore[arg-type]  # tensors, as after map

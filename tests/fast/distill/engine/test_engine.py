@@ -117,21 +117,6 @@ def setup() -> Iterator[Setup]:
     thread.release()
 
 
-def test_last_job_is_not_left_behind(setup: Setup) -> None:
-    setup.gather(4)
-    setup.put(1)
-    setup.until_taken(1)
-
-
-def test_full_teachers_take_nothing(setup: Setup) -> None:
-    setup.demand.full = setup.demand.busy = True
-    setup.put(1, 2)
-    setup.on_loop(lambda: None)
-    assert setup.taken == []
-    setup.on_loop(setup.queue.drain_if_due)
-    assert setup.taken == [1, 2]
-
-
 def test_no_job_is_lost_or_overtakes(setup: Setup) -> None:
     """A teacher that answers each job some time after it was taken, and is busy in between, as in an engine."""
     setup.gather(4)

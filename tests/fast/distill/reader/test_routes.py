@@ -77,13 +77,6 @@ def stacked(part: list[Any]) -> tuple[Any, ...]:
     return np.stack(xs), list(domains), np.array(numbers)
 
 
-def test_one_value_may_be_a_whole_batchs(teachers: dict[str, str]) -> None:
-    batches = [(np.full((3, 4), at, np.float32), name, at) for at, name in enumerate([*DOMAINS, *DOMAINS])]
-    with reader_of(teachers) as reader:
-        for x, domain, _, y in reader.set_batch_generator(lambda: iter(batches))():
-            assert y.tolist() == (x * DOMAINS[domain]).tolist()
-
-
 def test_an_unknown_value_is_an_error(teachers: dict[str, str]) -> None:
     """What came before it is delivered; with teachers for all other values there is none."""
     found = samples(40)

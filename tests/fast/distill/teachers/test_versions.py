@@ -102,14 +102,6 @@ def test_replaced_between_epochs_is_asked(serve: Serve, caplog: pytest.LogCaptur
     assert not said(caplog, "two models are mixed")
 
 
-def test_no_teacher_changes_nothing(serve: Serve) -> None:
-    first = serve("echo")
-    with SoftLabelCache() as cache, reader_of(first.endpoint, cache) as reader:
-        list(reader())
-        first.close()
-        assert scales(list(reader())) == {1.0}
-
-
 # Teachers of two versions, or models, side by side.
 
 

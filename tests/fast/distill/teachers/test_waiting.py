@@ -19,7 +19,7 @@ from edl.distill.loader import resolve_teachers
 from edl.distill.teachers import TeacherWatcher, teachers_from_env
 from edl.errors import NoTeacherError, SettingsError
 from edl.protocol.transport import grpc
-from tests.fast.distill.conftest import Serve, instance_of
+from tests.fast.distill.conftest import instance_of
 from tests.fast.distill.reading import check, samples
 from tests.fast.distill.teachers.foreign import ForeignServer
 from tests.waiting import wait_until
@@ -92,13 +92,6 @@ def test_what_all_teachers_lack_fails_at_once(server: dict[str, Any], asked: dic
         ):
             list(reader())
     assert one.endpoint in str(found.value)
-
-
-def test_a_model_of_ours_that_is_unknown(serve: Serve) -> None:
-    teachers = Teachers(endpoints=(serve("echo").endpoint,), model="mm")
-    words = "has no model 'mm', only m; did you mean 'm'"
-    with reader_of(teachers) as reader, pytest.raises(SettingsError, match=words):
-        list(reader())
 
 
 def test_a_teacher_may_still_come(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,17 +14,16 @@ from edl.distill.cache import SoftLabelCache
 from edl.distill.compress import TopK
 from edl.distill.options import Options
 from edl.distill.padding import padded
-from edl.distill.pipeline.answers import Combine, item_outputs, values_by_name
+from edl.distill.pipeline.answers import Combine
 from edl.distill.pipeline.epoch import Epoch, EpochIterator
 from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession, open_session
-from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import BatchCutter, Cutter, Getter, PaddedBatchCutter, Router
 from edl.distill.source.iterator import Handover, SourceIterator
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
-from edl.distill.transport.schema import Outputs, OutputSpec
+from edl.distill.transport.schema import OutputSpec
 from edl.errors import SettingsError, SourceError
 from edl.protocol.tensors import Array
 from edl.protocol.transport import FORK_HANDLERS
@@ -85,7 +84,6 @@ class DistillLoader(Generic[B], abc.ABC):
         if request is None:
             logger.info("no teachers: batches come without soft labels")
             return
-        self._combiner = request.combiner()
         open_session(request, self._keep)
 
     def _keep(self, session: LabelSession) -> None:
@@ -111,9 +109,9 @@ class DistillLoader(Generic[B], abc.ABC):
         cutter = self._cutter(request)
         if self._batches_ahead is None:
             # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
-            return EpochIterator(self._ahead(self._labelled(session.begin(lambda: batches, cutter), request)))
+            return EpochIterator(self._ahead(self._labelled(session.begin(lambda: batches, cutter), session)))
         handover = Handover(batches)
-        labelled = self._labelled(session.begin(lambda: handover, cutter, handover.close), request)
+        labelled = self._labelled(session.begin(lambda: handover, cutter, handover.close), session)
         return EpochIterator(self._read_here(SourceIterator(batches), handover, labelled))
 
     def _unlabelled(self, batches: Iterator[B]) -> Generator[tuple[B, Any], None, None]:
@@ -151,31 +149,15 @@ class DistillLoader(Generic[B], abc.ABC):
     def move(self, value: Any, device: Any) -> Any:
         """Return a tensor on its way to `device`; any other value as it is."""
 
-    def _labelled(self, epoch: Epoch, request: LabelRequest) -> Iterator[tuple[B, Any]]:
-        try:
-            for item in epoch:
-                combined = self._combiner([self._outputs(item, service) for service in range(request.services)])
-                epoch.taken(item)
-                names = request.output_spec.outputs
-                found = [value for outputs in combined for value in values_by_name(outputs, names)]
-                if item.mask is not None:
-                    found = [padded(value, item.mask) for value in found]
-                labels = [self._tensors(value) for value in found]
-                yield item.value, labels[0] if len(labels) == 1 else tuple(labels)
-        finally:
-            epoch.close()
-
-    def _outputs(self, item: Item, service: int) -> Outputs:
-        assert self._session is not None
-        if not item.parts:  # a batch whose texts are all empty
-            return self._session.labeller.empty_outputs(service)
-        outputs = item_outputs(item, service)
-        if item.mask is not None:
-            self._session.labeller.note_outputs(service, outputs)
-        return outputs
+    def _labelled(self, epoch: Epoch, session: LabelSession) -> Generator[tuple[B, Any], None, None]:
+        for item, found in session.labelled(epoch):
+            if item.mask is not None:
+                found = [padded(value, item.mask) for value in found]
+            labels = [self._tensors(value) for value in found]
+            yield item.value, labels[0] if len(labels) == 1 else tuple(labels)
 
     def _read_here(
-        self, batches: Iterator[B], handover: Handover, labelled: Iterator[tuple[B, Any]]
+        self, batches: Iterator[B], handover: Handover, labelled: Generator[tuple[B, Any], None, None]
     ) -> Generator[tuple[B, Any], None, None]:
         """Read batches in the thread that asks for them, as many ahead of the labelled ones on all ranks alike."""
         before: deque[Any] = deque()  # what each batch under way was read in
@@ -200,7 +182,7 @@ class DistillLoader(Generic[B], abc.ABC):
                 yield batch if self._device is None else self._moved(batch)
         finally:
             handover.close()
-            labelled.close()  # type: ignore[attr-defined]  # a generator
+            labelled.close()
             self._set_reading_state(None)
 
     def _reading_state(self) -> Any:

@@ -19,7 +19,7 @@ from edl.distill.cache import SoftLabelCache
 from edl.distill.compress import TopK
 from edl.distill.loader import TeachersLike, field_getter, input_getters, resolve_routes
 from edl.distill.options import Options
-from edl.distill.pipeline.answers import Combine, item_outputs, values_by_name
+from edl.distill.pipeline.answers import Combine
 from edl.distill.pipeline.epoch import Epoch, EpochIterator
 from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.request import LabelRequest
@@ -329,7 +329,7 @@ class DistillReader:
         kind = _CUTTERS[self._kind]
         cutter = kind(request.getters, request.batch_rows, request.services, request.ids, request.router)
         epoch = session.begin(lambda: _checked(source()), cutter)
-        return EpochIterator(self._deliver(epoch, request))
+        return EpochIterator(self._deliver(epoch, session))
 
     def stats(self) -> ReaderStats:
         """Return what has been done so far; may be called from any thread while the reader runs."""
@@ -363,21 +363,10 @@ class DistillReader:
             self._session = session
             weakref.finalize(self, session.close_without_waiting).atexit = False  # the session sees to that
 
-    def _deliver(self, epoch: Epoch, request: LabelRequest) -> Generator[Any, None, None]:
+    def _deliver(self, epoch: Epoch, session: LabelSession) -> Generator[Any, None, None]:
         shape = _SHAPES[self._kind or "batch"]
-        combiner = request.combiner()
-        try:
-            for item in epoch:
-                if not item.parts:  # an empty list of samples
-                    epoch.taken(item)
-                    yield shape(item, [])
-                    continue
-                combined = combiner([item_outputs(item, service) for service in range(request.services)])
-                epoch.taken(item)
-                predictions = [values_by_name(outputs, request.output_spec.outputs) for outputs in combined]
-                yield shape(item, list(itertools.chain.from_iterable(predictions)))
-        finally:
-            epoch.close()
+        for item, predictions in session.labelled(epoch):
+            yield shape(item, predictions)
 
     def _set_source(self, kind: _Kind, reader: Callable[[], Iterable[Any]]) -> Self:
         if self._source is not None:

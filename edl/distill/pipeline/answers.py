@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -165,7 +165,7 @@ class Combiner:
 
     def __call__(self, outputs: Sequence[Outputs]) -> list[Outputs]:
         """Return a single mapping, or a mapping per service if they are delivered side by side."""
-        if self.side_by_side or len(outputs) == 1:
+        if self.side_by_side or len(outputs) <= 1:
             return list(outputs)
         return [{name: self._one(name, [service[name] for service in outputs]) for name in outputs[0]}]
 
@@ -190,8 +190,3 @@ def _softmax(logits: Array) -> Array:
     shifted = np.exp(shifted - shifted.max(axis=-1, keepdims=True))
     result: Array = shifted / shifted.sum(axis=-1, keepdims=True)
     return result
-
-
-def values_by_name(outputs: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
-    """Return values in the order in which the user named them."""
-    return [outputs[name] for name in names]

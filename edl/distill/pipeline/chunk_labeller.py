@@ -23,7 +23,7 @@ from edl.distill.engine.compatibility import outputs_disagreement
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.engine.jobs import LabelJob
-from edl.distill.pipeline.answers import AnswerSizeEstimator, empty_like, empty_outputs, outputs_nbytes
+from edl.distill.pipeline.answers import AnswerSizeEstimator, empty_like, empty_outputs, item_outputs, outputs_nbytes
 from edl.distill.pipeline.label_cache import (
     CacheKeyTemplate,
     CacheMiss,
@@ -37,7 +37,7 @@ from edl.distill.pipeline.label_cache import (
 )
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.teacher_limits import TeacherLimits
-from edl.distill.source.chunk import Chunk
+from edl.distill.source.chunk import Chunk, Item
 from edl.distill.stats import ReaderStats, merged
 from edl.distill.teachers import Teachers, TeacherWatcher, service_identities
 from edl.distill.transport.calls import current_traceparent
@@ -389,12 +389,16 @@ class ChunkLabeller:
             for engine in self._engines:
                 engine.select_version()
 
-    def note_outputs(self, service: int, outputs: Outputs) -> None:
-        """Remember the types and shapes of a service's outputs for `empty_outputs`."""
-        if service not in self._empty:
+    def outputs_of(self, item: Item, service: int) -> Outputs:
+        """Return an item's outputs from a service, of no rows for a batch whose texts are all empty."""
+        if not item.parts:
+            return self._empty_outputs(service)
+        outputs = item_outputs(item, service)
+        if item.mask is not None and service not in self._empty:
             self._empty[service] = empty_like(outputs)
+        return outputs
 
-    def empty_outputs(self, service: int) -> Outputs:
+    def _empty_outputs(self, service: int) -> Outputs:
         """Return a service's outputs of no rows, for an item without tokens; may wait for the first teacher.
 
         Raises:

@@ -21,6 +21,7 @@ from edl.background import start_call
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.epoch import READING, Epoch
 from edl.distill.pipeline.request import LabelRequest
+from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import Cutter
 from edl.distill.source.iterator import Handover, SourceIterator
 from edl.distill.stats import ReaderStats
@@ -152,6 +153,22 @@ class LabelSession:
             self.labeller.check()
         epoch.start(shared)
         return epoch
+
+    def labelled(self, epoch: Epoch) -> Generator[tuple[Item, list[Any]], None, None]:
+        """Yield the items of an epoch with their labels: an array or `TopK` for each output of each service.
+
+        An empty list of samples has none; a batch whose texts are all empty has labels of no rows.
+        """
+        request = self.labeller.request
+        combiner = request.combiner()
+        try:
+            for item in epoch:
+                services = range(request.services if item.parts or item.mask is not None else 0)
+                combined = combiner([self.labeller.outputs_of(item, service) for service in services])
+                epoch.taken(item)
+                yield item, [outputs[name] for outputs in combined for name in request.output_spec.outputs]
+        finally:
+            epoch.close()
 
     def _end_epoch(self, epoch: Epoch) -> None:
         """End an epoch and wait until its source is free: two threads in one iterator would split its values."""

@@ -95,8 +95,10 @@ def test_busy_loader_has_one_reader(teacher: str, monkeypatch: pytest.MonkeyPatc
     kept = DataLoader(Slow(100), batch_size=16, num_workers=1, persistent_workers=True)
     asked: Any = {"inputs": "x", "outputs": "y", "options": Options(teacher_timeout_s=60, source_timeout_s=0.1)}
     loader = distill(kept, teacher, **asked)
-    next(iter(loader))
+    epoch = iter(loader)
+    next(epoch)
     assert busy.wait(DEADLINE_S)
+    wait_until(lambda: loader.stats().rows_asked == 32, "the thread is at the worker's batch")
     if next_reader != "the same":
         loader.close()
         loader = distill(kept, teacher, ahead=1 if "ahead" in next_reader else None, **asked)

@@ -33,7 +33,9 @@ def request(number: int) -> bytes:
     """One request in KServe's form."""
     header = kserve.ModelInferRequest(model_name="m")
     header.inputs.add(name="id", datatype="INT64", shape=[ROWS, 1])
-    return codec.encode_request(header, [np.arange(number * ROWS, (number + 1) * ROWS, dtype=np.int64).data])
+    return codec.join_request(
+        header.SerializeToString(), [np.arange(number * ROWS, (number + 1) * ROWS, dtype=np.int64).data]
+    )
 
 
 async def bare(endpoints: list[str], seconds: float) -> dict[str, float]:

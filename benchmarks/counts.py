@@ -34,7 +34,7 @@ GOALS = [
 ]
 _IN_FLIGHT = 4
 _ROLES = ("student", "teacher")
-_MODULES = {"bare grpc": "benchmarks._bare_grpc", "edl grpc": "benchmarks._edl_reader"}
+_MODULES = {"bare grpc": "benchmarks._bare_grpc", "edl channel": "benchmarks._edl_reader"}
 _SLOW_START_S = 300.0  # under callgrind, on a machine that has other work
 _SLOWLY = 4.0  # so much longer than other sides run those under callgrind, for enough requests
 
@@ -63,8 +63,8 @@ def _sides(children: Mapping[str, Child], seconds: float) -> dict[str, Callable[
     for dtype in DTYPES:
         for side, child, request in (
             ("bare grpc", children["bare grpc"], {"in_flight": _IN_FLIGHT}),
-            ("edl grpc", children["edl grpc"], {"way": "grpc"}),
-            ("edl shm", children["edl grpc"], {"way": "shm"}),
+            ("edl channel", children["edl channel"], {"way": "channel"}),
+            ("edl shm", children["edl channel"], {"way": "shm"}),
         ):
             asked: dict[str, Any] = {
                 "dtype": dtype,
@@ -105,7 +105,7 @@ def _ratios(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for dtype, nbytes in ((dtype, request_nbytes(dtype)) for dtype in DTYPES):
         ending = "" if dtype == "uint8" else f"_{dtype}"
-        ours, bare, shm = (rounds[f"{side} {dtype}"] for side in ("edl grpc", "bare grpc", "edl shm"))
+        ours, bare, shm = (rounds[f"{side} {dtype}"] for side in ("edl channel", "bare grpc", "edl shm"))
         if "student_copied" in ours[0]:
             found[f"copies{ending}"] = divide(_copies(ours, nbytes), _copies(bare, nbytes))
             found[f"copies_shm{ending}"] = _copies(shm, nbytes)

@@ -6,6 +6,6 @@
 
 from __future__ import annotations
 
-from edl.protocol import bundles, codec, kserve, names, tensors
+from edl.protocol import codec, kserve, names, tensors
 
-__all__ = ["bundles", "codec", "kserve", "names", "tensors"]
+__all__ = ["codec", "kserve", "names", "tensors"]

@@ -15,15 +15,9 @@ from google.protobuf.message import DecodeError
 
 from edl.errors import ProtocolError
 from edl.protocol import kserve
-from edl.protocol.layouts import HeaderSet, LayoutCache
 
 __all__ = [
     "Buffer",
-    "StreamedResponse",
-    "decode_request",
-    "decode_response",
-    "encode_request",
-    "encode_response",
     "id_field",
     "is_compressed",
     "join_request",
@@ -31,37 +25,23 @@ __all__ = [
     "join_streamed_response",
     "parse_request",
     "parse_response",
-    "raw_input_head",
     "read_varint",
-    "request_parts",
     "skip_number",
     "split_identified_response",
     "split_request",
     "split_response",
-    "split_streamed_request",
-    "split_streamed_response",
     "varint",
 ]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-StreamedResponse: TypeAlias = tuple[bytes, list[memoryview], str, str]
-"""What `split_streamed_response` gives."""
 
 _ID = 3  # field of ModelInferRequest and of ModelInferResponse
 _RAW_INPUT = 7  # field of ModelInferRequest
 _RAW_OUTPUT = 6  # field of ModelInferResponse
-_STREAMED_ERROR = 1  # field of ModelStreamInferResponse
 _STREAMED_RESPONSE = 2  # field of ModelStreamInferResponse
 _LENGTH_DELIMITED = 2  # protobuf's wire type of bytes, text and messages
-_ID_HEAD = bytes([_ID << 3 | _LENGTH_DELIMITED, 8])
-_ID_NBYTES = len(_ID_HEAD) + 8  # of an id as students of EDL number their requests (`edl.distill.transport.stream`)
-_SMALL = 2048  # bytes of a request without tensors; what is larger is not worth a copy to see whether it is known
 _COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")  # gzip, and deflate by its levels
-_MAX_ID_NBYTES = 64 << 10  # honest ones have a few dozen; a stream's answer repeats it, outside of what is counted
 _MAX_FIELDS = 10_000  # top-level fields of an honest message are one a tensor; each costs a microsecond here
-
-_heads = HeaderSet()  # of requests
-_layouts = LayoutCache()  # of streamed responses
 
 
 @functools.lru_cache(maxsize=1024)  # lengths are the same request after request
@@ -156,33 +136,13 @@ def _parts(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> list[Buffer]
     return parts
 
 
-def encode_request(header: kserve.ModelInferRequest, raw: Sequence[Buffer]) -> bytes:
-    """Return a `ModelInferRequest` with `raw` (C-contiguous buffers, in the inputs' order) as `raw_input_contents`."""
-    return _join(header.SerializeToString(), _RAW_INPUT, raw)
-
-
-def request_parts(header: bytes, raw: Sequence[Buffer]) -> list[Buffer]:
-    """Return what `join_request` joins."""
-    return _parts(header, _RAW_INPUT, raw)
-
-
-def raw_input_head(nbytes: int) -> bytes:
-    """Return what goes before a raw tensor of so many bytes in a request."""
-    return varint(_RAW_INPUT << 3 | _LENGTH_DELIMITED) + varint(nbytes)
-
-
 def join_request(header: bytes, raw: Sequence[Buffer]) -> bytes:
-    """`encode_request` for a header that is serialized already."""
+    """Return a `ModelInferRequest` of a serialized header, and `raw` (C-contiguous) as its `raw_input_contents`."""
     return _join(header, _RAW_INPUT, raw)
 
 
-def encode_response(header: kserve.ModelInferResponse, raw: Sequence[Buffer]) -> bytes:
-    """Return a `ModelInferResponse` with `raw` as its `raw_output_contents`."""
-    return _join(header.SerializeToString(), _RAW_OUTPUT, raw)
-
-
 def join_response(header: bytes, raw: Sequence[Buffer]) -> bytes:
-    """`encode_response` for a header that is serialized already."""
+    """Return a `ModelInferResponse` of a serialized header, and `raw` as its `raw_output_contents`."""
     return _join(header, _RAW_OUTPUT, raw)
 
 
@@ -192,17 +152,11 @@ def id_field(request_id: str) -> bytes:
     return varint(_ID << 3 | _LENGTH_DELIMITED) + varint(len(data)) + data
 
 
-def join_streamed_response(header: bytes, raw: Sequence[Buffer], id_bytes: bytes = b"") -> bytes:
-    """Return a `ModelStreamInferResponse` around what `join_response` would give.
-
-    Args:
-        header: of the response, serialized.
-        raw: its tensors.
-        id_bytes: of `id_field`; empty to leave the response's own.
-    """
+def join_streamed_response(header: bytes, raw: Sequence[Buffer]) -> bytes:
+    """Return a `ModelStreamInferResponse` around what `join_response` would give."""
     parts = _parts(header, _RAW_OUTPUT, raw)
-    length = varint(len(id_bytes) + sum([len(part) for part in parts]))
-    return b"".join((varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED), length, id_bytes, *parts))
+    length = varint(sum([len(part) for part in parts]))
+    return b"".join((varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED), length, *parts))
 
 
 def split_request(data: Buffer) -> tuple[bytes, list[memoryview]]:
@@ -212,61 +166,6 @@ def split_request(data: Buffer) -> tuple[bytes, list[memoryview]]:
         ProtocolError: `data` is no protobuf message.
     """
     return _split(data, _RAW_INPUT)[:2]
-
-
-def split_streamed_request(data: Buffer) -> tuple[bytes, list[memoryview], str]:
-    """As `split_request`, and the id cut out of the header: what is left of it is the same for many requests.
-
-    Raises:
-        ProtocolError: `data` is no protobuf message, or its id no UTF-8 or too long.
-    """
-    if len(data) > _ID_NBYTES and data[-_ID_NBYTES : 2 - _ID_NBYTES] == _ID_HEAD:
-        head = bytes(data[:-_ID_NBYTES]) if len(data) < _SMALL else b""
-        if head and head in _heads:
-            return head, [], _text(memoryview(data)[2 - _ID_NBYTES :])
-    header, raw, found = _split(data, _RAW_INPUT, _ID)
-    if found is not None and len(found) > _MAX_ID_NBYTES:
-        raise ProtocolError(f"an id of {len(found):,} bytes, at most {_MAX_ID_NBYTES:,}")
-    request_id = _text(found)
-    if header and not raw and found is not None and len(found) == _ID_NBYTES - 2 and header == data[:-_ID_NBYTES]:
-        _heads.learn(header)
-    return header, raw, request_id
-
-
-def split_streamed_response(data: Buffer) -> StreamedResponse:
-    """Take a `ModelStreamInferResponse` apart.
-
-    Returns:
-        The response's header, still serialized and without its id; its `raw_output_contents` as views of `data`; the
-        id; the error message, empty if there is none.
-
-    Raises:
-        ProtocolError: `data` is no such message.
-    """
-    known = _layouts.find(data)
-    if known is not None:
-        view = memoryview(data)
-        return known.header, [view[start:stop] for start, stop in known.raw], _text(view[slice(*known.id_at)]), ""
-    _, inner, error = _split(data, _STREAMED_RESPONSE, _STREAMED_ERROR)
-    header, raw, found = _split(inner[-1], _RAW_OUTPUT, _ID) if inner else (b"", [], None)
-    request_id = _text(found)
-    if raw:
-        id_head = b"" if found is None else varint(_ID << 3 | _LENGTH_DELIMITED) + varint(len(found))
-        id_nbytes = 0 if found is None else len(found)
-        _learn(data, len(inner[-1]), header, id_head, id_nbytes, [len(tensor) for tensor in raw])
-    return header, raw, request_id, _text(error)
-
-
-def _learn(data: Buffer, nbytes: int, header: bytes, id_head: bytes, id_nbytes: int, raw_nbytes: Sequence[int]) -> None:
-    """Keep where things lie in a streamed response, if it is made as `join_streamed_response` makes it."""
-    wrapping = varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED) + varint(nbytes)
-    tag = varint(_RAW_OUTPUT << 3 | _LENGTH_DELIMITED)
-    parts: list[bytes | int] = [wrapping + id_head, id_nbytes]
-    before = header
-    for size in raw_nbytes:
-        parts += [before + tag + varint(size), size]
-        before = b""
-    _layouts.learn(data, header, parts)
 
 
 def is_compressed(data: Buffer) -> bool:
@@ -291,26 +190,6 @@ def parse_request(header: bytes) -> kserve.ModelInferRequest:
         return kserve.ModelInferRequest.FromString(header)
     except DecodeError as exc:
         raise ProtocolError(f"malformed ModelInferRequest: {exc}") from exc
-
-
-def decode_request(data: Buffer) -> tuple[kserve.ModelInferRequest, list[memoryview]]:
-    """Return the header of a `ModelInferRequest` and its `raw_input_contents` as views of `data`.
-
-    Raises:
-        ProtocolError: `data` is no such message.
-    """
-    header, raw = split_request(data)
-    return parse_request(header), raw
-
-
-def decode_response(data: Buffer) -> tuple[kserve.ModelInferResponse, list[memoryview]]:
-    """Return the header of a `ModelInferResponse` and its `raw_output_contents` as views of `data`.
-
-    Raises:
-        ProtocolError: `data` is no such message.
-    """
-    header, raw = split_response(data)
-    return parse_response(header), raw
 
 
 def split_response(data: Buffer) -> tuple[bytes, list[memoryview]]:

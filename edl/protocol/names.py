@@ -7,19 +7,13 @@ Other KServe v2 servers ignore parameters that they do not know; a client finds 
 from __future__ import annotations
 
 __all__ = [
-    "BUNDLE",
-    "BUNDLES",
-    "CANCEL",
     "DTYPE",
-    "EXTENSION_BUNDLE",
-    "EXTENSION_FRAGMENT",
+    "EXTENSION_CHANNEL",
     "EXTENSION_OUTPUT_DTYPE",
     "EXTENSION_SHARED_MEMORY",
     "EXTENSION_NO_NAN",
     "EXTENSION_SCHEDULE_POLICY",
-    "EXTENSION_STREAM",
     "EXTENSION_TOP_K",
-    "FRAGMENT",
     "IDS",
     "LOCKED_MEMORY",
     "LOGPROBS",
@@ -27,19 +21,18 @@ __all__ = [
     "MAX_ROWS",
     "MAX_SEQUENCE",
     "MAX_TOP_K",
+    "OPEN_CHANNEL",
     "OPTIONAL_INPUTS",
     "POSITION",
     "PRIORITY",
     "PRIORITY_META",
     "REQUEST_ID",
-    "RETRY_AFTER",
     "RETRY_AFTER_MS",
     "SEQUENCES",
     "SERVICE",
     "SHM_NBYTES",
     "SHM_OFFSET",
     "SHM_REGION",
-    "STATUS",
     "TARGETS",
     "TARGET_LOGPROBS",
     "TLS_META",
@@ -49,7 +42,6 @@ __all__ = [
     "TIMEOUT_MS",
     "TOP_K",
     "TRACEPARENT",
-    "UNORDERED",
     "WEIGHTS_VERSION",
     "method",
     "top_k_names",
@@ -68,25 +60,7 @@ PRIORITY = "priority"
 """Request parameter (int64) of Triton's extension `schedule_policy`: 1 is the highest, 0 the model's default."""
 
 TIMEOUT_MS = "edl_timeout_ms"
-"""Request parameter (int64): a deadline for one request of a stream, counted from its arrival."""
-CANCEL = "edl_cancel"
-"""Request parameter (bool) of a message with nothing else but the id of a request of an unordered stream that nobody
-waits for any more. It gets no answer, and the cancelled request may or may not get one."""
-
-UNORDERED = "edl-unordered"
-"""Metadata of a ModelStreamInfer call, any value: each answer, with its request's id, as soon as it is there. Without
-it answers come in the order of the requests."""
-BUNDLE = "edl_bundle"
-"""Request and answer parameter (bool) of a message of an unordered stream that holds nothing else but, as its raw
-contents, messages of the stream, serialized. Each of them counts as if it had come alone."""
-BUNDLES = "edl-bundles"
-"""Metadata of a ModelStreamInfer call, any value: answers may come in bundles (`BUNDLE`)."""
-FRAGMENT = "edl_fragment"
-"""Request parameter (bool) of a message of an unordered stream that holds the next piece of a large request's bytes."""
-STATUS = "edl_status"
-"""Answer parameter (string) beside a stream's error_message: the gRPC status that a unary call would have had."""
-RETRY_AFTER = "edl_retry_after_ms"
-"""Answer parameter (int64) beside `edl_status`: see `RETRY_AFTER_MS`."""
+"""Request parameter (int64): a deadline for one request of a stream or tensor channel, counted from its arrival."""
 
 REQUEST_ID = "x-request-id"
 """Metadata of a ModelInfer call: the id that the server's log is to show. On a stream it is the request's own."""
@@ -139,14 +113,13 @@ EXTENSION_SCHEDULE_POLICY = "schedule_policy"
 EXTENSION_SHARED_MEMORY = "system_shared_memory"
 EXTENSION_NO_NAN = "edl_no_nan"
 """Floating-point outputs have been looked through: a request whose answer would hold NaN gets an error in its place."""
-EXTENSION_STREAM = "edl_stream"
-"""`ModelStreamInfer` knows `UNORDERED`, `TIMEOUT_MS`, `CANCEL`, `STATUS` and `RETRY_AFTER`."""
+EXTENSION_CHANNEL = "edl_channel"
+"""The server answers `OPEN_CHANNEL`, and takes requests over a tensor channel (`edl.protocol.frames`)."""
 
-EXTENSION_BUNDLE = "edl_bundle"
-"""Unordered streams know `BUNDLE` and `BUNDLES`."""
-
-EXTENSION_FRAGMENT = "edl_fragment"
-"""Unordered streams know `FRAGMENT`."""
+OPEN_CHANNEL = "/edl.TensorChannel/Open"
+"""Method that takes an empty message, and answers JSON: the `port` of the tensor channel and, as hexadecimal digits, a
+`token` that opens one within ten seconds, the `proof` that the server answers it with (32 bytes each), and the SHA-256
+of the `certificate` that the server has there, empty without TLS."""
 
 LOCKED_MEMORY = "edl-arena-"
 """How the names of a student's shared memory objects begin. It holds a lock (flock) on each for as long as it lives."""

@@ -130,8 +130,7 @@ class ConnectionLimiter:
     """Counts clients and streams, and refuses more than the settings allow. Used on the event loop only.
 
     Attributes:
-        streams: Number of streams being served.
-        waiting: Number of open streams that wait for a slot (`StreamSlot`).
+        streams: Number of streams and tensor channels that are open.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -140,7 +139,6 @@ class ConnectionLimiter:
         self._max_client_bytes = settings.max_client_bytes
         self._clients: dict[str, ClientConnection] = {}
         self.streams = 0
-        self.waiting = 0
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -169,44 +167,6 @@ class ConnectionLimiter:
         self.streams -= stream
         if not client.calls:
             del self._clients[client.name]
-
-
-class StreamSlot:
-    """A stream's claim to one of the `max_streams` slots.
-
-    A stream without a slot stays open and its requests are refused until a slot is free, because a student whose stream
-    is closed while it writes does not learn why. `client` is None while the stream has no slot.
-    """
-
-    def __init__(self, clients: ConnectionLimiter, name: str) -> None:
-        self._clients = clients
-        self._name = name
-        self.client: ClientConnection | None = None
-        try:
-            self.client = clients.open_call(name, stream=True)
-        except RequestError:
-            if clients.waiting >= clients.max_streams:
-                raise _full(f"{clients.waiting} streams wait for a place", "--max-streams", "streams") from None
-            clients.waiting += 1
-
-    def hold_bytes(self, nbytes: int) -> None:
-        """Take a slot if the stream has none yet, and count the request's bytes; refuse the request at either limit."""
-        if self.client is None:
-            self.client = self._clients.open_call(self._name, stream=True)
-            self._clients.waiting -= 1
-        self.client.hold_bytes(nbytes)
-
-    def release_bytes(self, nbytes: int) -> None:
-        """Stop counting bytes."""
-        if self.client is not None:
-            self.client.nbytes -= nbytes
-
-    def close(self) -> None:
-        """Release the slot at the end of the stream."""
-        if self.client is None:
-            self._clients.waiting -= 1
-        else:
-            self._clients.close_call(self.client, stream=True)
 
 
 def _full(what: str, option: str, reason: str) -> RequestError:

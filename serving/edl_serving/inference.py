@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError, Message
 
 from edl import __version__
 from edl.errors import ProtocolError
-from edl.protocol import bundles, codec, fragments, kserve, names
-from edl.protocol.codec import Buffer
+from edl.protocol import codec, kserve, names
+from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import clip, quote
-from edl_serving.admission import ConnectionLimiter, Lifecycle, ServicerContext, StreamSlot, client_of
+from edl_serving.admission import ClientConnection, ConnectionLimiter, Lifecycle, ServicerContext, client_of
 from edl_serving.batching.batch_queue import InferenceJob
 from edl_serving.batching.batcher import Batcher
+from edl_serving.channel import ChannelListener
 from edl_serving.model import ServedModel
 from edl_serving.monitoring import AccessLog, Metrics
-from edl_serving.request import RequestDecoder
+from edl_serving.request import Join, RequestDecoder
 from edl_serving.request_error import RequestError, invalid_argument, malformed_message
 from edl_serving.request_plan import request_id_of, valid_traceparent
 from edl_serving.shared_memory import ClientRegions, RegionTable
@@ -49,7 +51,7 @@ _ELSEWHERE = {
 
 
 class InferenceServicer:
-    """Answers KServe v2's methods; `regions` and `access` are None if they are turned off."""
+    """Answers KServe v2's methods, and opens tensor channels; what is None is turned off."""
 
     def __init__(
         self,
@@ -61,6 +63,8 @@ class InferenceServicer:
         clients: ConnectionLimiter,
         metrics: Metrics,
         access: AccessLog | None = None,
+        files: CredentialFiles | None = None,
+        max_age_s: float = math.inf,
     ) -> None:
         self.model = model
         self.lifecycle = lifecycle
@@ -71,9 +75,10 @@ class InferenceServicer:
         self.clients = clients
         self._access = access
         self._streams: set[InferStream] = set()
+        self.channels = ChannelListener(self, files, max_age_s)
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Return gRPC's handler for all methods of the service."""
+    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        """Return gRPC's handlers for all methods of the service, and for opening a tensor channel."""
         answers: dict[str, Answer] = {
             "ServerLive": lambda request, context: kserve.ServerLiveResponse(live=True),
             "ServerReady": lambda request, context: kserve.ServerReadyResponse(ready=self.lifecycle.ready),
@@ -93,7 +98,14 @@ class InferenceServicer:
         }
         handlers |= {name: _unary(getattr(kserve, f"{name}Request"), answer) for name, answer in answers.items()}
         handlers |= {name: _refusing(f"no method {name}: {instead}") for name, instead in _ELSEWHERE.items()}
-        return grpc.method_handlers_generic_handler(names.SERVICE, handlers)
+        service, method = names.OPEN_CHANNEL.strip("/").split("/")
+        opening: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            method: grpc.unary_unary_rpc_method_handler(self.open_channel)
+        }
+        return (
+            grpc.method_handlers_generic_handler(names.SERVICE, handlers),
+            grpc.method_handlers_generic_handler(service, opening),
+        )
 
     def _model_ready(self, request: kserve.ModelReadyRequest, context: ServicerContext) -> Message:
         known = request.name == self.model.name and request.version in ("", self.model.version)
@@ -188,7 +200,8 @@ class InferenceServicer:
             self.record_error(error, call, request_id, nbytes)
             return error.copy()
         try:
-            answer = await self.answer(call, header, raw, nbytes, request_id, None)
+            left_s = context.time_remaining()
+            answer = await self.answer(call, header, raw, nbytes, request_id, left_s, codec.join_response)
         except asyncio.CancelledError:
             self.metrics.record_outcome("cancelled")
             raise
@@ -199,16 +212,27 @@ class InferenceServicer:
         return answer
 
     async def answer(
-        self, call: Call, header: bytes, raw: list[memoryview], nbytes: int, request_id: str, id_bytes: bytes | None
+        self,
+        call: Call,
+        header: bytes,
+        raw: list[memoryview],
+        nbytes: int,
+        request_id: str,
+        left_s: float | None,
+        join: Join,
     ) -> bytes | RequestError:
-        """Compute a request of a call or stream; return the response, or the error."""
+        """Compute a request of a call, stream or channel; return the response, or the error.
+
+        `left_s` is how long the client waits, None if only the request's parameter says so. `join` is described by
+        `encode_response`.
+        """
         job = None
         try:
             request = await self._decoder.decode(header, raw, call.regions)
             request_id = request_id or request.plan.id
-            limits = (request.plan.timeout_s, call.context.time_remaining())
+            limits = (request.plan.timeout_s, left_s)
             timeout_s = min((limit for limit in limits if limit is not None), default=None)
-            job = InferenceJob.of(request, timeout_s, call.client, nbytes, request_id, id_bytes)
+            job = InferenceJob.of(request, timeout_s, call.client, nbytes, request_id, join)
             answer = await self._batcher.compute(job)
         except RequestError as error:
             self.record_error(error, call, request_id, nbytes, job)
@@ -222,24 +246,34 @@ class InferenceServicer:
 
     async def stream_infer(self, requests: AsyncIterator[bytes], context: ServicerContext) -> None:
         """Answer `ModelStreamInfer`; see `InferStream`."""
-        call, metadata = self._open_call(context)
+        call, _ = self._open_call(context)
         try:
-            slot = StreamSlot(self.clients, call.client)
+            client = self.clients.open_call(call.client, stream=True)
         except RequestError as exc:
             self.metrics.record_rejected_call(exc)
             await context.abort(exc.code, exc.message, exc.trailing_metadata)
-        stream = InferStream(self, call, slot, metadata)
+        stream = InferStream(self, call, context, client)
         self._streams.add(stream)
         try:
             await stream.run(requests)
         finally:
             self._streams.discard(stream)
-            slot.close()
+            self.clients.close_call(client, stream=True)
+
+    async def open_channel(self, data: bytes, context: ServicerContext) -> bytes:
+        """Answer `names.OPEN_CHANNEL`."""
+        call, _ = self._open_call(context)
+        try:
+            return self.channels.offer(call)
+        except RequestError as exc:
+            self.metrics.record_rejected_call(exc)
+            await context.abort(exc.code, exc.message, exc.trailing_metadata)
 
     def end_streams(self) -> None:
-        """End all open streams once their pending responses are sent."""
+        """End all open streams and channels once their pending responses are sent."""
         for stream in self._streams:
             stream.end()
+        self.channels.end_channels()
 
     def record_error(
         self, error: RequestError, call: Call, request_id: str, nbytes: int, job: InferenceJob | None = None
@@ -261,13 +295,12 @@ class InferenceServicer:
         metadata = dict(context.invocation_metadata() or ())
         regions = self.regions.regions_of_client(context.peer()) if self.regions is not None else None
         traceparent = valid_traceparent(metadata.get(names.TRACEPARENT))
-        return Call(context, client_of(context), traceparent, regions), metadata
+        return Call(client_of(context), traceparent, regions), metadata
 
 
 class Call(NamedTuple):
-    """A call or stream: its client, its trace span (empty if none was sent), and the shared memory it may use."""
+    """A call, stream or channel: its client, its span (empty if none was sent), and the shared memory it may use."""
 
-    context: ServicerContext
     client: str
     traceparent: str
     regions: ClientRegions | None
@@ -277,228 +310,117 @@ def _after_call(context: ServicerContext, done: Callable[[], object]) -> None:
     context.add_done_callback(lambda _: done())  # type: ignore[arg-type]  # the stub's type is a class
 
 
-_Parts: TypeAlias = tuple[bytes, list[memoryview], str, RequestError | None]
-_Admission: TypeAlias = tuple[bool, int | None]
-"""Whether the lifecycle counts a request, and how many bytes count towards its client's limit (None if refused)."""
 _WINDOW = 64  # requests of one stream that are processed at a time; the others wait in the connection
-_BUNDLE_NBYTES = 1 << 20  # answers in one message; copying a larger bundle costs more than separate messages
-_CANCEL = kserve.ModelInferRequest(
-    parameters={names.CANCEL: kserve.InferParameter(bool_param=True)}
-).SerializeToString()
+
+
+@dataclass(eq=False)
+class _Accepted:
+    """A request of a stream whose answer is not written yet."""
+
+    task: asyncio.Task[bytes] = field(init=False)
+    entered: bool = False  # whether the lifecycle counts it
+    held: int = 0  # bytes that count towards the client's limit
 
 
 class InferStream:
-    """Answers the requests of a stream in order or, if the call's metadata ask for it, as soon as each is ready.
-
-    An error ends its request, not the stream.
-    """
+    """Answers the requests of a stream in their order, as Triton does. An error ends its request, not the stream."""
 
     def __init__(
-        self, handler: InferenceServicer, call: Call, slot: StreamSlot, metadata: Mapping[str, str | bytes]
+        self, handler: InferenceServicer, call: Call, context: ServicerContext, client: ClientConnection
     ) -> None:
         self._handler = handler
         self._call = call
-        self._slot = slot
-        self._ordered = names.UNORDERED not in metadata
-        self._bundles = names.BUNDLES in metadata and not self._ordered
-        self._defragmenter = fragments.Defragmenter(
-            handler.model.max_message_bytes, slot.hold_bytes, slot.release_bytes
-        )
+        self._context = context
+        self._client = client
         self._window = asyncio.Semaphore(_WINDOW)
-        self._answers: deque[asyncio.Task[bytes] | None] = deque()
-        self._wake = asyncio.Event()
-        self._entered: dict[asyncio.Task[bytes], _Admission] = {}  # all whose response is not written yet
-        self._computing: dict[str, asyncio.Task[bytes]] = {}  # by id, on unordered streams
+        self._answers: asyncio.Queue[_Accepted | None] = asyncio.Queue()
+        self._accepted: set[_Accepted] = set()
         self._receiver: asyncio.Task[None] | None = None
-        self._last = False
 
     async def run(self, requests: AsyncIterator[bytes]) -> None:
         """Answer requests until the client, or `end`, ends the stream and all requests have been answered."""
         self._receiver = asyncio.create_task(self._receive(requests))
         try:
-            while (task := await self._next_answer()) is not None:
-                tasks, message = self._bundle_ready(task, await task)
-                await self._call.context.write(message)
-                for written in tasks:
-                    self._release(written)
+            while (accepted := await self._answers.get()) is not None:
+                await self._context.write(await accepted.task)
+                self._release(accepted)
             if self._receiver.done() and not self._receiver.cancelled():
                 self._receiver.result()
         finally:
             self._receiver.cancel()
-            for task in self._entered:
-                task.cancel()
-            await asyncio.gather(self._receiver, *self._entered, return_exceptions=True)
-            for task in list(self._entered):
-                self._release(task)
-            self._defragmenter.drop()
+            left = list(self._accepted)
+            for accepted in left:
+                accepted.task.cancel()
+            await asyncio.gather(self._receiver, *[accepted.task for accepted in left], return_exceptions=True)
+            for accepted in left:
+                if accepted.task.cancelled():  # counted here, since a request that is cancelled at once never runs
+                    self._handler.metrics.record_outcome("cancelled")
+                self._release(accepted)
 
     def end(self) -> None:
         """Stop accepting requests, and end the stream after the last response."""
         if self._receiver is not None:
             self._receiver.cancel()
 
-    # Out
-
-    def _answer(self, task: asyncio.Task[bytes] | None) -> None:
-        self._answers.append(task)
-        self._wake.set()
-
-    async def _next_answer(self) -> asyncio.Task[bytes] | None:
-        while not self._answers:
-            self._wake.clear()
-            await self._wake.wait()
-        return self._answers.popleft()
-
-    def _bundle_ready(self, task: asyncio.Task[bytes], answer: bytes) -> tuple[list[asyncio.Task[bytes]], bytes]:
-        """Return a message with this response and, if the client accepts bundles, with others that are ready."""
-        tasks, answers, nbytes = [task], [answer], len(answer)
-        while self._bundles and self._answers and (other := self._answers[0]) is not None:
-            if other.cancelled() or other.exception() is not None:
-                break  # handled when its own turn comes
-            nbytes += len(other.result())
-            if nbytes > _BUNDLE_NBYTES:
-                break
-            tasks.append(other)
-            answers.append(other.result())
-            self._answers.popleft()
-        return tasks, answer if len(answers) == 1 else bundles.join_responses(answers)
-
-    # In
-
     async def _receive(self, requests: AsyncIterator[bytes]) -> None:
         try:
             async for data in requests:
-                for parts in self._messages(data):
-                    await self._window.acquire()
-                    self._accept(*parts)
-                    del parts
+                await self._window.acquire()
+                self._accept(data)
                 del data  # otherwise an answered request would stay in memory until the next one arrives
         finally:
-            self._last = True
-            if self._ordered or not self._entered:
-                self._answer(None)
+            self._answers.put_nowait(None)
 
-    def _messages(self, data: bytes) -> Iterator[_Parts]:
-        """Yield the message, the messages in it if it is a bundle, or the request whose last fragment it is."""
-        header, raw, request_id, error = _split(data)
-        if fragments.is_fragment(header) and not self._ordered:
+    def _accept(self, data: bytes) -> None:
+        accepted = _Accepted()
+        header, raw, error = b"", list[memoryview](), None
+        try:
             try:
-                whole = self._defragmenter.add(raw, request_id)
+                header, raw = codec.split_request(data)
             except ProtocolError as exc:
-                yield header, [], request_id, invalid_argument(str(exc))
-                return
-            except RequestError as exc:
-                yield header, [], request_id, exc
-                return
-            if whole is not None:
-                yield _split(whole)
-            return
-        if not bundles.is_bundle(header):
-            yield header, raw, request_id, error
-            return
-        fault = ""
-        if len(data) > bundles.MOST_REQUEST_NBYTES:
-            fault = f"{len(data):,} bytes, at most {bundles.MOST_REQUEST_NBYTES:,}"
-        elif self._ordered:
-            fault = f"the stream was not opened with {names.UNORDERED}"
-        elif request_id or not raw:
-            fault = f"has the id {quote(request_id)} and {len(raw)} messages"
-        if fault:
-            yield header, raw, request_id, _bundle_error(fault)
-            return
-        for message in raw:
-            part = _split(message)
-            yield (*part[:3], _bundle_error("lies within another one")) if bundles.is_bundle(part[0]) else part
-
-    def _accept(self, header: bytes, raw: list[memoryview], request_id: str, error: RequestError | None) -> None:
-        if header == _CANCEL and not self._ordered:
-            self._window.release()
-            self._defragmenter.drop(request_id)
-            if request_id in self._computing:
-                self._computing[request_id].cancel()
-            return
-        entered, held = False, None
-        nbytes = len(header) + sum([len(tensor) for tensor in raw])
-        if error is None:
-            try:
-                self._handler.lifecycle.begin_request()
-                entered = True
-                self._slot.hold_bytes(nbytes)
-                held = nbytes
-            except RequestError as exc:
-                error = exc.with_traceback(None)  # a traceback with this frame would be a cycle that keeps the request
-        task = asyncio.ensure_future(self._respond(header, raw, nbytes, request_id, error))
-        self._entered[task] = entered, held
-        if self._ordered:
-            task.add_done_callback(self._hold_response)
-            self._answer(task)
-        else:
-            self._computing[request_id] = task
-            task.add_done_callback(lambda task: self._computed(request_id, task))
+                raise malformed_message(data, str(exc)) from exc
+            self._handler.lifecycle.begin_request()
+            accepted.entered = True
+            self._client.hold_bytes(len(data))
+            accepted.held = len(data)
+        except RequestError as exc:
+            error = exc.with_traceback(None)  # a traceback with this frame would be a cycle that keeps the request
+        accepted.task = asyncio.ensure_future(self._respond(accepted, header, raw, len(data), error))
+        self._accepted.add(accepted)
+        self._answers.put_nowait(accepted)
 
     async def _respond(
-        self, header: bytes, raw: list[memoryview], nbytes: int, request_id: str, error: RequestError | None
+        self, accepted: _Accepted, header: bytes, raw: list[memoryview], nbytes: int, error: RequestError | None
     ) -> bytes:
         """Return the bytes of a `ModelStreamInferResponse`; `error` refuses the request."""
+        answer: bytes | RequestError
         if error is not None:
-            self._handler.record_error(error, self._call, request_id, nbytes)
-            return _encode_error(error, self._handler.model.name, request_id)
-        id_bytes = codec.id_field(request_id) if request_id else b""
-        answer = await self._handler.answer(self._call, header, raw, nbytes, request_id, id_bytes)
-        return answer if isinstance(answer, bytes) else _encode_error(answer, self._handler.model.name, request_id)
-
-    def _computed(self, request_id: str, task: asyncio.Task[bytes]) -> None:
-        if self._computing.get(request_id) is task:
-            del self._computing[request_id]
-        if task.cancelled():
-            self._release(task)
+            self._handler.record_error(error, self._call, _id_of(header), nbytes)
+            answer = error
         else:
-            self._hold_response(task)
-            self._answer(task)
+            answer = await self._handler.answer(self._call, header, raw, nbytes, "", None, codec.join_streamed_response)
+        if isinstance(answer, RequestError):
+            found = kserve.ModelInferResponse(model_name=self._handler.model.name, id=_id_of(header))
+            message = kserve.ModelStreamInferResponse(error_message=answer.message, infer_response=found)
+            return bytes(message.SerializeToString())
+        self._client.nbytes += len(answer)
+        accepted.held += len(answer)
+        return answer
 
-    def _hold_response(self, task: asyncio.Task[bytes]) -> None:
-        client = self._slot.client
-        if client is not None and not task.cancelled() and task.exception() is None and task in self._entered:
-            _, held = self._entered[task]
-            if held is not None:
-                client.nbytes += len(task.result())
-                self._entered[task] = self._entered[task][0], held + len(task.result())
-
-    def _release(self, task: asyncio.Task[bytes]) -> None:
-        taken = self._entered.pop(task, None)
-        if taken is None:
-            return
-        entered, held = taken
+    def _release(self, accepted: _Accepted) -> None:
+        self._accepted.discard(accepted)
         self._window.release()
-        if held is not None:
-            self._slot.release_bytes(held)
-        if task.cancelled():  # counted here, since a request cancelled in its own message never runs
-            self._handler.metrics.record_outcome("cancelled")
-        if entered:
+        self._client.release_bytes(accepted.held)
+        if accepted.entered:
             self._handler.lifecycle.end_request()
-        if self._last and not self._ordered and not self._entered:
-            self._answer(None)
 
 
-def _split(data: Buffer) -> _Parts:
+def _id_of(header: bytes) -> str:
+    """Return the id of a request that was refused; empty if it cannot be found."""
     try:
-        return (*codec.split_streamed_request(data), None)
-    except ProtocolError as exc:
-        return b"", [], "", malformed_message(data, str(exc))
-
-
-def _bundle_error(how: str) -> RequestError:
-    return invalid_argument(f"parameter {names.BUNDLE}: {how}")
-
-
-def _encode_error(error: RequestError, model: str, request_id: str) -> bytes:
-    """Return a `ModelStreamInferResponse` with what a unary call would put into status and trailing metadata."""
-    answer = kserve.ModelInferResponse(model_name=model, id=request_id)
-    answer.parameters[names.STATUS].string_param = error.code.name
-    if error.retry_after_ms is not None:
-        answer.parameters[names.RETRY_AFTER].int64_param = error.retry_after_ms
-    message = kserve.ModelStreamInferResponse(error_message=error.message, infer_response=answer)
-    return bytes(message.SerializeToString())
+        return str(codec.parse_request(header).id)
+    except ProtocolError:
+        return ""
 
 
 def _unary(kind: type[Message], answer: Answer) -> grpc.RpcMethodHandler[Any, Any]:

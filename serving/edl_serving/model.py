@@ -119,7 +119,8 @@ class ServedModel:
     def extensions(self) -> list[str]:
         """Return the extensions that `ServerMetadata` lists."""
         offered = ["model_configuration", names.EXTENSION_TOP_K, names.EXTENSION_OUTPUT_DTYPE]
-        offered += [names.EXTENSION_STREAM, names.EXTENSION_BUNDLE, names.EXTENSION_FRAGMENT]
+        if self._settings.tensor_channel:
+            offered.append(names.EXTENSION_CHANNEL)
         if self._settings.check_nan:
             offered.append(names.EXTENSION_NO_NAN)
         if self._settings.shared_memory:

@@ -2,15 +2,16 @@
 
 Every client error is refused here or in `request_plan`, before the request is queued, and the message names the
 offending field and value. A client's claim never allocates memory, because arrays are views of bytes that have arrived.
-The claimed size of a request in fragments counts towards its client's limit before memory is reserved (`inference`).
+On a tensor channel, the claimed size counts towards the client's limit before memory is reserved (`channel`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -199,18 +200,18 @@ def check_sequences(name: str, position: Array, max_sequence: int) -> None:
         )
 
 
+Join: TypeAlias = Callable[[bytes, Sequence[Buffer]], bytes]
+
 _FINAL = "triton_final_response"  # https://github.com/triton-inference-server/server/blob/main/docs/decoupled_models.md
 _MAX_HEADERS = 8  # headers cached for one plan, so that outputs of changing shapes do not fill the memory
 
 
-def encode_response(
-    model: ServedModel, request: DecodedRequest, outputs: Mapping[str, Array], id_bytes: bytes | None = None
-) -> bytes:
+def encode_response(model: ServedModel, request: DecodedRequest, outputs: Mapping[str, Array], join: Join) -> bytes:
     """Apply the request's options, and put its outputs into the response or into shared memory.
 
     `outputs` has the rows of this request; the parts of top-k outputs are named by `names.top_k_names`. As with Triton,
-    an output in shared memory has an empty entry in `raw_output_contents`, because clients rely on the index. Returns
-    the bytes of a `ModelInferResponse` or, with `id_bytes` (`codec.id_field`), of a `ModelStreamInferResponse`.
+    an output in shared memory has an empty entry in `raw_output_contents`, because clients rely on the index. `join`
+    makes the response of its header and tensors. It copies the tensors, which the model may fill again.
     """
     plan = request.plan
     sent: dict[str, Array] = {}
@@ -222,10 +223,7 @@ def encode_response(
     for index, output in enumerate(plan.outputs):
         if output.place is not None:
             raw[index] = _put(request, output.name, output.place, raw[index])
-    header = _header(model, plan, arrays)
-    if id_bytes is None:
-        return codec.join_response(header, raw)
-    return codec.join_streamed_response(header, raw, id_bytes)
+    return join(_header(model, plan, arrays), raw)
 
 
 def _apply_options(

@@ -240,12 +240,6 @@ class RequestPlan:
 
 def plan_request(header: kserve.ModelInferRequest, model: ServedModel, max_rows: int) -> RequestPlan:
     """Check a header and make its plan; INVALID_ARGUMENT names the offending field and value."""
-    if names.BUNDLE in header.parameters:
-        raise invalid_argument(
-            f"parameter {names.BUNDLE}: only alone, beside messages, on a stream with {names.UNORDERED}"
-        )
-    if names.FRAGMENT in header.parameters:
-        raise invalid_argument(f"parameter {names.FRAGMENT}: only alone, on a stream with {names.UNORDERED}")
     model.check_request(header.model_name, header.model_version)
     inputs = _read_inputs(header, model, max_rows)
     options = OutputOptions.parse(header.parameters)

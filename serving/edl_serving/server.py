@@ -216,13 +216,22 @@ class TeacherServer:
             self._access = AccessLog(settings.access_log, self.model.name, self.model.version)
         clients = ConnectionLimiter(settings)
         inference = self._inference = InferenceServicer(
-            self.model, settings.max_queue_rows, lifecycle, batcher, regions, clients, self.metrics, self._access
+            self.model,
+            settings.max_queue_rows,
+            lifecycle,
+            batcher,
+            regions,
+            clients,
+            self.metrics,
+            self._access,
+            files,
+            settings.max_connection_age_s,
         )
         checks = []
         if files is not None and files.settings.token_file:
             checks = [TokenInterceptor(files, open_health=settings.open_health)]
         self._grpc = grpc.aio.server(options=_options(settings), interceptors=checks)
-        self._grpc.add_generic_rpc_handlers((inference.handler(),))
+        self._grpc.add_generic_rpc_handlers(inference.handlers())
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         await self._tell_health(_NOT_SERVING)
         check_port(settings.host, settings.port)
@@ -232,6 +241,8 @@ class TeacherServer:
         if settings.uds is not None:
             self._bind(self._grpc, f"unix:{private_path(settings.uds)}")
             self._own_path = settings.uds, publish_socket(settings.uds)
+        if settings.tensor_channel:
+            inference.channels.listen(settings.host, settings.channel_port, settings.uds)
         await self._grpc.start()
         if files is not None:
             self._run_task(watch_revocations(files, inference.end_streams))
@@ -312,7 +323,7 @@ class TeacherServer:
             await self._tell_health(_NOT_SERVING)
             if self._inference is not None:
                 self._inference.end_streams()
-            await server.stop(_FLUSH_S)
+                await asyncio.gather(server.stop(_FLUSH_S), self._inference.channels.close())
         if batcher is not None:
             await batcher.close(close_within_s)
         self.metrics.close()

@@ -15,7 +15,6 @@ _LEAST_ROOM_BYTES = 1 << 30
 """Room for six batches of 256 float32 images; by default, a student has half of that in flight."""
 _DAY_S = 86_400
 _BOUNDS: dict[str, tuple[float, float]] = {
-    # A message beyond the limit ends its stream, and students send bundles of up to 4 kB without checking the limit.
     "max_message_bytes": (8192, 2**31 - 1),
     **dict.fromkeys(("max_batch_rows", "max_queue_rows", "max_connections", "max_streams"), (1, math.inf)),
     **dict.fromkeys(("max_regions", "max_region_bytes", *_ROOM), (1, math.inf)),
@@ -25,7 +24,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("canary_s", "canary_timeout_s"), (0.01, _DAY_S)),  # else the canary would keep the model busy
     # Kubernetes probes at most once a second, so a shorter limit would be noticed only by chance.
     "stall_timeout_s": (1, 365 * _DAY_S),
-    **dict.fromkeys(("port", "metrics_port"), (0, 65535)),
+    **dict.fromkeys(("port", "channel_port", "metrics_port"), (0, 65535)),
     "max_connection_age_s": (1, 365 * _DAY_S),
 }
 
@@ -39,6 +38,8 @@ class ServerSettings:
         host: Address to listen on; "0.0.0.0" or "[::]" for all.
         port: TCP port, 0 for a free one.
         uds: Path of a Unix socket to listen on as well; None for none.
+        tensor_channel: Take requests of EDL's students over a socket too, which costs a fraction of gRPC.
+        channel_port: TCP port of that socket, on `host`; 0 for a free one.
         max_batch_rows: Most rows in one call of the backend. A request with more is computed in parts.
         max_delay_s: Seconds that the first request of a batch waits for others to join it, while the model is idle.
             With 0 a batch is what gathered while the model was busy.
@@ -52,7 +53,8 @@ class ServerSettings:
         max_message_bytes: Bytes of the largest request.
         max_connections: Clients with open calls. Further clients are refused with RESOURCE_EXHAUSTED, except for checks
             of health and readiness.
-        max_streams: Open streams of all clients together; further streams are refused with RESOURCE_EXHAUSTED.
+        max_streams: Open streams and tensor channels of all clients together; further ones are refused with
+            RESOURCE_EXHAUSTED.
         max_calls: Open calls of one connection; gRPC makes the client hold back further calls.
         max_client_bytes: Bytes of one client's unanswered requests and of its answers not sent yet. Requests beyond it
             are refused with RESOURCE_EXHAUSTED. 0 for the same default as `max_queue_bytes`.
@@ -83,6 +85,8 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 0
     uds: str | None = None
+    tensor_channel: bool = True
+    channel_port: int = 0
     max_batch_rows: int = 64
     max_delay_s: float = 0.0
     max_queue_rows: int = 1024

@@ -69,7 +69,7 @@ PUBLIC = {
         *("ShardingClient", "open_dataset"),
     ],
     "edl.master.client.torch": ["ShardDataset"],
-    "edl.protocol": ["bundles", "codec", "kserve", "names", "tensors"],
+    "edl.protocol": ["codec", "kserve", "names", "tensors"],
     "edl.proxy": [],
     "edl.testing": ["LocalTeacher"],
     "edl_serving": ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "TopKArrays", "serve"],

@@ -23,11 +23,6 @@ __all__ = ["Dispatcher"]
 _STARVING_S = 1.0
 """Seconds that the training loop may stand still before a hedge beyond the budget is allowed; people notice this
 long."""
-_BUSY_REQUESTS = 2
-"""Requests that keep a teacher busy: one is computed while the next is received. With 1, it would idle between two;
-with more, work would wait at a teacher that may be lost."""
-_LOW_LATENCY_S = 0.002
-"""Latency in seconds below which most of it is the round trip, on one host; see `edl.distill.engine.jobs`."""
 _MIN_FULL_PAUSE_S = 0.01
 """Shortest pause of a full teacher, whatever it hints; a hundred refusals a second cost little."""
 _FULL_PAUSE_S = 0.05
@@ -92,7 +87,6 @@ class Dispatcher:
         self.pauses: Counter[FailureKind] = Counter()
         self.full = True  # whether no teacher could take more at the last event
         # whether every teacher that could take more had enough to do until its next answer, at the last event
-        self.busy = True
         self.last = math.inf  # number of the last task that may be sent; see `send_until`
         self._tasks: dict[int, _Task] = {}
         self._attempts: dict[int, _Attempt] = {}
@@ -335,12 +329,6 @@ class Dispatcher:
         longest = max((state.longest_sequence for state in self.teachers.values()), default=math.inf)
         return int(longest) if longest < math.inf else 0
 
-    @property
-    def low_latency(self) -> bool:
-        """Whether all live teachers answer so fast that most of the latency is the round trip."""
-        states = self.teachers.values()
-        return all(state.window.base_s < _LOW_LATENCY_S for state in states if state.live and not state.draining)
-
     def _has_unassigned(self) -> bool:
         waiting = (task for task in self._waiting if task in self._tasks and task <= self.last)
         return any(not self._tasks[task].attempts for task in waiting)
@@ -418,7 +406,6 @@ class Dispatcher:
         self._requeue_parked(now)
         actions, free = self._place_waiting(now)
         self.full = not free
-        self.busy = all(len(state.in_flight) >= _BUSY_REQUESTS for _, state in free)
         if free and self._attempts and self.policy.hedge_budget > 0:
             actions.extend(self._hedge(free, now))
         return actions

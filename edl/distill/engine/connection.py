@@ -114,11 +114,6 @@ class TeacherConnection:
         return self._client is not None and self._client.shares_memory
 
     @property
-    def takes_bundles(self) -> bool:
-        """Whether requests are small and several can share a message."""
-        return self._client is not None and self._client.takes_bundles
-
-    @property
     def spec(self) -> ModelSpec | None:
         """The teacher's model, None while it is not connected."""
         return self._client.spec if self._client is not None else None

@@ -22,7 +22,6 @@ from edl.distill.engine.compatibility import TeacherCompatibility
 from edl.distill.engine.connection import ConnectionPool, TeacherConnection
 from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.engine.jobs import (
-    MOST_GATHERED,
     EngineCounters,
     JobQueue,
     LabelJob,
@@ -107,11 +106,6 @@ class Engine:
     def full(self) -> bool:
         """Whether no teacher can take more requests and an answer is pending."""
         return self._dispatcher.full and bool(self._attempts)
-
-    @property
-    def busy(self) -> bool:
-        """Whether all teachers have enough to do and an answer is pending."""
-        return self._dispatcher.busy and bool(self._attempts)
 
     def await_spec(self, timeout_s: float) -> ModelSpec | None:
         """Wait for the first teacher, and return its model; None if there is none within `timeout_s`."""
@@ -425,7 +419,7 @@ class Engine:
             self._release(job)
         self._apply(actions)
         self._pool.end_if_idle(send.teacher)
-        self._job_queue.drain_if_due()
+        self._job_queue.drain()
 
     def _record_failure(self, send: Send, job: LabelJob, failure: RequestFailure) -> list[Action]:
         self._counters.teacher(send.teacher).failures += 1
@@ -477,15 +471,8 @@ class Engine:
         due: float | None = now + _POLL_EVERY_S
         if now >= self._polled_at + _POLL_EVERY_S:
             self._polled_at = now
-            bundles = self._dispatcher.low_latency and all(
-                connection.takes_bundles
-                for connection in self._pool.connections.values()
-                if connection.spec is not None
-            )
-            capacity = self._dispatcher.capacity
-            gather_limit = min(capacity // 2, MOST_GATHERED) if bundles else 0
-            if capacity != self.limits.capacity or gather_limit != self.limits.gather_limit:
-                self.limits = replace(self.limits, capacity=capacity, gather_limit=gather_limit)
+            if self._dispatcher.capacity != self.limits.capacity:
+                self.limits = replace(self.limits, capacity=self._dispatcher.capacity)
             due, outage_check_at = self._dispatcher.next_event(now), self._check_outage(now)
             due = outage_check_at if due is None else due if outage_check_at is None else min(due, outage_check_at)
         if due is not None and (self._timer is None or due < self._timer.when() - 0.001):

@@ -1,14 +1,11 @@
 """The jobs of a service: the queue from the feeding thread to the event loop, counters, and limits on waiting.
 
-If a teacher on the same host answers within a millisecond, waking the loop and sending a message cost more than the job
-itself. In this case, jobs gather briefly in the `JobQueue` while the feeding thread prepares more, and are sent
-together. In the other direction, `ServiceLimits` tells other threads the limits of the live teachers. `Outage` decides,
+`ServiceLimits` tells other threads the limits of the live teachers. `Outage` decides,
 without I/O, when work has waited too long for a teacher. The `engine` sends, retries and answers jobs.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import deque
@@ -28,12 +25,6 @@ if TYPE_CHECKING:
     from edl.distill.engine.engine import Engine
 
 __all__ = ["EngineCounters", "JobQueue", "LabelJob", "Outage", "OutageStatus", "ServiceLimits", "give_up_error"]
-
-MOST_GATHERED = 8
-"""Largest number of jobs that are sent together, even if the teachers have room for more."""
-_PATIENCE_S = 0.001
-"""How long jobs may gather. If jobs arrive at longer intervals, they do not wait for one another."""
-_LONGEST_GAP_S = 4 * _PATIENCE_S  # longer gaps count as this, so that a single pause is soon forgotten
 
 
 @dataclass(eq=False)
@@ -67,8 +58,6 @@ class ServiceLimits:
     """
 
     capacity: int = 0  # Requests that the teachers together want in flight, as of some milliseconds ago
-    # Number of jobs worth sending together if all teachers are fast and on this host; else 0
-    gather_limit: int = 0
     # Rows that every teacher accepts in a request, as of the last change of teachers; 0 without a limit
     max_rows: int = 0
     max_nbytes: int = 0  # Bytes of tensors that every teacher accepts in a request; 0 without a limit
@@ -82,64 +71,31 @@ class JobQueue:
 
     Args:
         take: Called on the loop with every job.
-        clock: Returns the time in seconds, to measure the gaps between jobs.
     """
 
-    def __init__(
-        self,
-        thread: EventLoopThread,
-        demand: Engine,
-        take: Callable[[LabelJob], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, thread: EventLoopThread, demand: Engine, take: Callable[[LabelJob], None]) -> None:
         self._thread = thread
         self._demand = demand
         self._take = take
-        self._clock = clock
         self._jobs: deque[LabelJob] = deque()
         self._woken = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._put_at = 0.0
-        self._gap_s = _LONGEST_GAP_S
 
     def put(self, job: LabelJob) -> None:
         """Hand a job over, from the feeding thread."""
-        now = self._clock()
-        self._gap_s += (min(now - self._put_at, _LONGEST_GAP_S) - self._gap_s) / 4
-        self._put_at = now
         self._jobs.append(job)
         # The loop checks the queue after it changes `demand`, so neither side misses the other.
-        if self._woken or self._demand.full:
-            return
-        if self._gathering and (self._timer is not None or self._demand.busy):
-            return
-        self._woken = True
-        self._thread.call(self._wake)
-
-    def drain_if_due(self) -> None:
-        """Send the queued jobs unless it is worth waiting for more. Called on the loop after each answer."""
-        if not self._jobs:
-            return
-        if not self._gathering:
-            self.drain()
-        elif not self._demand.busy and self._timer is None:
-            self._timer = self._thread.loop.call_later(_PATIENCE_S, self.drain)
+        if not self._woken and not self._demand.full:
+            self._woken = True
+            self._thread.call(self._wake)
 
     def drain(self) -> None:
         """Send all queued jobs. Called on the loop."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         while self._jobs:
             self._take(self._jobs.popleft())
 
-    @property
-    def _gathering(self) -> bool:
-        return len(self._jobs) < self._demand.limits.gather_limit and self._gap_s < _PATIENCE_S
-
     def _wake(self) -> None:
         self._woken = False
-        self.drain_if_due()
+        self.drain()
 
 
 _MOST_GONE = 100

@@ -152,13 +152,11 @@ class ChunkLabeller:
     def backlog(self, route: int | None) -> float:
         """Return how many chunks of a route (None: of any) wait to be sent, as a share of the number that is enough.
 
-        At 1 the feeding thread pauses, because more would only push warm memory out of the caches. If chunks gather to
-        be sent together, enough means that the next ones are ready by then.
+        At 1 the feeding thread pauses, because more would only push warm memory out of the caches.
         """
         asked = self.limits.asked(route)
         waiting = max((self._services[at].submitted - self._engines[at].dispatched for at in asked), default=0)
-        together = max((engine.limits.gather_limit for engine in self._engines), default=0)
-        return waiting / max(2 + self.depth // 16, 1 + together)
+        return waiting / (2 + self.depth // 16)
 
     def check(self) -> None:
         """Raise `ClosedError` if this is closed or used in a forked child."""

@@ -106,7 +106,7 @@ _METADATA_NBYTES = 4 << 20  # limit of answers about the server or its model: gR
 _MARGIN = 4
 """How many times larger than the model's outputs an answer may be. Top-k labels of all classes take three times the
 bytes of FP16 outputs (INT32 ids and FP32 values), and FP32 instead of FP16 takes twice."""
-_BESIDE_NBYTES = 4 << 20  # room for headers, and for a bundle of answers
+_BESIDE_NBYTES = 4 << 20  # room for headers
 _MOST_OF_CHARACTER = 4  # bytes of a character in UTF-8
 _METADATA = ("ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "RepositoryIndex")
 _SHARED_MEMORY = ("SystemSharedMemoryRegister", "SystemSharedMemoryUnregister")
@@ -289,6 +289,11 @@ class ServerCalls:
         except SettingsError as exc:
             raise TeacherLacks(str(exc)) from exc
 
+    @property
+    def answer_nbytes(self) -> int:
+        """Bytes of the largest answer that is taken."""
+        return self._answer_nbytes
+
     async def allow_answers(self, nbytes: int) -> bool:
         """Accept answers of up to `nbytes`; return whether this needed a new channel, whose limit is fixed."""
         if nbytes <= self._answer_nbytes:
@@ -319,6 +324,21 @@ class ServerCalls:
         except DecodeError as exc:
             what = f"{self.endpoint}: its answer to {method} is no message of KServe v2{compression_hint(data)}"
             raise RequestFailed(FailureKind.REJECTED, what) from exc
+
+    async def open_channel(self, traceparent: str, deadline: float) -> dict[str, Any]:
+        """Return what `names.OPEN_CHANNEL` answers.
+
+        Raises:
+            RequestFailed: The server refuses, or does not answer in time.
+            ValueError: Its answer is not JSON.
+        """
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(names.OPEN_CHANNEL)
+        try:
+            metadata = (*self.metadata, (names.TRACEPARENT, traceparent))
+            data = await call(b"", timeout=max(deadline - time.monotonic(), 0.001), metadata=metadata)
+        except grpc.aio.AioRpcError as exc:
+            raise failure_of_call(exc, self.endpoint) from exc
+        return dict(json.loads(data))
 
     def _refusal(self, method: str, exc: grpc.aio.AioRpcError) -> RequestFailed:
         """Return the error for a method that the server refuses; its type says whether waiting may help."""

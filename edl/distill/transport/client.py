@@ -1,8 +1,9 @@
-"""`TeacherClient`, a connection to a teacher that sends requests and receives answers: KServe v2 over gRPC.
+"""`TeacherClient`, a connection to a teacher that sends requests and receives answers.
 
-With EDL's own server, a request goes over a stream, otherwise it is a unary call. Its tensors are in shared memory if
-the server is on this host, otherwise in the message. A request that fails in shared memory (which the server may have
-lost) or in fragments is sent once more in the other way. Every error is a `RequestFailure` for the dispatcher.
+A request goes to a teacher of ours over the tensor channel, and otherwise as a gRPC call of KServe v2: to every other
+server, with TLS, and where the channel's port cannot be reached. Its tensors are in shared memory if the server is on
+this host, otherwise in the message. A request that fails in shared memory, which the server may have lost, is sent once
+more in the other way. Every error is a `RequestFailure` for the dispatcher.
 
 `probe` inspects the server, and `replies` checks the answers. Retries and the choice of teachers are made elsewhere.
 """
@@ -27,12 +28,12 @@ from edl.distill.transport.calls import (
     failure_of_call,
     max_answer_nbytes,
 )
+from edl.distill.transport.channel import Body, TensorChannel, open_channel
 from edl.distill.transport.probe import ServerModel, fetch_spec, probe_model
 from edl.distill.transport.replies import ReplyReader
 from edl.distill.transport.request import Payload, request_header
 from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply
 from edl.distill.transport.shm import RegionNames, ShmRegistrations, is_about_memory
-from edl.distill.transport.stream import InferStream, RawResponse
 from edl.errors import ProtocolError
 from edl.protocol import codec, kserve, names
 from edl.protocol.tls.credentials import CredentialFiles
@@ -43,8 +44,7 @@ __all__ = ["Done", "TeacherClient"]
 
 logger = logging.getLogger("edl.distill")
 
-_PLACEHOLDER_ID = "-" * 16  # as long as an id on the stream, so that a unary call has the same size
-_SMALL_NBYTES = 4096  # no server refuses a message of this size
+_PLACEHOLDER_ID = "-" * 16  # a server of ours knows a request's header again, if nothing in it is new
 _ABOUT_REQUEST = (FailureKind.REJECTED, FailureKind.ERROR)
 _MOST_HEADERS = 1024
 """Number of cached request headers, one for each shape and slot of shared memory."""
@@ -62,9 +62,8 @@ class _Request:
     deadline: float  # on the monotonic clock
     done: Done
     region: str | None = None  # the name of the shared memory that its tensors lie in; None in the message
-    in_fragments: bool = False
-    number: str = ""  # on the stream
-    task: asyncio.Task[Reply] | None = None  # for unary calls, and for sending it again in another way
+    number: str = ""  # on the channel
+    task: asyncio.Task[Reply] | None = None  # for gRPC calls, and for sending it again in another way
     cancelled: bool = False
 
 
@@ -103,11 +102,9 @@ class TeacherClient:
         self._replies = ReplyReader(endpoint, output_spec, self._server)
         self._regions = ShmRegistrations(self._calls.call, endpoint, {} if region_names is None else region_names)
         self._infer: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] | None = None
-        self._stream: InferStream | None = None
-        self._takes_fragments = False
+        self._channel: TensorChannel | None = None
         self._headers: dict[Any, bytes] = {}
         self._ids = RequestIds()
-        self._proven_nbytes = _SMALL_NBYTES
         self._requests: set[_Request] = set()
         self._closing: asyncio.Task[None] | None = None
         self._retired = False
@@ -117,11 +114,6 @@ class TeacherClient:
     def spec(self) -> ModelSpec:
         """The model, with the version named in its last answer."""
         return self._replies.spec
-
-    @property
-    def takes_bundles(self) -> bool:
-        """Whether requests refer to shared memory and several can share a message."""
-        return self.shares_memory and self._server.streams and names.EXTENSION_BUNDLE in self._server.extensions
 
     async def open(self, timeout_s: float) -> ModelSpec:
         """Connect, check that the server is ready, and fetch its model's metadata.
@@ -146,8 +138,14 @@ class TeacherClient:
         self._server = server
         self._replies = ReplyReader(self.endpoint, self.output_spec, server)
         self._infer = self._calls.channel.unary_unary(names.method("ModelInfer"))
-        self._takes_fragments = names.EXTENSION_FRAGMENT in server.extensions
         self.shares_memory = self.shares_memory and names.EXTENSION_SHARED_MEMORY in server.extensions
+        if names.EXTENSION_CHANNEL in server.extensions and self._channel is None:
+            try:
+                self._channel = await open_channel(self._calls, self._ids, deadline)
+            except RequestFailed as exc:
+                if exc.failure.kind is FailureKind.OVERLOADED:  # as many are open as the server takes
+                    raise
+                logger.info("no tensor channel, and so gRPC, which is slower: %s", exc.failure.message)
         return server.spec
 
     async def check_ready(self, timeout_s: float) -> None:
@@ -175,11 +173,11 @@ class TeacherClient:
         `done` is called once, after this returns: with the outputs (read-only [rows, ...], or `TopK` if
         `output_spec.top_k` is set), with a failure, or with None if the request was cancelled.
 
-        Most requests go over the stream without a task of their own, which saves the event loop some turns.
+        Most requests go over the channel without a task of their own, which saves the event loop some turns.
         """
         request = _Request(payload, timeout_s, time.monotonic() + timeout_s, done)
         self._requests.add(request)
-        if not self._start_on_stream(request):
+        if not self._start_on_channel(request):
             self._start_task(request, self._send(request))
         return functools.partial(self._cancel, request)
 
@@ -201,31 +199,25 @@ class TeacherClient:
         for request in list(self._requests):
             if request.task is not None:
                 request.task.cancel()
+        if self._channel is not None:
+            self._channel.close()
         if unregister and self._calls.channel.get_state() is grpc.ChannelConnectivity.READY:
             await self._regions.close()
-        stream = self._stream
-        self._stream = None
-        if stream is not None:
-            await stream.close()
         await self._calls.channel.close()
 
     # Requests
 
-    def _start_on_stream(self, request: _Request) -> bool:
-        """Send a request over the stream, if it can be sent there now."""
-        if not self._server.streams or self._is_lost:
+    def _start_on_channel(self, request: _Request) -> bool:
+        """Send a request over the channel, if it can be sent there now."""
+        channel, slot = self._channel, request.payload.slot
+        if channel is None or channel.broken:
             return False
-        payload = request.payload
-        if payload.slot is not None and self.shares_memory:
-            request.region = self._regions.name_of(payload.slot.region)
+        if slot is not None and self.shares_memory:
+            request.region = self._regions.name_of(slot.region)
             if request.region is None:
                 return False
-        header, raw = self._message(request)
-        if not self._fits_proven_size(header, raw):
-            return False
-        stream = self._open_stream()
-        request.in_fragments = stream.cuts_request(header, raw)
-        request.number = stream.start(header, raw, request.timeout_s, functools.partial(self._answered, request))
+        done = functools.partial(self._answered, request)
+        request.number = channel.start(*self._message(request), request.timeout_s, done)
         return True
 
     def _start_task(self, request: _Request, work: Coroutine[Any, Any, Reply]) -> None:
@@ -236,11 +228,11 @@ class TeacherClient:
         request.cancelled = True
         if request.task is not None:
             request.task.cancel()
-        elif self._stream is not None:
-            self._stream.cancel(request.number)
+        elif self._channel is not None:
+            self._channel.cancel(request.number)
 
-    def _answered(self, request: _Request, answer: RawResponse | RequestFailure | None) -> None:
-        """Handle an answer from the stream, or send the request in another way if that may succeed."""
+    def _answered(self, request: _Request, answer: Body | RequestFailure | None) -> None:
+        """Handle an answer from the channel, or send the request in another way if that may succeed."""
         result: Reply | RequestFailure | None = None
         if isinstance(answer, tuple):
             try:
@@ -248,7 +240,7 @@ class TeacherClient:
             except RequestFailed as exc:
                 result = replace(exc.failure, message=f"{exc.failure.message} (request {request.number})")
             except Exception as exc:
-                # End only this request, whatever the error; the stream must survive it.
+                # End only this request, whatever the error; the channel must survive it.
                 logger.exception("an answer of %s was not understood, in a way not foreseen", self.endpoint)
                 result = RequestFailure(FailureKind.ERROR, f"{self.endpoint}: {type(exc).__name__}: {exc}")
         elif answer is not None and self._may_succeed_otherwise(request, answer):
@@ -286,7 +278,7 @@ class TeacherClient:
             self._closing = asyncio.get_running_loop().create_task(self.close(unregister=False))
 
     async def _send(self, request: _Request) -> Reply:
-        """Send a request that cannot go over the stream directly: the first of its size, or to a server without one."""
+        """Send a request as a gRPC call, or one whose shared memory the server does not know yet."""
         if self._is_lost:
             raise RequestFailed(
                 FailureKind.LOST, f"{self.endpoint}: the connection was lost or closed before this request"
@@ -304,10 +296,10 @@ class TeacherClient:
         return await self._send_otherwise(request, failure)
 
     async def _send_otherwise(self, request: _Request, failure: RequestFailure) -> Reply:
-        """Send a request again that failed in shared memory, which the teacher may have lost, or in fragments.
+        """Send a request again that failed in shared memory, which the teacher may have lost.
 
         If the teacher does not know the memory, it is registered again first. Otherwise, or if that fails, the tensors
-        are sent in the message. A request that failed in fragments is sent whole.
+        are sent in the message.
         """
         slot, region = request.payload.slot, request.region
         if region is not None and slot is not None and is_about_memory(failure, region):
@@ -319,49 +311,20 @@ class TeacherClient:
                 except RequestFailed as exc:
                     if not self._may_succeed_otherwise(request, exc.failure):
                         raise
-        if region is None:
-            return await self._send_whole(request)
         request.region = None
-        try:
-            return await self._send_once(request)
-        except RequestFailed as exc:
-            if not self._may_succeed_otherwise(request, exc.failure):
-                raise
-        return await self._send_whole(request)
+        return await self._send_once(request)
 
     async def _send_once(self, request: _Request) -> Reply:
         header, raw = self._message(request)
-        if not self._server.streams or not self._fits_proven_size(header, raw):
-            request.in_fragments = False
+        if self._channel is None:
             return await self._call(request, header, raw)
-        stream = self._open_stream()
-        request.in_fragments = stream.cuts_request(header, raw)
-        answer = await stream.infer(header, raw, max(request.deadline - time.monotonic(), 0.001))
-        return self._replies.read(answer, request.payload)
-
-    async def _send_whole(self, request: _Request) -> Reply:
-        """Send a request that was refused in fragments as a unary call.
-
-        Behind a load balancer, or after gRPC has reconnected, the stream may lead to an older server than the one that
-        announced fragments. If the request succeeds now, no more requests are sent in fragments.
-        """
-        reply = await self._call(request, *self._message(request))
-        if self._takes_fragments:
-            logger.info(
-                "%s refused a request in fragments, and took it whole: requests go to it whole from now on (servers of "
-                "several releases behind one address?)",
-                self.endpoint,
-            )
-        self._takes_fragments = False
-        if self._stream is not None:
-            self._stream.in_fragments = False
-        return reply
+        left_s = max(request.deadline - time.monotonic(), 0.001)
+        return self._replies.read(await self._channel.infer(header, raw, left_s), request.payload)
 
     async def _call(self, request: _Request, header: bytes, raw: Sequence[codec.Buffer]) -> Reply:
         assert self._infer is not None, "it was opened"
         number = next(self._ids)
-        # Our own server knows a request's header again, if nothing in it is new.
-        request_id = _PLACEHOLDER_ID if self._server.streams else number
+        request_id = _PLACEHOLDER_ID if self._server.is_edl else number
         trace = request.payload.traceparent or self._ids.traceparent
         metadata = (*self._calls.metadata, (names.REQUEST_ID, number), (names.TRACEPARENT, trace))
         left_s = max(request.deadline - time.monotonic(), 0.001)
@@ -374,7 +337,6 @@ class TeacherClient:
             failure = failure_of_call(exc, self.endpoint, number).failure
             hint = self._replies.rows_hint(request.payload.rows) if failure.kind in _ABOUT_REQUEST else ""
             raise RequestFailed(failure.kind, failure.message + hint, failure.retry_after_s) from exc
-        self._proven_nbytes = max(self._proven_nbytes, _nbytes(header, raw))
         try:
             found, parts, answered_id = codec.split_identified_response(answer)
         except ProtocolError as exc:
@@ -386,32 +348,15 @@ class TeacherClient:
 
     @staticmethod
     def _may_succeed_otherwise(request: _Request, failure: RequestFailure) -> bool:
-        """Return whether a request was refused because of shared memory or fragments, so another way may succeed."""
-        if request.region is None and not request.in_fragments:
+        """Return whether a request may have been refused because of shared memory, so another way may succeed."""
+        if request.region is None:
             return False
-        about_memory = request.region is not None and is_about_memory(failure, request.region)
-        return failure.kind is FailureKind.REJECTED or about_memory
+        return failure.kind is FailureKind.REJECTED or is_about_memory(failure, request.region)
 
     @property
     def _is_lost(self) -> bool:
-        """Whether the stream has ended, so that another server without our regions may now be at this address."""
-        return self._closed or (self._stream is not None and self._stream.broken and not self._stream.refused)
-
-    def _open_stream(self) -> InferStream:
-        if self._stream is None or self._stream.refused:
-            self._stream = InferStream(
-                self._calls.channel,
-                self.endpoint,
-                in_bundles=names.EXTENSION_BUNDLE in self._server.extensions,
-                in_fragments=self._takes_fragments,
-                metadata=self._calls.metadata,
-                ids=self._ids,
-            )
-        return self._stream
-
-    def _fits_proven_size(self, header: bytes, raw: Sequence[codec.Buffer]) -> bool:
-        """Return whether the server has accepted a message of this size. A refused one would end the whole stream."""
-        return _nbytes(header, raw) <= self._proven_nbytes
+        """Whether the channel has ended, so that another server without our regions may now be at this address."""
+        return self._closed or (self._channel is not None and self._channel.broken)
 
     def _message(self, request: _Request) -> tuple[bytes, Sequence[codec.Buffer]]:
         """Return a request's header, without its id, and the tensors that go in the message."""
@@ -432,7 +377,7 @@ class TeacherClient:
                 version=self._server.named_version,
                 priority=self._server.priority.level,
             )
-            if self._server.streams:
+            if self._server.is_edl:
                 header += _parameters(request.timeout_s, payload.traceparent)
             self._headers[key] = header
         return header, payload.raw if region is None else ()
@@ -441,10 +386,6 @@ class TeacherClient:
 def _is_local(endpoint: str) -> bool:
     host = endpoint.rpartition(":")[0].strip("[]")
     return endpoint.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _nbytes(header: bytes, raw: Sequence[codec.Buffer]) -> int:
-    return len(header) + sum([memoryview(part).nbytes for part in raw])
 
 
 def _parameters(timeout_s: float, traceparent: str) -> bytes:

@@ -47,9 +47,9 @@ class ServerModel:
     uncast_outputs: tuple[str, ...] = ()  # that `dtype` is not about: log-probabilities of tokens that were asked for
 
     @property
-    def streams(self) -> bool:
-        """Whether it is a server of ours, with a stream that answers in any order."""
-        return names.EXTENSION_STREAM in self.extensions
+    def is_edl(self) -> bool:
+        """Whether it is a server of ours."""
+        return names.EXTENSION_OUTPUT_DTYPE in self.extensions
 
 
 async def probe_model(calls: ServerCalls, output_spec: OutputSpec, deadline: float) -> ServerModel:
@@ -72,9 +72,9 @@ async def probe_model(calls: ServerCalls, output_spec: OutputSpec, deadline: flo
         len(versions) > 1,
     )
     config = await _fetch_config(calls, model, deadline) if _CONFIGURATION in server.extensions else None
-    if config is not None and server.streams:
+    if config is not None and server.is_edl:
         server = _with_own_config(server, config, calls.options.max_request_bytes, output_spec)
-    elif not server.streams:  # a teacher of ours has no other clients, and is asked without a priority
+    elif not server.is_edl:  # a teacher of ours has no other clients, and is asked without a priority
         server = _with_priority(server, config, output_spec)
         if server.priority.warning:
             logger.warning("%s (model %r): %s", calls.endpoint, model, server.priority.warning)

@@ -10,10 +10,10 @@ import numpy as np
 from edl.distill.compress import TopK, to_float16, top_k
 from edl.distill.dispatch.actions import FailureKind
 from edl.distill.transport.calls import RequestFailed
+from edl.distill.transport.channel import Body
 from edl.distill.transport.probe import ServerModel, is_name
 from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import OutputSpec, Reply, kserve_datatype
-from edl.distill.transport.stream import RawResponse
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.tensors import Array
@@ -38,7 +38,7 @@ class ReplyReader:
         self._checks_nan = names.EXTENSION_NO_NAN not in server.extensions
         self._headers: dict[bytes, tuple[str, list[tuple[str, str, tuple[int, ...]]]]] = {}
 
-    def read(self, answer: RawResponse, payload: Payload) -> Reply:
+    def read(self, answer: Body, payload: Payload) -> Reply:
         """Return the outputs of a request's rows, and their version."""
         try:
             version, arrays = self._arrays(*answer)
@@ -56,7 +56,7 @@ class ReplyReader:
 
     def rows_hint(self, rows: int) -> str:
         """Return what to do if a request had more rows than a foreign server takes, which need not say how many."""
-        if self._server.streams or rows < 2:
+        if self._server.is_edl or rows < 2:
             return ""
         return f"; if the model takes fewer than {rows} rows, say so with set_teacher_batch_size (batch_rows=)"
 
@@ -91,7 +91,7 @@ class ReplyReader:
         if not named or named == self.spec.name:
             return
         what = f"it answers for model {quote(named)}, and {self.spec.name!r} is asked for"
-        if self._server.streams:  # another server has taken the address: a new connection tells what it has
+        if self._server.is_edl:  # another server has taken the address: a new connection tells what it has
             raise RequestFailed(FailureKind.LOST, f"{self._endpoint}: {what}")
         raise self.unusable(what)
 
@@ -120,7 +120,7 @@ class ReplyReader:
         """
         asked, expected = self._output_spec.version, self.spec.version
         unnamed = not named and not self.spec.versions and bool(asked)  # `version=` stands for it
-        if self._server.streams and named != expected and not unnamed:
+        if self._server.is_edl and named != expected and not unnamed:
             what = f"{self._endpoint} has version {named!r} of its model now, and had {expected!r}"
             raise RequestFailed(FailureKind.LOST, what)
         if asked:

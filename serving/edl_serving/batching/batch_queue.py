@@ -16,8 +16,9 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from edl.protocol import codec
 from edl.quoting import quote
-from edl_serving.request import DecodedRequest
+from edl_serving.request import DecodedRequest, Join
 from edl_serving.request_error import RequestError
 
 Shapes: TypeAlias = tuple[Hashable, ...]
@@ -33,7 +34,7 @@ class InferenceJob:
         arrived: When the request arrived, in seconds on a monotonic clock.
         deadline: When the client stops waiting, on the same clock.
         reply: Future of a queued job; it is done once `answer` is set.
-        id_bytes: Id for a response on a stream (`codec.id_field`); None for a unary call.
+        join: Makes the response of its header and tensors.
         nbytes: Bytes of the message, of the Python objects made from it, and of the answer.
         answer_nbytes: Bytes of the answer alone.
         done: Number of rows computed so far, for a job with more rows than a batch holds.
@@ -50,7 +51,7 @@ class InferenceJob:
     deadline: float
     reply: Any = None
     cancelled: bool = False
-    id_bytes: bytes | None = None
+    join: Join = codec.join_response
     client: str = ""
     nbytes: int = 0
     answer_nbytes: int = 0
@@ -87,7 +88,7 @@ class InferenceJob:
         client: str,
         nbytes: int,
         request_id: str,
-        id_bytes: bytes | None = None,
+        join: Join = codec.join_response,
     ) -> InferenceJob:
         """Create a job for a request that arrives now."""
         now = time.monotonic()
@@ -103,7 +104,7 @@ class InferenceJob:
             nbytes=nbytes + plan.object_bytes + plan.answer_bytes,
             answer_nbytes=plan.answer_bytes,
             id=request_id,
-            id_bytes=id_bytes,
+            join=join,
         )
 
 

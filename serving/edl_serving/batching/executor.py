@@ -99,7 +99,7 @@ class Executor:
             at += rows
             try:
                 self._check_for_nan(job, part)
-                job.answer = encode_response(self._model, job.request, part, job.id_bytes)
+                job.answer = encode_response(self._model, job.request, part, job.join)
             except ModelFault as fault:
                 job.answer = self._report_fault(fault, job)
             except RequestError as error:

@@ -33,6 +33,7 @@ class Client:
 
     def __init__(self, target: str) -> None:
         self.channel = grpc.insecure_channel(target, options=OPTIONS)
+        self.opened: list[Any] = []  # closed with it
         self.infer_bytes = self.channel.unary_unary(names.method("ModelInfer"))
 
     def ask(self, method: str, **fields: Any) -> Any:
@@ -55,6 +56,8 @@ class Client:
 
     def close(self) -> None:
         self.channel.close()
+        for each in self.opened:
+            each.close()
 
 
 def request_bytes(arrays: Mapping[str, Array], **parameters: int | float | str) -> bytes:
@@ -64,11 +67,12 @@ def request_bytes(arrays: Mapping[str, Array], **parameters: int | float | str) 
     for name, value in parameters.items():
         field = {int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
         header.parameters[name].CopyFrom(kserve.InferParameter(**{field: value}))
-    return codec.encode_request(header, [tensors.to_raw(array) for array in arrays.values()])
+    return codec.join_request(header.SerializeToString(), [tensors.to_raw(array) for array in arrays.values()])
 
 
 def outputs_of(answer: bytes) -> dict[str, Array]:
-    header, raw = codec.decode_response(answer)
+    data, raw = codec.split_response(answer)
+    header = codec.parse_response(data)
     return {
         output.name: tensors.from_raw(output.datatype, output.shape, data)
         for output, data in zip(header.outputs, raw, strict=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ from edl.distill.engine.compatibility import TeacherCompatibility, outputs_disag
 from edl.distill.engine.connection import ConnectionPool, TeacherConnection
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread, _GarbageGuard
-from edl.distill.engine.jobs import EngineCounters, JobQueue, LabelJob, ServiceLimits
+from edl.distill.engine.jobs import EngineCounters, JobQueue, LabelJob
 from edl.distill.metrics import export
 from edl.distill.options import Options, Policy
 from edl.distill.stats import ReaderStats
@@ -71,73 +70,36 @@ def test_collector_is_on_after_the_last_fork(monkeypatch: pytest.MonkeyPatch) ->
 @dataclass
 class Demand:
     full: bool = False
-    busy: bool = False
-    limits: ServiceLimits = field(default_factory=ServiceLimits)
 
 
-class Setup:
-    """A queue, and the numbers of the jobs that were taken out of it. The feeding thread takes `gap_s` for each."""
-
-    def __init__(self, thread: EventLoopThread) -> None:
-        self.thread, self.demand = thread, Demand()
-        self.now = self.gap_s = 0.0
-        self.taken: list[int] = []
-        self.queue = JobQueue(thread, self.demand, self.take, lambda: self.now)
-
-    def take(self, job: LabelJob) -> None:
-        self.taken.append(job.number)
-
-    def put(self, *numbers: int) -> None:
-        for number in numbers:
-            self.now += self.gap_s
-            self.queue.put(LabelJob(number, PAYLOAD, lambda result, version: None, lambda: None))
-
-    def on_loop(self, function: Callable[[], None]) -> None:
-        """Run it there, and wait for it and what was called before."""
-        done = threading.Event()
-        self.thread.call(lambda: (function(), done.set()))  # type: ignore[func-returns-value]
-        assert done.wait(DEADLINE_S)
-
-    def gather(self, limit: int) -> None:
-        """Show the queue a feeding thread that is quick, so that it pays to gather so many jobs."""
-        self.put(*range(8))
-        self.until_taken(*range(8))
-        self.taken.clear()
-        self.demand.limits = ServiceLimits(gather_limit=limit)
-
-    def until_taken(self, *numbers: int) -> None:
-        wait_until(lambda: self.taken == [*numbers], f"jobs {numbers[:9]}")
+def job_of(number: int) -> LabelJob:
+    return LabelJob(number, PAYLOAD, lambda result, version: None, lambda: None)
 
 
-@pytest.fixture
-def setup() -> Iterator[Setup]:
-    """The way from the feeding thread to the loop."""
-    thread = EventLoopThread.acquire()
-    yield Setup(thread)
-    thread.release()
-
-
-def test_no_job_is_lost_or_overtakes(setup: Setup) -> None:
-    """A teacher that answers each job some time after it was taken, and is busy in between, as in an engine."""
-    setup.gather(4)
-    open_jobs = 0
+def test_no_job_is_lost_or_overtakes() -> None:
+    """Full teachers take nothing until one answers, some time after a job was taken, as in an engine."""
+    thread, demand, open_jobs, taken = EventLoopThread.acquire(), Demand(), 0, list[int]()
 
     def take(job: LabelJob) -> None:
         nonlocal open_jobs
-        setup.taken.append(job.number)
+        taken.append(job.number)
         open_jobs += 1
-        setup.demand.busy, setup.demand.full = open_jobs >= 2, open_jobs >= 6
-        setup.thread.loop.call_soon(answered)
+        demand.full = open_jobs >= 6
+        thread.loop.call_soon(answered)
 
     def answered() -> None:
         nonlocal open_jobs
         open_jobs -= 1
-        setup.demand.busy, setup.demand.full = open_jobs >= 2, open_jobs >= 6
-        setup.queue.drain_if_due()
+        demand.full = open_jobs >= 6
+        jobs.drain()
 
-    setup.queue = JobQueue(setup.thread, setup.demand, take)
-    setup.put(*range(5000))
-    setup.until_taken(*range(5000))
+    jobs = JobQueue(thread, demand, take)
+    try:
+        for number in range(5000):
+            jobs.put(job_of(number))
+        wait_until(lambda: taken == [*range(5000)])
+    finally:
+        thread.release()
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,7 +75,6 @@ class ForeignServer:
         }
         handlers["ModelReady"] = grpc.unary_unary_rpc_method_handler(self._model_ready)
         handlers["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer)
-        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
         options = [("grpc.max_send_message_length", -1)]
         self._server = grpc.server(ThreadPoolExecutor(8), options=options, compression=self.compression)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(names.SERVICE, handlers),))
@@ -96,15 +95,6 @@ class ForeignServer:
     def _infer(self, data: bytes, context: Any) -> bytes:
         return self._rewritten("ModelInfer", self._answer(data), context)
 
-    def _stream(self, requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
-        for data in requests:
-            request = codec.parse_request(codec.split_request(data)[0])
-            if names.CANCEL in request.parameters:
-                continue
-            response = kserve.ModelInferResponse.FromString(self._answer(data))
-            whole = kserve.ModelStreamInferResponse(infer_response=response)
-            yield self._rewritten("ModelStreamInfer", whole.SerializeToString())
-
     def _answer(self, data: bytes) -> bytes:
         header, raw = codec.split_request(data)
         request = codec.parse_request(header)
@@ -116,7 +106,7 @@ class ForeignServer:
         answer.outputs.add(name=self.output, datatype="FP32", shape=x.shape)
         contents = [bytes(tensors.to_raw(x * np.float32(self.scale)))]
         self.change(answer, contents)
-        return codec.encode_response(answer, contents)
+        return codec.join_response(answer.SerializeToString(), contents)
 
     def _model_ready(self, data: bytes, context: Any) -> bytes:
         """As Triton: of a model that it does not have, it says that it is not ready."""

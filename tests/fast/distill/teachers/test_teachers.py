@@ -75,13 +75,13 @@ def test_teachers_appear_and_drain(serve: Serve, registry: Registry, url: str) -
     check(delivered, len(delivered))
 
 
-@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("over_grpc", [False, True])
 def test_closed_connections_requests_move(
-    serve: Serve, registry: Registry, url: str, monkeypatch: pytest.MonkeyPatch, streamed: bool
+    serve: Serve, registry: Registry, url: str, monkeypatch: pytest.MonkeyPatch, over_grpc: bool
 ) -> None:
     """An instance that moves to another address is disconnected at once, requests under way or not."""
-    if not streamed:
-        announce_less(monkeypatch, names.EXTENSION_STREAM)
+    if over_grpc:
+        announce_less(monkeypatch, names.EXTENSION_CHANNEL)
     held = Held()
     here, there = serve(held), serve("echo")
     reader = service_reader(url).set_sample_generator(samples(200))
@@ -98,8 +98,9 @@ def test_closed_connections_requests_move(
     assert stats.rows_received == 200
 
 
+@pytest.mark.parametrize("over_grpc", [False, True])
 def test_paused_only_teacher_is_missed(
-    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, over_grpc: bool
 ) -> None:
     """Its connection stays, as with a machine that vanishes: pings tell."""
     sooner = {
@@ -110,12 +111,14 @@ def test_paused_only_teacher_is_missed(
     assert sooner.keys() <= dict(_OPTIONS).keys(), "a user's connections are pinged, less often"
     sooner["grpc.http2.max_pings_without_data"] = 0  # no limit: by default it soon sends one a minute
     monkeypatch.setattr("edl.distill.transport.calls._OPTIONS", [*(dict(_OPTIONS) | sooner).items()])
-    teacher = start("echo", delay_s=0.01)
+    monkeypatch.setattr("edl.distill.transport.channel._PING_S", 1.0)
+    monkeypatch.setattr("edl.distill.transport.channel._LOST_S", 4.0)
+    teacher = start("echo", delay_s=0.01, serve={"tensor-channel": not over_grpc})
     with reader_of(teacher, options=Options(teacher_timeout_s=1)).set_sample_generator(samples(5000)) as reader:
         rows = reader()
         next(rows)
         teacher.pause()
-        with pytest.raises(NoTeacherError, match="ping timeout"):
+        with pytest.raises(NoTeacherError, match="ping timeout" if over_grpc else "was silent for 4 s"):
             list(rows)
         teacher.resume()
     assert any("no live teacher" in record.getMessage() for record in caplog.records)

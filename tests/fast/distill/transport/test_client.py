@@ -1,4 +1,4 @@
-"""One connection to one teacher: its stream, and what goes wrong on it."""
+"""One connection to one teacher: its channel, and what goes wrong on it."""
 
 from __future__ import annotations
 
@@ -76,24 +76,14 @@ async def kind_of(answer: Awaitable[Any]) -> FailureKind:
     return caught.value.failure.kind
 
 
-async def stream_of(client: TeacherClient) -> Any:
-    """Ask once, so that the stream is there."""
-    await infer(client, 0)
-    assert not client._stream.broken
-    return client._stream
-
-
-@pytest.mark.parametrize("asked_before", [True, False])
-def test_another_teacher_at_the_address(serve: Serve, with_client: WithClient, asked_before: bool) -> None:
+def test_another_teacher_at_the_address(serve: Serve, with_client: WithClient) -> None:
     """gRPC connects again by itself; what is known of the model's version and of shared memory holds no more."""
     first = serve("echo")
 
     async def test(client: TeacherClient) -> None:
-        if asked_before:
-            await infer(client, 0)
         await asyncio.to_thread(first.close)
         await asyncio.to_thread(serve, "echo", {"port": first.port}, version="2")
-        await asyncio.to_thread(wait_until, lambda: client._stream is None or client._stream.broken)
+        await asyncio.to_thread(wait_until, lambda: client._channel is not None and client._channel.broken)
         assert await kind_of(infer(client, 0)) is FailureKind.LOST
 
     with_client(first, test)
@@ -104,7 +94,8 @@ def test_timeout_or_cancel_is_alone(serve: Serve, with_client: WithClient) -> No
     held.go.set()
 
     async def test(client: TeacherClient) -> None:
-        stream = await stream_of(client)
+        channel = client._channel
+        await infer(client, 0)
         held.go.clear()
         cancelled, patient = infer(client, 1), infer(client, 2)
         assert await kind_of(infer(client, 3, timeout_s=0.1)) is FailureKind.TIMEOUT
@@ -114,8 +105,9 @@ def test_timeout_or_cancel_is_alone(serve: Serve, with_client: WithClient) -> No
         held.go.set()
         assert (await patient == 2).all()
         assert (await infer(client, 4) == 4).all()
-        assert client._stream is stream is not None
-        assert not client._stream._waiting
+        assert client._channel is channel is not None
+        assert not channel.broken
+        assert not channel._waiting
 
     with_client(serve(held), test)
 
@@ -123,7 +115,7 @@ def test_timeout_or_cancel_is_alone(serve: Serve, with_client: WithClient) -> No
 def test_close_while_a_request_is_sent(serve: Serve, with_client: WithClient, caplog: pytest.LogCaptureFixture) -> None:
     async def test(client: TeacherClient) -> None:
         tasks = [asyncio.create_task(kind_of(infer(client, 1))) for _ in range(3)]
-        await asyncio.sleep(0)  # the stream is open, nothing is on its way
+        await asyncio.sleep(0)  # nothing is on its way
         await client.close()
         tasks.append(asyncio.create_task(kind_of(infer(client, 1))))  # gRPC's words about a closed channel are no news
         assert await asyncio.gather(*tasks) == [FailureKind.LOST] * 4

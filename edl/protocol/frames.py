@@ -1,0 +1,474 @@
+"""The tensor channel: frames over a TCP or Unix socket between EDL's students and EDL's teachers.
+
+gRPC from Python copies a tensor several times on each side, and holds the GIL meanwhile. Here the kernel copies it once
+out of the student's array, and once into the memory that the teacher computes from, both without the GIL.
+
+A connection begins with `MAGIC` and the one-time token from `names.OPEN_CHANNEL`; the server answers with the proof
+that it gave out beside the token. Frames follow in both directions: a prefix (`_PREFIX`: kind, request number, bytes of
+the body) and a body. The body of a request or an answer is a KServe v2 message cut in two, see `body_parts`: the
+serialized header, and the tensors that would be its raw contents. If gRPC has TLS, all of this is inside TLS.
+
+This file moves frames. `edl.distill.transport.channel` and `edl_serving.channel` decide what they mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import errno
+import functools
+import itertools
+import logging
+import socket
+import ssl
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from edl.errors import ProtocolError
+from edl.protocol.codec import Buffer
+
+__all__ = [
+    "MAGIC",
+    "TOKEN_NBYTES",
+    "Frame",
+    "FrameKind",
+    "FrameSocket",
+    "Socket",
+    "TlsSocket",
+    "body_parts",
+    "receive_exactly",
+    "split_body",
+    "unix_path",
+    "when_ready",
+]
+
+logger = logging.getLogger("edl.protocol")
+
+T = TypeVar("T")
+
+MAGIC = b"EDL1"
+TOKEN_NBYTES = 32
+_PREFIX = struct.Struct("<B7xQQ")
+_BODY = struct.Struct("<II")  # bytes of the header, and the number of tensors
+_ALIGNMENT = 64  # of tensors within a body: numpy is slower on numbers that lie across their natural places
+_MOST_TENSORS = 10_000
+_STAGE_NBYTES = 64 << 10  # many small frames arrive in one call; of a large one, so much is copied once more
+_MOST_PARTS = 64  # buffers in one `sendmsg`; Linux takes 1,024
+_TLS_NBYTES = 128 << 10  # received, or encrypted, at a time
+_MOST_CALLS = 256  # receives of a connection before other work of the loop gets its turn
+_SILENT_MS = 30_000  # how long a peer's kernel may stay silent before the connection counts as broken
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame is."""
+
+    REQUEST = 1
+    CANCEL = 2  # nobody waits for the request with this number any more; it may still be answered
+    ANSWER = 3
+    ERROR = 4  # JSON: `status` (gRPC's name of it), `message`, and perhaps `retry_after_ms`
+    PING = 5
+    PONG = 6
+
+
+def body_parts(header: bytes, tensors: Sequence[Buffer]) -> list[Buffer]:
+    """Return the parts of a body, without copying the tensors.
+
+    A body is two numbers of 4 bytes (bytes of the header, number of tensors), 8 bytes for the size of each tensor, the
+    header, and the tensors; zeros before each tensor make its place a multiple of 64.
+    """
+    views = [memoryview(tensor) for tensor in tensors]
+    views = [view.cast("B") if view.nbytes else memoryview(b"") for view in views]
+    sizes = [len(view) for view in views]
+    parts: list[Buffer] = [_BODY.pack(len(header), len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes) + header]
+    at = len(parts[0])
+    for view, size in zip(views, sizes, strict=True):
+        if padding := -at % _ALIGNMENT:
+            parts.append(bytes(padding))
+        parts.append(view)
+        at += padding + size
+    return parts
+
+
+def split_body(body: memoryview) -> tuple[bytes, list[memoryview]]:
+    """Return the header and the tensors of a body, which are views of it.
+
+    Raises:
+        ProtocolError: It is no body, or has more tensors than any request.
+    """
+    if len(body) < _BODY.size:
+        raise ProtocolError(f"malformed message: a body of {len(body)} bytes")
+    header_nbytes, count = _BODY.unpack_from(body)
+    header_at = _BODY.size + 8 * count
+    at = header_at + header_nbytes
+    if count > _MOST_TENSORS or at > len(body):
+        raise ProtocolError(f"malformed message: {count:,} tensors and a header that ends at {at:,} of {len(body):,}")
+    tensors = []
+    for size in struct.unpack_from(f"<{count}Q", body, _BODY.size):
+        at += -at % _ALIGNMENT
+        tensors.append(body[at : at + size])
+        at += size
+    if at != len(body):
+        raise ProtocolError(f"malformed message: tensors end at byte {at:,} of {len(body):,}")
+    return bytes(body[header_at : header_at + header_nbytes]), tensors
+
+
+def unix_path(path: str) -> str:
+    """Return the path of the tensor channel's socket beside a server's Unix socket."""
+    return f"{path}.channel"
+
+
+async def when_ready(sock: Socket, operation: Callable[[], T], *, writes: bool = False) -> T:
+    """Return what an operation on a non-blocking socket returns, once the socket is ready to read, or to write."""
+    loop = asyncio.get_running_loop()
+    add, remove = (loop.add_writer, loop.remove_writer) if writes else (loop.add_reader, loop.remove_reader)
+    while True:
+        try:
+            return operation()
+        except BlockingIOError:
+            ready: asyncio.Future[None] = loop.create_future()
+        add(sock, _set_ready, ready)
+        try:
+            await ready
+        finally:
+            remove(sock)
+
+
+def _set_ready(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+async def receive_exactly(sock: Socket, nbytes: int) -> bytes:
+    """Return so many bytes, or fewer if the peer ends the connection before."""
+    found, at = bytearray(nbytes), 0
+    while at < nbytes:
+        target = memoryview(found)[at:]
+        size = await when_ready(sock, functools.partial(sock.recv_into, target))
+        at += size
+        if not size:
+            break
+    return bytes(found[:at])
+
+
+class TlsSocket:
+    """TLS over a non-blocking socket, by large pieces: `ssl.SSLSocket` makes two system calls for every 16 KiB."""
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, serves: bool) -> None:
+        self._sock = sock
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=serves)
+        self._received = memoryview(bytearray(_TLS_NBYTES))
+        self._unsent = memoryview(b"")
+        self.family = sock.family
+        self.setsockopt, self.shutdown, self.fileno = sock.setsockopt, sock.shutdown, sock.fileno
+
+    async def shake_hands(self) -> bytes:
+        """Return the peer's certificate (DER), empty for none.
+
+        Raises:
+            OSError: It does not speak TLS, or ends the connection.
+        """
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                await when_ready(self, self.flush, writes=True)
+                if not await when_ready(self, self._fill):
+                    raise ConnectionResetError(errno.ECONNRESET, "the connection was closed") from None
+            else:
+                await when_ready(self, self.flush, writes=True)
+                return self._tls.getpeercert(binary_form=True) or b""
+
+    def recv_into(self, target: memoryview) -> int:
+        """See `socket.socket.recv_into`."""
+        while True:
+            try:
+                size: Any = self._tls.read(len(target), target)
+                return int(size)
+            except ssl.SSLZeroReturnError:
+                return 0
+            except ssl.SSLWantReadError:
+                if not self._fill():
+                    return 0
+
+    def sendmsg(self, parts: Sequence[Buffer]) -> int:
+        """Encrypt the parts, or the beginning of them; see `socket.socket.sendmsg`, and `flush`."""
+        self.flush()
+        taken = 0
+        with contextlib.suppress(BlockingIOError):
+            for part in parts:
+                view, at = memoryview(part), 0
+                while at < len(view):
+                    size = self._tls.write(view[at:])
+                    at += size
+                    taken += size
+                    if self._outgoing.pending >= _TLS_NBYTES:
+                        self.flush()
+            self.flush()
+        return taken
+
+    def flush(self) -> None:
+        """Send what is encrypted; raise `BlockingIOError` if there is no room for all of it."""
+        while self._unsent or self._outgoing.pending:
+            self._unsent = self._unsent or memoryview(self._outgoing.read())
+            self._unsent = self._unsent[self._sock.send(self._unsent) :]
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+
+    def _fill(self) -> int:
+        """Receive; return the number of bytes, 0 at the end."""
+        nbytes = self._sock.recv_into(self._received)
+        self._incoming.write(self._received[:nbytes])
+        return nbytes
+
+
+Socket: TypeAlias = socket.socket | TlsSocket
+
+
+class Frame:
+    """A frame that is to be sent. `begun` says whether a part of it has been."""
+
+    __slots__ = ("begun", "parts", "sent")
+
+    def __init__(self, parts: list[Buffer], sent: Callable[[], None] | None) -> None:
+        self.parts = parts
+        self.sent = sent
+        self.begun = False
+
+
+class FrameSocket:
+    """Sends and receives frames over a connected socket. Used on the event loop.
+
+    Small frames that are ready together leave in one system call, and a large one is sent from where its tensors lie.
+
+    Args:
+        sock: A connected, non-blocking socket, after the handshakes.
+        begin: Called with kind, number and size of a frame whose body is about to come; returns whether to keep it, and
+            may raise `ProtocolError`. Memory is reserved only for what is kept.
+        take: Called with kind, number and body (read-only) of each frame that was kept; may raise `ProtocolError`.
+        ended: Called once with the reason when the connection has ended, also by `close`.
+    """
+
+    def __init__(
+        self,
+        sock: Socket,
+        begin: Callable[[int, int, int], bool],
+        take: Callable[[int, int, memoryview], None],
+        ended: Callable[[str], None],
+    ) -> None:
+        self._sock = sock
+        self._begin = begin
+        self._take = take
+        self._ended = ended
+        self._tls = sock if isinstance(sock, TlsSocket) else None
+        self._loop = asyncio.get_running_loop()
+        self.closed = False
+        self.heard_at = self.moved_at = self._loop.time()  # when bytes were last received; when received or sent
+        self._stage = memoryview(bytearray(_STAGE_NBYTES))
+        self._staged = 0
+        self._kind = self._number = self._filled = self._dropping = 0
+        self._body: memoryview | None = None  # of the frame that is arriving, if it is larger than the stage
+        self._paused = False
+        self._out: deque[Frame] = deque()
+        self._flushing = False  # whether `_flush` will run, at the end of this turn or when there is room
+        self._writer_added = False
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+                if hasattr(socket, name):
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MS)
+        self._loop.add_reader(sock, self._on_readable)
+
+    @property
+    def pending(self) -> bool:
+        """Whether frames wait to be sent."""
+        return bool(self._out)
+
+    def send(
+        self, kind: FrameKind, number: int, body: Sequence[Buffer] = (), sent: Callable[[], None] | None = None
+    ) -> Frame:
+        """Send a frame, whose parts are read until `sent` is called."""
+        prefix = _PREFIX.pack(kind, number, sum([memoryview(part).nbytes for part in body]))
+        frame = Frame([prefix, *body], sent)
+        if not self.closed:
+            self._out.append(frame)
+            if not self._flushing:
+                self._flushing = True
+                self._loop.call_soon(self._flush)
+        return frame
+
+    def withdraw(self, frame: Frame) -> bool:
+        """Do not send a frame; return False if a part of it has been sent."""
+        if not frame.begun:
+            frame.parts, frame.sent = [], None
+        return not frame.begun
+
+    def pause(self) -> None:
+        """Receive nothing until `resume`; the peer's frames wait in the connection."""
+        if not self._paused and not self.closed:
+            self._paused = True
+            self._loop.remove_reader(self._sock)
+
+    def resume(self) -> None:
+        """Receive again."""
+        if self._paused and not self.closed:
+            self._paused = False
+            self._loop.call_soon(self._on_resumed)
+
+    def close(self, why: str = "closed") -> None:
+        """End the connection. May be called twice."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # forked children, such as a DataLoader's workers, have it too
+        self._sock.close()
+        self._out.clear()
+        self._body = None
+        self._ended(why)
+
+    # In
+
+    def _on_readable(self) -> None:
+        try:
+            for _ in range(_MOST_CALLS):
+                if self._paused or self.closed or not self._receive():
+                    return
+            self._loop.call_soon(self._on_readable)
+        except BlockingIOError:
+            pass
+        except OSError as exc:
+            self.close(exc.strerror or str(exc))
+        except ProtocolError as exc:
+            self.close(str(exc))
+        except Exception as exc:  # noqa: BLE001 - whatever it is, see `_fail`
+            self._fail(exc)
+
+    def _fail(self, exc: Exception) -> None:
+        """End the connection after any other error: the socket would call again, and again fail."""
+        logger.error("a connection failed in a way not foreseen", exc_info=exc)
+        self.close(f"{type(exc).__name__}: {exc}")
+
+    def _on_resumed(self) -> None:
+        """Go on with frames that were received before the pause, and then receive others."""
+        try:
+            self._parse()
+        except ProtocolError as exc:
+            self.close(str(exc))
+        except Exception as exc:  # noqa: BLE001 - whatever it is, see `_fail`
+            self._fail(exc)
+        if not (self._paused or self.closed):
+            self._loop.add_reader(self._sock, self._on_readable)
+            self._on_readable()  # what TLS has read ahead makes no socket ready
+
+    def _receive(self) -> bool:
+        """Receive once; return whether more may be there."""
+        body = self._body
+        target = self._stage[self._staged :] if body is None else body[self._filled :]
+        nbytes = self._sock.recv_into(target)
+        if not nbytes:
+            self.close("the peer closed the connection")
+            return False
+        self.heard_at = self.moved_at = self._loop.time()
+        if body is None:
+            self._staged += nbytes
+            self._parse()
+        else:
+            self._filled += nbytes
+            if self._filled == len(body):
+                self._body = None
+                self._take(self._kind, self._number, body.toreadonly())
+        return self._tls is not None or nbytes == len(target)
+
+    def _parse(self) -> None:
+        """Take the frames out of the stage."""
+        at = 0
+        while not (self._paused or self.closed):
+            left = self._staged - at
+            if self._dropping:
+                step = min(self._dropping, left)
+                self._dropping -= step
+                at += step
+                if self._dropping:
+                    break
+                continue
+            if left < _PREFIX.size:
+                break
+            kind, number, nbytes = _PREFIX.unpack_from(self._stage, at)
+            at += _PREFIX.size
+            if not self._begin(kind, number, nbytes):
+                self._dropping = nbytes
+                continue
+            # Not a bytearray, which would be filled with zeros first. Pages are used as bytes arrive.
+            body = np.empty(nbytes, np.uint8).data
+            step = min(nbytes, self._staged - at)
+            body[:step] = self._stage[at : at + step]
+            at += step
+            if step < nbytes:
+                self._kind, self._number, self._body, self._filled = kind, number, body, step
+                break
+            self._take(kind, number, body.toreadonly())
+        left = self._staged - at
+        if at and left:
+            self._stage[:left] = self._stage[at : self._staged]
+        self._staged = left
+
+    # Out
+
+    def _flush(self) -> None:
+        if self.closed:
+            return
+        try:
+            while self._out:
+                parts = list(itertools.islice((part for frame in self._out for part in frame.parts), _MOST_PARTS))
+                nbytes = self._sock.sendmsg(parts) if parts else 0
+                self.moved_at = self._loop.time()
+                self._advance(nbytes)
+            if self._tls is not None:
+                self._tls.flush()
+        except BlockingIOError:
+            if not self._writer_added:
+                self._writer_added = True
+                self._loop.add_writer(self._sock, self._flush)
+            return
+        except OSError as exc:
+            self.close(exc.strerror or str(exc))
+            return
+        except Exception as exc:  # noqa: BLE001 - whatever it is, see `_fail`
+            self._fail(exc)
+            return
+        self._flushing = False
+        if self._writer_added:
+            self._writer_added = False
+            self._loop.remove_writer(self._sock)
+
+    def _advance(self, nbytes: int) -> None:
+        """Take what was sent out of the frames that wait."""
+        while self._out:
+            frame = self._out[0]
+            parts = frame.parts
+            done = 0
+            while done < len(parts) and (size := memoryview(parts[done]).nbytes) <= nbytes:
+                nbytes -= size
+                done += 1
+            frame.begun = frame.begun or done > 0 or nbytes > 0
+            del parts[:done]
+            if parts:
+                if nbytes:
+                    parts[0] = memoryview(parts[0])[nbytes:]
+                return
+            self._out.popleft()
+            if frame.sent is not None:
+                frame.sent()

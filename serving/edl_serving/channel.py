@@ -1,0 +1,370 @@
+"""The server's end of the tensor channel (`edl.protocol.frames`), which students use in place of a gRPC stream.
+
+A student asks for a token over gRPC, where its credentials have been checked, and opens its channel with that. A
+connection without a valid token costs a socket for some seconds, and nothing is read from it but the token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import errno
+import hashlib
+import json
+import logging
+import os
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edl.errors import ProtocolError, SettingsError
+from edl.protocol.codec import Buffer
+from edl.protocol.frames import (
+    MAGIC,
+    TOKEN_NBYTES,
+    FrameKind,
+    FrameSocket,
+    Socket,
+    TlsSocket,
+    body_parts,
+    receive_exactly,
+    split_body,
+    unix_path,
+)
+from edl.protocol.tls.certificates import split as split_certificates
+from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.transport import grpc
+from edl_serving.admission import ClientConnection
+from edl_serving.request_error import RequestError, invalid_argument
+
+if TYPE_CHECKING:
+    from edl_serving.inference import Call, InferenceServicer
+
+__all__ = ["ChannelListener"]
+
+_log = logging.getLogger(__name__)
+
+_TOKEN_S = 10.0  # how long a token opens a channel
+_MOST_TOKENS = 1024
+_HANDSHAKE_S = 5.0
+_MOST_HANDSHAKES = 128
+_ACCEPT_AGAIN_S = 1.0  # after an error, such as too many open files
+_WINDOW = 64  # requests of a channel that are processed at a time; the others wait in the connection
+_FLUSH_S = 0.25  # time to send what is ready when the server stops
+
+
+@dataclass(frozen=True)
+class _Offer:
+    call: Call
+    proof: bytes
+    until: float  # on the monotonic clock
+
+
+class ChannelListener:
+    """Gives out tokens, and serves the channels that are opened with them."""
+
+    def __init__(self, handler: InferenceServicer, files: CredentialFiles | None, max_age_s: float) -> None:
+        self._handler = handler
+        self._max_age_s = max_age_s  # of a channel with mutual TLS
+        self._files = files if files is not None and files.tls else None
+        self._tls: tuple[int, ssl.SSLContext, str] | None = None  # of a version of the files; digest of the certificate
+        self._offers: dict[bytes, _Offer] = {}  # by token, in the order of their expiry
+        self._listeners: list[socket.socket] = []
+        self._handshakes = 0
+        self._path: Path | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._channels: set[_ServerChannel] = set()
+        self._port = 0
+
+    def listen(self, host: str, port: int, uds: str | None) -> None:
+        """Listen on a TCP port, 0 for any free one, and beside a Unix socket.
+
+        Raises:
+            SettingsError: It is not possible.
+        """
+        family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        try:
+            both = family == socket.AF_INET6 and place[0] == "::" and socket.has_dualstack_ipv6()
+            listener = socket.create_server(place[:2], family=family, backlog=_MOST_HANDSHAKES, dualstack_ipv6=both)
+        except OSError as exc:
+            raise SettingsError(
+                f"cannot listen on {host}:{port} for tensors: {exc.strerror}; give another --channel-port, or 0"
+            ) from exc
+        self._port = listener.getsockname()[1]
+        self._add(listener)
+        if uds is not None:
+            path = Path(unix_path(uds))
+            path.unlink(missing_ok=True)  # the server holds `uds`, so nobody else's socket is here
+            listener = socket.socket(socket.AF_UNIX)
+            try:
+                listener.bind(str(path))
+                listener.listen(_MOST_HANDSHAKES)
+            except OSError as exc:
+                listener.close()
+                raise SettingsError(f"--uds {uds!r}: no socket can be made at {path}: {exc.strerror or exc}") from exc
+            self._path = path
+            self._add(listener)
+
+    def offer(self, call: Call) -> bytes:
+        """Return the answer to `names.OPEN_CHANNEL`; refuse it if too many channels are open, or tokens unused."""
+        clients = self._handler.clients
+        clients.close_call(clients.open_call(call.client, stream=True), stream=True)
+        now = time.monotonic()
+        for token in [token for token, offer in self._offers.items() if offer.until <= now]:
+            del self._offers[token]
+        if len(self._offers) >= _MOST_TOKENS:
+            raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_MOST_TOKENS} tokens are unused")
+        token, proof = secrets.token_bytes(TOKEN_NBYTES), secrets.token_bytes(TOKEN_NBYTES)
+        certificate = self._context()[1] if self._files is not None else ""
+        self._offers[token] = _Offer(call, proof, now + _TOKEN_S)
+        found = {"port": self._port, "token": token.hex(), "proof": proof.hex(), "certificate": certificate}
+        return json.dumps(found).encode()
+
+    def _context(self) -> tuple[ssl.SSLContext, str]:
+        """Return TLS with the certificate that the files hold now, and its SHA-256; refuse if they do not fit."""
+        assert self._files is not None
+        material = self._files.current()
+        if self._tls is None or self._tls[0] != material.version:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            try:
+                context.load_cert_chain(self._files.settings.cert or "", self._files.settings.key)
+            except (OSError, ssl.SSLError) as exc:  # they are being replaced
+                raise RequestError(grpc.StatusCode.UNAVAILABLE, f"the certificate cannot be used: {exc}") from exc
+            assert material.pair is not None, "a server with TLS has a certificate"
+            leaf = base64.b64decode(split_certificates(material.pair[0])[0])
+            self._tls = material.version, context, hashlib.sha256(leaf).hexdigest()
+        return self._tls[1:]
+
+    def end_channels(self) -> None:
+        """End all channels once their pending answers are sent, and let no token open another."""
+        self._offers.clear()
+        for channel in self._channels:
+            channel.end()
+
+    async def close(self) -> None:
+        """Stop listening, and end all channels."""
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            loop.remove_reader(listener)
+            listener.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        self.end_channels()
+        tasks = list(self._tasks)
+        if tasks:
+            await asyncio.wait(tasks, timeout=_FLUSH_S)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _add(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as exc:
+            _log.warning("no tensor channel can be opened: %s; trying again", os.strerror(exc.errno or errno.EIO))
+            loop.remove_reader(listener)
+            loop.call_later(_ACCEPT_AGAIN_S, self._accept_again, listener)
+            return
+        if self._handshakes >= _MOST_HANDSHAKES:
+            sock.close()
+            return
+        sock.setblocking(False)
+        task = loop.create_task(self._serve(sock))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    async def _serve(self, plain: socket.socket) -> None:
+        """Serve a connection until it ends."""
+        with plain:
+            self._handshakes += 1
+            try:
+                sock, offer = await asyncio.wait_for(self._shake_hands(plain), _HANDSHAKE_S)
+            except (OSError, asyncio.TimeoutError, RequestError):
+                return
+            finally:
+                self._handshakes -= 1
+            if offer is None:
+                return
+            handler = self._handler
+            try:
+                client = handler.clients.open_call(offer.call.client, stream=True)
+            except RequestError as exc:
+                handler.metrics.record_rejected_call(exc)
+                return
+            channel = _ServerChannel(handler, offer.call, client, sock)
+            self._channels.add(channel)
+            aged = None
+            if self._files is not None and self._files.current().ca is not None:
+                aged = asyncio.get_running_loop().call_later(self._max_age_s, channel.end)
+            try:
+                await channel.run()
+            finally:
+                if aged is not None:
+                    aged.cancel()
+                self._channels.discard(channel)
+                handler.clients.close_call(client, stream=True)
+
+    async def _shake_hands(self, plain: socket.socket) -> tuple[Socket, _Offer | None]:
+        """Return the connection, with TLS if that is on, and what its token stands for; None for none."""
+        sock: Socket = plain
+        if self._files is not None:
+            sock = TlsSocket(plain, self._context()[0], serves=True)
+            await sock.shake_hands()
+        found = await receive_exactly(sock, len(MAGIC) + TOKEN_NBYTES)
+        offer = self._offers.pop(found[len(MAGIC) :], None) if found.startswith(MAGIC) else None
+        if offer is None or offer.until <= time.monotonic():
+            return sock, None
+        sock.sendmsg([offer.proof])  # a new connection has room for it
+        return sock, offer
+
+
+class _ServerChannel:
+    """Answers the requests of a channel, each as soon as its answer is ready.
+
+    An error ends its request, not the channel.
+    """
+
+    def __init__(self, handler: InferenceServicer, call: Call, client: ClientConnection, sock: Socket) -> None:
+        self._handler = handler
+        self._call = call
+        self._client = client
+        self._held: dict[int, int] = {}  # bytes that count towards the client's limit, by request
+        self._entered: set[int] = set()  # requests that the lifecycle counts, until their answer is sent
+        self._computing: dict[int, asyncio.Task[None]] = {}
+        self._done = asyncio.Event()
+        self._ending = False
+        self._socket = FrameSocket(sock, self._begin, self._take, lambda _: self._done.set())
+
+    async def run(self) -> None:
+        """Answer requests until the client, or `end`, ends the channel."""
+        try:
+            await self._done.wait()
+        finally:
+            self._socket.close()
+            tasks = list(self._computing.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for number in {*self._held, *self._entered}:
+                self._release(number)
+
+    def end(self) -> None:
+        """Accept no more requests, and end the channel after the last answer."""
+        self._ending = True
+        self._socket.pause()
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if self._ending and not self._computing and not self._socket.pending:
+            self._done.set()
+
+    # In
+
+    def _begin(self, kind: int, number: int, nbytes: int) -> bool:
+        if kind != FrameKind.REQUEST:
+            if kind not in (FrameKind.CANCEL, FrameKind.PING) or nbytes:
+                raise ProtocolError(f"malformed message: a frame of kind {kind} and {nbytes:,} bytes")
+            return True
+        if number in self._held or number in self._computing:
+            raise ProtocolError(f"malformed message: a second request of number {number:016x}")
+        try:
+            most = self._handler.model.max_message_bytes
+            if nbytes > most:
+                raise invalid_argument(f"a request of {nbytes:,} bytes, at most {most:,} (edl serve --max-message)")
+            self._client.hold_bytes(nbytes)
+        except RequestError as exc:
+            self._refuse(exc, number, nbytes)
+            return False
+        self._held[number] = nbytes
+        return True
+
+    def _take(self, kind: int, number: int, body: memoryview) -> None:
+        if kind == FrameKind.PING:
+            self._socket.send(FrameKind.PONG, number)
+        elif kind == FrameKind.CANCEL:
+            if number in self._computing:
+                self._computing[number].cancel()
+        else:
+            self._accept(number, body)
+
+    def _accept(self, number: int, body: memoryview) -> None:
+        try:
+            self._handler.lifecycle.begin_request()
+        except RequestError as exc:
+            self._refuse(exc, number, len(body))
+            return
+        self._entered.add(number)
+        task = asyncio.get_running_loop().create_task(self._respond(number, body))
+        self._computing[number] = task
+        task.add_done_callback(lambda task: self._computed(number, task))
+        if len(self._computing) >= _WINDOW:
+            self._socket.pause()
+
+    async def _respond(self, number: int, body: memoryview) -> None:
+        nbytes, request_id = len(body), f"{number:016x}"
+        try:
+            header, raw = split_body(body)
+        except ProtocolError as exc:
+            self._refuse(invalid_argument(str(exc)), number, nbytes)
+            return
+        answer = await self._handler.answer(self._call, header, raw, nbytes, request_id, None, _join_body)
+        if isinstance(answer, RequestError):
+            self._send_error(answer, number)
+            return
+        self._client.nbytes += len(answer)
+        self._held[number] += len(answer)
+        self._send(FrameKind.ANSWER, number, [answer])
+
+    def _computed(self, number: int, task: asyncio.Task[None]) -> None:
+        """Clean up after a request, whose answer may still wait to be sent."""
+        del self._computing[number]
+        if task.cancelled():  # counted here, since a request that is cancelled at once never runs
+            self._handler.metrics.record_outcome("cancelled")
+            self._release(number)
+        elif (error := task.exception()) is not None:
+            _log.error("a request of %s failed in a way not foreseen", self._call.client, exc_info=error)
+            self._send_error(RequestError(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"), number)
+        if not self._ending and len(self._computing) < _WINDOW:
+            self._socket.resume()
+        self._end_if_idle()
+
+    def _release(self, number: int) -> None:
+        self._client.release_bytes(self._held.pop(number, 0))
+        if number in self._entered:
+            self._entered.discard(number)
+            self._handler.lifecycle.end_request()
+        self._end_if_idle()
+
+    # Out
+
+    def _refuse(self, error: RequestError, number: int, nbytes: int) -> None:
+        self._handler.record_error(error, self._call, f"{number:016x}", nbytes)
+        self._send_error(error, number)
+
+    def _send_error(self, error: RequestError, number: int) -> None:
+        found = {"status": error.code.name, "message": error.message, "retry_after_ms": error.retry_after_ms}
+        self._send(FrameKind.ERROR, number, [json.dumps(found).encode()])
+
+    def _send(self, kind: FrameKind, number: int, body: Sequence[Buffer]) -> None:
+        self._socket.send(kind, number, body, lambda: self._release(number))
+
+
+def _join_body(header: bytes, raw: Sequence[Buffer]) -> bytes:
+    return b"".join(body_parts(header, raw))

@@ -361,8 +361,8 @@ class LabelFolder:
                 )
             db.execute("DELETE FROM label WHERE number <= ?", (oldest[-1][0],))
             self.evicted += len(oldest)
-        if (excess := count("page_count") - most_pages) > 0:  # the bound was higher before
-            db.execute(f"PRAGMA incremental_vacuum({excess})").fetchall()
+        for _ in range(count("page_count") - most_pages):  # the bound was higher before
+            db.execute("PRAGMA incremental_vacuum(1)")  # of more pages, Python's sqlite3 would free one as well
 
     def _enter_key(self, db: sqlite3.Connection, space: Namespace) -> int:
         """Return the number of a key, with its layout as it is and will be in the database."""

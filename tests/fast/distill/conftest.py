@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
@@ -25,6 +26,10 @@ def start(stack: ExitStack) -> Start:
     return lambda model, **options: stack.enter_context(LocalTeacher(model, **options))
 
 
+OVER_CHANNEL = os.environ.get("EDL_TEST_WIRE") != "grpc"
+"""Readers are tested over gRPC alone by `EDL_TEST_WIRE=grpc`."""
+
+
 class Served(Inside):
     """A teacher in this process, which takes milliseconds to start.
 
@@ -36,7 +41,8 @@ class Served(Inside):
 
     def __init__(self, model: Any = "echo", server: dict[str, Any] | None = None, **options: Any) -> None:
         made = getattr(models, model)(**options) if isinstance(model, str) else model
-        super().__init__(made if isinstance(made, Backend) else CallableBackend(made), **(server or {}))
+        settings = {"tensor_channel": OVER_CHANNEL, **(server or {})}
+        super().__init__(made if isinstance(made, Backend) else CallableBackend(made), **settings)
         self._is_open = True
 
     @property

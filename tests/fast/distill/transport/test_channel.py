@@ -19,6 +19,7 @@ from tests.fast.distill.conftest import Serve
 from tests.fast.distill.reading import check, reader_of, samples
 from tests.waiting import DEADLINE_S
 
+CHANNEL = {"tensor_channel": True}
 EPOCHS = int(os.environ.get("EDL_TEST_MEDDLED_EPOCHS", "2"))
 """200 take ten minutes: `EDL_TEST_MEDDLED_EPOCHS=200`."""
 
@@ -55,7 +56,7 @@ def test_no_channel_means_grpc(
     """With one line in the log."""
     caplog.set_level(logging.INFO, "edl.distill")
     offer(monkeypatch, **changed)
-    with reader_of(serve("echo")).set_sample_generator(samples(40)) as reader:
+    with reader_of(serve("echo", CHANNEL)).set_sample_generator(samples(40)) as reader:
         check(list(reader()), 40)
     told = [record.getMessage() for record in caplog.records if "no tensor channel" in record.getMessage()]
     assert len(told) == 1
@@ -147,7 +148,7 @@ def test_meddled_channels_lose_nothing(
 ) -> None:
     monkeypatch.setattr("edl.distill.transport.channel._PING_S", 0.2)
     monkeypatch.setattr("edl.distill.transport.channel._LOST_S", 1.4)
-    teachers = [serve("echo") for _ in range(3)]
+    teachers = [serve("echo", CHANNEL) for _ in range(3)]
     patient = Policy(aside_s=0.1, open_max_s=0.5, task_failures=1000, task_losses=1000)
     options = Options(shared_memory=False, teacher_timeout_s=DEADLINE_S, policy=patient)
     with reader_of(*teachers, teacher_batch_size=8, options=options).set_sample_generator(samples(3000)) as reader:

@@ -23,6 +23,7 @@ from tests.fast.distill.conftest import Serve
 from tests.fast.distill.reading import WIDTH, Held
 from tests.waiting import DEADLINE_S, wait_until
 
+CHANNEL = {"tensor_channel": True}
 WithClient: TypeAlias = Callable[[Any, Callable[[TeacherClient], Awaitable[None]]], None]
 
 
@@ -78,7 +79,7 @@ async def kind_of(answer: Awaitable[Any]) -> FailureKind:
 
 def test_another_teacher_at_the_address(serve: Serve, with_client: WithClient) -> None:
     """gRPC connects again by itself; what is known of the model's version and of shared memory holds no more."""
-    first = serve("echo")
+    first = serve("echo", CHANNEL)
 
     async def test(client: TeacherClient) -> None:
         await asyncio.to_thread(first.close)
@@ -109,7 +110,7 @@ def test_timeout_or_cancel_is_alone(serve: Serve, with_client: WithClient) -> No
         assert not channel.broken
         assert not channel._waiting
 
-    with_client(serve(held), test)
+    with_client(serve(held, CHANNEL), test)
 
 
 def test_close_while_a_request_is_sent(serve: Serve, with_client: WithClient, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,19 +1,16 @@
-"""A small ResNet on CIFAR-10 images: does its accuracy depend on who was there while it was trained?
+"""Train a small ResNet on CIFAR-10 images: does its accuracy depend on which nodes were present?
 
-Each round has another seed and trains three times over the same number of samples, under `edl run` with `Checkpointer`
-and one rank a node. *Static*: one node from beginning to end. *Elastic*: under a churn trace, one to four nodes that
-come, leave by SIGTERM or are killed with their agents; the global batch stays, `ElasticTrainer` sees to the rest.
-*Ignoring*: the same trace, each process with the batch of the single one and its learning rate, as a script does that
-ignores the world size: it shows that the benchmark would notice.
+Each round has its own seed and trains three times on the same number of samples, with `edl run`, `Checkpointer` and one
+rank per node. *Static*: one node throughout. *Elastic*: one to four nodes that join, leave by SIGTERM or are killed;
+`ElasticTrainer` keeps the global batch. *Ignoring*: the same trace, but each process uses the single node's batch and
+learning rate, as a script does that ignores the world size. It shows that the benchmark would notice a difference.
 
-Sides of one seed begin with the same weights and meet the images in the same order, so they are compared in pairs.
-`elastic_off` and `ignoring_off` say by how many standard errors the mean of a side's differences from its static twins
-lies away from 0; a single difference spreads as those of all seeds do, or as the size of the test set alone makes it if
-that is more. `elastic` and `ignoring` are accuracies by those of the static twin.
+Sides of one seed start from the same weights and see the images in the same order. `elastic` and `ignoring` are
+accuracies divided by the static one's. `elastic_off` and `ignoring_off` are the distances of the mean difference from
+0, in standard errors.
 
-The learning rate (`--rate`) is 0.005 for batches of 32. Of 0.002, 0.005, 0.01 and 0.1, tried with the static side
-alone, 0.01 was the best; half of it is used because larger batches learn about as well with the best one or more, so
-that a rule which ignores the batch would hardly show. The elastic side has nothing to gain by either.
+The learning rate is 0.005 for batches of 32, half of the best of 0.002, 0.005, 0.01 and 0.1 for the static side: with
+the best one, larger batches learn about as well, so ignoring the batch would hardly show.
 """
 
 from __future__ import annotations

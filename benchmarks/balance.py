@@ -1,8 +1,7 @@
 """Which of 10,000 teachers each of 1,000 students talks to: at first, after a join, and after a loss.
 
-Every student wants 10 to 20 teachers, so that about half of the teachers are shared by two students. Seconds on one
-core; beside them, for this and other clusters, how many links moved and how many had to: those of the teacher that
-joined, or of the one that was lost.
+Every student wants 10 to 20 teachers, so about half of the teachers are shared by two students. Figures are seconds on
+one core. The notes say, for this and other clusters, how many links moved and how many had to.
 """
 
 from __future__ import annotations

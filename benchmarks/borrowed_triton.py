@@ -1,10 +1,9 @@
-"""What students cost a Triton's own clients: the 99th percentile of their latency, beside us and without us.
+"""What students cost a Triton's own clients: the 99th percentile of their latency, with and without a student.
 
-The real Triton with an online model of one instance and two priority levels, whose own clients come at random and ask
-for half of what it could do for them one by one. A student asks for all that it can get beside them: with no priority,
-with the lowest level alone (`auto`), or with few rows and requests at a time, too (`lowest`). `batch_...` is a model
-that takes 40 ms for a batch of any size, `row_...` one that takes 10 ms and 5 ms for each row, of which its own clients
-send four at a time.
+A real Triton serves an online model with one instance and two priority levels. Its own clients come at random and ask
+for half of its capacity. A student asks for as much as it can get: without a priority, with the lowest level (`auto`),
+or also with few rows and requests at a time (`lowest`). `batch_...` is a model that takes 40 ms per batch; `row_...`
+takes 10 ms plus 5 ms per row, and its clients send four rows at a time.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def _measure(name: str, model: Model, endpoint: str, options: Options) -> dict[s
     rounds = take_turns(sides, options.repeats)
     note(f"| {name}: beside | 99th percentile, ms | rows labelled in a round |")
     note("| --- | ---: | ---: |")
-    note(f"| nobody | {Spread.of([1e3 * seconds for seconds in rounds['alone']])} | |")
+    note(f"| none | {Spread.of([1e3 * seconds for seconds in rounds['alone']])} | |")
     for priority in _PRIORITIES:
         spread = Spread.of([1e3 * seconds for seconds in rounds[str(priority)]])
         note(f"| a student, {priority} | {spread} | {labelled[priority] // options.repeats} |")

@@ -1,12 +1,10 @@
-"""How fast the soft-label cache writes labels to disk and reads them back, beside the format that EDL had before.
+"""How fast the soft-label cache writes and reads labels, compared with the format that EDL had before.
 
-Labels are 16,384 rows of 1,000 float32, and 512 sequences of 256 tokens with 64 log-probabilities each: 64 MB each. One
-process, or four at once, write them into a folder (each its share) and read them back (each all of them), shuffled, in
-batches of 64 rows or 8 sequences, with nothing kept in memory by the cache itself. A cold read opens the folder anew
-and finds nothing in the kernel's page cache; the warm one follows with the same cache. Every label that is read is
-compared with what was written. `read_vs_before` and `write_vs_before` divide by the format of safetensors files that
-each process indexes in memory (`benchmarks/cache_before`): the geometric means of the ratios of all cases of a round,
-which the notes have singly.
+There are 16,384 rows of 1,000 float32, and 512 sequences of 256 tokens with 64 log-probabilities each: 64 MB each. One
+process, or four at once, write them and read them back in random order, in batches of 64 rows or 8 sequences, with no
+memory cache. A cold read opens the folder with an empty page cache of the kernel; the warm read follows. Every label is
+checked. `read_vs_before` and `write_vs_before` are the geometric means over all cases, compared with a format of
+safetensors files (`benchmarks/cache_before`); the notes list the cases.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """How long a save of about 500 MB blocks the training loop: EDL, `torch.save` with fsync, and DCP's `async_save`.
 
-A model with AdamW's moments, in one process on the CPU. After each update the state is saved, then comes a forward and
-backward pass with one thread (what `torchrun` and `edl run` give each of several workers), then the next update.
-Blocked is the time of the save call, and for how long the update has then still to wait.
+A model with AdamW's moments trains in one process on the CPU. The state is saved after each update; then comes a
+forward and backward pass with one thread, then the next update. The blocked time is that of the call, plus the time
+that the next update has to wait.
 
-EDL copies in the call, into shared memory that was set up by earlier saves. `torch.save` is complete on the disk
-afterwards. DCP stages to shared memory as well (`DefaultStager` with `use_shared_memory`), in the call
-(`vs_dcp_in_call`) or, although its documentation wants a GPU for that, in a thread that the program waits for before it
-updates (`vs_dcp_in_thread`). The promises differ, in EDL's favour: what it has copied outlives the process, while DCP's
-staged copy is lost with it until it is written; only `torch.save` with fsync is on the disk when training goes on.
+EDL copies into shared memory during the call. `torch.save` is on the disk afterwards. DCP stages into shared memory, in
+the call (`vs_dcp_in_call`) or in a thread (`vs_dcp_in_thread`, which its documentation recommends for GPUs only). The
+promises differ: EDL's copy outlives the process, and DCP's staged copy does not; only `torch.save` with fsync is on the
+disk when training goes on.
 
-Beside it: by how much save, pass and wait together take longer than a pass alone, since what is copied beside a pass
-competes with it for memory. `slow_storage` is EDL's blocking time while a checkpoint is being written at 100 MB/s,
-divided by that without storage.
+The second column is how much longer save, pass and wait take than a pass alone, because copies compete for memory.
+`slow_storage` is EDL's blocked time while a checkpoint is written at 100 MB/s, divided by that without storage.
 """
 
 from __future__ import annotations

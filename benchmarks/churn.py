@@ -1,22 +1,17 @@
-"""How much of the time is of use while nodes come, go and die, and what `edl run` costs while nothing happens.
+"""How much of the time is useful while nodes join, leave and die, and what `edl run` costs while nothing happens.
 
-A job of one to three nodes (a rank each, two at first) on this machine; every 30 s something happens to it: a node
-joins, one leaves by SIGTERM, one dies with its agent, or a worker dies by SIGKILL, in the order of a seed. Each round
-has another seed, and all sides meet the same trace: `edl run`, torchrun whose nodes meet in a store that outlives them,
-and torchft with a join timeout of 1 s, whose ranks are started again at once, as its documentation wants it from a
-scheduler. torchrun and torchft save to a file every 20 steps, from which a job goes on whose ranks are all gone (a
-worker dies that is alone). Of each step 150 ms are slept in place of a GPU's work, since three ranks would fight for
-the cores of a small machine; backward, the all-reduce and the snapshots (2.1 million parameters) are real.
+A job has one to three nodes on this machine, with one rank each. Every 30 s a node joins, leaves by SIGTERM or dies
+with its agent, or a worker gets SIGKILL, in a seeded order. All sides meet the same trace: `edl run`, torchrun with a
+store that outlives its nodes, and torchft with a join timeout of 1 s, whose ranks are restarted at once. torchrun and
+torchft save to a file every 20 steps, for when all ranks are gone. Each step sleeps 150 ms instead of using a GPU;
+backward, all-reduce and snapshots (2.1 million parameters) are real.
 
-- `goodput`: the time that the steps of the job take in undisturbed worlds of the same sizes without any snapshot, by
-  the time that passed. The steps count that led to the state at the end, each once: not what was done again or thrown
-  away. The mean of an undisturbed step is measured right before and right after each side's trace, and the mean of the
-  two is taken, since a machine's speed changes.
-- `goodput_beside_saving`: the same as `goodput`, by undisturbed worlds that make the same snapshots.
-- `vs_torchrun_goodput`: `goodput` by torchrun's; `vs_torchft_goodput`: by torchft's. Each side is measured against
-  undisturbed worlds of its own.
-- `steady`: steps a second of two ranks under `edl run`, snapshots included, by those of the same model under torchrun
-  without EDL and without any checkpoint.
+- `goodput`: the time that the job's final steps take in undisturbed worlds without snapshots, divided by the time that
+  passed. Steps done again or thrown away do not count.
+- `goodput_beside_saving`: the same, with undisturbed worlds that make the same snapshots.
+- `vs_torchrun_goodput`, `vs_torchft_goodput`: `goodput` divided by theirs.
+- `steady`: steps per second of two ranks under `edl run` with snapshots, divided by those under torchrun without EDL
+  and checkpoints.
 """
 
 from __future__ import annotations
@@ -304,7 +299,7 @@ def _happen(side: Side, job: Job, kind: Churn, at: float) -> Callable[[], str]:
 
     def tell() -> str:
         gaps = [longest_gap_s(job.step_logs.steps[place], happened, happened + _RECOVERED_S) for place in rest]
-        return f"| {kind.value} | {len(before)} | {nodes} | {f'{max(gaps):.2f}' if gaps else 'nobody stayed'} |"
+        return f"| {kind.value} | {len(before)} | {nodes} | {f'{max(gaps):.2f}' if gaps else 'none stayed'} |"
 
     return tell
 

@@ -1,30 +1,24 @@
-"""Measures the arbiter over a seeded day of a cluster, and how long a decision takes.
+"""Measure the arbiter over a simulated day of a cluster, and how long a decision takes.
 
-The functions of `edl.master.scaling` share 3,200 GPUs (400 nodes of 8) among the jobs that come in a day, as many as
-request 95% of the GPU hours that there are, while an online load takes 15% to 45% of the GPUs, node after node, and
-gives them back, and teachers borrow what is left over. Each job has its own true T(n), of which the functions know what
-it has shown (with 3% of noise): a job begins at its minimum, a quarter of what its user requested, and may take twice
-what was requested. Beside them, on the same day:
+The functions of `edl.master.scaling` share 3,200 GPUs (400 nodes of 8) among jobs that request 95% of the day's GPU
+hours. An online load takes 15% to 45% of the GPUs, and teachers borrow the rest. Each job has its own true T(n), of
+which the functions know what the job has shown, with 3% noise. A job starts at a quarter of the workers requested, and
+may use twice as many. The alternatives, on the same day:
 
-- gang scheduling: all of the requested workers or none, by priority and age, and whoever fits goes first (backfill). A
-  job that loses a GPU to the online load loses all, and waits again. `gang at the minimum`: the same with a quarter of
-  the workers, as a user might request where queues are long;
-- the ancestor: paddle-operator's autoscaler as its source has it (sorted by fulfilment, up to all GPUs, down above the
-  desired load), every 30 s, over Kubernetes' scheduler. The desired load is 1.0, since with its flag's default, 0.97,
-  its dry run goes up and down for ever: how often is noted below.
+- gang scheduling: all requested workers or none, by priority and age, with backfill. A job that loses a GPU waits
+  again. `gang at the minimum` requests a quarter of the workers;
+- the ancestor: paddle-operator's autoscaler, every 30 s, with Kubernetes' scheduler. The desired load is 1.0, because
+  with the default of 0.97 its dry run oscillates for ever; a note says how often.
 
-Simplified, for all alike: time goes in ticks of 30 s; every start and every change of a job's workers costs its own
-pause of 5 s to 60 s, no work is lost, and nothing fails; speed does not depend on where workers are; GPUs are the only
-resource; borrowing teachers are preempted at no cost, and the ancestor does not count them as load.
+Simplifications, for all: time moves in ticks of 30 s; a change of workers pauses a job for 5 s to 60 s; no work is
+lost; speed does not depend on placement; GPUs are the only resource; preempting teachers is free.
 
-- `decision_s`: CPU seconds of the slowest of five decisions among 1,000 jobs on 10,000 nodes (80,000 GPUs): an empty
-  cluster, nothing to do, a tenth of the nodes lost, fifty jobs ended and fifty came, half the GPUs of each fifth node
-  taken.
-- `wait_vs_gang`: the mean time that jobs are without their minimum, by gang scheduling's mean.
-- `utilization`: workers that make steps (those of jobs that pause left out; teachers are in), by the GPUs that the
-  online load leaves, over all ticks in which a job waits. `utilization_jobs`: the same without teachers.
-- `span_vs_gang`, `span_vs_ancestor`: the mean time from a job's coming to its end, by theirs.
-- `moves_vs_ancestor`: changes of jobs' workers by the ancestor's. Gang scheduling moves a job only where it loses GPUs.
+- `decision_s`: CPU seconds of the slowest of five decisions with 1,000 jobs on 10,000 nodes.
+- `wait_vs_gang`: the mean time that jobs are below their minimum, divided by gang scheduling's.
+- `utilization`: GPUs with working workers and teachers, divided by those that the online load leaves, while a job
+  waits. `utilization_jobs`: the same without teachers.
+- `span_vs_gang`, `span_vs_ancestor`: the mean time from a job's arrival to its end, divided by theirs.
+- `moves_vs_ancestor`: changes of jobs' workers, divided by the ancestor's.
 """
 
 from __future__ import annotations

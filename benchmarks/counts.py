@@ -1,14 +1,12 @@
-"""What a request costs that depends little on the machine, beside its lower limit: copies, system calls, wake-ups.
+"""What a request costs regardless of the machine's speed, against its lower limit: copies, system calls, wake-ups.
 
-The load is that of `reader`. The limit of a request by gRPC is a bare gRPC client and server that pass the same bytes,
-prebuilt, in the same run, and so `copies` and the like are EDL's numbers, student's and teacher's together, divided by
-theirs. In shared memory the limit is one copy of the input, into the memory, and none of it in the teacher.
+The load is that of `reader`. Over gRPC, the limit is a bare gRPC client and server that pass the same bytes in the same
+run; figures are EDL's numbers, student and teacher together, divided by theirs. In shared memory, the limit is one copy
+of the input.
 
-Copies are bytes copied for each byte of input, by the process itself (memcpy of 4 KiB and more) and by the kernel for
-it; the answer, 2.7% of the input as uint8 and 0.7% as float32, is among them. Context switches are voluntary ones of
-all threads. Instructions are those outside of the kernel, as the processor counts them, or callgrind where it does not:
-there a request takes some fifty times as long, so that timers run out more often, and copies are made of instructions
-of another width.
+Copies are bytes copied per byte of input, by the process (memcpy of 4 KiB and more) and by the kernel for it, including
+the answer. Context switches are voluntary ones of all threads. Instructions are those outside of the kernel, counted by
+the processor, or else by callgrind, under which a request takes fifty times as long.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What soft labels from remote teachers cost a student: its steps a second with them, against those alone.
+"""What soft labels from remote teachers cost a student: its steps per second with them, compared with those alone.
 
-The students really compute, on one core: one at the pace of the ResNet50 on a V100 for which EDL 0.3 published 0.83
-(some 230 images a second), one four to five times as fast, and a small language model on padded batches of 8 texts of
-96 to 160 tokens, with the 64 most likely tokens of each as labels (`lm_student`; alone it has such labels ready). Two
-teachers sleep for as long as ones that keep three times the student's pace would compute; what crosses between them
-is real (32 uint8 images of 3x224x224 a step, 1,000 float32 a row back, or half a kB a token), without shared memory,
-since teachers are elsewhere as a rule. On a machine of two cores the teachers' side of the network, and theirs of
-gRPC, takes from the student, too. How much the network alone takes is in the figures that end in `_limit`: the
-student alone, while a bare gRPC client and server in processes of their own pass the same bytes at its pace. The rest
-is what the reader costs within the student's process.
+The students compute on one core: one at the pace of the ResNet50 on a V100 for which EDL 0.3 published 0.83 (230
+images/s), one four to five times as fast, and a small language model with the 64 likeliest tokens as labels
+(`lm_student`). Two teachers sleep as long as teachers with three times the student's pace would compute. The bytes are
+real: 32 uint8 images of 3x224x224 per step, and 1,000 float32 per row back, or half a kB per token. Shared memory is
+off, because teachers are usually on other machines.
+
+On two cores, the teachers' side of the network slows the student too. Figures that end in `_limit` show that part: the
+student alone, while a bare gRPC client and server pass the same bytes. The rest is the reader's cost in the student's
+process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What a greedy student costs a modest one at the same teacher: the 99th percentile of its requests, beside others.
+"""What a greedy student costs a modest one at the same teacher: the 99th percentile of its requests.
 
-The modest student sends 4 rows at a time, one request after the other. The greedy one has as many requests of 256 rows
-in flight as its reader lets, 8 batches of the teacher each, which sleeps 20 ms for up to 32 rows. Both are
-processes of their own; their tensors are small, so that the figure is about turns and not about copies.
-`vs_peer` compares the time beside a greedy student with that beside another modest one, `vs_alone` with nobody beside:
-there twice is what the batch that is being computed costs by itself.
+The modest student sends 4 rows at a time, one request after the other. The greedy one keeps as many requests of 256
+rows in flight as its reader allows, 8 batches of the teacher each, which sleeps 20 ms for up to 32 rows. Tensors are
+small, so this measures turns and not copies. `vs_peer` compares a greedy companion with another modest one; `vs_alone`
+compares it with no companion, where twice the time is what the running batch costs by itself.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def measure(options: Options) -> dict[str, list[float]]:
         rounds = take_turns(sides, options.repeats)
     note("| beside | 99th percentile, ms |")
     note("| --- | ---: |")
-    for side, name in (("alone", "nobody"), ("peer", "a modest student"), ("greedy", "a greedy student")):
+    for side, name in (("alone", "none"), ("peer", "a modest student"), ("greedy", "a greedy student")):
         note(f"| {name} | {Spread.of([1e3 * seconds for seconds in rounds[side]])} |")
     return {
         "vs_peer": divide(rounds["greedy"], rounds["peer"]),

@@ -1,9 +1,8 @@
-"""Teachers of unequal speed and mood: the reader's throughput against the sum of their rates, and what hedging does.
+"""Unequal and irregular teachers: the reader's throughput compared with the sum of their rates, and what hedging does.
 
-Three teachers sleep 10 ms a batch and one 40 ms; each 33rd batch of each takes ten times as long and holds the teacher
-up. The sum of their rates is measured, too: each teacher asked for itself, eight requests in flight, no order kept.
-Latencies are those of a student that takes half of what the teachers can give, from the data source to the training
-loop, order kept.
+Three teachers sleep 10 ms per batch and one 40 ms; every 33rd batch takes ten times as long. The sum of rates is
+measured with each teacher asked alone, eight requests in flight, in any order. Latencies are those of a student that
+uses half of the teachers' capacity, from the data source to the training loop, in order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A teacher of four dies by SIGKILL in the middle of an epoch: what the student notices.
+"""One of four teachers gets SIGKILL in the middle of an epoch: what the student notices.
 
-Throughput in the five seconds after the kill, against three quarters of that in the five before it; the time until the
-first batch that the dead teacher had begun came from another one; and, of every batch of the epoch, that it came, once,
-in order, with its own labels. The teachers sleep 20 ms a batch and are found through discovery (a SQLite file).
+The benchmark compares the throughput in the five seconds after the kill with three quarters of that before. It measures
+the time until another teacher has answered the first batch that the dead one had begun. And it checks that every batch
+came once, in order, with its own labels. The teachers sleep 20 ms per batch and are found through a SQLite file.
 """
 
 from __future__ import annotations

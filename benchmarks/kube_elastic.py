@@ -1,16 +1,13 @@
-"""Measures what elastic jobs gain on a real Kubernetes cluster, beside the same jobs all or nothing.
+"""Measure what elastic jobs gain on a real Kubernetes cluster, compared with all-or-nothing jobs.
 
-The cluster of `../shared/kube`, with four GPUs that are advertised and not there. A job with two workers runs; then one
-comes that can use four GPUs: with `minReplicas: 1`, and, beside it, with `minReplicas: 4`, which is gang scheduling.
-Workers are `edl run` with a script that sleeps for each unit of its work, so that what is measured is scheduling and
-membership: pods, starts, regroupings.
+The cluster of `../shared/kube` has four GPUs that are advertised but absent. A job with two workers runs; then one
+arrives that can use four GPUs, with `minReplicas: 1` or with `minReplicas: 4`, which is gang scheduling. Workers are
+`edl run` with a script that sleeps, so this measures pods, starts and regroupings.
 
-- `wait_vs_gang`: from the second job's creation to its first unit of work, by that of gang scheduling.
-- `utilization`, `utilization_gang`: the GPUs' time that went into units of work, from the first job's first unit to the
-  last one of both.
-- `span_vs_gang`: the time of both jobs together, by that of gang scheduling.
-- `wait_s`: seconds from the second job's creation to its first unit, elastically: an operator's reaction, a pod's
-  start, and a rendezvous.
+- `wait_vs_gang`: from the second job's creation to its first unit of work, divided by gang scheduling's time.
+- `utilization`, `utilization_gang`: the share of the GPUs' time that went into work.
+- `span_vs_gang`: the time of both jobs together, divided by gang scheduling's.
+- `wait_s`: seconds from the second job's creation to its first unit: the operator, a pod's start, and a rendezvous.
 """
 
 from __future__ import annotations

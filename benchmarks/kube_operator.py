@@ -1,14 +1,13 @@
 """What the operator costs a Kubernetes cluster: requests at rest, the time of a look, and until each job was looked at.
 
-200 `ElasticJob`s of a pause container are made at once in a real cluster, each with a request of CPU for which there is
-mostly no room, so that most workers stay pending. A job's first condition says that it was looked at: `condition_s` is
-the time from its creation until a watch shows that, of the slowest of 100. `reconcile_p99_s` is of all looks meanwhile.
-When all have settled, the requests that reach the API server are counted for a minute, the watches' own among them:
-those of all jobs together, in a second. What is looked at in any case, now and then, is added as its rate has it: two
-requests a look, and 0.2 looks a second with more than 120 jobs, since that minute mostly comes before the first.
+200 `ElasticJob`s of a pause container are created at once in a real cluster without room for most of them. A job's
+first condition shows that it was looked at: `condition_s` is the time from its creation until then, of the slowest of
+100. `reconcile_p99_s` covers all looks of that time. When everything has settled, the requests to the API server are
+counted for a minute. Periodic looks are added by their rate: two requests per look, and 0.2 looks per second with more
+than 120 jobs.
 
-The operator runs as `edl operator` on this machine with the rights of the kubeconfig, behind a proxy that counts.
-`KUBECONFIG` names the cluster; without one nothing is measured.
+The operator runs as `edl operator` on this machine, behind a counting proxy. `KUBECONFIG` names the cluster; without
+it, nothing is measured.
 """
 
 from __future__ import annotations

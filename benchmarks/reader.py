@@ -1,8 +1,8 @@
-"""Rows a second through the reader and the teacher server, against a bare gRPC client and server, and PyTriton.
+"""Rows per second through the reader and the teacher server, compared with a bare gRPC client and server, and PyTriton.
 
-A teacher of no cost gets batches of 32 images of 3x224x224, uint8 or float32, and answers 1,000 float32 a row. Every
-side has a process for the client and one or more for the server, on this machine, over loopback TCP or shared memory;
-each peer uses the number of requests in flight, and the client, that is best for it in this run.
+A teacher that costs nothing gets batches of 32 images of 3x224x224, uint8 or float32, and answers 1,000 float32 per
+row. Client and server are processes on this machine, connected by loopback TCP or shared memory. Each peer uses its
+best client and number of requests in flight.
 
 Over EDL's tensor channel the kernel copies an input twice; the bare gRPC peer copies it five times.
 """

@@ -1,26 +1,24 @@
-"""One of three ranks dies by SIGKILL: how long until the others have finished another step, and what they lost.
+"""One of three ranks gets SIGKILL: how long until the others have finished another step, and what they lost.
 
-Ways to train the same model (8.4 million parameters, gloo; of a step 60 ms are slept in place of a GPU's work):
-`edl run`, where new workers are forked and go on from snapshots in memory; torchrun with
-`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` (as it comes it does not recover) and `torch.save` every 20 steps; both with
-three workers on one node. torchft, three replica groups of a rank each, of which one dies, with join timeouts of 0.1,
-0.2 and 1 s, and with the one that it comes with (60 s); and what is like it with `edl run`: three nodes of a rank each,
-of which one dies with its agent.
+All sides train the same model (8.4 million parameters, gloo; each step sleeps 60 ms instead of using a GPU): `edl run`,
+and torchrun with `torch.save` every 20 steps, with three workers on one node; torchrun needs
+`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` to recover. torchft runs three replica groups of one rank with join timeouts of
+0.1, 0.2 and 1 s, and the default of 60 s. It is compared with three nodes of `edl run`, of which one dies with its
+agent.
 
-- `sooner`: torchrun's seconds by those of `edl run`. `sooner_without_imports`: the same, if torchrun's new workers
-  had imported torch already, as with a fork server: what an import takes in this round is taken off its seconds.
-- `vs_torchft`: torchft's seconds (1 s) by those of three nodes of `edl run`; `vs_torchft_0.2` and `vs_torchft_0.1`
-  likewise, though with less than the time between two heartbeats torchft may take the living for dead.
+- `sooner`: torchrun's seconds divided by those of `edl run`. `sooner_without_imports`: the same without the time that
+  torchrun's new workers need to import torch.
+- `vs_torchft`: torchft's seconds (1 s) divided by those of three nodes of `edl run`; `vs_torchft_0.2` and
+  `vs_torchft_0.1` likewise. With such short timeouts, torchft may take live groups for dead.
 - `steps_lost`: steps done again, in intervals between snapshots.
-- `join`: the longest pause of two nodes' ranks when a third node joins, more than a usual step: torchrun's by that of
-  `edl run`, which is `join_s` in seconds.
-- `vs_dynamic_rendezvous`: a node dies with its agent; seconds of torchrun, whose nodes meet by torch's own rendezvous
-  (`DynamicRendezvousHandler`) in a store that outlives them and notice a death after 4 s, by those of `edl run`;
+- `join`: the longest pause of two nodes when a third one joins, beyond a usual step: torchrun's divided by that of `edl
+  run`, which is `join_s` in seconds.
+- `vs_dynamic_rendezvous`: a node dies with its agent; seconds of torchrun with torch's rendezvous
+  (`DynamicRendezvousHandler`) in a store that outlives the nodes, divided by those of `edl run`.
   `join_vs_dynamic_rendezvous`: the pause when a node joins, likewise.
-- `lost_host_s`: three nodes, each in a network namespace of its own; from one moment on all packets of one host are
-  dropped, and nobody hears that its processes are gone. `killed_host_s`: beside it, the same nodes when the processes
-  of one are killed, so that its kernel closes their connections.
-- `p50_s`, `p99_s`, `hangs`: of `--kills N` kills, one after the other at any moment of a step.
+- `lost_host_s`: three nodes in network namespaces; all packets of one host are dropped from one moment on.
+  `killed_host_s`: the processes of one are killed instead, so that its kernel closes their connections.
+- `p50_s`, `p99_s`, `hangs`: of `--kills N` kills in a row, at any moment of a step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""How many shards a master hands out: transitions a second, each of them in its journal before it is answered.
+"""How many shards a master hands out: transitions per second, each journalled before it is answered.
 
-A shard that is given, and the report that it is done, are two transitions. Workers that do nothing else ask over
-streams, each with a single turn under way; the journal is a SQLite file, synced at each commit. `per_s` is at the best
-number of shards a turn and of workers, `single_per_s` with one shard a turn; `million_over_thousand` divides the rate
-with a million shards in the book by that with a thousand. `vs_unjournalled` divides by the peer's rate: the task
-manager that users of DLRover and ElasticDL have, a plain dictionary in memory, behind the same gRPC with the same
-messages, at the same number of shards and workers.
+Giving a shard out and reporting it as done are two transitions. Workers do nothing else; the journal is a SQLite file,
+synced at each commit. `per_s` is at the best number of workers and shards per turn, `single_per_s` with one shard per
+turn. `million_over_thousand` divides the rate with a million shards by that with a thousand. `vs_unjournalled` divides
+by the rate of a task manager as in DLRover and ElasticDL: a dictionary in memory, behind the same gRPC.
 """
 
 from __future__ import annotations

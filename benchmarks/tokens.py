@@ -1,13 +1,11 @@
-"""Labels of language models: tokens a second, bytes and CPU a token, against vLLM's HTTP and against padding.
+"""Labels of language models: tokens per second, bytes and CPU per token, against vLLM's HTTP API and padding.
 
-A tiny random Llama of 2,000 tokens, the same weights on all sides, each with one thread to compute with, asked about
-sequences of 16 to 510 tokens for the 64 most likely ones of each. `vs_vllm_http` divides tokens a second through the
-reader from `edl serve --hf` by those of a client that asks a vLLM over HTTP as TRL does and makes arrays of the JSON;
-`vs_padded` by those of the same reader and teacher where each batch of 16 sequences is padded to its longest.
-`bytes_per_token` is what the student's connections carry, both ways, with `dtype="float16"` (the values of the 64; ids
-and tails stay as they are). `client_cpu_vs_json` divides the CPU that the student's process needs for a token through
-`edl register vllm://` by what it needs where it parses vLLM's JSON itself. Without shared memory, since teachers are
-elsewhere as a rule.
+All sides use the same tiny random Llama with one thread, and ask about sequences of 16 to 510 tokens for the 64
+likeliest ones. `vs_vllm_http` compares the reader and `edl serve --hf` with a client that asks a vLLM over HTTP as TRL
+does and makes arrays of the JSON. `vs_padded` compares with the same reader and teacher where each batch of 16
+sequences is padded to its longest. `bytes_per_token` counts both ways, with `dtype="float16"`. `client_cpu_vs_json`
+compares the student's CPU per token through `edl register vllm://` with that for parsing vLLM's JSON. Shared memory is
+off.
 """
 
 from __future__ import annotations

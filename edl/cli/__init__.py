@@ -1,22 +1,31 @@
-"""The command line: `edl NAME`, a module `cmd_NAME` for every command, with `main(argv)`.
+"""The command line `edl NAME`.
 
-`main` here finds the command, runs it, and turns errors into a line and an exit code: 1 for an `EDLError`, 2 for
-wrong usage, 75 where the registry, the store or Kubernetes does not answer (EX_TEMPFAIL: try again), 130 after Ctrl-C.
-`_commands` knows which commands there are without importing any of them.
+`main` finds the command, runs it, and turns errors into a line and an exit code: 1 for an `EDLError`, 2 for wrong
+usage, 75 if the store or Kubernetes does not answer (EX_TEMPFAIL: try again), 130 after Ctrl-C.
+
+The commands are those of a table here, and the entry points of the group `edl.commands` in any installed package. None
+is imported before it is run: some need torch, and `edl --help` should not.
 
 What does not belong here: anything that a program would want to call. Commands parse, call the library, and print.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import entry_points
+from pathlib import Path
 
 import edl
-from edl.cli import _commands
 from edl.errors import DiscoveryError, EDLError, KubernetesError, SettingsError
 from edl.init_process import run_init
+from edl.quoting import did_you_mean
 from edl.settings import read
 
 __all__ = ["main"]
@@ -34,7 +43,7 @@ First steps (discovery is a SQLite file on this machine: no server to install):
   edl serve --callable mymodel.py:predict --input "image:fp32[1,8,8]" --service digits
       a teacher: any Python function over numpy arrays; start as many as you like
   edl teachers --watch
-      who is live, as it changes
+      shows which teachers are live, as they come and go
 
 Then, in the student's program:
   from edl.distill.torch import distill
@@ -42,11 +51,11 @@ Then, in the student's program:
                                         inputs=["image", None], outputs=["logits"]):
       ...
 
-Students that are elastic themselves:
+Elastic students:
   edl run --nnodes 1:4 --nproc-per-node 2 --rdzv-id my-job train.py
       torchrun's options; workers and nodes may come, go or die, and training goes on
   edl status my-job
-      who takes part, and where the time goes
+      shows the members of the job, and where its time goes
 
 Across machines, give every command and program the same store:
   edl store --file store.sqlite
@@ -58,15 +67,56 @@ _USAGE = "usage: edl [--version] [--help] COMMAND [ARGUMENT ...]"
 EXIT_FAILED, EXIT_USAGE, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_TRY_AGAIN = 1, 2, 141, 130, 75
 """As in a shell: 128 and the signal's number (SIGPIPE, SIGINT); EX_TEMPFAIL of sysexits.h; 2 as argparse has it."""
 
+_GROUP = "edl.commands"
+_COMMANDS = {
+    "demo": ("edl.cli.demo", "Teachers that come, go and die, and students that never notice"),
+    "serve": ("", ""),
+    "register": ("", ""),
+    "proxy": ("edl.cli.servers:proxy", "Elastic teachers for trainers that know a single vLLM's URL"),
+    "teachers": ("edl.cli.teachers", "The teachers that are live, once or as they come and go"),
+    "store": ("edl.cli.servers:store", "Serves a store to other hosts, where teachers and jobs meet"),
+    "label": ("edl.cli.label", "Soft labels for a whole data set, ahead of time"),
+    "master": ("edl.cli.master", "Hands a job's data out to its workers, shard by shard, and loses none"),
+    "run": ("edl.collective.agent.command_line.cli", "Starts or joins an elastic training job: torchrun's options"),
+    "status": ("edl.cli.status", "A job's members, progress and lost time; on Kubernetes also what it waits for"),
+    "report": ("edl.cli.report", "A picture of a job: what its nodes did when, how far it got, and the goodput"),
+    "dashboard": ("edl.cli.servers:dashboard", "A page in the browser with all jobs, teachers and shards of a store"),
+    "bench": ("edl.cli.bench", "How fast a student can be fed, measured here and now"),
+    "submit": ("edl.cli.kube.submit", "Starts an elastic job on Kubernetes, with teachers if wanted"),
+    "jobs": ("edl.cli.kube.workloads:jobs", "Jobs and pools of a Kubernetes cluster"),
+    "logs": ("edl.cli.kube.logs", "What the members of a job or pool on Kubernetes write"),
+    "scale": ("edl.cli.kube.workloads:scale", "Sets how many workers a job has, or teachers a pool; `auto` undoes it"),
+    "suspend": ("edl.cli.kube.workloads:suspend", "Ends the pods of jobs and pools, which `edl resume` starts again"),
+    "resume": ("edl.cli.kube.workloads:resume", "Starts the pods of suspended jobs and pools again"),
+    "delete": ("edl.cli.kube.workloads:delete", "Deletes jobs and pools on Kubernetes; asks nothing"),
+    "operator": ("edl.cli.servers:operator", "Runs ElasticJobs and TeacherPools of a Kubernetes cluster"),
+}
+"""Name -> target and summary, in the order in which somebody new meets them; without both, it is an entry point."""
+
+_PROVIDERS = {
+    "aiohttp": ("aiohttp", "dashboard"),
+    "fsspec": ("fsspec", "collective"),
+    "grpc_health": ("grpcio-health-checking", "serving"),
+    "kubernetes": ("kubernetes", "kubernetes"),
+    "matplotlib": ("matplotlib", "demo"),
+    "paddle": ("paddlepaddle", "paddle"),
+    "plotext": ("plotext", "demo"),
+    "sklearn": ("scikit-learn", "demo"),
+    "tomli": ("tomli", "serving"),
+    "torch": ("torch", "torch"),
+    "yaml": ("pyyaml", "kubernetes"),
+}
+"""Module -> the package that has it, and the extra of EDL that installs it, with whatever else is needed."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `edl`.
 
     Args:
-        argv: the arguments without the program's name; None for this process's own.
+        argv: Arguments without the program's name; None for those of this process.
 
     Returns:
-        The exit code. `argparse` may raise SystemExit instead.
+        The exit code. `argparse` may raise SystemExit instead, after `--help`.
     """
     if argv is None and (code := run_init()) is not None:
         return code
@@ -81,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (EDLError, ModuleNotFoundError) as exc:
-        message = str(exc) if isinstance(exc, EDLError) else _commands.explain_missing(exc)
+        message = str(exc) if isinstance(exc, EDLError) else explain_missing(exc)
         if message is None or read("EDL_TRACEBACK", str) is not None:
             raise
         print(f"edl {arguments[0]}: {message or type(exc).__name__}", file=sys.stderr)
@@ -101,19 +151,85 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"edl {edl.__version__}")
         return 0
     name = arguments[0]
-    commands = _commands.find()
+    commands = find_commands()
     if name not in commands:
-        near = _commands.nearest(name, commands)
-        hint = f"did you mean `edl {near}`?" if near else f"there are {', '.join(commands)}."
-        print(f"edl: there is no command {name!r}; {hint} `edl --help` explains.", file=sys.stderr)
+        hint = did_you_mean(name, commands) or f"; there are {', '.join(commands)}."
+        print(f"edl: there is no command {name!r}{hint} `edl --help` explains.", file=sys.stderr)
         return EXIT_USAGE
     return commands[name].load()(arguments[1:]) or 0
 
 
 def _help() -> str:
-    commands = _commands.find()
+    commands = find_commands()
     width = max(len(name) for name in commands)
-    lines = [f"  {name:<{width}}  {command.summary()}" for name, command in commands.items()]
+    lines = [f"  {name:<{width}}  {command.summary or f'({command.target})'}" for name, command in commands.items()]
     listing = "\n".join(["Commands:", *lines])
     ending = "`edl COMMAND --help` explains a command. EDL_TRACEBACK=1 shows where an error came from."
     return "\n\n".join([_USAGE, _INTRODUCTION, listing, _FIRST_STEPS, ending])
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command; `target` is `package.module`, with `:function` unless that is `main`."""
+
+    name: str
+    target: str
+    summary: str
+
+    def load(self) -> Callable[[Sequence[str]], int | None]:
+        """Import the command's function."""
+        module, _, function = self.target.partition(":")
+        found = getattr(importlib.import_module(module), function or "main", None)
+        if not callable(found):
+            raise SettingsError(f"the package that offers this command has no function {self.target}")
+        command: Callable[[Sequence[str]], int | None] = found
+        return command
+
+
+def find_commands() -> dict[str, Command]:
+    """Return all commands by name, in the order in which to list them. EDL's own cannot be replaced."""
+    offered = {entry.name: entry.value for entry in entry_points(group=_GROUP)}
+    found = {}
+    for name in [*_COMMANDS, *sorted(offered.keys() - _COMMANDS.keys())]:
+        target, summary = _COMMANDS.get(name, ("", ""))
+        if not target and name in offered:
+            target, summary = offered[name], _read_summary(offered[name])
+        if target:
+            found[name] = Command(name, target, summary)
+    return found
+
+
+def _read_summary(target: str) -> str:
+    """Return the first line of a module's docstring, from its source."""
+    spec = _locate(target.partition(":")[0])
+    try:
+        source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+        docstring = ast.get_docstring(ast.parse(source)) or ""
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    text = re.sub(r"^`{0,2}edl [\w -]+`{0,2} ?[:,-] *", "", docstring.partition("\n")[0].strip()).rstrip(".")
+    return text[:1].upper() + text[1:]
+
+
+def _locate(module: str) -> ModuleSpec | None:
+    """Return where a module's source is. `importlib.util.find_spec` would import the packages around it."""
+    path: list[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = module.split(".")
+    for index in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: index + 1]), path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or ())
+    return spec
+
+
+def explain_missing(exc: ModuleNotFoundError) -> str | None:
+    """Return what to install for a missing module; None for a module of EDL's own, which is a bug to be seen whole."""
+    missing = (exc.name or "").partition(".")[0]
+    if missing in ("", "edl", "edl_serving"):
+        return None
+    if missing not in _PROVIDERS:
+        return f"the Python package {missing!r} is not installed: install it"
+    package, extra = _PROVIDERS[missing]
+    return f"the Python package {missing!r} is not installed: pip install {package}, or EDL with its extra [{extra}]"

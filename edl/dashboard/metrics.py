@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from edl.dashboard.state.masters import SHARD_STATES
+from edl.dashboard.state.records import SHARD_STATES
 from edl.dashboard.state.schema import DashboardState, JobStatus, MasterStatus, ServiceStatus
 
 __all__ = ["METRICS", "DashboardMetrics", "MetricSpec", "ServerFigures"]
@@ -285,6 +285,6 @@ def _add_service(samples: _Samples, service: ServiceStatus, now_s: float) -> Non
         samples.add("edl_service_teacher_rows_per_second", teacher.rows_per_s, *labels)
     for student in service.students:
         student_labels = name, student.id, student.job
-        samples.add("edl_service_student_rows_total", student.rows, *student_labels)
+        samples.add("edl_service_student_rows_total", student.rows_asked, *student_labels)
         samples.add("edl_service_student_wait_seconds_total", student.wait_s, *student_labels)
         samples.add("edl_service_student_wait_ratio", student.wait_share, *student_labels)

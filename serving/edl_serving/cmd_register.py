@@ -33,7 +33,7 @@ from edl.settings import Credentials
 from edl_serving import options as v
 from edl_serving.gateway.command import main as gateway_main
 from edl_serving.gateway.engine import names_engine
-from edl_serving.options import CommandParser, Option, OptionGroup
+from edl_serving.options import Option, OptionGroup, ServingParser
 from edl_serving.registration import (
     InstanceReconciler,
     ProbeStatus,
@@ -46,8 +46,9 @@ from edl_serving.registration import (
 )
 from edl_serving.serve_config import (
     CLIENT_CREDENTIALS,
-    DISCOVERY_OPTIONS,
     PROCESS_OPTIONS,
+    REGISTRATION_OPTIONS,
+    STORE_OPTION,
     pick,
     prepare_process,
     refuse_zero,
@@ -65,12 +66,12 @@ asked over and over whether it is ready, and is in discovery only while it is. R
 which takes the server out."""
 _EXAMPLES = """\
 examples:
-  edl register 127.0.0.1:8001 --model resnet50 --service resnet50
-  edl register triton-0.example:8001 --model bert --capacity 4 --store consul://127.0.0.1:8500
-  edl register 127.0.0.1:8001 --model bert --advertise 10.0.0.9:8001     probed here, reached there
-  edl register triton.example:8001 --model bert --tls-ca ca.pem --token-file token
-  edl register unix:/run/triton.sock --model bert                        students on this machine only
-  edl register vllm://127.0.0.1:8000 --model qwen --model-version r1     a language model; its options are others:
+  edl register 127.0.0.1:8001 --service resnet50
+  edl register triton-0.example:8001 --service bert --capacity 4 --store consul://127.0.0.1:8500
+  edl register 127.0.0.1:8001 --service bert --advertise 10.0.0.9:8001     probed here, reached there
+  edl register triton.example:8001 --service bert --model bert_fp16 --tls-ca ca.pem --token-file token
+  edl register unix:/run/triton.sock --service bert                        students on this machine only
+  edl register vllm://127.0.0.1:8000 --service qwen --model-version r1     a language model, with other options:
   edl register vllm:// --help            (row t of its labels holds the prediction of token t + 1)
 
 exit codes: 0 ended by a signal, 2 wrong usage or settings."""
@@ -88,7 +89,10 @@ _GROUPS = (
     OptionGroup(
         "the server",
         (
-            Option("model", v.text, "NAME", "model to serve students from (default: the service's name)"),
+            Option("service", v.text, "NAME", "students find the server under this name (default: --model)"),
+            Option("model", v.text, "NAME", "the server's name of the model, if not the service's"),
+            STORE_OPTION,
+            Option("advertise", v.text, "ENDPOINT", "where students reach the server (default: the endpoint asked)"),
             Option(
                 "priority",
                 _priority,
@@ -96,19 +100,19 @@ _GROUPS = (
                 "priority of students beside the server's own clients: lowest, default, or a level from 1 on"
                 " (default: lowest if it has levels)",
             ),
+        ),
+    ),
+    OptionGroup(
+        "probes",
+        (
             Option("interval", v.duration_s, "TIME", "time between two probes (default 1s)"),
             Option("timeout", v.duration_s, "TIME", "time that a probe may take (default 2s)"),
             Option("failures", v.count, "N", "probes without an answer before it counts as gone (default 2)"),
         ),
+        advanced=True,
     ),
     CLIENT_CREDENTIALS,
-    OptionGroup(
-        "discovery",
-        (
-            *DISCOVERY_OPTIONS,
-            Option("advertise", v.text, "ENDPOINT", "where students reach the server (default: the endpoint asked)"),
-        ),
-    ),
+    OptionGroup("more about discovery", REGISTRATION_OPTIONS, advanced=True),
     OptionGroup(
         "the process",
         (
@@ -116,6 +120,7 @@ _GROUPS = (
             Option("exit-with", v.count, "PID", "exit when that process ends"),
             *PROCESS_OPTIONS,
         ),
+        advanced=True,
     ),
 )
 
@@ -144,7 +149,9 @@ class RegisterConfig:
         """Build the settings from the values of the options."""
         model = given.get("model") or given.get("service")
         if model is None:
-            raise SettingsError("name the model: --model NAME (and --service NAME, if students look for another)")
+            raise SettingsError(
+                "name the service: --service NAME (and --model NAME, if the server calls its model otherwise)"
+            )
         parse_endpoint("ENDPOINT", endpoint)
         address, port = parse_endpoint("--advertise", given.get("advertise", endpoint))
         registration = registration_settings_of(given, given.get("service") or model)
@@ -171,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `edl register`; return the exit code."""
     if any(names_engine(argument) for argument in argv):
         return gateway_main(argv)
-    parser = CommandParser("edl register ENDPOINT", _DESCRIPTION, _EXAMPLES)
+    parser = ServingParser("edl register", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("endpoint", metavar="ENDPOINT", help="the server's gRPC address, host:port")
     arguments, given = parser.parse_settings(_GROUPS, argv)
     config = RegisterConfig.of(arguments["endpoint"], given)

@@ -13,34 +13,35 @@ from edl.errors import EDLError
 from edl_serving.backends import open_backends
 from edl_serving.backends.backend import Backend, DescribedBackend, complete_outputs
 from edl_serving.backends.source import ModelSource, is_library, top_name
-from edl_serving.options import CommandParser
+from edl_serving.options import ServingParser
 from edl_serving.serve_config import GROUPS, ServeConfig, prepare_process
 
 _log = logging.getLogger(__name__)
 
 _EXIT_MODEL = 3  # 1 means that draining took too long, and 2 wrong usage
 _DESCRIPTION = """\
-Serves a model over KServe v2 gRPC, batches the requests of many students, and registers itself
-where students look for teachers. SIGTERM drains: it leaves discovery, finishes what it has
-accepted, and exits."""
+Serves a model over KServe v2 gRPC, batches the requests of many students, and registers itself where
+students look for teachers. SIGTERM drains it: it leaves discovery, finishes its requests, and exits."""
 _EXAMPLES = """\
 examples:
-  edl serve --callable teacher.py:predict --input "image:float32[1,8,8]" --model digits
+  edl serve --callable teacher.py:predict --input "image:float32[1,8,8]" --service digits
       any Python function {name: array} -> {name: array}; students find it as service "digits"
-  edl serve --torch-factory nets:resnet50 --checkpoint resnet50.pt --model resnet50 \\
-            --input "image:uint8[3,224,224]" --output logits --normalize imagenet \\
-            --device cuda --autocast bfloat16 --max-delay 2ms
-  edl serve --torch-export resnet50.pt2 --model resnet50 --device cuda:0,cuda:1
-  edl serve --paddle inference/ernie --model ernie --store consul://10.0.0.7:8500 --host 0.0.0.0
-  edl serve --hf models/qwen3-8b --task causal-lm --top-k 64 --max-tokens 8192 --dtype bfloat16 --model qwen3-8b
-      a language model: students send token ids and positions, and get log-probabilities;
+  edl serve --torch-factory nets:resnet50 --checkpoint resnet50.pt --service resnet50 \\
+            --input "image:uint8[3,224,224]" --output logits --device cuda --max-delay 2ms
+  edl serve --hf models/qwen3-8b --task causal-lm --service qwen3-8b --store consul://10.0.0.7:8500 --host 0.0.0.0
+      a language model: students send token ids, and get log-probabilities"""
+_DETAILS = """\
+more examples:
+  edl serve --torch-export resnet50.pt2 --service resnet50 --device cuda:0,cuda:1 --autocast bfloat16
+  edl serve --paddle inference/ernie --service ernie
+  edl serve --hf models/qwen3-8b --task causal-lm --top-k 64 --max-tokens 8192 --dtype bfloat16 --service qwen3-8b
       row t holds the prediction of token t + 1, the last row that of what would follow
   edl serve --config teacher.toml --port 8001
-  edl serve --torchscript resnet50.ts --input "image:float32[3,224,224]" --model resnet50 --host 0.0.0.0 \\
+  edl serve --torchscript resnet50.ts --input "image:float32[3,224,224]" --service resnet50 --host 0.0.0.0 \\
             --tls-cert teacher.pem --tls-key teacher.key --tls-ca students-ca.pem      mutual TLS
 
 a config file has the same names as the flags; a flag wins over it:
-  model = "digits"
+  service = "digits"
   factory = "teacher.py:build"      # paths are relative to the current folder
   max-batch = 128
   max-delay = "2ms"
@@ -52,9 +53,15 @@ exit codes: 0 drained, 1 not everything was answered in time, 2 wrong usage or s
 3 the model failed to load or to warm up."""
 
 
+def check_arguments(argv: Sequence[str]) -> None:
+    """Raise SettingsError if `main` would refuse these arguments before it loads a model."""
+    _, given = ServingParser("edl serve", _DESCRIPTION).parse_settings(GROUPS, argv)
+    ServeConfig.of(given)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run `edl serve`; return the exit code."""
-    parser = CommandParser("edl serve", _DESCRIPTION, _EXAMPLES)
+    parser = ServingParser("edl serve", _DESCRIPTION, _EXAMPLES, _DETAILS)
     _, given = parser.parse_settings(GROUPS, argv)
     config = ServeConfig.of(given)
     prepare_process("edl serve", given)
@@ -73,6 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _open(config: ServeConfig) -> list[Backend]:
     started = time.monotonic()
+    _log.info("loading %r: --%s %s", config.server.model, config.source.kind, config.source.target)
     backends = open_backends(config.source)
     first = backends[0]
     shapes = [

@@ -16,8 +16,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal
 
+from edl import command_line
+from edl.command_line import CommandParser, parse_duration
 from edl.errors import SettingsError
 from edl.quoting import did_you_mean
 
@@ -26,8 +28,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_DURATION = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)\s*(?P<unit>us|ms|s|m|h)")
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZE = re.compile(r"(?P<number>\d+)\s*(?P<unit>B|KiB|MiB|GiB)")
 _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -96,12 +96,9 @@ def number(raw: Any) -> float:
 
 def duration_s(raw: Any) -> float:
     """Read a duration with its unit, and return seconds."""
-    match = _DURATION.fullmatch(raw.strip()) if isinstance(raw, str) else None
-    if match is None:
-        if raw in ("0", 0) and not isinstance(raw, bool):
-            return 0.0
+    if isinstance(raw, bool) or not (isinstance(raw, str) or raw == 0):
         raise ValueError("expected a duration with its unit, as in 5ms, 2s, 1.5m")
-    return float(match["number"]) * _SECONDS[match["unit"]]
+    return parse_duration(str(raw), unit=True)
 
 
 def seconds(raw: Any) -> float:
@@ -199,16 +196,26 @@ class Option:
 
 @dataclass(frozen=True)
 class OptionGroup:
-    """Options that belong together in `--help`."""
+    """Options that belong together in `--help`; if `advanced`, only `--help-all` shows them."""
 
     title: str
     options: tuple[Option, ...]
+    advanced: bool = False
 
 
-def add_flags(parser: argparse.ArgumentParser, groups: Sequence[OptionGroup]) -> None:
+def credential_options(role: Literal["client", "server"], others: str) -> tuple[Option, ...]:
+    """Return the options for TLS and tokens that all commands have. See `edl.command_line.credential_options`."""
+    found = []
+    for name, words in command_line.credential_options(role, others).items():
+        flag_ = name == "allow-insecure-tokens"
+        found.append(Option(name, flag if flag_ else text, "" if flag_ else "FILE", words, negative=flag_))
+    return (*found, Option("token", no_token, "TEXT", "every user of the host could see it", refused=True))
+
+
+def add_flags(parser: CommandParser, groups: Sequence[OptionGroup]) -> None:
     """Add flags for the options of `groups`; the namespace contains only flags that were given."""
     for group in groups:
-        section = parser.add_argument_group(group.title)
+        section = parser.add_advanced_group(group.title) if group.advanced else parser.add_argument_group(group.title)
         for option in group.options:
             text = argparse.SUPPRESS if option.refused else option.help.replace("%", "%%")
             how: dict[str, Any] = {"metavar": option.metavar, "action": "store"}
@@ -252,18 +259,8 @@ def values(
     return found
 
 
-class CommandParser(argparse.ArgumentParser):
-    """Parses a command's arguments; wrong usage raises SettingsError instead of exiting."""
-
-    def __init__(self, command: str, description: str, examples: str) -> None:
-        super().__init__(
-            prog=command,
-            usage=f"{command} [OPTION ...]",
-            description=description,
-            epilog=examples,
-            formatter_class=_Help,
-            allow_abbrev=False,
-        )
+class ServingParser(CommandParser):
+    """Parses the arguments of a command whose settings may also stand in a file."""
 
     def parse_settings(
         self, groups: Sequence[OptionGroup], argv: Sequence[str]
@@ -273,28 +270,10 @@ class CommandParser(argparse.ArgumentParser):
         Returns two dictionaries: the arguments that were added before, by name, and the options of `groups`, by key.
         """
         self.add_argument("--config", metavar="FILE", help="a TOML file with any of the settings below")
-        others = [action.dest for action in self._actions if action.dest not in ("help", "config")]
+        others = [action.dest for action in self._actions if action.dest not in ("help", "help_all", "config")]
         add_flags(self, groups)
-        flags = vars(self.parse(argv))
+        flags = vars(self.parse_args(argv))
         path = flags.pop("config", None)
+        flags.pop("help_all", None)
         arguments = {name: flags.pop(name) for name in others}
         return arguments, values(groups, flags, read_file(path) if path else {}, path or "")
-
-    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse arguments as `parse_args` does, but suggest names for unknown ones."""
-        found, unknown = self.parse_known_args(argv)
-        if unknown:
-            flag = unknown[0].partition("=")[0]
-            known = [name for name in self._option_string_actions if name.startswith("--")]
-            what = "option" if flag.startswith("-") else "argument"
-            raise SettingsError(f"unknown {what} {flag!r}{did_you_mean(flag, known) or '; --help lists all'}")
-        return found
-
-    def error(self, message: str) -> NoReturn:
-        """Raise SettingsError with argparse's message."""
-        raise SettingsError(message)
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28)

@@ -42,18 +42,32 @@ _MODEL = OptionGroup(
         Option("torch-export", v.text, "FILE", "a model saved by torch.export.save (.pt2)"),
         Option("paddle", v.text, "PREFIX", "a PaddlePaddle inference model: PREFIX.json or .pdmodel, PREFIX.pdiparams"),
         Option("hf", v.text, "FOLDER", "a model of transformers: config.json and .safetensors; needs --task"),
+        Option("task", v.text, "TASK", "--hf: causal-lm, masked-lm, feature-extraction or sequence-classification"),
         Option("checkpoint", v.text, "FILE", "weights for --torch-factory: a state_dict (.pt) or .safetensors"),
         Option("option", v.json_or_text, "KEY=VALUE", "argument of the factory; repeatable", pairs=True),
         Option("input", v.text, "SPEC", "an input, name:TYPE[size,size] without the batch; repeatable", many=True),
         Option("output", v.text, "SPEC", "an output, likewise; found by calling the model if left out", many=True),
+        Option("device", v.text, "DEVICE", "cpu, cuda, cuda:1 or auto (default); several with commas"),
+    ),
+)
+_SERVER = OptionGroup(
+    "the server",
+    (
+        Option("service", v.text, "NAME", "students find the model under this name (default: --model)"),
+        Option("host", v.text, "ADDRESS", "address to listen on (default 127.0.0.1; 0.0.0.0 for other machines)"),
+        Option("port", v.port, "PORT", "TCP port (default 0: any free one)"),
+        Option("max-batch", v.count, "ROWS", "most rows in one call of the model (default 64)"),
+        Option("max-delay", v.duration_s, "TIME", "how long a batch waits for more rows, as in 5ms (default 0)"),
+        Option("metrics-port", v.port, "PORT", "serve /metrics, /livez and /readyz, 0 for any port (default: off)"),
+    ),
+)
+_MORE_MODEL = OptionGroup(
+    "more about the model",
+    (
         Option("sample", v.text, "FILE", "an .npz file with a batch of each input, to warm the model up with"),
-        Option(
-            "device", v.text, "DEVICE", "cpu, cuda, cuda:1 or auto (default); several with commas, an instance each"
-        ),
         Option("threads", v.count, "N", "CPU threads for one call of the model"),
         Option("autocast", v.text, "DTYPE", "bfloat16 or float16: compute in mixed precision"),
         Option("normalize", v.text, "MEANS/STDS", "imagenet, or m,m,m/s,s,s: turn uint8 images into floats"),
-        Option("task", v.text, "TASK", "--hf: causal-lm, masked-lm, feature-extraction or sequence-classification"),
         Option("top-k", v.count, "K", "--hf: most log-probabilities a token that students may ask for (default 64)"),
         Option("max-tokens", v.count, "N", "--hf: tokens of a batch, and of the longest sequence (default 8192)"),
         Option("dtype", v.text, "DTYPE", "--hf: float32, bfloat16, float16 or auto (default: the checkpoint's)"),
@@ -62,18 +76,15 @@ _MODEL = OptionGroup(
             "model-version", v.text, "TEXT", "identifies the weights in label caches (default: a hash, if possible)"
         ),
     ),
+    advanced=True,
 )
-_SERVER = OptionGroup(
-    "the server",
+_MORE_SERVER = OptionGroup(
+    "more about the server",
     (
-        Option("model", v.text, "NAME", "name of the model in requests (default: the service's name)"),
-        Option("host", v.text, "ADDRESS", "address to listen on (default 127.0.0.1; 0.0.0.0 for other machines)"),
-        Option("port", v.port, "PORT", "TCP port (default 0: any free one)"),
+        Option("model", v.text, "NAME", "name of the model in requests, if not the service's"),
         Option("uds", v.text, "PATH", "a Unix socket to listen on as well"),
         Option("tensor-channel", v.flag, "", "take students' requests over a socket too (default)", negative=True),
         Option("channel-port", v.port, "PORT", "TCP port of that socket (default 0: any free one)"),
-        Option("max-batch", v.count, "ROWS", "most rows in one call of the model (default 64)"),
-        Option("max-delay", v.duration_s, "TIME", "how long a batch waits for more rows, as in 5ms (default 0)"),
         Option("max-queue", v.count, "ROWS", "rows that may wait before requests are refused (default 1024)"),
         Option("max-queue-bytes", v.size_bytes, "SIZE", "bytes that may wait, answers included (default 1GiB)"),
         Option("max-message", v.size_bytes, "SIZE", "largest request (default 512MiB)"),
@@ -86,24 +97,22 @@ _SERVER = OptionGroup(
         Option("check-nan", v.flag, "", "answer an error rather than NaN (default)", negative=True),
         Option("shared-memory", v.flag, "", "let students on this host use shared memory (default)", negative=True),
         Option("shared-memory-user", v.user, "USER", "accept (copy) this user's shared memory; repeatable", many=True),
-        Option("metrics-port", v.port, "PORT", "serve /metrics, /livez and /readyz, 0 for any port (default: off)"),
         Option("metrics-host", v.text, "ADDRESS", "address to serve them on (default 127.0.0.1)"),
         Option("canary", v.seconds, "TIME", "run a sample row at this interval; not ready while it fails"),
         Option("canary-timeout", v.seconds, "TIME", "how long that row may take, queueing included (default 30s)"),
         Option("stall-timeout", v.seconds, "TIME", "/livez fails if a call of the model takes longer (default 30min)"),
         Option("access-log", v.text, "PATH", "a line of JSON for each request, - for standard output (default: none)"),
     ),
+    advanced=True,
 )
-DISCOVERY_OPTIONS = (
-    Option("service", v.text, "NAME", "register under this name; students look it up (default: the model's name)"),
-    Option(
-        "store",
-        v.text,
-        "URL",
-        "sqlite:///path, edl://host:29400, consul://host:8500 or etcd://host:2379"
-        " (default: EDL_DISCOVERY, or your file)",
-        alias="discovery",
-    ),
+STORE_OPTION = Option(
+    "store",
+    v.text,
+    "URL",
+    "sqlite:///path, edl://host:29400, consul://host:8500 or etcd://host:2379 (default: EDL_DISCOVERY, or your file)",
+    alias="discovery",
+)
+REGISTRATION_OPTIONS = (
     Option("ttl", v.duration_s, "TIME", "others see a dead process gone after this long (default: EDL_TTL_S, or 10s)"),
     Option("id", v.text, "NAME", "unique within the service (default: host name and port)"),
     Option("capacity", v.number, "WEIGHT", "2 takes twice the students of 1 (default 1)"),
@@ -111,35 +120,22 @@ DISCOVERY_OPTIONS = (
     Option("meta", v.text, "KEY=VALUE", "metadata that students can read; repeatable", pairs=True),
     Option("publish-load", v.flag, "", "publish rows and compute time (default; EDL_PUBLISH_LOAD)", negative=True),
 )
-_NO_TOKEN = Option("token", v.no_token, "TEXT", "every user of the host could see it", refused=True)
+_TLS = "TLS and tokens (docs/security.md); files are read again when they change"
 _CREDENTIALS = OptionGroup(
-    "TLS and tokens (docs/security.md); files are read again when they change",
+    _TLS,
     (
-        Option("tls-cert", v.text, "FILE", "certificate, PEM: students speak TLS to this teacher (EDL_TLS_CERT)"),
-        Option("tls-key", v.text, "FILE", "its private key, PEM, readable by owner and group only (EDL_TLS_KEY)"),
-        Option("tls-ca", v.text, "FILE", "mutual TLS: take only students with a certificate of this CA (EDL_TLS_CA)"),
+        *v.credential_options("server", "students"),
         Option("max-connection-age", v.duration_s, "TIME", "mutual TLS: recheck certificates this often (default 1h)"),
-        Option("token-file", v.text, "FILE", "take only students with a token of this file (EDL_TOKEN_FILE)"),
-        Option("allow-insecure-tokens", v.flag, "", "take tokens without TLS beyond this host", negative=True),
         Option("open-health", v.flag, "", "answer health checks without a token (default)", negative=True),
-        _NO_TOKEN,
     ),
+    advanced=True,
 )
-CLIENT_CREDENTIALS = OptionGroup(
-    "TLS and tokens for that server (docs/security.md); files are read again when they change",
-    (
-        Option("tls-ca", v.text, "FILE", "speak TLS, with servers of these CAs; or system (EDL_TLS_CA)"),
-        Option("tls-server-name", v.text, "NAME", "expect this name in its certificate (EDL_TLS_SERVER_NAME)"),
-        Option("tls-cert", v.text, "FILE", "certificate to show to the server: mutual TLS (EDL_TLS_CERT)"),
-        Option("tls-key", v.text, "FILE", "its private key, PEM, readable by owner and group only (EDL_TLS_KEY)"),
-        Option("token-file", v.text, "FILE", "send the first token of this file to the server (EDL_TOKEN_FILE)"),
-        Option("allow-insecure-tokens", v.flag, "", "send tokens without TLS beyond this host", negative=True),
-        _NO_TOKEN,
-    ),
-)
-_DISCOVERY = OptionGroup(
-    f"discovery (--store {NO_DISCOVERY} to stay out of it)",
-    (*DISCOVERY_OPTIONS, Option("advertise", v.text, "HOST", "address at which students reach this host")),
+CLIENT_CREDENTIALS = OptionGroup(_TLS, v.credential_options("client", "the server"), advanced=True)
+_DISCOVERY = OptionGroup(f"discovery (--store {NO_DISCOVERY} to stay out of it)", (STORE_OPTION,))
+_MORE_DISCOVERY = OptionGroup(
+    "more about discovery",
+    (*REGISTRATION_OPTIONS, Option("advertise", v.text, "HOST", "address at which students reach this host")),
+    advanced=True,
 )
 PROCESS_OPTIONS = (
     Option("log-format", v.log_format, "FORMAT", "text (default), or json: an object a line"),
@@ -152,8 +148,11 @@ _PROCESS = OptionGroup(
         Option("exit-with", v.count, "PID", "drain and exit when that process ends"),
         *PROCESS_OPTIONS,
     ),
+    advanced=True,
 )
-GROUPS = (_MODEL, _SERVER, _CREDENTIALS, _DISCOVERY, _PROCESS)
+SERVER_GROUPS = (_SERVER, _DISCOVERY, _MORE_SERVER, _CREDENTIALS, _MORE_DISCOVERY, _PROCESS)
+"""The options of a teacher, whatever its model is."""
+GROUPS = (_MODEL, *SERVER_GROUPS[:2], _MORE_MODEL, *SERVER_GROUPS[2:])
 _SERVER_SETTINGS = {
     **dict.fromkeys(("host", "port", "uds", "metrics_port", "metrics_host", "access_log", "open_health"), ""),
     **dict.fromkeys(("check_nan", "shared_memory", "tensor_channel", "channel_port"), ""),
@@ -200,7 +199,7 @@ def prepare_process(command: str, given: Mapping[str, Any]) -> None:
 
 
 def registration_settings_of(given: Mapping[str, Any], service: str) -> RegistrationSettings:
-    """Build the settings from values of `DISCOVERY_OPTIONS`."""
+    """Build the settings from values of the options for discovery."""
     settings = DiscoverySettings.of(given.get("store"), given.get("ttl"))
     return RegistrationSettings(
         service=service,
@@ -238,7 +237,7 @@ class TeacherConfig:
         """Build the settings from the values of the options; `fields` are those of a subclass."""
         model = given.get("model") or given.get("service")
         if model is None:
-            raise SettingsError("name the model: --model NAME (students ask for it, and find it under --service)")
+            raise SettingsError("name the service: --service NAME, under which students find the model")
         registration = registration_settings_of(given, given.get("service") or model)
         address = _advertised_address(given, registration.url)
         registration.check(address)

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from edl.cli.kube.submission.files import dump_manifests, read_manifests
-from edl.cli.kube.submission.manifests import make_submission
-from edl.cli.kube.submission.options import SubmitOptions
+from edl.cli.kube.manifests import SubmitOptions, dump_manifests, make_submission, read_manifests
 from tests.cluster.api import kubectl_program, run_program
 from tests.fast.cli.kube.test_submission import ODD_TEXTS
 
@@ -41,7 +39,7 @@ def test_kubectl_reads_the_same() -> None:
     texts = dict(enumerate(ODD_TEXTS))
     environment = {f"V{number}": text for number, text in texts.items()}
     options = SubmitOptions(name="a", script="t.py", image="i", arguments=ODD_TEXTS, environment=environment)
-    job = make_submission(options, None).job
+    job = make_submission(options, None)[-1]
     job["metadata"]["annotations"] = {f"k{number}": text for number, text in texts.items()}
     found = read_by_kubectl(dump_manifests([job]))
     assert found["spec"] == job["spec"]

@@ -1,10 +1,91 @@
 """`edl demo`: teachers that come and go, and students that never notice, on scikit-learn's handwritten digits.
 
-- `story` runs it all; `plan` says how much of everything, `data` and `models` make images, teacher and students;
-- `fleet` starts the teachers, which are ordinary `edl serve` processes, and lets none of them outlive the demo;
-- `epoch` trains the students from a `DistillReader` while `timeline` watches, and `check` looks at every label again;
-- `page` shows it in a browser, if asked to; `screen`, `picture` and `report` show what happens, and what happened.
+- `models` has the plan (how much of everything), the images, the teacher and the students;
+- `story` runs it all: teachers are ordinary `edl serve` processes, students train from a `DistillReader` while a
+  timeline is recorded, and every label is checked again;
+- `report` shows what happens, and what happened.
 
-What does not belong here: anything that EDL itself would need. It is a user's program: it uses public
-names, and `page` the advisor's classes as docs/scaling.md shows them.
+What does not belong here: anything that EDL itself would need. It is a user's program and uses public names; the page
+shows the advisor's classes as docs/scaling.md does.
 """
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from edl.command_line import CommandParser
+from edl.errors import SettingsError
+
+__all__ = ["main"]
+
+_DESCRIPTION = """\
+Trains a teacher on scikit-learn's handwritten digits, serves it with several `edl serve` processes, and trains much
+smaller students on its soft labels. Meanwhile one teacher is killed with SIGKILL, a new one joins, and one is drained
+with SIGTERM. Beside each distilled student the same student learns from the images' own labels alone.
+
+At the end you see how well they all do, that every sample came exactly once with its own label, who served how many,
+and the throughput over time, with the kill, the join and the drain marked. About two minutes on two cores.
+
+The teachers sleep for a while in each batch, so that the little network takes as long as a large one; everything else
+is real: processes, sockets, signals, discovery."""
+
+_EXAMPLES = """\
+examples:
+  edl demo                          everything; results in out/demo
+  edl demo --quick                  in a third of the time, with fewer seeds and steps
+  edl demo --dashboard              with a page in the browser that shows it all while it runs
+  edl demo --seeds 10 --out /tmp/d  more students, another folder"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `edl demo`."""
+    parser = CommandParser("edl demo", _DESCRIPTION, _EXAMPLES)
+    add = parser.add_argument
+    add("--seeds", type=int, metavar="N", help="students of either kind (default: 5; --quick: 2)")
+    add("--teachers", type=int, metavar="N", help="processes at the start, 2 or more (default: 3)")
+    add("--teacher-ms", type=float, metavar="MS", help="how long a teacher sleeps in each batch (default: 40)")
+    add("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where results go (default: out/demo)")
+    add("--quick", action="store_true", help="fewer seeds and steps, in a third of the time")
+    add("--dashboard", action="store_true", help="show it on a page in the browser as well")
+    options = parser.parse_args(argv)
+    _check(options)
+
+    from edl.cli.demo.models import DemoPlan
+    from edl.cli.demo.report import Screen
+    from edl.cli.demo.story import tell
+
+    plan = DemoPlan(out=options.out)
+    if options.quick:
+        plan = replace(plan, seeds=2, steps=400, teacher_epochs=15, join_at=plan.kill_at)
+    plan = replace(
+        plan,
+        seeds=plan.seeds if options.seeds is None else options.seeds,
+        teachers=plan.teachers if options.teachers is None else options.teachers,
+        pause_ms=plan.pause_ms if options.teacher_ms is None else options.teacher_ms,
+        dashboard=options.dashboard,
+    )
+    previous = signal.signal(signal.SIGTERM, _stop)  # ends the teachers and cleans up, as Ctrl-C does
+    try:
+        tell(plan, Screen())
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.seeds is not None and not 1 <= options.seeds <= 100:
+        raise SettingsError(f"--seeds {options.seeds}: between 1 and 100")
+    if options.teachers is not None and not 2 <= options.teachers <= 16:
+        raise SettingsError(f"--teachers {options.teachers}: between 2 and 16, since one is killed and one drained")
+    if options.teacher_ms is not None and not 0 <= options.teacher_ms <= 1000:
+        raise SettingsError(f"--teacher-ms {options.teacher_ms}: between 0 and 1000")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)

@@ -1,56 +1,262 @@
-"""`edl status` of a job or pool of a cluster: what Kubernetes knows of it, and what its agents report in a store."""
+"""Jobs and pools of a cluster for people: the tables of `edl jobs`, and all of one job or pool for `edl status`.
+
+`edl status` joins what Kubernetes knows of a job with what its agents report in a store. The author of a job chooses
+its store, and would otherwise get the token or a file of anyone who looks at the job: only a store that the user named
+is opened.
+
+What does not belong here: reading resources (`edl.dashboard.state.cluster`).
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
-from edl.cli._changes import printable
-from edl.cli.kube.member_logs.follower import list_pods
-from edl.cli.kube.phases import FINAL_PHASES
-from edl.cli.kube.targets import Target, find_target
-from edl.cli.kube.workload_view import WorkloadEvent, decode_events, workload_view
-from edl.dashboard.state.cluster.decoding import decode_workload
-from edl.dashboard.state.cluster.schema import KubernetesWorkload
+from edl.cli.kube.logs import FINAL_PHASES
+from edl.cli.kube.workloads import Target, find_target, list_pods
+from edl.cli.output import age, last_line, printable, table
+from edl.dashboard.state import as_json
+from edl.dashboard.state.cluster import decode_time, decode_workload
 from edl.dashboard.state.jobs import read_job_status
 from edl.dashboard.state.reader import shown_url
-from edl.dashboard.state.schema import JobStatus, as_json
+from edl.dashboard.state.records import text, whole
+from edl.dashboard.state.schema import JobStatus, KubernetesMember, KubernetesStatus, KubernetesWorkload
 from edl.discovery import Store, open_store
 from edl.errors import EDLError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.resource_types import EVENTS
-from edl.quoting import shown
+from edl.quoting import clip, shown
 from edl.settings import DiscoverySettings
 
-__all__ = ["WorkloadLook", "WorkloadStatus", "show_workload"]
+__all__ = ["WorkloadLook", "WorkloadStatus", "cluster_view", "show_workload", "workload_view", "workloads_table"]
 
 _EVERY_S: Final = 2.0
 """Between two looks of `--watch`: three requests each."""
 _STORE_S: Final = 3.0
 """For the store of a job to answer: it may be one that only pods reach."""
-
+_MAX_MESSAGE: Final = 100
+"""Characters of a message in a row: the rest is in `edl status`."""
 _SERVICE: Final = re.compile(r"edl://([a-z0-9-]+)\.([a-z0-9-]+)(?:\.[a-z0-9.-]+)?:(\d+)")
 """URL of a store behind a service of the cluster, as the chart has it, of letters that are safe in a command."""
+_UNSEEN: Final = "no operator has looked at it yet: is `edl operator` running for this namespace?"
+_GOOD_IF_FALSE: Final = ("Failed", "Suspended")
+_STYLES: Final = {
+    **dict.fromkeys(("Running", "Succeeded", "ready", "succeeded"), "green"),
+    **dict.fromkeys(("Pending", "Suspended", "running", "starting", "unscheduled", "waiting"), "yellow"),
+    **dict.fromkeys(("Failed", "Rejected", "failed"), "bold red"),
+    **dict.fromkeys(("Deleting", "ending"), "dim"),
+}
+
+
+# --- Tables ---
+
+
+def cluster_view(status: KubernetesStatus, now_s: float, *, namespaces: bool) -> RenderableType:
+    """Return what `edl jobs` shows."""
+    parts: list[RenderableType] = [
+        workloads_table(items, now_s, namespaces=namespaces) for items in (status.jobs, status.pools) if items
+    ]
+    if not parts:
+        where = "the cluster" if namespaces else f"namespace {', '.join(status.namespaces)!r}"
+        parts.append(Text(printable(f"There are no jobs and no pools in {where}; `edl submit` makes one.")))
+    if status.more_jobs:
+        parts.append(Text(f"and {status.more_jobs:,} jobs that ended before those", "dim"))
+    if status.stale:
+        parts.append(Text(printable(status.stale), "bold red"))
+    return Group(*parts)
+
+
+def workloads_table(items: Sequence[KubernetesWorkload], now_s: float, *, namespaces: bool) -> Table:
+    """Return a table of jobs, or of pools."""
+    kind = items[0].kind
+    members, middle = ("workers", ("progress", "remaining")) if kind == "job" else ("teachers", ("borrowed", "service"))
+    headings = [*(["namespace"] if namespaces else []), kind, "phase", members, *middle, "age", "why"]
+    found = table(*headings, numbers=("progress", "remaining", "borrowed", "age"))
+    for item in items:
+        phase = item.phase or "not taken up"
+        if kind == "job":
+            left = "" if item.remaining_s is None or item.ended else f"~{age(item.remaining_s)}"
+            cells = ["" if item.progress is None else f"{item.progress}%", left]
+        else:
+            cells = ["" if item.borrowed is None else str(item.borrowed), item.job_id]
+        found.add_row(
+            *([Text(printable(item.namespace))] if namespaces else []),
+            Text(printable(item.name), "bold"),
+            Text(printable(phase), _STYLES.get(phase, "yellow")),
+            Text(_replicas(item)),
+            *(Text(printable(cell)) for cell in cells),
+            Text(age(None if item.created is None else now_s - item.created)),
+            Text(printable(clip(_why(item), _MAX_MESSAGE)), "dim"),
+        )
+    return found
+
+
+def _replicas(item: KubernetesWorkload) -> str:
+    """Return "ready/wanted (min-max)"."""
+    counts = ("-" if count is None else str(count) for count in (item.ready, item.wanted))
+    least, most = item.min_replicas, item.max_replicas
+    bounds = "" if least is None or most is None else f" ({least})" if least == most else f" ({least}-{most})"
+    return "/".join(counts) + bounds
+
+
+def _why(item: KubernetesWorkload) -> str:
+    """Return the line that explains the phase."""
+    if not item.phase:
+        return _UNSEEN
+    failed, refused, growing = (item.condition(kind) for kind in ("Failed", "Accepted", "Growing"))
+    if item.phase == "Failed":
+        return last_line(failed.message if failed is not None and failed.message else item.message)
+    if refused is not None and refused.status == "False" and item.phase != "Succeeded":
+        return last_line(refused.message or refused.reason)
+    if item.kind == "pool" and growing is not None and growing.status == "False" and not item.message:
+        return last_line(growing.message or growing.reason)
+    return last_line(item.message)
+
+
+# --- One job or pool ---
+
+
+@dataclass(frozen=True)
+class WorkloadEvent:
+    """An event that the operator recorded: its last time (wall clock), and how often it came."""
+
+    time: float | None
+    type: str
+    reason: str
+    message: str
+    count: int
+
+
+def decode_events(found: Sequence[Mapping[str, Any]], last: int) -> tuple[WorkloadEvent, ...]:
+    """Return the last events, oldest first."""
+    events = []
+    for item in found:
+        series: Mapping[str, Any] = item["series"] if isinstance(item.get("series"), Mapping) else {}
+        times = (series.get("lastObservedTime"), item.get("lastTimestamp"), item.get("eventTime"))
+        moment = next((at for at in map(decode_time, times) if at is not None), None)
+        count = whole(series.get("count")) or whole(item.get("count")) or 1
+        message = text(item.get("message"), 1024)
+        events.append(WorkloadEvent(moment, text(item.get("type")), text(item.get("reason")), message, count))
+    events.sort(key=lambda event: event.time or 0.0)
+    return tuple(events[-last:] if last else ())
+
+
+def workload_view(
+    item: KubernetesWorkload, events: Sequence[WorkloadEvent], now_s: float, logs: str = ""
+) -> RenderableType:
+    """Return what `edl status` shows of a job or pool; `logs` is a command that shows the members' logs."""
+    parts: list[RenderableType] = [_headline(item, now_s)]
+    failed = item.condition("Failed")
+    if item.message and item.phase != "Failed":
+        parts.append(Text(printable(last_line(item.message)), "dim"))
+    if failed is not None and failed.status == "True":
+        lines = [printable(line) for line in (failed.message or item.message or failed.reason).strip("\n").splitlines()]
+        parts += [Text("\n".join(lines[:-1]))] if lines[1:] else []
+        parts.append(Text(lines[-1] if lines else "", "bold red"))
+    if item.conditions:
+        parts.append(_conditions(item, now_s))
+    elif not item.phase:
+        parts.append(Text(_UNSEEN, "yellow"))
+    if item.members:
+        parts.append(_members(item.members, now_s))
+    for event in events:
+        clock = "" if event.time is None else time.strftime("%H:%M:%S", time.localtime(event.time))
+        times = f" ({event.count} times)" if event.count > 1 else ""
+        line = f"{clock:<8}  {event.reason:<18}  {last_line(event.message)}{times}"
+        parts.append(Text(printable(line), "yellow" if event.type == "Warning" else ""))
+    if logs:
+        parts.append(Text(printable(logs), "dim"))
+    return Group(*parts)
+
+
+def _headline(item: KubernetesWorkload, now_s: float) -> Text:
+    phase = item.phase or "not taken up"
+    head = Text.assemble(
+        f"{item.kind} ",
+        (printable(item.name), "bold"),
+        printable(f" in namespace {item.namespace}: "),
+        (printable(phase), _STYLES.get(phase, "yellow")),
+        f", {'workers' if item.kind == 'job' else 'teachers'} {_replicas(item)}",
+    )
+    end = item.ended if item.ended is not None else now_s
+    facts = (
+        (item.kind == "job" and item.progress is not None, f"{item.progress}%"),
+        (item.remaining_s is not None and item.ended is None, f"about {age(item.remaining_s)} left"),
+        (item.borrowed, f"{item.borrowed} borrowed"),
+        (item.scaling == "external", "scaling external"),
+        (item.queue, f"queue {item.queue}"),
+    )
+    for known, words in facts:
+        if known:
+            head.append(printable(f", {words}"))
+    if item.started is not None:
+        head.append(f", {'ran' if item.ended is not None else 'runs for'} {age(end - item.started)}")
+    elif item.created is not None:
+        head.append(f", made {age(now_s - item.created)} ago")
+    return head
+
+
+def _conditions(item: KubernetesWorkload, now_s: float) -> Table:
+    found = table("condition", "status", "since", "reason", "why")
+    for each in item.conditions:
+        good = (each.status == "True") != (each.type in _GOOD_IF_FALSE)
+        style = "" if each.status == "Unknown" else "green" if good else "yellow"
+        if each.type in ("Accepted", "Failed") and not good and each.status != "Unknown":
+            style = "bold red"
+        since = "" if each.since is None else age(now_s - each.since)
+        cells = [each.type, each.status, since, each.reason, last_line(each.message)]
+        found.add_row(*(Text(printable(cell), style if place == 1 else "") for place, cell in enumerate(cells)))
+    return found
+
+
+def _members(members: Sequence[KubernetesMember], now_s: float) -> Table:
+    found = table("member", "state", "node", "try", "failures", "last end", numbers=("try",))
+    for item in members:
+        failures = ", ".join(f"{count}x {cause}" for cause, count in item.failures.items())
+        if item.memory_factor is not None and item.memory_factor != 1:
+            failures += f"; memory x{item.memory_factor:g}"
+        state = Text(printable(item.state), _STYLES.get(item.state, ""))
+        detail = item.detail
+        if item.state == "waiting" and item.not_before is not None and item.not_before > now_s:
+            detail = f"next try in {age(item.not_before - now_s)}"
+        if detail:
+            state.append(f" ({printable(detail)})", "dim")
+        attempt = "" if item.attempt is None else str(item.attempt)
+        cells = [item.node, attempt, failures.removeprefix("; "), _last_end(item, now_s)]
+        found.add_row(Text(printable(item.name)), state, *(Text(printable(cell)) for cell in cells))
+    return found
+
+
+def _last_end(item: KubernetesMember, now_s: float) -> str:
+    end = item.last_end
+    if end is None:
+        return ""
+    code = "" if end.exit_code is None else f", exit code {end.exit_code}"
+    where = f" on {end.node}" if end.node else ""
+    when = "" if end.time is None else f", {age(now_s - end.time)} ago"
+    words = last_line(end.message)
+    return f"{end.cause}{code}{where}{when}{f': {words}' if words else ''}"
+
+
+# --- Reading it, again and again ---
 
 
 @dataclass(frozen=True)
 class WorkloadLook:
     """A job or pool at a moment.
 
-    Attributes:
-        item: with its members.
-        events: oldest first.
-        job: what its store says; None where it says nothing.
-        trouble: why not, or why the rest is old; empty for neither.
+    `job` is what its store says, None if it says nothing. `trouble` is why not, or why the rest is old.
     """
 
     item: KubernetesWorkload
@@ -60,13 +266,9 @@ class WorkloadLook:
 
 
 class WorkloadStatus:
-    """Reads a job or pool again and again. A context manager.
+    """Reads a job or pool, and its last `events`. A context manager.
 
-    Args:
-        client: of the cluster.
-        target: what to read.
-        events: how many of the last.
-        store_url: where the user says that the job's store is; empty for where the job says.
+    `store_url` is the store that the user named; empty for the one that the job names.
     """
 
     def __init__(self, client: KubeClient, target: Target, events: int, store_url: str = "") -> None:
@@ -81,15 +283,15 @@ class WorkloadStatus:
         """Look.
 
         Raises:
-            SettingsError: the resource is gone.
-            EDLError: the API server does not answer, or refuses.
+            SettingsError: The resource is gone.
+            EDLError: The API server does not answer, or refuses.
         """
         target = self._target
         found = self._client.get(target.type, target.name)
         uid = found.get("metadata", {}).get("uid") if found is not None else None
         if found is None or uid != target.resource["metadata"].get("uid"):
             raise SettingsError(f"{target} has been deleted{'' if found is None else ', and another made of its name'}")
-        pods = list_pods(self._client, Target(target.kind, target.name, found))
+        pods = list_pods(self._client, target)
         events = self._client.list(EVENTS, field_selector=f"involvedObject.uid={uid}").items if self._events else []
         item = decode_workload(target.kind, found, pods)
         job, trouble = self._read_store(found.get("status") or {}, found.get("spec") or {}, item)
@@ -97,11 +299,7 @@ class WorkloadStatus:
         return self._last
 
     def read_again(self) -> WorkloadLook:
-        """Look; where that cannot be, return what was known last, with the reason.
-
-        Raises:
-            SettingsError: the resource is gone.
-        """
+        """Look; if that fails, return what was known last, with the reason. A resource that is gone is an error."""
         try:
             return self.read()
         except SettingsError:
@@ -113,7 +311,7 @@ class WorkloadStatus:
     def _read_store(
         self, status: dict[str, Any], spec: dict[str, Any], item: KubernetesWorkload
     ) -> tuple[JobStatus | None, str]:
-        """Ask the job's store; that it does not answer from here is no error of the job's."""
+        """Ask the job's store. That it does not answer from here is not an error of the job."""
         url = self._store_url or status.get("store") or spec.get("store")
         if item.kind != "job" or not item.job_id or not isinstance(url, str) or not url:
             return None, ""
@@ -131,15 +329,6 @@ class WorkloadStatus:
             return None, f"{place}, which does not answer from here: {shown(exc)}"
 
     def _open_store(self, url: str) -> Store:
-        """Open a job's store.
-
-        The author of a job chooses its store, and would otherwise get the token or a file of anyone who looks at the
-        job. So only a store that the user named is opened.
-
-        Raises:
-            SettingsError: the store is not opened from here, and what to do.
-            DiscoveryError: it cannot be opened just now.
-        """
         if url in (self._store_url, DiscoverySettings.of().url):
             return open_store(url, timeout_s=_STORE_S)
         message = "refusing a store you did not name; pass --store"
@@ -158,59 +347,35 @@ class WorkloadStatus:
 
 
 def show_workload(
-    client: KubeClient,
-    options: argparse.Namespace,
-    screen: Console,
-    show_job: Callable[[JobStatus], RenderableType],
+    client: KubeClient, options: argparse.Namespace, screen: Console, show_job: Callable[[JobStatus], RenderableType]
 ) -> None:
-    """Run `edl status` for a job or pool of a cluster.
-
-    Args:
-        client: of the cluster.
-        options: of `edl status`.
-        screen: to print on.
-        show_job: returns what is shown of a job of a store.
+    """Run `edl status` for a job or pool of a cluster; `show_job` shows what a store says of a job.
 
     Raises:
-        SettingsError: there is none, or it was deleted meanwhile.
-        EDLError: the API server does not answer, or refuses.
+        SettingsError: There is none, or it was deleted meanwhile.
+        EDLError: The API server does not answer, or refuses.
     """
     target = find_target(client, options.job)
-    with WorkloadStatus(client, target, options.events, options.store or "") as status:
+    with WorkloadStatus(client, target, options.events, options.store or "") as status, contextlib.ExitStack() as stack:
         look = status.read()
-        if not options.watch:
-            _print(screen, look, options, show_job)
-            return
-        if screen.is_terminal and not options.json:
-            with Live(console=screen, auto_refresh=False) as live:
-                while True:
-                    live.update(_shown(look, show_job), refresh=True)
-                    if look.item.phase in FINAL_PHASES:
-                        return
-                    time.sleep(_EVERY_S)
-                    look = status.read_again()
+        live = None
+        if options.watch and screen.is_terminal and not options.json:
+            live = stack.enter_context(Live(console=screen, auto_refresh=False))
         while True:
-            _print(screen, look, options, show_job)
-            if look.item.phase in FINAL_PHASES:
+            if options.json:
+                job = None if look.job is None else as_json(look.job)
+                if job is not None:
+                    del job["history"]
+                fields = as_json(look.item) | {"events": as_json(look.events), "job": job, "trouble": look.trouble}
+                print(json.dumps(fields, allow_nan=False), flush=True)
+            elif live is not None:
+                live.update(_shown(look, show_job), refresh=True)
+            else:
+                screen.print(_shown(look, show_job))
+            if not options.watch or look.item.phase in FINAL_PHASES:
                 return
             time.sleep(_EVERY_S)
             look = status.read_again()
-
-
-def _print(
-    screen: Console,
-    look: WorkloadLook,
-    options: argparse.Namespace,
-    show_job: Callable[[JobStatus], RenderableType],
-) -> None:
-    if not options.json:
-        screen.print(_shown(look, show_job))
-        return
-    job = None if look.job is None else as_json(look.job)
-    if job is not None:
-        del job["history"]
-    fields = as_json(look.item) | {"events": as_json(look.events), "job": job, "trouble": look.trouble}
-    print(json.dumps(fields, allow_nan=False), flush=True)
 
 
 def _shown(look: WorkloadLook, show_job: Callable[[JobStatus], RenderableType]) -> RenderableType:

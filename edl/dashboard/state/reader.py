@@ -18,11 +18,18 @@ from typing_extensions import Self
 
 import edl
 from edl.collective.goodput import JobSummary
-from edl.dashboard.state.cluster.view import ClusterView
-from edl.dashboard.state.events import LAST_MERGED, merge_events
-from edl.dashboard.state.history import FROM_ENDED, FROM_LEDGER, History, points_of_ledger
-from edl.dashboard.state.jobs import LAST_EVENTS, JobReader, job_status, sort_jobs
-from edl.dashboard.state.masters import decode_wanted
+from edl.dashboard.state.cluster import ClusterView
+from edl.dashboard.state.jobs import (
+    FROM_ENDED,
+    FROM_LEDGER,
+    LAST_EVENTS,
+    History,
+    JobReader,
+    job_status,
+    points_of_ledger,
+    sort_jobs,
+)
+from edl.dashboard.state.records import decode_wanted
 from edl.dashboard.state.schema import (
     DashboardState,
     EventRow,
@@ -32,8 +39,7 @@ from edl.dashboard.state.schema import (
     ServicePoint,
     ServiceStatus,
 )
-from edl.dashboard.state.service_changes import find_changes
-from edl.dashboard.state.services import ServiceReader
+from edl.dashboard.state.services import LAST_MERGED, ServiceReader, find_changes, merge_events
 from edl.discovery.registry import Registry
 from edl.discovery.store import Store
 from edl.discovery.urls import open_registry, open_store
@@ -119,7 +125,7 @@ class StateReader:
             assert self._jobs is not None
             assert self._services is not None
             summaries, masters, unreadable = self._jobs.read(now_s)
-            services, wanted, rejected = self._services.read()
+            services, wanted, rejected = self._services.read(now_s)
         except EDLError as exc:
             stale = f"as known last: {shown(exc)}"
             self._last = replace(self._last, time=time.time(), stale=stale, kubernetes=kubernetes)

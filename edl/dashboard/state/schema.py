@@ -1,18 +1,18 @@
 """The state behind the page, `/api/state`, `edl status --json` and the metrics, as dataclasses.
 
-Wall clocks are seconds since 1970, durations seconds, shares from 0 to 1; None is for what is not known. `as_json`
-makes the JSON, in which the names are the same.
+Wall clocks are seconds since 1970, durations seconds, shares from 0 to 1; None means unknown. `as_json` makes the JSON,
+with the same names.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final
 
 from edl.collective.goodput import JobSummary
-from edl.dashboard.state.cluster.schema import KubernetesStatus
+from edl.load_reporting import StudentRate
 
 __all__ = [
     "DashboardState",
@@ -20,13 +20,17 @@ __all__ = [
     "EventRow",
     "JobPoint",
     "JobStatus",
+    "KubernetesCondition",
+    "KubernetesMember",
+    "KubernetesMemberEnd",
+    "KubernetesStatus",
+    "KubernetesWorkload",
     "MasterStatus",
     "PoisonedShard",
     "ServicePoint",
     "ServiceStatus",
     "ShardFailure",
     "ShardHolder",
-    "StudentStatus",
     "TeacherStatus",
     "UnreadableRecord",
     "WantedCount",
@@ -34,19 +38,133 @@ __all__ = [
     "as_json",
 ]
 
+
+@dataclass(frozen=True)
+class KubernetesCondition:
+    """A condition of a resource, with the time of its last transition."""
+
+    type: str
+    status: str
+    reason: str
+    message: str
+    since: float | None
+
+
+@dataclass(frozen=True)
+class KubernetesMemberEnd:
+    """How the last process of a member ended; `message` is the end of its traceback, or what else it left."""
+
+    cause: str
+    exit_code: int | None
+    message: str
+    time: float | None
+    node: str
+
+
+@dataclass(frozen=True)
+class KubernetesMember:
+    """A member of a job or pool: a worker, a teacher or a master, in whichever pod it is.
+
+    Attributes:
+        pod: Its present pod; empty without.
+        state: "ready", "running", "starting", "unscheduled", "ending", "succeeded", "failed"; "waiting" without a pod,
+            "unknown" if pods were not asked for.
+        detail: Why it is so.
+        attempt: How many pods it has had before.
+        failures: How often it failed, by cause.
+        memory_factor: Factor on the template's memory, after it ran out of it.
+        not_before: Time before which it gets no new pod.
+    """
+
+    name: str
+    pod: str
+    state: str
+    detail: str
+    node: str
+    attempt: int | None
+    failures: Mapping[str, int]
+    memory_factor: float | None
+    not_before: float | None
+    last_end: KubernetesMemberEnd | None
+
+
+@dataclass(frozen=True)
+class KubernetesWorkload:
+    """An ElasticJob or a TeacherPool.
+
+    Attributes:
+        kind: "job" or "pool".
+        phase: "Pending", "Running", "Suspended", "Succeeded", "Failed" or "Deleting"; "Rejected" if its spec cannot be
+            used and no member works; empty if no operator has looked at it.
+        job_id: The Store's name of the job; of a pool, its service.
+        store: URL of the Store, without secrets.
+        ready: Members that work.
+        replicas: Members that have a pod.
+        wanted: Members that there should be.
+        scaling: "auto" or "external".
+        progress: Percentage.
+        remaining_s: Estimated time until it is done.
+        message: Why it is in its phase.
+        borrowed: Teachers beyond the minimum, on what others leave idle.
+        queue: Queue of Kueue.
+        members: Members by role and index.
+    """
+
+    kind: str
+    namespace: str
+    name: str
+    phase: str
+    job_id: str
+    store: str
+    ready: int | None
+    replicas: int | None
+    wanted: int | None
+    min_replicas: int | None
+    max_replicas: int | None
+    scaling: str
+    suspended: bool
+    progress: int | None
+    remaining_s: float | None
+    created: float | None
+    started: float | None
+    ended: float | None
+    message: str
+    borrowed: int | None
+    queue: str
+    conditions: tuple[KubernetesCondition, ...]
+    members: tuple[KubernetesMember, ...]
+
+    def condition(self, kind: str) -> KubernetesCondition | None:
+        """Return a condition; None without one."""
+        return next((item for item in self.conditions if item.type == kind), None)
+
+
+@dataclass(frozen=True)
+class KubernetesStatus:
+    """The jobs and pools of some namespaces, or (without a name) of all.
+
+    Attributes:
+        stale: Why the figures are old: the API server does not answer, or refuses; empty if they are not.
+        looked: Time of the last look that found everything.
+        jobs: Running jobs first, then those that ended last.
+        more_jobs: How many jobs ended before those, and are left out.
+    """
+
+    namespaces: tuple[str, ...]
+    stale: str = ""
+    looked: float | None = None
+    jobs: tuple[KubernetesWorkload, ...] = ()
+    pools: tuple[KubernetesWorkload, ...] = ()
+    more_jobs: int = 0
+
+
 _OLD_S: Final = 60.0
-"""Of a wanted count: masters that decide write it every 10 s. The page has the same bound."""
+"""Age from which a wanted count is old: masters that decide write it every 10 s. The page has the same bound."""
 
 
 @dataclass(frozen=True)
 class WantedDecision:
-    """A moment at which another count was wanted.
-
-    Attributes:
-        time: wall clock.
-        count: wanted from then on.
-        reason: why, in words.
-    """
+    """From `time` on, another count was wanted."""
 
     time: float | None
     count: int | None
@@ -58,12 +176,10 @@ class WantedCount:
     """How many teachers or workers there should be.
 
     Attributes:
-        count: wanted.
-        now: that there are.
-        reason: why, in words.
-        since: wall clock since which so many are wanted.
-        time: wall clock at which it was written; older than a minute, no master decides any more.
-        decisions: the last ones, oldest first.
+        now: How many there are.
+        since: Time since which this count is wanted.
+        time: Time of the record; if it is older than a minute, no master decides any more.
+        decisions: The last ones, oldest first.
     """
 
     count: int | None
@@ -74,31 +190,17 @@ class WantedCount:
     decisions: tuple[WantedDecision, ...] = ()
 
     def age_s(self, now_s: float) -> float | None:
-        """Return how long ago it was written; None where that is not known.
-
-        Args:
-            now_s: wall clock.
-        """
+        """Return how long ago it was written; None if that is unknown."""
         return None if self.time is None else max(0.0, now_s - self.time)
 
     def is_old(self, now_s: float) -> bool:
-        """Return whether no master decides at present.
-
-        Args:
-            now_s: wall clock.
-        """
+        """Return whether no master decides at present."""
         return (self.age_s(now_s) or 0.0) > _OLD_S
 
 
 @dataclass(frozen=True)
 class ShardFailure:
-    """A failure of a shard.
-
-    Attributes:
-        holder: that had its lease.
-        reason: in the holder's words, or that the lease expired.
-        time: wall clock.
-    """
+    """A failure of a shard: which reader had its lease, and its reason, or that the lease expired."""
 
     holder: str
     reason: str
@@ -107,15 +209,7 @@ class ShardFailure:
 
 @dataclass(frozen=True)
 class PoisonedShard:
-    """A shard that failed too often, and is left alone until it is put back.
-
-    Attributes:
-        shard: its number.
-        epoch: in which it failed, from 0.
-        start: the first unit.
-        stop: the unit after the last.
-        failures: oldest first.
-    """
+    """A shard, of units `start` to `stop` - 1, that failed too often and is left alone until it is put back."""
 
     shard: int | None
     epoch: int | None
@@ -126,15 +220,7 @@ class PoisonedShard:
 
 @dataclass(frozen=True)
 class ShardHolder:
-    """A reader of shards.
-
-    Attributes:
-        holder: its name.
-        leases: shards that it has now.
-        units_done: that it reported.
-        units_per_s: lately.
-        seen_s: since its last word.
-    """
+    """A reader of shards: the shards that it has now, what it has done, and the time since its last word."""
 
     holder: str
     leases: int | None
@@ -148,19 +234,16 @@ class DatasetStatus:
     """A dataset of a master.
 
     Attributes:
-        name: of the dataset.
         kind: "range", "lines", "parquet", ...
-        epoch: the present one, from 0.
-        epochs: how many there will be.
-        units: of an epoch; None where that is not known yet.
-        shards: by state: "todo" and "doing" of this epoch, "done" and "poisoned" of all epochs until now.
-        finished: nothing is left to do.
-        ended: no more units will come, as they may from a source that grows.
-        units_done: in all epochs.
-        units_per_s: lately.
-        eta_s: until this dataset is done, at that rate.
-        poisoned: the first of the poisoned shards.
-        holders: who reads it.
+        epoch: The present epoch, from 0.
+        epochs: How many there will be.
+        units: Units of an epoch.
+        shards: Counts by state: "todo" and "doing" in this epoch, "done" and "poisoned" in all epochs until now.
+        finished: Whether nothing is left to do.
+        ended: Whether no more units will come, as they may from a source that grows.
+        units_done: Units done in all epochs.
+        eta_s: Time until the dataset is done at this rate.
+        poisoned: The first of the poisoned shards.
     """
 
     name: str
@@ -180,17 +263,13 @@ class DatasetStatus:
 
 @dataclass(frozen=True)
 class EventRow:
-    """An event of a job, a master or a service, as the merged list has it.
+    """An event of a job, a master or a service in the merged list.
 
     Attributes:
-        time: wall clock.
-        kind: a word.
-        text: what happened.
-        cause: why, in words; empty where that is not known.
-        job: of which job, None for none.
-        service: of which service, None for none.
-        node: of which node, None for none.
-        decision: EDL decided it: a wanted count, a host left out, a poisoned shard.
+        kind: A word.
+        text: What happened.
+        cause: Why.
+        decision: Whether EDL decided it: a wanted count, a host left out, a poisoned shard.
     """
 
     time: float
@@ -208,16 +287,13 @@ class MasterStatus:
     """What a job's master reported last.
 
     Attributes:
-        job: its name.
-        state: "leading", "done" or "stopped"; "silent" where a report of a master that leads is old.
-        endpoint: where it answers.
-        term: how many masters the job has had.
-        journal: where it keeps what it answers, in words.
-        commands: that are journalled.
-        time: wall clock of the report.
-        age_s: of the report.
-        datasets: with poisoned shards first, otherwise by name.
-        events: the last ones, oldest first.
+        state: "leading", "done" or "stopped"; "silent" if the report of a leading master is old.
+        term: How many masters the job has had.
+        journal: Where progress is kept.
+        commands: How many commands are journalled.
+        time: Time of the report.
+        datasets: Those with poisoned shards first, otherwise by name.
+        events: The last ones, oldest first.
     """
 
     job: str
@@ -237,14 +313,14 @@ class JobPoint:
     """A job at a moment of its history.
 
     Attributes:
-        t: wall clock.
-        seconds: since the job began, by category: the difference of two points says where the time between them went.
-        goodput: since the job began.
-        samples_per_s: at that moment; None of times before the dashboard looked.
-        steps_per_s: at that moment.
-        world_size: ranks.
-        units_per_s: of all datasets of its master.
-        look: the look of the dashboard that added the point; not in the JSON.
+        t: Time.
+        seconds: Time since the job began, by category: the difference of two points says where the time between them
+            went.
+        goodput: Goodput since the job began.
+        samples_per_s, steps_per_s: Rates at that moment; None for times before the dashboard looked.
+        world_size: Ranks.
+        units_per_s: Rate of all datasets of its master.
+        look: The look of the dashboard that added the point; not in the JSON.
     """
 
     t: float
@@ -279,18 +355,14 @@ class TeacherStatus:
     """A teacher of a service.
 
     Attributes:
-        id: of the instance.
-        endpoint: where it answers.
-        model: that it serves.
-        version: of the model.
-        state: "ready", "draining", "lapsed" where its lease ran out, or what its load record says.
-        rows_per_s: computed lately.
-        queue_rows: that wait.
-        compute_share: the part of its workers' time that computes.
-        students: ids of those that said they ask it.
-        rows: computed since it began.
-        compute_s: spent computing since it began.
-        workers: that compute side by side.
+        state: "ready", "draining", "lapsed" if its lease ran out, or what its load record says.
+        rows_per_s: Rows computed lately.
+        queue_rows: Rows that wait.
+        compute_share: Share of its workers' time that computes.
+        students: Ids of the students that ask it.
+        rows: Rows computed since it began.
+        compute_s: Time spent computing since it began.
+        workers: Batches that it computes at the same time.
     """
 
     id: str
@@ -308,39 +380,10 @@ class TeacherStatus:
 
 
 @dataclass(frozen=True)
-class StudentStatus:
-    """A student of a service.
-
-    Attributes:
-        id: of the reader.
-        job: that it belongs to, empty for none.
-        rows_per_s: asked lately.
-        wait_share: the part of its time that it waits for labels.
-        teachers: ids of those that it asks.
-        rows: asked since it began.
-        wait_s: waited since it began.
-    """
-
-    id: str
-    job: str
-    rows_per_s: float | None = None
-    wait_share: float | None = None
-    teachers: tuple[str, ...] = ()
-    rows: float | None = None
-    wait_s: float | None = None
-
-
-@dataclass(frozen=True)
 class ServicePoint:
-    """A service at a moment of its history.
+    """A service at time `t` of its history: all its live teachers, and the mean of its students' waiting shares.
 
-    Attributes:
-        t: wall clock.
-        rows_per_s: of all teachers.
-        teachers: that are live.
-        wanted: teachers.
-        wait_share: the mean of the students' shares.
-        look: the look of the dashboard that added the point; not in the JSON.
+    `look` is the look of the dashboard that added the point; it is not in the JSON.
     """
 
     t: float
@@ -353,31 +396,18 @@ class ServicePoint:
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """A service: its teachers and students.
-
-    Attributes:
-        service: its name.
-        teachers: by id; lapsed ones last.
-        students: by id.
-        wanted: how many teachers there should be, None where nothing says so.
-        history: oldest first.
-    """
+    """A service: its teachers, lapsed ones last, and its students, by id; `history` is oldest first."""
 
     service: str
     teachers: tuple[TeacherStatus, ...]
-    students: tuple[StudentStatus, ...]
+    students: tuple[StudentRate, ...]
     wanted: WantedCount | None = None
     history: tuple[ServicePoint, ...] = ()
 
 
 @dataclass(frozen=True)
 class UnreadableRecord:
-    """A record that is left out.
-
-    Attributes:
-        key: in the Store, or the instance in the registry.
-        reason: what is wrong with it.
-    """
+    """A record that is left out: its key in the Store, or its instance in the registry, and what is wrong with it."""
 
     key: str
     reason: str
@@ -388,18 +418,18 @@ class DashboardState:
     """All that the page shows.
 
     Attributes:
-        time: wall clock of this state.
-        store: its URL, without secrets.
-        stale: empty, or why the figures are old: the Store or the registry does not answer.
-        looked: wall clock of the last look that found everything, None before the first.
-        job: the only job shown, on the page of its master; None for all.
-        version: of EDL.
-        jobs: those that run first, then those that ended last.
-        more_jobs: that ended before those, and are left out.
-        services: by name.
-        events: of all of them, newest last.
-        unreadable: records that are left out.
-        kubernetes: jobs and pools of a cluster; None where none is shown.
+        time: Time of this state.
+        store: URL of the Store, without secrets.
+        version: Version of EDL.
+        stale: Why the figures are old: the Store or the registry does not answer; empty if they are not.
+        looked: Time of the last look that found everything; None before the first.
+        job: The only job shown, on the page of its master; None for all.
+        jobs: Running jobs first, then those that ended last.
+        more_jobs: How many jobs ended before those, and are left out.
+        services: Services by name.
+        events: Events of all of them, newest last.
+        unreadable: Records that are left out.
+        kubernetes: Jobs and pools of a cluster; None if none is shown.
     """
 
     time: float
@@ -412,7 +442,7 @@ class DashboardState:
     more_jobs: int = 0
     services: tuple[ServiceStatus, ...] = ()
     events: tuple[EventRow, ...] = ()
-    unreadable: tuple[UnreadableRecord, ...] = field(default=())
+    unreadable: tuple[UnreadableRecord, ...] = ()
     kubernetes: KubernetesStatus | None = None
 
 
@@ -420,8 +450,8 @@ def as_json(value: Any, after_look: int = -1) -> Any:
     """Return dataclasses as what `json.dumps` takes: NaN and infinite numbers are None, as JSON has neither.
 
     Args:
-        value: a dataclass of this module, or a part of it. Fields whose metadata say `"json": False` are left out.
-        after_look: histories hold the points that looks after this one have added; -1 for all.
+        value: A dataclass of this module, or a part of it. Fields whose metadata say `"json": False` are left out.
+        after_look: Histories have the points that looks after this one added; -1 for all.
     """
     if isinstance(value, (JobPoint, ServicePoint)):
         return {

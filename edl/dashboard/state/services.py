@@ -1,50 +1,51 @@
-"""Services: the registry's teachers joined with the load that teachers and students report.
+"""Services: the registry's teachers joined with the load that they and students report; and the merged events.
+
+A registry keeps no history: what happened to teachers and students is found by comparing looks.
 
 What does not belong here: what follows from the load (`edl.master.scaling`).
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from edl.dashboard.state.checks import text
-from edl.dashboard.state.masters import decode_wanted
-from edl.dashboard.state.schema import ServiceStatus, StudentStatus, TeacherStatus, UnreadableRecord
+from edl.dashboard.state.records import decode_wanted, text
+from edl.dashboard.state.schema import EventRow, JobStatus, ServiceStatus, TeacherStatus, UnreadableRecord, WantedCount
 from edl.discovery.registry import Instance, Registry, Snapshot
 from edl.discovery.store import Store
 from edl.load_reporting import ServiceLoad, StudentRate, TeacherRate, read_all_wanted, read_services
+from edl.settings import DiscoverySettings
 
-__all__ = ["ServiceReader"]
+__all__ = ["ServiceReader", "find_changes", "merge_events"]
 
-_VERSION: Final = "version"
-"""Name in a registration's metadata."""
+_LINGER_S: Final = 15.0
+"""A student without a reader stays listed this long: one that makes a reader in each epoch publishes again by then."""
+_READER: Final = re.compile(r"(.+)-[0-9a-f]{8}")
+"""Id of a reader: its process, and random digits."""
 
 _Wanted = Mapping[tuple[str, str], Mapping[str, Any]]
 
 
 class ServiceReader:
-    """Reads services, their load and what is wanted. Not thread-safe.
-
-    Args:
-        store: with the load; stays the caller's to close.
-        registry: with the teachers; stays the caller's to close.
-    """
+    """Reads services, their load and what is wanted. Not thread-safe."""
 
     def __init__(self, store: Store, registry: Registry) -> None:
         self._store = store
         self._registry = registry
+        self._students: dict[str, dict[str, _Student]] = defaultdict(dict)
 
-    def read(self) -> tuple[list[ServiceStatus], _Wanted, list[UnreadableRecord]]:
+    def read(self, now_s: float) -> tuple[list[ServiceStatus], _Wanted, list[UnreadableRecord]]:
         """Ask the Store and the registry.
 
         Returns:
             The services by name; what is wanted, by ("teachers" or "workers", name); what could not be read.
 
         Raises:
-            DiscoveryError: the Store or the registry does not answer.
+            DiscoveryError: The Store or the registry does not answer.
         """
         wanted = read_all_wanted(self._store)
         loads = read_services(self._store)
@@ -54,88 +55,223 @@ class ServiceReader:
             for service, snapshot in snapshots.items()
             for bad in snapshot.rejected
         ]
+        students = {name: self._merge_readers(name, loads.get(name), now_s) for name in {*loads, *self._students}}
         names = snapshots.keys() | loads.keys() | {name for kind, name in wanted if kind == "teachers"}
-        services = [
-            _service(name, snapshots.get(name), loads.get(name), wanted.get(("teachers", name)))
-            for name in sorted(names)
-        ]
+        names |= {name for name, found in students.items() if found}
+        services = []
+        for name in sorted(names):
+            count = wanted.get(("teachers", name))
+            asked = students.get(name, ())
+            services.append(
+                ServiceStatus(
+                    service=name,
+                    teachers=tuple(_teachers(snapshots.get(name), loads.get(name), asked)),
+                    students=tuple(asked),
+                    wanted=decode_wanted(count) if count is not None else None,
+                )
+            )
         return services, wanted, unreadable
 
+    def _merge_readers(self, service: str, load: ServiceLoad | None, now_s: float) -> list[StudentRate]:
+        """Return a service's students. The readers of a process are one student, be it several or one after another."""
+        known = self._students[service]
+        rates = {rate.id: rate for rate in (load.students if load is not None else ())}
+        for rate in rates.values():
+            match = _READER.fullmatch(rate.id)
+            student = known.setdefault(match[1] if match is not None else rate.id, _Student())
+            student.readers[rate.id] = student.last = rate
+            student.seen_s = now_s
+        for name, student in list(known.items()):
+            for reader in student.readers.keys() - rates.keys():
+                gone = student.readers.pop(reader)
+                student.rows_before += gone.rows_asked
+                student.wait_before_s += gone.wait_s
+            if not student.readers and now_s - student.seen_s > _LINGER_S:
+                del known[name]
+        return [student.rate(name) for name, student in sorted(known.items())]
 
-def _service(
-    name: str, snapshot: Snapshot | None, load: ServiceLoad | None, wanted: Mapping[str, Any] | None
-) -> ServiceStatus:
-    students = load.students if load is not None else ()
+
+class _Student:
+    """The readers of a process, and what those before them did: a counter must not fall when a reader is closed."""
+
+    last: StudentRate
+
+    def __init__(self) -> None:
+        self.readers: dict[str, StudentRate] = {}
+        self.rows_before = 0.0
+        self.wait_before_s = 0.0
+        self.seen_s = 0.0
+
+    def rate(self, name: str) -> StudentRate:
+        """Return the sum of all readers."""
+        readers = list(self.readers.values()) or [
+            replace(self.last, rows_per_s=0.0, demand=0.0, teachers=(), idle=True)
+        ]
+        closed = not self.readers
+        demands = [reader.demand for reader in readers if reader.demand is not None]
+        return StudentRate(
+            id=text(name),
+            job=text(self.last.job),
+            host=self.last.host,
+            rows_per_s=sum(reader.rows_per_s for reader in readers),
+            demand=sum(demands) if demands else None,
+            wait_share=max(reader.wait_share for reader in readers),
+            source_wait_share=max(reader.source_wait_share for reader in readers),
+            teachers=tuple(dict.fromkeys(teacher for reader in readers for teacher in reader.teachers)),
+            idle=all(reader.idle for reader in readers),
+            seconds=max(reader.seconds for reader in readers),
+            rows_asked=self.rows_before + (0.0 if closed else sum(reader.rows_asked for reader in readers)),
+            wait_s=self.wait_before_s + (0.0 if closed else sum(reader.wait_s for reader in readers)),
+        )
+
+
+def _teachers(
+    snapshot: Snapshot | None, load: ServiceLoad | None, students: Iterable[StudentRate]
+) -> Iterator[TeacherStatus]:
+    """Yield registered teachers with their load, lapsed ones after them, and last those that only publish."""
     asked_by: dict[str, list[str]] = defaultdict(list)
     for student in students:
         for teacher in student.teachers:
             asked_by[teacher].append(student.id)
     rates = {rate.teacher or rate.id: rate for rate in (load.teachers if load is not None else ())}
-    teachers = []
-    if snapshot is not None:
-        for instance in snapshot.instances:
-            teachers.append(_registered(instance, instance.state, rates.pop(instance.id, None), asked_by))
-        for instance in snapshot.lapsed:
-            rate = rates.pop(instance.id, None)
-            lapsed = _registered(instance, "lapsed", rate, asked_by)
-            teachers.append(replace(lapsed, rows_per_s=None, queue_rows=None, compute_share=None))
-    for key in sorted(rates):  # they publish, and are not registered: they start, or the registry is another one
-        teachers.append(_unregistered(key, rates[key], asked_by))
-    count = decode_wanted(wanted) if wanted is not None else None
-    return ServiceStatus(
-        service=name,
-        teachers=tuple(teachers),
-        students=tuple(_student(student) for student in students),
-        wanted=count,
-    )
+    for instance in snapshot.instances if snapshot is not None else ():
+        yield _teacher(instance.id, instance, instance.state, rates.pop(instance.id, None), asked_by)
+    for instance in snapshot.lapsed if snapshot is not None else ():
+        lapsed = _teacher(instance.id, instance, "lapsed", rates.pop(instance.id, None), asked_by)
+        yield replace(lapsed, rows_per_s=None, queue_rows=None, compute_share=None)
+    for key, rate in sorted(rates.items()):  # they start, or are registered elsewhere
+        yield _teacher(key, None, rate.state, rate, asked_by)
 
 
-def _registered(
-    instance: Instance, state: str, rate: TeacherRate | None, asked_by: Mapping[str, list[str]]
+def _teacher(
+    name: str, instance: Instance | None, state: str, rate: TeacherRate | None, asked_by: Mapping[str, list[str]]
 ) -> TeacherStatus:
-    return TeacherStatus(
-        id=instance.id,
-        endpoint=instance.endpoint,
-        model=instance.model or (rate.model if rate is not None else ""),
-        version=instance.meta.get(_VERSION, "") or (rate.version if rate is not None else ""),
-        state=state,
-        students=tuple(asked_by.get(instance.id, ())),
-        **_load(rate),
-    )
-
-
-def _unregistered(key: str, rate: TeacherRate, asked_by: Mapping[str, list[str]]) -> TeacherStatus:
-    return TeacherStatus(
-        id=text(key),
-        endpoint=rate.endpoint,
-        model=rate.model,
-        version=rate.version,
-        state=rate.state,
-        students=tuple(asked_by.get(key, ())),
-        **_load(rate),
-    )
-
-
-def _load(rate: TeacherRate | None) -> dict[str, Any]:
+    model, version, endpoint = (rate.model, rate.version, rate.endpoint) if rate is not None else ("", "", "")
+    if instance is not None:
+        model, version = instance.model or model, instance.meta.get("version", "") or version
+        endpoint = instance.endpoint
+    status = TeacherStatus(text(name), endpoint, model, version, state, students=tuple(asked_by.get(name, ())))
     if rate is None:
-        return {}
-    return {
-        "rows_per_s": rate.rows_per_s,
-        "queue_rows": rate.queue_rows,
-        "compute_share": rate.compute_share,
-        "rows": rate.rows,
-        "compute_s": rate.compute_s,
-        "workers": rate.workers,
-    }
-
-
-def _student(rate: StudentRate) -> StudentStatus:
-    return StudentStatus(
-        id=text(rate.id),
-        job=text(rate.job),
+        return status
+    return replace(
+        status,
         rows_per_s=rate.rows_per_s,
-        wait_share=rate.wait_share,
-        teachers=tuple(rate.teachers),
-        rows=rate.rows_asked,
-        wait_s=rate.wait_s,
+        queue_rows=rate.queue_rows,
+        compute_share=rate.compute_share,
+        rows=rate.rows,
+        compute_s=rate.compute_s,
+        workers=rate.workers,
     )
+
+
+# --- Events ---
+
+_LAPSED: Final = "its lease ran out: the process is dead or paused, or cannot reach the registry"
+_DRAINED: Final = "it had drained"
+_LEFT: Final = "its registration was removed: it closed"
+_GONE: Final = (
+    "its record ended: it closed, was killed, or was paused for longer than its lease "
+    f"({DiscoverySettings.ttl_s:g} s by default)"
+)
+_KINDS: Final = {"ready": "join", "starting": "starting", "draining": "draining", "lapsed": "lapsed"}
+_TEXTS: Final = {
+    "ready": "the teacher is ready",
+    "starting": "a teacher starts",
+    "draining": "the teacher finishes what it has",
+    "lapsed": "the teacher is gone",
+}
+
+
+def find_changes(before: Sequence[ServiceStatus], after: Sequence[ServiceStatus], now_s: float) -> Iterator[EventRow]:
+    """Yield what happened between two looks. A registry keeps no history: an event has the time of the second look."""
+    old = {service.service: service for service in before}
+    new = {service.service: service for service in after}
+    for name in sorted(old.keys() | new.keys()):
+        first, second = (found.get(name, ServiceStatus(name, (), ())) for found in (old, new))
+        states, states_now = ({teacher.id: teacher.state for teacher in one.teachers} for one in (first, second))
+        yield from _teacher_changes(name, states, states_now, now_s)
+        jobs, jobs_now = ({student.id: student.job for student in one.students} for one in (first, second))
+        yield from _student_changes(name, jobs, jobs_now, now_s)
+
+
+def _teacher_changes(name: str, old: Mapping[str, str], new: Mapping[str, str], now_s: float) -> Iterator[EventRow]:
+    for teacher in sorted(old.keys() | new.keys()):
+        state = new.get(teacher)
+        if state == old.get(teacher):
+            continue
+        if state is None:
+            if old[teacher] != "lapsed":  # the registry forgets a lapsed one after a while
+                cause = {"draining": _DRAINED, "ready": _LEFT}.get(old[teacher], _GONE)
+                yield EventRow(now_s, "leave", "the teacher has left", cause, service=name, node=teacher)
+            continue
+        kind, words = _KINDS.get(state, state), _TEXTS.get(state, f"the teacher is {state}")
+        yield EventRow(now_s, kind, words, _LAPSED if state == "lapsed" else "", service=name, node=teacher)
+
+
+def _student_changes(name: str, old: Mapping[str, str], new: Mapping[str, str], now_s: float) -> Iterator[EventRow]:
+    for student in sorted(old.keys() ^ new.keys()):
+        came = student in new
+        words, cause = ("a student has come", "") if came else ("a student has gone", _GONE)
+        job = (new if came else old)[student] or None
+        yield EventRow(now_s, "join" if came else "leave", words, cause, job=job, service=name, node=student)
+
+
+LAST_MERGED: Final = 100
+"""More than a person reads; about 20 KB as JSON."""
+
+_RENAMED: Final = {
+    "generation": "generation {generation} begins",
+    "restart": "the workers start again",
+    "faulty": "the host is left out",
+}
+"""Texts for events that EDL decided: their own text is their cause."""
+
+
+def merge_events(
+    jobs: Iterable[JobStatus], services: Iterable[ServiceStatus], changes: Iterable[EventRow] = ()
+) -> tuple[EventRow, ...]:
+    """Return the last events of all, newest last; `changes` are those of services, found between looks."""
+    found: list[EventRow] = list(changes)
+    for job in jobs:
+        found += _job_events(job)
+        found += job.master.events if job.master is not None else ()
+        found += _decisions(job.wanted_workers, "workers", job=job.job)
+    for service in services:
+        found += _decisions(service.wanted, "teachers", service=service.service)
+    found.sort(key=lambda event: event.time)
+    return tuple(found[-LAST_MERGED:])
+
+
+def _job_events(job: JobStatus) -> Iterator[EventRow]:
+    began: set[int] = set()
+    for event in job.events:
+        if event.kind == "generation":  # each node records it
+            if event.generation in began:
+                continue
+            began.add(event.generation)
+        words = _RENAMED.get(event.kind)
+        yield EventRow(
+            time=event.at,
+            kind=event.kind,
+            text=words.format(generation=event.generation) if words is not None else event.text,
+            cause=event.cause,
+            job=job.job,
+            node=None if event.kind == "generation" else event.node,
+            decision=words is not None,
+        )
+
+
+def _decisions(
+    wanted: WantedCount | None, what: str, *, job: str | None = None, service: str | None = None
+) -> Iterator[EventRow]:
+    for decision in wanted.decisions if wanted is not None else ():
+        if decision.time is not None and decision.count is not None:
+            yield EventRow(
+                time=decision.time,
+                kind="wanted",
+                text=f"{decision.count} {what} wanted",
+                cause=decision.reason,
+                job=job,
+                service=service,
+                decision=True,
+            )

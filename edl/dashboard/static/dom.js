@@ -21,7 +21,8 @@ export function setText(node, text) {
 }
 
 export function setTitle(node, text) {
-  if (node.title !== text) node.title = text;
+  if (text === "") node.removeAttribute("title");
+  else if (node.title !== text) node.title = text;
 }
 
 export function setClass(node, name) {
@@ -35,8 +36,15 @@ export function nameElement(text = "") {
   return made;
 }
 
+/** Shorten names that `edl run` made, run-<32 hexadecimal digits>: eight digits tell jobs apart. */
+export function shortName(text) {
+  return text.replace(/\b(run-[0-9a-f]{8})[0-9a-f]{24}\b/g, "$1");
+}
+
 export function setName(node, text) {
-  setText(node, text.trim() === "" ? "(no name)" : text);
+  const short = shortName(text);
+  setText(node, text.trim() === "" ? "(no name)" : short);
+  setTitle(node, short === text ? "" : text);
 }
 
 /** Show a name, or another text from outside, in a table's cell. */

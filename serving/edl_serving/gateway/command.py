@@ -16,10 +16,9 @@ from edl.settings import Credentials
 from edl.tokenizer_hash import hash_tokenizer
 from edl_serving import options as v
 from edl_serving.gateway.engine import EngineAccess, EngineAddress
-from edl_serving.options import CommandParser, Option, OptionGroup
+from edl_serving.options import Option, OptionGroup, ServingParser
 from edl_serving.request_error import RequestError
-from edl_serving.serve_config import GROUPS as SERVE_GROUPS
-from edl_serving.serve_config import TeacherConfig, pick, prepare_process, refuse_zero
+from edl_serving.serve_config import SERVER_GROUPS, TeacherConfig, pick, prepare_process, refuse_zero
 
 _log = logging.getLogger(__name__)
 
@@ -33,11 +32,16 @@ _QUEUED_BATCHES = 4
 _ENGINE = OptionGroup(
     "the engine",
     (
-        Option("top-k", v.count, "K", "largest number of log-probabilities a token that students get (default 64)"),
         Option("model-version", v.text, "TEXT", "identifies the weights to caches of labels; the engine does not know"),
+        Option("top-k", v.count, "K", "largest number of log-probabilities a token that students get (default 64)"),
         Option("tokenizer", v.text, "PATH", "the model's tokenizer.json, or its folder: students compare its hash"),
-        Option("engine-model", v.text, "NAME", "the engine's name of the model (default: --model, or its only one)"),
+        Option("engine-model", v.text, "NAME", "the engine's name of the model (default: --service, or its only one)"),
         Option("max-tokens", v.count, "N", "most tokens in flight in the engine (default 16384)"),
+    ),
+)
+_MORE_ENGINE = OptionGroup(
+    "more about the engine",
+    (
         Option("engine-timeout", v.duration_s, "TIME", "time to answer about a sequence (default 2m)"),
         Option("engine-wait", v.duration_s, "TIME", "how long to wait for an engine that starts (default 10m)"),
         Option("engine-ca", v.text, "FILE", "CAs of its certificate, for vllm+https:// (default: the system's)"),
@@ -46,6 +50,7 @@ _ENGINE = OptionGroup(
         Option("timeout", v.duration_s, "TIME", "time that a health check may take (default 5s)"),
         Option("failures", v.count, "N", "health checks without an answer before it counts as gone (default 3)"),
     ),
+    advanced=True,
 )
 _NOT_OURS = ("max-batch", "max-delay")
 """Options of `edl serve` that the gateway derives from `--max-tokens`."""
@@ -53,8 +58,9 @@ GATEWAY_GROUPS = (
     _ENGINE,
     *[
         replace(group, options=tuple(option for option in group.options if option.name not in _NOT_OURS))
-        for group in SERVE_GROUPS[1:]
+        for group in SERVER_GROUPS
     ],
+    _MORE_ENGINE,
 )
 """The options of the gateway: those of `edl serve`, with the engine's in place of the model's."""
 
@@ -128,11 +134,11 @@ the prediction of token t + 1, the last row that of what would follow. It is in 
 engine is healthy. SIGTERM drains."""
 _EXAMPLES = """\
 examples:
-  edl register vllm://127.0.0.1:8000 --model qwen --top-k 64 --tokenizer ./qwen --model-version r1
-  edl register sglang://127.0.0.1:30000 --model qwen --model-version r1 --host 0.0.0.0
-  edl register vllm+https://10.0.0.9:8000 --model qwen --model-version r1 --engine-ca ca.pem \\
-               --engine-token-file key
-
+  edl register vllm://127.0.0.1:8000 --service qwen --top-k 64 --tokenizer ./qwen --model-version r1
+  edl register sglang://127.0.0.1:30000 --service qwen --model-version r1 --host 0.0.0.0
+  edl register vllm+https://10.0.0.9:8000 --service qwen --model-version r1 --engine-ca ca.pem \\
+               --engine-token-file key"""
+_DETAILS = """\
 vLLM gives 20 log-probabilities a token unless it is started with --max-logprobs 64; with
 --enable-scale-out it answers without making text of them, which is faster.
 
@@ -142,7 +148,8 @@ engine that cannot be used, 3 the engine failed while the gateway started."""
 
 def main(argv: Sequence[str]) -> int:
     """Run `edl register` with the address of an engine; return the exit code."""
-    parser = CommandParser("edl register vllm://HOST:PORT", _DESCRIPTION, _EXAMPLES)
+    parser = ServingParser("edl register vllm://", _DESCRIPTION, _EXAMPLES, _DETAILS)
+    parser.usage = "edl register vllm://HOST:PORT [OPTION ...]"
     parser.add_argument("endpoint", metavar="ENGINE", help="vllm://host:port or sglang://host:port, +https for TLS")
     arguments, given = parser.parse_settings(GATEWAY_GROUPS, argv)
     config = GatewayConfig.of(arguments["endpoint"], given)

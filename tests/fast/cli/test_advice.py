@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from edl.cli.scaling.advice import WorkerAdviser
+from edl.cli.master import WorkerAdviser
 from edl.collective.goodput import NodeRecord, ProgressMark, TimeCategory, span_of
 from edl.collective.job_records import JobState, Member, World
 from edl.discovery import Store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 import edl
-from edl.cli import _commands, main
-from edl.cli._credentials import default_host, warn_of_open_port
+from edl.cli import explain_missing, find_commands, main
+from edl.cli.master import default_host, warn_of_open_port
+from edl.command_line import CommandParser, duration, parse_duration, port
+from edl.errors import SettingsError
 from edl.settings import Credentials
 
 AddCommand = Callable[[str, str], None]
@@ -38,19 +41,25 @@ def add_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AddCommand:
     return add
 
 
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for name, command in _commands.find().items():
-        summary = command.summary()
-        assert not summary.startswith("("), f"edl {name}: its module's docstring cannot be read"
+    for name, command in find_commands().items():
+        summary = command.summary
+        assert summary, f"edl {name}: its module's docstring cannot be read"
         assert f"  {name}" in text
         assert summary in text
         assert len(summary) < 100
-        with pytest.raises(SystemExit) as stop:
-            main([name, "--help"])
-        assert stop.value.code == 0
-        assert capsys.readouterr().out.startswith(f"usage: edl {name}")
+        for option, most in (("--help", 60), ("--help-all", 1000)):
+            with pytest.raises(SystemExit) as stop:
+                main([name, option])
+            assert stop.value.code == 0
+            shown = capsys.readouterr().out
+            assert shown.startswith(f"usage: edl {name}")
+            assert shown.count("\n") <= most, "the usual options fit a screen"
+        assert main([name, "--halp"]) == 2
+        assert "did you mean '--help'" in capsys.readouterr().err, "an option's near miss is named before all else"
     assert max(map(len, text.splitlines())) <= 110
     assert main([]) == 2
     assert "usage: edl" in capsys.readouterr().out, "without a command the help is shown"
@@ -74,7 +83,7 @@ def test_help_needs_no_packages(command: str) -> None:
 def test_mistyped_command_gets_a_suggestion(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([typed]) == 2
     error = capsys.readouterr().err
-    assert f"did you mean `edl {meant}`?" in error
+    assert f"did you mean '{meant}'" in error
     assert main(["zzzzzz"]) == 2
     assert "teachers" in capsys.readouterr().err, "the known ones are listed"
     assert error.count("\n") == 1
@@ -89,7 +98,7 @@ def test_another_package_adds_a_command(add_command: AddCommand, capsys: pytest.
     assert out.startswith("hello you\nhello --help\n")
     assert "Offered by another package" in out
     add_command("teachers", "raise AssertionError")
-    assert _commands.find()["teachers"].target == "edl.cli.cmd_teachers:main", "own commands cannot be replaced"
+    assert find_commands()["teachers"].target == "edl.cli.teachers", "own commands cannot be replaced"
 
 
 @pytest.mark.parametrize(
@@ -129,11 +138,11 @@ def test_a_bug_is_not_disguised(add_command: AddCommand) -> None:
 
 
 def test_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = _commands.explain_missing(ModuleNotFoundError("", name="sklearn.datasets"))
+    told = explain_missing(ModuleNotFoundError("", name="sklearn.datasets"))
     assert told is not None
     assert "pip install scikit-learn" in told
     assert "[demo]" in told
-    assert _commands.explain_missing(ModuleNotFoundError("", name="edl.gone")) is None
+    assert explain_missing(ModuleNotFoundError("", name="edl.gone")) is None
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
@@ -168,3 +177,38 @@ def test_open_port_is_said(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_open_port("::", Credentials(token_file="tokens"))
     warn_of_open_port("::", Credentials(ca="ca.pem", cert="c.pem", key="k.pem"))
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5ms", 0.005), ("3s", 3.0), ("1.5m", 90.0), ("2min", 120.0), ("1h", 3600.0), ("7", 7.0)]
+)
+def test_durations_have_units(text: str, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds)
+    for wrong in ("", "3 weeks", "-1s", "nan", "inf", "1e3s"):
+        with pytest.raises(ValueError, match="with its unit"):
+            parse_duration(wrong)
+
+
+def parse(*arguments: str) -> object:
+    parser = CommandParser("edl test", "")
+    parser.add_store_option()
+    parser.add_argument("--port", type=port)
+    parser.add_argument("--wait", type=duration(0.5, 60))
+    parser.add_advanced_group("more").add_argument("--rare")
+    return parser.parse_args(arguments)
+
+
+def test_values_are_checked() -> None:
+    found = vars(parse("--discovery", "edl://a:1", "--store", "edl://a:1", "--wait", "500ms", "--port", "0"))
+    assert (found["store"], found["wait"], found["port"]) == ("edl://a:1", 0.5, 0)
+    for arguments, words in (
+        (("--discovery", "edl://a:1", "--store", "edl://b:1"), "--store edl://b:1: edl://a:1 was given before"),
+        (("--wait", "61s"), "--wait 61s: expected a duration from 0.5s to 60s"),
+        (("--port", "65536"), "--port 65536: expected a port"),
+        (("--rar", "1"), "unknown option '--rar'; did you mean '--rare'"),
+        (("--token=SECRET",), "unknown option '--token'"),
+        (("word",), "unknown argument 'word'"),
+    ):
+        with pytest.raises(SettingsError, match=re.escape(words)) as caught:
+            parse(*arguments)
+        assert "SECRET" not in str(caught.value)

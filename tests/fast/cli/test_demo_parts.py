@@ -13,9 +13,8 @@ pytest.importorskip("sklearn")
 
 
 from edl.cli import main  # noqa: E402
-from edl.cli.demo import data, models  # noqa: E402
-from edl.cli.demo.check import Delivered, Findings, check  # noqa: E402
-from edl.cli.demo.plan import DemoPlan  # noqa: E402
+from edl.cli.demo import models  # noqa: E402
+from edl.cli.demo.models import Delivered, DemoPlan, Digits, Findings, check  # noqa: E402
 
 PLAN = DemoPlan(Path("unused"), seeds=2, steps=5, rows=4)
 RIGHT = Findings(checked=40, lost=0, repeated=0, changed=0, mislabelled=0, out_of_order=0, largest_difference=0.0)
@@ -23,8 +22,8 @@ Batch = list[np.ndarray]
 
 
 @pytest.fixture(scope="module")
-def digits() -> data.Digits:
-    return data.load()
+def digits() -> Digits:
+    return models.load()
 
 
 @pytest.fixture(scope="module")
@@ -34,22 +33,22 @@ def teacher() -> models.Teacher:
 
 
 @pytest.fixture
-def batches(digits: data.Digits, teacher: models.Teacher) -> list[Batch]:
+def batches(digits: Digits, teacher: models.Teacher) -> list[Batch]:
     with torch.no_grad():
         return [
             [image, label, number, teacher(torch.from_numpy(image)).numpy()]
-            for image, label, number in data.batches(digits, PLAN)
+            for image, label, number in models.batches(digits, PLAN)
         ]
 
 
-def found(batches: list[Batch], digits: data.Digits, teacher: models.Teacher) -> Findings:
+def found(batches: list[Batch], digits: Digits, teacher: models.Teacher) -> Findings:
     delivered = Delivered(PLAN)
     for batch in batches:
         delivered.add(*batch)
     return replace(check(delivered, digits, teacher), largest_difference=0.0)
 
 
-def test_a_faultless_delivery(batches: list[Batch], digits: data.Digits, teacher: models.Teacher) -> None:
+def test_a_faultless_delivery(batches: list[Batch], digits: Digits, teacher: models.Teacher) -> None:
     findings = found(batches, digits, teacher)
     assert findings == RIGHT
     assert findings.all_well
@@ -61,7 +60,7 @@ def test_a_faultless_delivery(batches: list[Batch], digits: data.Digits, teacher
     assert found(swapped, digits, teacher) == replace(RIGHT, out_of_order=4)
 
 
-def test_spoiled_samples_are_found(batches: list[Batch], digits: data.Digits, teacher: models.Teacher) -> None:
+def test_spoiled_samples_are_found(batches: list[Batch], digits: Digits, teacher: models.Teacher) -> None:
     batches[2][3][[0, 1]] = batches[2][3][[1, 0]]
     findings = found(batches, digits, teacher)
     assert findings == replace(RIGHT, mislabelled=2)

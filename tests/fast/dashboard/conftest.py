@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from edl.dashboard.server import DashboardServer, DashboardSettings, look_loop
+from edl.dashboard import streams
+from edl.dashboard.server import DashboardServer, DashboardSettings
 from edl.discovery import Store
 
 
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have pages look at their store, and after their connections and certificates, more often than once a second."""
-    monkeypatch.setattr(look_loop, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(streams, "INTERVAL_S", 0.05)
     monkeypatch.setattr("edl.http_server.server.CHECK_EVERY_S", 0.05)
 
 

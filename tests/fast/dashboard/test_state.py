@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -12,20 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.cli import main
-from edl.cli.http import cmd_dashboard
+from edl.cli import main, servers
 from edl.collective.goodput import Event, NodeRecord, ProgressMark, encode_events, summarize
 from edl.collective.job_records import GAVE_UP, JobState
 from edl.dashboard.metrics import METRICS, DashboardMetrics, ServerFigures
-from edl.dashboard.server.settings import DEFAULT_PORT
+from edl.dashboard.server import DEFAULT_PORT
 from edl.dashboard.state import jobs, schema
 from edl.dashboard.state import reader as state_reader
-from edl.dashboard.state.cluster.view import ClusterView
-from edl.dashboard.state.history import History
-from edl.dashboard.state.service_changes import find_changes
-from edl.dashboard.state.services import ServiceReader
+from edl.dashboard.state.cluster import ClusterView
+from edl.dashboard.state.jobs import History
+from edl.dashboard.state.services import ServiceReader, find_changes
 from edl.discovery import Instance, Registry, Store
 from edl.discovery.registry import Snapshot
+from edl.discovery.served.store import DEFAULT_PORT as STORE_PORT
 from edl.errors import DiscoveryError
 from edl.kube.settings import KubeSettings
 from edl.settings import Credentials
@@ -146,13 +146,39 @@ def test_lapsed_teacher_has_no_rate(registry: Registry, store: Store, monkeypatc
         monkeypatch.setattr(registry, "services", lambda: ["s"])
         snapshot = Snapshot("s", **{"instances": (), "lapsed": (), **found})  # type: ignore[arg-type]
         monkeypatch.setattr(registry, "snapshot", lambda name, snapshot=snapshot: snapshot)
-        ((service,), _, _) = ServiceReader(store, registry).read()
+        ((service,), _, _) = ServiceReader(store, registry).read(NOW)
         (status,) = service.teachers
         assert (status.state, status.rows_per_s) == (("ready", 100.0) if live else ("lapsed", None))
         assert (status.compute_share is None, status.queue_rows) == ((False, 3) if live else (True, None))
 
 
 NOW = 1_000_000.0
+
+
+def put_reader(store: Store, reader: str, rows: int) -> None:
+    times = [{"t": t, "rows_asked": rows * t // 10, "wait_s": 0.0, "source_wait_s": 0.0} for t in (10, 5)]
+    record = {"v": 1, "id": reader, "job": "j", "host": "h", "teachers": ["t"], **times[0], "since": times[1]}
+    store.put(f"load/s/students/{reader}", json.dumps(record).encode())
+
+
+def test_process_is_one_student(registry: Registry, store: Store) -> None:
+    """Also readers that a student makes anew in each epoch; what it asked for never falls."""
+    reader = ServiceReader(store, registry)
+
+    def look(now_s: float) -> list[tuple[str, float, float]]:
+        services, _, _ = reader.read(now_s)
+        return [(student.id, student.rows_asked, student.rows_per_s) for one in services for student in one.students]
+
+    put_reader(store, "h-7-0000aaaa", 100)
+    assert look(0.0) == [("h-7", 100, 10)]
+    store.delete("load/s/students/h-7-0000aaaa")
+    assert look(2.0) == [("h-7", 100, 0)], "between two epochs it is still there"
+    put_reader(store, "h-7-0000bbbb", 50)
+    put_reader(store, "h-8-0000cccc", 10)
+    assert look(4.0) == [("h-7", 150, 5), ("h-8", 10, 1)]
+    store.delete("load/s/students/h-7-0000bbbb")
+    assert look(10.0)[0] == ("h-7", 150, 0)
+    assert look(30.0) == [("h-8", 10, 1)]
 
 
 def _exported(*found: schema.JobStatus, wanted: schema.WantedCount | None = None) -> dict[str, float]:
@@ -192,7 +218,8 @@ def test_unknown_samples_are_no_zero(samples: int) -> None:
 
 def test_metrics_and_port_are_those_of_docs() -> None:
     text = (Path(__file__).parents[3] / "docs/dashboard.md").read_text()
-    assert cmd_dashboard._PORT == DEFAULT_PORT
+    assert servers._PAGE_PORT == DEFAULT_PORT
+    assert servers._STORE_PORT == STORE_PORT
     assert f"localhost:{DEFAULT_PORT}" in text
     rows = re.findall(r"^\| `(edl_\w+)` \| (\w+) \| (.*?) \| (.*) \|$", text, re.MULTILINE)
     table = {name: (kind, tuple(re.findall(r"`(\w+)`", labels)), text) for name, kind, labels, text in rows}

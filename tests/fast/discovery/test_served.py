@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from edl.cli.cmd_store import _alone
-from edl.cli.cmd_store import main as serve_file
+from edl.cli.servers import _alone
+from edl.cli.servers import store as serve_file
 from edl.discovery import open_store
 from edl.discovery.served.addresses import ListenAddress
 from edl.discovery.served.server import StoreLimits, StoreServer

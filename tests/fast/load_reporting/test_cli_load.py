@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from edl.cli import main
-from edl.cli._changes import Change, brief_meta, changes, printable
-from edl.cli.scaling.load_view import LoadView
+from edl.cli.output import printable
+from edl.cli.teachers import Change, LoadView, brief_meta, changes
 from edl.discovery import Instance, Registry, Snapshot, Store, open_store
 from edl.discovery.registry import Rejected
 from edl.load_reporting import read_service
@@ -96,7 +96,7 @@ def test_masters_number_and_reason_are_shown(
     registry: Registry, store: Store, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [1000.0]
-    monkeypatch.setattr("edl.cli.scaling.load_view.time", SimpleNamespace(time=lambda: now_s[0]))
+    monkeypatch.setattr("edl.cli.teachers.time", SimpleNamespace(time=lambda: now_s[0]))
     record = {"v": 1, "count": 5, "now": 3, "since": 1.0, "decisions": [], "time": 990.0}
     store.put("wanted/teachers/s", json.dumps({**record, "reason": "students\x1b[2J wait"}).encode())
     text = shown(capsys, "--discovery", url)

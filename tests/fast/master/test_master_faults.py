@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from edl.dashboard.state.masters import decode_master
+from edl.dashboard.state.records import decode_master
 from edl.discovery import open_store
 from edl.errors import ConflictError, JournalError, NoMasterError, RejectedError, SettingsError
 from edl.master import MasterClient, MasterServer, MasterSettings, ShardReader, ShardSettings, open_dataset

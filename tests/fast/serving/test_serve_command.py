@@ -230,7 +230,7 @@ import contextlib, sys
 from edl.cli import main
 import edl_serving.cmd_register
 with contextlib.suppress(SystemExit):
-    main(["serve", "--help"])
+    main(["serve", "--help-all"])
 assert not {"torch", "paddle", "sklearn"} & set(sys.modules), "help loads a framework"
 sys.modules["torch"] = sys.modules["paddle"] = None
 for source in ("torchscript", "paddle"):
@@ -406,7 +406,7 @@ def test_endpoints(text: str, parsed: tuple[str, int] | None) -> None:
     ("arguments", "words"),
     [
         (["localhost:99999", "--model", "m"], "ENDPOINT 'localhost:99999'"),
-        (["localhost:1"], "name the model: --model NAME"),
+        (["localhost:1"], "name the service: --service NAME"),
         (["--model", "m"], "required: ENDPOINT"),
         (["localhost:1", "--model", "m", "--interval", "0s"], "--interval 0: expected more than nothing"),
         (["localhost:1", "--model", "m", "--priority", "high"], "--priority 'high': expected lowest, default, auto"),

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from edl.command_line import CommandParser
 from edl.discovery.served.addresses import outward_address
 from edl.errors import SettingsError
 from edl_serving import ServerSettings, TeacherServer, TensorSpec
 from edl_serving import options as values
 from edl_serving.backends.backend import cast_to_spec, parse_spec, parse_specs
 from edl_serving.backends.source import import_target
-from edl_serving.options import CommandParser, add_flags, read_file
+from edl_serving.options import add_flags, read_file
 from edl_serving.options import values as merged
 from edl_serving.request_error import RequestError
 from edl_serving.serve_config import GROUPS, ServeConfig
@@ -27,7 +28,7 @@ LEAST = ["--callable", "m:f", "--model", "digits"]
 def config_of(*arguments: str, file: str | None = None, folder: Path | None = None) -> ServeConfig:
     parser = CommandParser("edl serve", "", "")
     add_flags(parser, GROUPS)
-    flags = vars(parser.parse(arguments))
+    flags = vars(parser.parse_args(arguments))
     if file is None:
         return ServeConfig.of(merged(GROUPS, flags, {}))
     assert folder is not None
@@ -104,16 +105,16 @@ def test_flags_win_and_pairs_are_joined(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ([], "give the model by one of --callable, --factory"),
-        (["--callable", "m:f"], "name the model: --model NAME"),
+        (["--callable", "m:f"], "name the service: --service NAME"),
         ([*LEAST, "--paddle", "p"], "got --callable and --paddle"),
         ([*LEAST, "--max-batch", "many"], "--max-batch 'many': expected a whole number"),
         ([*LEAST, "--max-batch", "64", "--max-queue", "8"], "max_queue_rows=8"),
         ([*LEAST, "--max-delay", "5"], "--max-delay '5': expected a duration with its unit, as in 5ms"),
-        ([*LEAST, "--port"], "argument --port: expected one argument"),
+        ([*LEAST, "--port"], "--port expected one argument"),
         ([*LEAST, "--meta", "rack"], "--meta 'rack': expected key=value"),
         ([*LEAST, "--maxbatch", "8"], "unknown option '--maxbatch'; did you mean '--max-batch'"),
         ([*LEAST, "--max", "8"], "unknown option '--max'"),
-        ([*LEAST, "digits"], "unknown argument 'digits'; --help lists all"),
+        ([*LEAST, "digits"], "unknown argument 'digits'; --help-all lists all"),
         ([*LEAST, "--metrics-host", "0.0.0.0"], "--metrics-host means nothing without --metrics-port"),
         ([*LEAST, "--service", "two words"], "service 'two words'"),
         ([*LEAST, "--ttl", "1ms"], "ttl_s=0.001"),

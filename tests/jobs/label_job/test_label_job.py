@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.cli import _label_job, cmd_label, main
+from edl.cli import label, label_job, main
 from edl.discovery import open_store
 from edl.distill.cache import SoftLabelCache, load_labels
 from edl.errors import SettingsError
@@ -177,10 +177,10 @@ def test_other_jobs_are_refused(
     shutil.rmtree(run.folder / "labels")
     assert "300 rows are missing" in said("--no-data-check")
     assert run.asked.rows() == asked
-    monkeypatch.setattr(_label_job, "_LEASE_S", 1.0)
-    monkeypatch.setattr(_label_job, "_LOOK_S", 0.01)  # it looks while it is elected and cannot lead yet
+    monkeypatch.setattr(label_job, "_LEASE_S", 1.0)
+    monkeypatch.setattr(label_job, "_LOOK_S", 0.01)  # it looks while it is elected and cannot lead yet
     with open_store(run.store) as store:
         for entry in store.list("journals/"):
             store.delete(entry.key)
     with pytest.raises(SettingsError, match="what is done of job 'numbers' is in another journal"):
-        cmd_label.main(run.arguments("labels", "--no-data-check"))
+        label.main(run.arguments("labels", "--no-data-check"))

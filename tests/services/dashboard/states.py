@@ -10,6 +10,7 @@ CHECKSUM = "OSError: part-0117.parquet: page 4 has a wrong checksum"
 EXPIRED = "lease of node-a.cluster.example/0 expired"
 DEMAND = "students ask for 1,950 rows/s, and 3 ready teachers give 1,230"
 GAIN = "a fourth worker gains 24% for the 41 min that remain"
+NAMELESS = "run-" + 2 * "0123456789abcdef"
 CATEGORIES = ("train", "save", "load", "rollback", "rendezvous", "idle", "down")
 HOSTILE = [
     "</script><script>document.title='owned'</script>",
@@ -111,7 +112,7 @@ def service(name: str = "digits", teachers: int = 4, students: int = 2, now: flo
              "state": state, "rows_per_s": 410.5 - index, "queue_rows": 32 * index, "compute_share": 0.93,
              "students": asked[index % 2:]} for index, (name_, state) in enumerate(zip(ids, states, strict=True))],
         "students": [
-            {"id": student, "job": "resnet50-imagenet", "rows_per_s": 800.0, "wait_share": 0.31, "teachers": ids[:-1]}
+            {"id": student, "job": NAMELESS, "rows_per_s": 800.0, "wait_share": 0.31, "teachers": ids[:-1]}
             for student in asked],
         "wanted": {"count": 5, "now": teachers, "since": now - 45,
                    "reason": f"{DEMAND}: demand is above 90% for 15 s",

@@ -116,6 +116,11 @@ def test_everything_is_shown(look: Look) -> None:
         "1 record of the store could not be read",
     ):  # fmt: skip
         assert words in text, words
+    assert "run-01234567" in text
+    assert "run-012345678" not in text, "a name that edl run made takes the place of what matters"
+    page.resize(1400, 900)
+    height = "[...document.querySelectorAll('#events .badge')].map((badge) => badge.getClientRects().length)"
+    assert page.evaluate(f"Math.max(...{height}.slice(0, 100))") == 1, "a word of EDL's own does not fit its column"
     assert not page.evaluate("document.getElementById('empty').checkVisibility()")
     rows = "document.querySelectorAll('#events tbody tr').length"
     cell = "document.querySelector('#events tbody td')"

@@ -14,7 +14,7 @@ import tritonclient.grpc as tritonclient
 
 from benchmarks._borrowed import MAX_BATCH, Model, student
 from benchmarks._borrowed import start as start_online
-from edl.cli.cmd_label import main
+from edl.cli.label import main
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.cache import SoftLabelCache, load_labels
 from edl.distill.transport.schema import RequestPriority

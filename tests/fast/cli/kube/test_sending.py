@@ -8,13 +8,11 @@ from typing import Any, cast
 import pytest
 
 from edl.cli import main
-from edl.cli.kube.phases import FINAL_PHASES, PhaseObserver
-from edl.cli.kube.submission import sending
-from edl.cli.kube.submission.manifests import make_submission
-from edl.cli.kube.submission.options import ReplicaRange, RequestedPool, SubmitOptions
-from edl.cli.kube.submission.script import SCRIPT_LABEL, LocalScript
-from edl.cli.kube.submission.sending import create_all, find_pools, set_bounds
-from edl.cli.kube.targets import Target
+from edl.cli.kube import sending
+from edl.cli.kube.logs import FINAL_PHASES, PhaseObserver
+from edl.cli.kube.manifests import LocalScript, ReplicaRange, RequestedPool, SubmitOptions, make_submission
+from edl.cli.kube.sending import create_all, find_pools, set_bounds
+from edl.cli.kube.workloads import SCRIPT_LABEL, SUBMISSION_MARK, Target
 from edl.errors import ConflictError, InvalidObjectError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object, ObjectList
@@ -99,7 +97,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def manifests(content: bytes = b"") -> list[dict[str, Any]]:
     script = LocalScript("t.py", "t.py", content)
-    return list(make_submission(SubmitOptions(name="a", script="t.py", image="i"), script).objects)
+    return make_submission(SubmitOptions(name="a", script="t.py", image="i"), script)
 
 
 def submit(api: FakeApi) -> tuple[list[Object], list[str]]:
@@ -157,25 +155,21 @@ def test_job_of_the_same_name_is_not_ours() -> None:
         assert api.objects == {("ElasticJob", "a"): other}
 
 
-def delete_job(api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edl.cli.kube.cmd_delete.open_cluster", lambda options: contextlib.nullcontext(api))
-    assert main(["delete", "a"]) == 0
-
-
 def test_deleted_job_takes_its_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     api = FakeApi()
     submit(api)
     for item in (*manifests(b"1"), *manifests(b"2")):  # kubectl apply of --dry-run, twice
         if item["kind"] == "ConfigMap":
             api.create(CONFIG_MAPS, item, "n")
-    coming = {"name": "a-script-coming", "annotations": {sending.SUBMISSION_MARK: "m"}, "labels": {SCRIPT_LABEL: "a"}}
+    coming = {"name": "a-script-coming", "annotations": {SUBMISSION_MARK: "m"}, "labels": {SCRIPT_LABEL: "a"}}
     owner = {"kind": "ElasticJob", "name": "a", "uid": "next"}
     owned = {"name": "a-script-next", "ownerReferences": [owner], "labels": {SCRIPT_LABEL: "a"}}
     other = {"name": "b-script", "labels": {SCRIPT_LABEL: "b"}}
     for metadata in (coming, owned, other):
         api.create(CONFIG_MAPS, {"metadata": metadata}, "n")
     del api.objects["ConfigMap", SCRIPT]["metadata"]["ownerReferences"]  # killed before the job owned its script
-    delete_job(api, monkeypatch)
+    monkeypatch.setattr("edl.cli.kube.workloads.open_cluster", lambda options: contextlib.nullcontext(api))
+    assert main(["delete", "a"]) == 0
     assert api.names() == ["ConfigMap/a-script-coming", "ConfigMap/a-script-next", "ConfigMap/b-script"]
 
 
@@ -225,7 +219,7 @@ def test_service_is_the_pools(options: list[str], service: str, monkeypatch: pyt
     """A pool that exists may serve under another name than its own: students ask for that."""
     api = FakeApi()
     api.objects["TeacherPool", "big"] = {"metadata": {"name": "big", "uid": "p"}, "spec": {"service": "digits"}}
-    monkeypatch.setattr("edl.cli.kube.cmd_submit.open_cluster", lambda options: contextlib.nullcontext(api))
+    monkeypatch.setattr("edl.cli.kube.submit.open_cluster", lambda options: contextlib.nullcontext(api))
     command = ["submit", "--image", "i", "--name", "a", "--teachers", "big", "--script-in-image", *options, "t.py"]
     assert main(command) == 0
     assert read_env(api.objects["ElasticJob", "a"]) == [{"name": "EDL_SERVICE", "value": service}]

@@ -18,18 +18,19 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from edl.background import start_call
-from edl.cli.kube import cmd_logs
-from edl.cli.kube.cmd_scale import scale_patch
-from edl.cli.kube.member_logs.follower import FollowOptions, LogFollower
-from edl.cli.kube.member_logs.lines import LineCutter, terminal_safe
-from edl.cli.kube.member_logs.pod_log import PodLog
-from edl.cli.kube.member_logs.selection import read_pod, select_present, select_previous, sort_pods
-from edl.cli.kube.tables import age, jobs_table, pools_table
-from edl.cli.kube.targets import Target, parse_target
-from edl.cli.kube.workload_status import WorkloadLook, WorkloadStatus
-from edl.cli.kube.workload_view import decode_events, workload_view
-from edl.dashboard.state.cluster.decoding import decode_workload
-from edl.dashboard.state.schema import as_json
+from edl.cli.kube import logs
+from edl.cli.kube.logs import LineCutter, LogFollower, PodLog, read_pod, sort_pods, terminal_safe
+from edl.cli.kube.workload_status import (
+    WorkloadLook,
+    WorkloadStatus,
+    decode_events,
+    workload_view,
+    workloads_table,
+)
+from edl.cli.kube.workloads import Target, parse_target, scale_patch
+from edl.cli.output import age
+from edl.dashboard.state import as_json
+from edl.dashboard.state.cluster import decode_workload
 from edl.discovery import open_store
 from edl.errors import AccessDeniedError, ConflictError, EDLError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
@@ -106,7 +107,7 @@ def test_failed_job_is_explained() -> None:
     assert "2x out_of_memory; memory x2.25" in text
     assert "out_of_memory, exit code 137 on node1: Killed" in text
     assert "waiting (next try in 30s)" in text
-    row = shown(jobs_table([item], NOW, namespaces=True))
+    row = shown(workloads_table([item], NOW, namespaces=True))
     assert "ValueError: no such" in row, "the last line of a traceback says what it is"
     json.dumps(as_json(item), allow_nan=False)
 
@@ -134,11 +135,11 @@ def test_phases_that_no_status_says() -> None:
     assert decode_workload("job", new).phase == ""
     refused = job(phase="Pending", conditions=[{"type": "Accepted", "status": "False", "message": "min above max"}])
     assert decode_workload("job", refused).phase == "Rejected"
-    assert "min above max" in shown(jobs_table([decode_workload("job", refused)], NOW, namespaces=False))
+    assert "min above max" in shown(workloads_table([decode_workload("job", refused)], NOW, namespaces=False))
     deleted = job(phase="Running")
     deleted["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
     assert decode_workload("job", deleted).phase == "Deleting"
-    assert "no operator has looked" in shown(jobs_table([decode_workload("job", new)], NOW, namespaces=False))
+    assert "no operator has looked" in shown(workloads_table([decode_workload("job", new)], NOW, namespaces=False))
     pool = {"metadata": {"name": "p"}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}}
     assert decode_workload("pool", pool).phase == "Running"
 
@@ -150,7 +151,7 @@ def test_pool_says_why_it_does_not_grow() -> None:
         "spec": {"minReplicas": 0, "maxReplicas": 4},
         "status": {"phase": "Running", "readyReplicas": 2, "wantedReplicas": 4, "borrowed": 2, "conditions": [growing]},
     }
-    text = shown(pools_table([decode_workload("pool", found)], NOW, namespaces=False))
+    text = shown(workloads_table([decode_workload("pool", found)], NOW, namespaces=False))
     assert "2/4 (0-4)" in text
     assert "no GPU is idle" in text
 
@@ -181,7 +182,7 @@ def test_any_object_is_a_row(metadata: Any, spec: Any, status: Any, pod_status: 
         item = decode_workload(kind, {"metadata": name, "spec": spec, "status": status}, pods)
         json.dumps(as_json(item), allow_nan=False)
         shown(workload_view(item, decode_events([metadata, status], 5), NOW))
-        shown((jobs_table if kind == "job" else pools_table)([item], NOW, namespaces=True))
+        shown(workloads_table([item], NOW, namespaces=True))
 
 
 @pytest.mark.parametrize(
@@ -378,8 +379,8 @@ def test_pods_are_chosen() -> None:
     assert found[1].started
     assert found[1].container == "edl"
     assert found[0].ended
-    assert [item.attempt for item in select_present(found)] == [10, 0]
-    assert [(item.member, item.attempt) for item in select_previous(found)] == [("worker-2", 1)]
+    assert [item.attempt for item in logs.select_present(found)] == [10, 0]
+    assert [(item.member, item.attempt) for item in logs.select_previous(found)] == [("worker-2", 1)]
     assert sort_pods(pods, "teacher", None) == []
     assert [item.index for item in sort_pods(pods, "worker", 10)] == [10]
 
@@ -427,9 +428,7 @@ def test_error_of_a_reader_is_told(exc: EDLError, phase: str) -> None:
     cluster = FakeCluster(refuse(exc))
     cluster.job = {**JOB, "status": {"phase": phase}}
     target = Target("job", "a", JOB)
-    follower = LogFollower(
-        cast(KubeClient, cluster), target, FollowOptions(), lambda pod, line: None, lambda words: None
-    )
+    follower = LogFollower(cast(KubeClient, cluster), target, lambda pod, line: None, lambda words: None)
     with pytest.raises(type(exc), match=str(exc)):
         follower.run()
 
@@ -470,10 +469,10 @@ def test_lost_node_hides_no_other_log(monkeypatch: pytest.MonkeyPatch, capsys: p
         **POD,
         "metadata": {**POD["metadata"], "name": "q", "labels": {"edl.io/role": "worker", "edl.io/index": "1"}},
     }
-    monkeypatch.setattr(cmd_logs, "list_pods", lambda client, target: [POD, other])
-    monkeypatch.setattr(cmd_logs, "find_target", lambda client, name: Target("job", "a", JOB))
-    monkeypatch.setattr(cmd_logs, "open_cluster", lambda options: contextlib.nullcontext(cluster))
-    assert cmd_logs.main(["a"]) == 1
+    monkeypatch.setattr(logs, "list_pods", lambda client, target: [POD, other])
+    monkeypatch.setattr(logs, "find_target", lambda client, name: Target("job", "a", JOB))
+    monkeypatch.setattr(logs, "open_cluster", lambda options: contextlib.nullcontext(cluster))
+    assert logs.main(["a"]) == 1
     said = capsys.readouterr()
     assert "second" in said.out
     assert "worker-0: dial tcp: no route to host" in said.err
@@ -481,7 +480,7 @@ def test_lost_node_hides_no_other_log(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_pod_that_writes_on_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod of a failed job has its grace period, and writes all the time: the command ends, and says what it left."""
-    monkeypatch.setattr("edl.cli.kube.member_logs.follower._DRAIN_S", 0.5)
+    monkeypatch.setattr("edl.cli.kube.logs._DRAIN_S", 0.5)
     ended = threading.Event()
 
     def write_on() -> Iterator[bytes]:
@@ -493,13 +492,7 @@ def test_pod_that_writes_on_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
     cluster = FakeCluster(write_on)
     cluster.job = {**JOB, "status": {"phase": "Failed"}}
     notes: list[str] = []
-    follower = LogFollower(
-        cast(KubeClient, cluster),
-        Target("job", "a", JOB),
-        FollowOptions(),
-        lambda pod, line: None,
-        notes.append,
-    )
+    follower = LogFollower(cast(KubeClient, cluster), Target("job", "a", JOB), lambda pod, line: None, notes.append)
     running = start_call("test-follow", follower.run)
     try:
         assert running.result(60) == "Failed"

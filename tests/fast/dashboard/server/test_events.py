@@ -18,8 +18,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from edl.dashboard.server import DashboardServer, DashboardSettings, look_loop
-from edl.dashboard.server.event_stream import EventStreams
+from edl.dashboard import streams
+from edl.dashboard.server import DashboardServer, DashboardSettings
+from edl.dashboard.streams import EventStreams
 from edl.discovery import Store, open_store
 from tests.fast.dashboard.server import EventClient, ask, put_job, put_master, samples
 from tests.fast.discovery.conformance.backends import ServedBackend
@@ -93,7 +94,7 @@ def test_slow_client_is_let_go(url: str, store: Store, monkeypatch: pytest.Monke
 
 def test_clients_share_looks(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five clients cost one look a pause, and there is none when they are gone; heartbeats have no id."""
-    monkeypatch.setattr(look_loop, "INTERVAL_S", 600.0)
+    monkeypatch.setattr(streams, "INTERVAL_S", 600.0)
     with DashboardServer(DashboardSettings(url, port=0), heartbeat_s=0.02) as server, ExitStack() as stack:
         clients = [stack.enter_context(EventClient(server.url)) for _ in range(5)]
         assert len({client.next("state")[1] for client in clients}) == 1
@@ -102,7 +103,7 @@ def test_clients_share_looks(url: str, store: Store, monkeypatch: pytest.MonkeyP
         assert (kind, event_id) == ("heartbeat", "")
         assert data["time"] > 1e9
         assert figure(server.url, "edl_dashboard_looks_total") == 1
-    monkeypatch.setattr(look_loop, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(streams, "INTERVAL_S", 0.05)
     with DashboardServer(DashboardSettings(url, port=0)) as server:
         with EventClient(server.url) as client:
             client.next("update")

@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from edl.cli import main
-from edl.dashboard.server import DashboardServer, DashboardSettings
-from edl.dashboard.server import server as server_module
-from edl.dashboard.server.headers import HEADERS
+from edl.dashboard import server as server_module
+from edl.dashboard.server import HEADERS, DashboardServer, DashboardSettings
 from edl.dashboard.state.schema import DashboardState
 from edl.discovery import Registry, Store
 from edl.discovery.registry import Instance
@@ -106,11 +105,11 @@ def test_wrong_methods_and_paths(page: str) -> None:
     assert ask(page, "/api").status == 404
     assert ask(page, "/static/").status == 404
     for path in (
-        "/static/../server/server.py",
-        "/static/..%2fserver%2fserver.py",
+        "/static/../server.py",
+        "/static/..%2fserver.py",
         "/static/%2e%2e/%2e%2e/__init__.py",
         "/static/index.html%00.js",
-        "/static/..\\server\\server.py",
+        "/static/..\\server.py",
         "/..%2f..%2fpyproject.toml",
     ):
         assert ask(page, path).status in (400, 404), path

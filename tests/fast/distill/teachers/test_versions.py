@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.cli.cmd_label import main
+from edl.cli.label import main
 from edl.discovery import Registry
 from edl.distill import DistillReader, Options
 from edl.distill.cache import SoftLabelCache

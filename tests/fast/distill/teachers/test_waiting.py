@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from edl.cli import main
-from edl.cli.cmd_label import parser, plan_of
+from edl.cli.label import parser, plan_of
 from edl.discovery import Registry, Snapshot
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.loader import resolve_teachers

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from edl.cli.cmd_master import _default_journal
+from edl.cli.master import _default_journal
 from edl.datasets import ShardSettings, open_dataset
 from edl.discovery.served.addresses import outward_address
 from edl.errors import ClosedError, ConflictError, JournalError, LeaseLostError, SettingsError

@@ -131,7 +131,7 @@ def test_settings_that_cannot_be(settings: dict[str, object]) -> None:
     [
         (["-A", "-n", "lab"], "give either"),
         (["-n", ""], "expected a name"),
-        (["--resync", "nan"], "resync_s"),
+        (["--resync", "nan"], "--resync nan"),
         (["--kubeconfig", "/nowhere/config"], "/nowhere/config"),
     ],
 )

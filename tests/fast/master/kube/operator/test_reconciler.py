@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.dashboard.state.cluster.decoding import decode_workload
+from edl.dashboard.state.cluster import decode_workload
 from edl.errors import AccessDeniedError, EDLError, InvalidObjectError, KubernetesError
 from edl.kube.objects import Object, format_time
 from edl.kube.resource_types import DEPLOYMENTS, ELASTIC_JOBS, EVENTS, PODS, TEACHER_POOLS, ResourceType

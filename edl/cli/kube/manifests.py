@@ -1,0 +1,588 @@
+"""The resources that `edl submit` sends: made of its options or read from a file, and checked for slips.
+
+An option's value is checked where it is parsed, so that the error names it. What the operator accepts is checked by
+`edl.master.kube.resources`; the last section here finds what neither the operator nor the API server would refuse: it
+drops fields that a CRD does not have, and a pod's template has no schema there.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import difflib
+import hashlib
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from edl.cli.kube.workloads import SCRIPT_LABEL
+from edl.errors import SettingsError
+from edl.kube.objects import Object
+from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS, ResourceType
+from edl.master.kube.members.naming import MANAGED_BY
+from edl.quoting import did_you_mean, quote
+
+__all__ = ["SubmitOptions", "dump_manifests", "find_slips", "make_submission", "read_manifests", "read_script"]
+
+SCRIPT_FOLDER: Final = "/edl/script"
+"""Folder of the script in pods."""
+MAX_SCRIPT_BYTES: Final = 700_000
+"""A ConfigMap, with names and JSON's escapes around its data, is at most 1 MiB; a binary file grows by 4/3."""
+MAX_NAME: Final = 52
+"""Characters of a job's name: what Kubernetes allows a CronJob, so that whoever makes jobs by one has room left."""
+_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_DIGEST_CHARS: Final = 10
+"""Characters in a ConfigMap's name: 40 bits tell the scripts of one job apart."""
+_IN_IMAGE: Final = "put it into the image, and give its path there with --script-in-image"
+_CONTAINER: Final = "edl"
+_GPU: Final = "nvidia.com/gpu"
+_VOLUME: Final = "edl-script"
+_TYPES: Final = {(item.api_version, item.kind): item for item in (ELASTIC_JOBS, TEACHER_POOLS, CONFIG_MAPS)}
+_MAX_BYTES: Final = 8 * 1024 * 1024
+"""Of a file: Kubernetes takes objects of some 1.5 MB, and YAML of many megabytes takes minutes to read."""
+_PLAIN: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[a-z/][a-z0-9/._-]*", re.IGNORECASE)
+"""Texts that are texts for every reader of YAML without quotes. Readers differ on others: PyYAML takes 1e-3 and y as
+texts, kubectl as a number and a boolean."""
+_MOST_NODES: Final = 200_000
+"""Of a file, with what its aliases repeat: the largest object that Kubernetes takes has fewer."""
+_INT: Final = re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)")
+_FLOAT: Final = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+_PREFIXES: Final = {"0b": 2, "0o": 8, "0x": 16}
+_OWN: Final = ("int", "float", "timestamp")
+
+
+# --- What the user said ---
+
+
+@dataclass(frozen=True)
+class ReplicaRange:
+    """The minimum and the maximum of members."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, spelled: str, option: str, lowest: int) -> ReplicaRange:
+        """Read "MIN:MAX", or a number for both. `lowest` is the lowest minimum, `option` the one to name in errors."""
+        found = re.fullmatch(r"([0-9]{1,6})(?::([0-9]{1,6}))?", spelled)
+        if found is None:
+            raise SettingsError(f"{option} {spelled!r}: expected a number, or MIN:MAX as in 1:8")
+        least = int(found[1])
+        most = int(found[2]) if found[2] is not None else least
+        if least < lowest or most < max(least, 1):
+            raise SettingsError(
+                f"{option} {spelled!r}: the first must be at least {lowest}, the second at least 1 and not below it"
+            )
+        return cls(least, most)
+
+
+@dataclass(frozen=True)
+class RequestedPool:
+    """Teachers that a job asks; the pool has the service's name.
+
+    `replicas` is None to leave an existing pool as it is; `serve` is what follows `edl serve`, None for such a pool.
+    """
+
+    service: str
+    replicas: ReplicaRange | None
+    serve: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class SubmitOptions:
+    """What a job is made of. Empty text stands for what the template, the operator or the image says."""
+
+    name: str
+    script: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    run: tuple[str, ...] = ()
+    image: str = ""
+    command: tuple[str, ...] = ()
+    workers: ReplicaRange = ReplicaRange(1, 1)
+    processes: int | None = None
+    gpus: int = 0
+    cpu: str = ""
+    memory: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    store: str = ""
+    checkpoint: str = ""
+    queue: str = ""
+    priority_class: str = ""
+    teachers: tuple[RequestedPool, ...] = ()
+    teacher_image: str = ""
+    teacher_gpus: int = 0
+    template: dict[str, object] = field(default_factory=dict)
+
+
+def check_name(name: str, option: str = "--name") -> str:
+    """Return a name that a resource can have, or raise SettingsError."""
+    if len(name) > MAX_NAME or not _LABEL.fullmatch(name):
+        raise SettingsError(
+            f"{option} {name!r}: expected at most {MAX_NAME} of a-z, 0-9 and '-', beginning and ending with a letter "
+            "or digit, since Kubernetes names pods after it"
+        )
+    return name
+
+
+def parse_environment(given: Iterable[str]) -> dict[str, str]:
+    """Read "NAME=VALUE" of several `--env`."""
+    found: dict[str, str] = {}
+    for item in given:
+        name, equals, value = item.partition("=")
+        if not equals or not _VARIABLE.fullmatch(name):
+            raise SettingsError(f"--env {item!r}: expected NAME=VALUE, the name of letters, digits and '_'")
+        if name in found:
+            raise SettingsError(f"--env {name}=… is given twice: which of them counts cannot be told")
+        found[name] = value
+    return found
+
+
+def parse_teachers(teachers: Sequence[str], serve: Sequence[str]) -> tuple[RequestedPool, ...]:
+    """Read "SERVICE=MIN:MAX" of several `--teachers`, and "SERVICE=ARGUMENTS" of several `--serve`."""
+    commands: dict[str, tuple[str, ...]] = {}
+    for item in serve:
+        service, equals, arguments = item.partition("=")
+        if not equals or not arguments.strip():
+            raise SettingsError(f"--serve {item!r}: expected SERVICE=ARGUMENTS, what follows `edl serve`")
+        if service in commands:
+            raise SettingsError(f"--serve {service}=… is given twice")
+        try:
+            commands[service] = tuple(shlex.split(arguments))
+        except ValueError as exc:
+            raise SettingsError(f"--serve {item!r}: {exc}: quote it as a shell would have it") from exc
+    found: list[RequestedPool] = []
+    for item in teachers:
+        service, equals, spelled = item.partition("=")
+        check_name(service, "--teachers")
+        if any(demand.service == service for demand in found):
+            raise SettingsError(f"--teachers {service} is given twice")
+        replicas = ReplicaRange.parse(spelled, f"--teachers {service}=", 0) if equals else None
+        arguments_of = commands.pop(service, None)
+        if arguments_of is not None and replicas is None:
+            raise SettingsError(f"--teachers {service}: say how many, as in --teachers {service}=0:4")
+        found.append(RequestedPool(service, replicas, arguments_of))
+    if commands:
+        name = next(iter(commands))
+        raise SettingsError(f"--serve {name}=…: also say how many teachers there may be, --teachers {name}=0:4")
+    return tuple(found)
+
+
+# --- The script that is sent along ---
+
+
+@dataclass(frozen=True)
+class LocalScript:
+    """A script of this machine; `path` is what the user typed."""
+
+    path: str
+    name: str
+    content: bytes
+
+    def config_map_name(self, job: str) -> str:
+        """Return the name of the ConfigMap that holds it; another content has another name.
+
+        A kubelet reads an immutable ConfigMap once and keeps it by its name as long as any pod of its node uses it. If
+        a job is made again under its name while pods of the last one end, it would run the last one's script.
+        """
+        digest = hashlib.sha256(self.name.encode() + b"\0" + self.content).hexdigest()
+        return f"{job}-script-{digest[:_DIGEST_CHARS]}"
+
+    def config_map(self, job: str) -> dict[str, object]:
+        """Return the ConfigMap that holds it, without a namespace.
+
+        It is immutable: a job's later pods have the script of its first, and no worker that may write to ConfigMaps in
+        this namespace changes it.
+        """
+        try:
+            data = {"data": {self.name: self.content.decode()}}
+        except UnicodeDecodeError:
+            data = {"binaryData": {self.name: base64.b64encode(self.content).decode()}}
+        return {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {
+                "name": self.config_map_name(job),
+                "labels": {SCRIPT_LABEL: job, **dict([MANAGED_BY])},
+            },
+            **data,
+            "immutable": True,
+        }
+
+    @property
+    def path_in_pod(self) -> str:
+        """Where the job's pods have it."""
+        return f"{SCRIPT_FOLDER}/{self.name}"
+
+
+def read_script(path: str) -> LocalScript:
+    """Read a script of this machine."""
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_SCRIPT_BYTES + 1)
+    except FileNotFoundError:
+        raise SettingsError(
+            f"{path}: there is no such file here; for a script in the image use --script-in-image"
+        ) from None
+    except OSError as exc:
+        raise SettingsError(f"{path} cannot be read: {exc.strerror}") from exc
+    if len(content) > MAX_SCRIPT_BYTES:
+        raise SettingsError(
+            f"{path} has more than {MAX_SCRIPT_BYTES:,} bytes, and what Kubernetes takes along is less than 1 MiB: "
+            f"{_IN_IMAGE}"
+        )
+    name = Path(path).name
+    if not all(char.isascii() and (char.isalnum() or char in "-_.") for char in name) or len(name) > 200:
+        raise SettingsError(f"{name!r}: a ConfigMap takes names of letters, digits, '-', '_' and '.': rename it")
+    return LocalScript(path, name, content)
+
+
+# --- Resources made of options ---
+
+
+def make_submission(options: SubmitOptions, script: LocalScript | None) -> list[Object]:
+    """Return the resources of a job in the order in which to make them: its script, new pools, and last the job."""
+    job = _resource(ELASTIC_JOBS, options.name, _job_spec(options, script))
+    pools = [_pool(options, demand) for demand in options.teachers if demand.serve is not None]
+    return [*([script.config_map(options.name)] if script is not None else []), *pools, job]
+
+
+def _resource(kind: ResourceType, name: str, spec: Object) -> Object:
+    return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name}, "spec": spec}
+
+
+def _job_spec(options: SubmitOptions, script: LocalScript | None) -> Object:
+    processes = options.processes if options.processes is not None else max(options.gpus, 1)
+    program = ["-m", options.script] if options.module else [script.path_in_pod if script else options.script]
+    spec: Object = {
+        "run": _literal(["--nproc-per-node", str(processes), *options.run, *program, *options.arguments]),
+        "minReplicas": options.workers.least,
+        "maxReplicas": options.workers.most,
+    }
+    for name, value in (
+        ("store", options.store),
+        ("checkpoint", options.checkpoint),
+        ("queue", options.queue),
+        ("priorityClassName", options.priority_class),
+    ):
+        if value:
+            spec[name] = value
+    environment = dict(options.environment)
+    if len(options.teachers) == 1:
+        environment.setdefault("EDL_SERVICE", options.teachers[0].service)
+    template = _template(options, options.image, options.gpus, environment)
+    if script is not None:
+        _mount(template, script.config_map_name(options.name))
+    return {**spec, "template": template}
+
+
+def _pool(options: SubmitOptions, demand: RequestedPool) -> Object:
+    assert demand.replicas is not None, "parse_teachers asks for it"
+    spec: Object = {
+        "service": demand.service,
+        "serve": _literal(demand.serve or ()),
+        "minReplicas": demand.replicas.least,
+        "maxReplicas": demand.replicas.most,
+    }
+    if options.store:
+        spec["store"] = options.store
+    image = options.teacher_image or options.image
+    spec["template"] = _template(options, image, options.teacher_gpus, {}, resources=False)
+    return _resource(TEACHER_POOLS, demand.service, spec)
+
+
+def _template(
+    options: SubmitOptions, image: str, gpus: int, environment: Mapping[str, str], *, resources: bool = True
+) -> Object:
+    """Return a PodTemplateSpec: the user's, with what the options say."""
+    template: Object = copy.deepcopy(dict(options.template))
+    pod = _child(template, "spec", {})
+    containers: list[Object] = _child(pod, "containers", [])
+    if not isinstance(containers, list) or not all(isinstance(item, dict) for item in containers):
+        raise SettingsError("--template: spec.containers is no list of containers")
+    if not containers:
+        containers.append({"name": _CONTAINER})
+    container = _main_container(containers)
+    if image:
+        container["image"] = image
+    if not container.get("image"):
+        raise SettingsError("--image is missing: which image has Python, edl and what the script imports?")
+    if options.command:
+        container["command"] = _literal(options.command)
+    if environment:
+        _set_environment(container, environment)
+    amounts: Object = {_GPU: str(gpus)} if gpus else {}
+    requests = {"cpu": options.cpu, "memory": options.memory} if resources else {}
+    found: Object = _child(container, "resources", {}) if amounts or any(requests.values()) else {}
+    _child(found, "limits", {}).update(amounts | ({"memory": options.memory} if requests.get("memory") else {}))
+    _child(found, "requests", {}).update({name: value for name, value in requests.items() if value})
+    for name in ("limits", "requests"):
+        if not found[name]:
+            del found[name]
+    return template
+
+
+def _main_container(containers: Sequence[Object]) -> Object:
+    return next((item for item in containers if item.get("name") == _CONTAINER), containers[0])
+
+
+def _set_environment(container: Object, environment: Mapping[str, str]) -> None:
+    """Set variables of a container; they replace the template's of the same name."""
+    before: Sequence[Object] = _child(container, "env", [])
+    kept = [item for item in before if item.get("name") not in environment]
+    values = zip(environment, _literal(environment.values()), strict=True)
+    container["env"] = [*kept, *({"name": name, "value": value} for name, value in values)]
+
+
+def _literal(texts: Iterable[str]) -> list[str]:
+    """Return texts from which Kubernetes makes what was typed: it replaces $(NAME) in a container, and $$ by $."""
+    return [text.replace("$", "$$") for text in texts]
+
+
+def _mount(template: Object, config_map: str) -> None:
+    pod = template["spec"]
+    container = _main_container(pod["containers"])
+    _child(pod, "volumes", []).append({"name": _VOLUME, "configMap": {"name": config_map}})
+    _child(container, "volumeMounts", []).append({"name": _VOLUME, "mountPath": SCRIPT_FOLDER, "readOnly": True})
+
+
+def _child(parent: Object, name: str, default: Any) -> Any:
+    """Return a field; make it if it is missing."""
+    if not isinstance(parent.get(name), type(default)):
+        if parent.get(name) is not None:
+            raise SettingsError(f"--template: {name} is of type {type(parent[name]).__name__}")
+        parent[name] = default
+    return parent[name]
+
+
+# --- Resources in files ---
+
+
+def manifest_type(manifest: Mapping[str, Any]) -> ResourceType:
+    """Return the kind of a manifest that `read_manifests` has checked."""
+    return _TYPES[manifest["apiVersion"], manifest["kind"]]
+
+
+def read_manifests(path: str) -> list[Object]:
+    """Read the jobs, pools and ConfigMaps of a file, or of standard input ("-")."""
+    documents = [item for item in _load_all(path) if item is not None]
+    found = [part for item in documents for part in _parts(item)]
+    if not found:
+        raise SettingsError(f"{path}: there is no manifest in it")
+    for number, item in enumerate(found, 1):
+        _check_kind(path, number, item)
+    return found
+
+
+def load_template(path: str) -> dict[str, object]:
+    """Read a PodTemplateSpec, or a Pod, from a file."""
+    documents = _load_all(path)
+    found = documents[0] if len(documents) == 1 else None
+    if not isinstance(found, dict) or not isinstance(found.get("spec"), dict):
+        raise SettingsError(f"{path}: expected a single pod template, with metadata (or without) and spec")
+    return {name: found[name] for name in ("metadata", "spec") if name in found}
+
+
+def dump_manifests(manifests: Iterable[Mapping[str, Any]]) -> str:
+    """Return manifests as YAML that `kubectl apply -f -` takes."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
+        """Writes texts of several lines as blocks, which people can read, and quotes what a reader may misread."""
+
+    def represent(dumper: Any, text: str) -> Any:
+        style = "|" if "\n" in text else None if _PLAIN.fullmatch(text) else "'"
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, represent)
+    dumped = yaml.dump_all(manifests, Dumper=Dumper, sort_keys=False, default_flow_style=False, explicit_start=True)
+    return str(dumped)
+
+
+def _load_all(path: str) -> list[Any]:
+    try:
+        text = sys.stdin.read(_MAX_BYTES + 1) if path == "-" else Path(path).read_text(encoding="utf-8")
+    except OSError as exc:
+        raise SettingsError(f"{path} cannot be read: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise SettingsError(f"{path} is no text in UTF-8") from exc
+    if len(text) > _MAX_BYTES:
+        raise SettingsError(f"{path} is larger than {_MAX_BYTES:,} bytes, which no manifest is")
+    try:
+        documents = load_documents(text)
+        json.dumps(documents, allow_nan=False)  # bytes and the like are YAML's, and no JSON
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise SettingsError(f"{path} is no YAML of a manifest: {exc}") from exc
+    return documents
+
+
+def _parts(document: Any) -> list[Any]:
+    if isinstance(document, dict) and document.get("kind") == "List" and isinstance(document.get("items"), list):
+        return list(document["items"])
+    return [document]
+
+
+def _check_kind(path: str, number: int, item: Any) -> None:
+    if not isinstance(item, dict):
+        raise SettingsError(f"{path}: manifest {number} is no object, but {type(item).__name__}")
+    kind = item.get("apiVersion"), item.get("kind")
+    if not all(isinstance(word, str) for word in kind) or kind not in _TYPES:
+        known = ", ".join(f"{api} {name}" for api, name in _TYPES)
+        raise SettingsError(
+            f"{path}: manifest {number} is {kind[0]} {kind[1]}, and `edl submit` takes {known}: `kubectl apply -f` "
+            "takes all kinds"
+        )
+    metadata = item.get("metadata")
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
+        raise SettingsError(f"{path}: manifest {number} ({kind[1]}) has no metadata.name")
+
+
+def load_documents(text: str) -> list[Any]:
+    """Read YAML, or JSON, as kubectl does. PyYAML takes 12:30 for 750, a day for a date, and 1e-3 for a text.
+
+    Raises:
+        ValueError: The text is something else, or has aliases that would make it huge.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+        """Has go-yaml's numbers, no dates, and a bound on what aliases and merges repeat."""
+
+        merged = 0
+
+        def flatten_mapping(self, node: Any) -> None:
+            """Merge `<<`, of which each may have merged others."""
+            super().flatten_mapping(node)
+            self.merged += len(node.value)
+            if self.merged > _MOST_NODES:
+                raise yaml.YAMLError("its aliases make it too large")
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] not in _OWN]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for tag, pattern in (("int", _INT), ("float", _FLOAT)):
+        whole = re.compile(rf"(?:{pattern.pattern})\Z")
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, list("-+.0123456789"))
+    Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: _parse_int(loader.construct_scalar(node)))
+    try:
+        documents = list(yaml.load_all(text, Loader=Loader))
+    except (yaml.YAMLError, RecursionError, AttributeError) as exc:
+        raise ValueError(str(exc)) from exc
+    sizes: dict[int, int] = {}
+    if sum(_count_nodes(document, sizes) for document in documents) > _MOST_NODES:
+        raise ValueError("its aliases make it too large")
+    return documents
+
+
+def _parse_int(spelled: str) -> int:
+    digits = spelled.replace("_", "").lstrip("+-")
+    base = _PREFIXES.get(digits[:2], 8 if digits.startswith("0") and digits != "0" else 10)
+    number = int(digits[2:] if digits[:2] in _PREFIXES else digits, base)
+    return -number if spelled.startswith("-") else number
+
+
+def _count_nodes(found: Any, sizes: dict[int, int]) -> int:
+    """Count nodes as often as aliases repeat them, but visit each once."""
+    if not isinstance(found, (dict, list)):
+        return 1
+    known = sizes.get(id(found))
+    if known == 0:
+        raise ValueError("it contains itself")
+    if known is None:
+        sizes[id(found)] = 0
+        inner = found.values() if isinstance(found, dict) else found
+        known = sizes[id(found)] = 1 + sum(_count_nodes(part, sizes) for part in inner)
+    return known
+
+
+# --- Slips that neither the operator nor the API server refuses ---
+
+_OWNER: Final = (
+    *("minReplicas", "maxReplicas", "replicas", "scaling", "suspend", "store", "priorityClassName", "queue"),
+    *("gracePeriodSeconds", "template"),
+)
+RESOURCE_FIELDS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
+    "ElasticJob": {
+        "spec": frozenset({*_OWNER, "run", "checkpoint", "activeDeadlineSeconds", "ttlSecondsAfterFinished", "master"}),
+        "spec.master": frozenset({"enabled", "args"}),
+    },
+    "TeacherPool": {
+        "spec": frozenset({*_OWNER, "service", "serve", "probeSeconds", "scaleTargetRef"}),
+        "spec.scaleTargetRef": frozenset({"apiVersion", "kind", "name"}),
+    },
+}
+"""Kind -> path of an object -> its fields, as the CRDs have them."""
+_TOP: Final = frozenset({"apiVersion", "kind", "metadata", "spec", "status"})
+_AMOUNTS: Final = ("limits", "requests", "overhead", "sizeLimit", "divisor")
+"""Fields of a pod that are quantities: numbers are as good as text."""
+_ELSEWHERE: Final = {
+    **dict.fromkeys(("limits", "gpu", "gpus"), "resources.limits"),
+    "requests": "resources.requests",
+    **dict.fromkeys(("environment", "enviroment"), "env"),
+}
+"""Lower-case names that a container does not have, and where what is meant belongs."""
+_NEAR: Final = 0.8
+"""In a pod, only an unknown field that is this similar to a known one is a slip: a newer API server has more fields."""
+
+
+def find_slips(manifest: Mapping[str, Any]) -> list[str]:
+    """Return, in words, misspelled fields of a job or pool, and values that should be text but are not."""
+    fields = RESOURCE_FIELDS.get(manifest["kind"])
+    if fields is None:
+        return []
+    slips = list(_find_unknown(manifest, "", _TOP))
+    for path, known in fields.items():
+        found: Any = manifest
+        for name in path.split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        slips += _find_unknown(found, path, known)
+    spec = manifest.get("spec")
+    template = spec.get("template") if isinstance(spec, Mapping) else None
+    slips += _find_unknown(template, "spec.template", frozenset({"metadata", "spec"}))
+    return [*slips, *_find_pod_slips(template, "V1PodTemplateSpec", "spec.template")]
+
+
+def _find_unknown(found: object, path: str, known: frozenset[str]) -> Iterator[str]:
+    for name in found if isinstance(found, Mapping) else ():
+        if name not in known:
+            plain = str(name).replace("_", "").replace("-", "")
+            hint = did_you_mean(plain, known) or f"; there are {', '.join(sorted(known))}"
+            yield f"{quote(f'{path}.{name}' if path else str(name))} is no field, and would be dropped{hint}"
+
+
+def _find_pod_slips(found: Any, kind: str, path: str) -> Iterator[str]:
+    """Compare a part of a pod with its type in the Kubernetes client's models, which are made from the API's schema."""
+    from kubernetes.client import models
+
+    if kind == "str" and isinstance(found, (bool, int, float)):
+        yield f"{path} is {quote(found)}: it must be text: put it into quotes"
+    elif kind.startswith("list[") and isinstance(found, list):
+        for number, item in enumerate(found):
+            yield from _find_pod_slips(item, kind[5:-1], f"{path}[{number}]")
+    elif kind.startswith("dict(str, ") and isinstance(found, Mapping):
+        for name, item in found.items():
+            yield from _find_pod_slips(item, kind[10:-1], f"{path}.{name}")
+    model = getattr(models, kind, None)
+    if model is None or not isinstance(found, Mapping):
+        return
+    types = {name: model.openapi_types[key] for key, name in model.attribute_map.items()}
+    by_lower = {name.lower(): name for name in types}
+    for name, item in found.items():
+        if name in types:
+            if name not in _AMOUNTS:
+                yield from _find_pod_slips(item, types[name], f"{path}.{name}")
+            continue
+        plain = str(name).lower().replace("_", "").replace("-", "")
+        near = difflib.get_close_matches(plain, by_lower, n=1, cutoff=_NEAR)
+        meant = by_lower[near[0]] if near else _ELSEWHERE.get(plain) if kind == "V1Container" else None
+        if meant:
+            yield f"{quote(f'{path}.{name}')} is no field, and would be dropped; did you mean {meant!r}?"

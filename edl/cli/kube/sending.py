@@ -1,0 +1,240 @@
+"""Writes a job's resources into the cluster: all of them, or none.
+
+An answer may be lost, or come too late, although the API server has made the object. So each object has a mark of its
+submission, by which it is found again.
+
+What does not belong here: what is in them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from edl.backoff import Backoff
+from edl.cli.kube.manifests import RequestedPool, find_slips, manifest_type
+from edl.cli.kube.workloads import SCRIPT_LABEL, SUBMISSION_MARK
+from edl.errors import ConflictError, EDLError, InvalidObjectError, KubernetesError, SettingsError
+from edl.kube.client import KubeClient
+from edl.kube.objects import Object
+from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS
+from edl.master.kube.resources import SpecProblem, parse_elastic_job, parse_teacher_pool
+
+__all__ = ["check_manifests", "create_all", "find_pools", "set_bounds"]
+
+_ANY_STORE: Final = "edl://store"
+"""For the check of a job without a store: the operator's is not known here."""
+_LATE_S: Final = 20.0
+"""For an object to appear after a request without an answer: admission webhooks have 10 s each by default."""
+
+
+@dataclass
+class _Request:
+    """An object to make, with its mark; `made` is what the API answered."""
+
+    manifest: Object
+    namespace: str
+    made: Object | None = None
+
+
+def check_manifests(manifests: Sequence[Object]) -> None:
+    """Refuse what the operator would refuse, and what the API server would drop without a word."""
+    for manifest in manifests:
+        kind = manifest_type(manifest)
+        if slips := find_slips(manifest):
+            raise SettingsError(f"{kind.kind} {manifest['metadata']['name']!r}: {'; '.join(slips)}")
+        parse = {ELASTIC_JOBS: parse_elastic_job, TEACHER_POOLS: parse_teacher_pool}.get(kind)
+        found = parse(manifest, _ANY_STORE) if parse is not None else None
+        if isinstance(found, tuple) and all(isinstance(item, SpecProblem) for item in found):
+            name = manifest["metadata"]["name"]
+            problems = "; ".join(item.message for item in found)
+            raise SettingsError(f"{kind.kind} {name!r}: {problems}")
+
+
+def create_all(
+    client: KubeClient, manifests: Sequence[Object], namespace: str, tell: Callable[[str], None]
+) -> list[Object]:
+    """Make resources in order, and return what the API answered. If one cannot be made, take the others back.
+
+    A job's script comes before it, and becomes its own.
+
+    Raises:
+        ConflictError: There is a resource of such a name.
+        EDLError: The API server does not answer, or refuses.
+    """
+    mark = secrets.token_hex(8)
+    requests: list[_Request] = []
+    made: list[Object] = []
+    try:
+        for manifest in manifests:
+            where = manifest["metadata"].get("namespace") or namespace
+            request = _Request(_with_mark(manifest, mark), where)
+            requests.append(request)
+            request.made = _create(client, request)
+            made.append(request.made)
+            tell(f"{_words(manifest)} created in namespace {where}")
+        _own_scripts(client, made)
+    except (EDLError, KeyboardInterrupt) as exc:
+        if not isinstance(exc, (KubernetesError, KeyboardInterrupt)):  # an answer, so that nothing is unknown
+            requests = [request for request in requests if request.made is not None]
+        _take_back(client, requests, tell)
+        raise
+    return made
+
+
+def find_pools(client: KubeClient, demands: Sequence[RequestedPool]) -> dict[str, Object]:
+    """Return the existing pools that a job asks for, by name."""
+    pools: dict[str, Object] = {}
+    for demand in demands:
+        if demand.serve is not None:
+            continue
+        found = client.get(TEACHER_POOLS, demand.service)
+        if found is None:
+            raise SettingsError(
+                f"--teachers {demand.service}: there is no pool of this name in namespace {client.namespace!r}; say "
+                f"what its teachers serve, --serve '{demand.service}=--torch-factory …' (what follows `edl serve`)"
+            )
+        pools[demand.service] = found
+    return pools
+
+
+def set_bounds(
+    client: KubeClient, demands: Sequence[RequestedPool], pools: Mapping[str, Object], tell: Callable[[str], None]
+) -> None:
+    """Set the bounds of existing pools, once the job is there that asks for them.
+
+    Others may use such a pool, so `tell` says what the bounds were. If it cannot be changed, it stays as it is.
+    """
+    for demand in demands:
+        if demand.service not in pools or demand.replicas is None:
+            continue
+        spec = pools[demand.service].get("spec") or {}
+        least, most = spec.get("minReplicas"), spec.get("maxReplicas")
+        before = f"{least} to {least if most is None else most}"
+        bounds = {"minReplicas": demand.replicas.least, "maxReplicas": demand.replicas.most}
+        try:
+            gone = client.patch(TEACHER_POOLS, demand.service, {"spec": bounds}) is None
+        except EDLError as exc:
+            tell(f"pool/{demand.service} may still have {before} teachers: {exc}")
+            continue
+        now = f"{demand.replicas.least} to {demand.replicas.most} teachers from now on; it had {before}"
+        tell(f"pool/{demand.service} has been deleted meanwhile" if gone else f"pool/{demand.service}: from {now}")
+
+
+def _with_mark(manifest: Object, mark: str) -> Object:
+    metadata = manifest["metadata"]
+    annotations = metadata.get("annotations")
+    return {
+        **manifest,
+        "metadata": {
+            **metadata,
+            "annotations": {**(annotations if isinstance(annotations, dict) else {}), SUBMISSION_MARK: mark},
+        },
+    }
+
+
+def _take_back(client: KubeClient, requests: Sequence[_Request], tell: Callable[[str], None]) -> None:
+    """Delete what was made, the last first: while a job may be there, its script and pools are needed."""
+    for request in reversed(requests):
+        words = _words(request.manifest)
+        try:
+            found = request.made or _find(client, request)
+            if found is None:
+                continue
+            metadata = found["metadata"]
+            client.delete(manifest_type(request.manifest), metadata["name"], request.namespace, uid=metadata["uid"])
+        except EDLError as exc:  # the first error is what is raised
+            tell(f"{words} may be in namespace {request.namespace}, and what was made before it is left there: {exc}")
+            return
+        tell(f"{words} taken back")
+
+
+def _find(client: KubeClient, request: _Request) -> Object | None:
+    """Return the object of a request that was not answered; None if there is none, or it is somebody else's."""
+    found = client.get(manifest_type(request.manifest), request.manifest["metadata"]["name"], request.namespace)
+    return found if found is not None and _read_mark(found) == _read_mark(request.manifest) else None
+
+
+def _read_mark(item: Mapping[str, Any]) -> object:
+    return (item["metadata"].get("annotations") or {}).get(SUBMISSION_MARK)
+
+
+def _find_late(client: KubeClient, request: _Request) -> Object | None:
+    """Wait for the object of a request that was not answered; None if none comes."""
+    backoff = Backoff(0.2, 2.0)
+    deadline = time.monotonic() + _LATE_S
+    while True:
+        try:
+            found = _find(client, request)
+        except KubernetesError:
+            return None
+        left_s = deadline - time.monotonic()
+        if found is not None or left_s <= 0:
+            return found
+        time.sleep(min(backoff.next_wait_s(), left_s))
+
+
+def _create(client: KubeClient, request: _Request) -> Object:
+    manifest, namespace = request.manifest, request.namespace
+    kind = manifest_type(manifest)
+    name = manifest["metadata"]["name"]
+    try:
+        try:
+            return client.create(kind, manifest, namespace)
+        except KubernetesError:
+            found = _find_late(client, request)
+            if found is None:
+                raise
+            return found
+        except ConflictError:
+            if kind != CONFIG_MAPS or not _delete_orphan(client, manifest, namespace):
+                raise
+            return client.create(kind, manifest, namespace)
+    except ConflictError as exc:
+        remedy = {
+            ELASTIC_JOBS: f"choose another --name, or `edl delete job/{name} --wait` first",
+            TEACHER_POOLS: f"leave --serve out to use it as it is, or `edl delete pool/{name} --wait` first",
+        }.get(kind, "the job of this name has it, or another program made it: choose another --name")
+        raise ConflictError(f"{_words(manifest)} is there already in namespace {namespace}: {remedy}") from exc
+    except InvalidObjectError as exc:
+        raise InvalidObjectError(f"{_words(manifest)}: {exc}") from exc
+
+
+def _delete_orphan(client: KubeClient, manifest: Object, namespace: str) -> bool:
+    """Delete a script whose job is gone: a killed submission left it, or the garbage collector will delete it."""
+    name, job = manifest["metadata"]["name"], (manifest["metadata"].get("labels") or {}).get(SCRIPT_LABEL)
+    found = client.get(CONFIG_MAPS, name, namespace)
+    metadata = found["metadata"] if found is not None else {}
+    if not job or (metadata.get("labels") or {}).get(SCRIPT_LABEL) != job:
+        return False
+    owners = metadata.get("ownerReferences") or []
+    if any((owner["kind"], owner["name"]) != (ELASTIC_JOBS.kind, job) for owner in owners):
+        return False
+    if client.get(ELASTIC_JOBS, job, namespace) is not None:
+        return False
+    return client.delete(CONFIG_MAPS, name, namespace, uid=metadata["uid"])
+
+
+def _own_scripts(client: KubeClient, made: Sequence[Object]) -> None:
+    """Make the job the owner of its script, so that it goes with the job."""
+    jobs = {item["metadata"]["name"]: item for item in made if manifest_type(item) == ELASTIC_JOBS}
+    for item in made:
+        metadata: dict[str, Any] = item["metadata"]
+        job = jobs.get((metadata.get("labels") or {}).get(SCRIPT_LABEL))
+        if manifest_type(item) == CONFIG_MAPS and job is not None:
+            owner = {
+                "apiVersion": ELASTIC_JOBS.api_version,
+                "kind": ELASTIC_JOBS.kind,
+                "name": job["metadata"]["name"],
+                "uid": job["metadata"]["uid"],
+            }
+            patch = {"metadata": {"ownerReferences": [owner]}}
+            client.patch(CONFIG_MAPS, metadata["name"], patch, metadata["namespace"])
+
+
+def _words(manifest: Object) -> str:
+    names = {ELASTIC_JOBS: "job", TEACHER_POOLS: "pool", CONFIG_MAPS: "configmap"}
+    return f"{names[manifest_type(manifest)]}/{manifest['metadata']['name']}"

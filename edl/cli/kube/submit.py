@@ -1,0 +1,295 @@
+"""`edl submit`: starts an elastic job on Kubernetes, and teachers with it, from a command line or a file."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Final
+
+from edl.cli.kube.logs import LogFollower, LogScreen
+from edl.cli.kube.manifests import (
+    LocalScript,
+    ReplicaRange,
+    SubmitOptions,
+    check_name,
+    dump_manifests,
+    load_template,
+    make_submission,
+    parse_environment,
+    parse_teachers,
+    read_manifests,
+    read_script,
+)
+from edl.cli.kube.sending import check_manifests, create_all, find_pools, set_bounds
+from edl.cli.kube.workloads import Target, add_cluster_options, open_cluster
+from edl.cli.output import printable
+from edl.command_line import CommandParser, at_least, duration
+from edl.errors import EDLError, SettingsError
+from edl.kube.client import KubeClient
+from edl.kube.quantity import parse_quantity
+
+__all__ = ["main"]
+
+_EXIT_TIMEOUT: Final = 124
+"""As `timeout` of coreutils has it."""
+
+_DESCRIPTION = """\
+Makes an ElasticJob, which EDL's operator runs: elastic workers, each `edl run SCRIPT ARGS...` in a pod. A SCRIPT of
+this machine is sent along in a ConfigMap (that file alone, below 700 KB); one that is in the image needs
+--script-in-image. --teachers asks for a pool of teachers beside it, which grows into GPUs that are idle."""
+
+_EXAMPLES = """\
+examples:
+  edl submit --image registry/student:1 --gpus 1 --workers 1:8 train.py --lr 0.1
+  edl submit --image registry/student:1 --teachers digits=0:4 \\
+      --serve 'digits=--torch-factory teacher:make_model --input image:float32[1,8,8]' train.py
+  edl submit --image registry/student:1 --workers 2 --follow train.py     with the logs, and the job's exit code
+  edl submit --image registry/student:1 --dry-run train.py | kubectl apply -f -
+  edl submit -f job.yaml --wait                                           jobs and pools of a file"""
+
+_DETAILS = """\
+Options of this command precede SCRIPT; what follows SCRIPT is the script's own. Both are sent as they are typed:
+Kubernetes replaces $(NAME) only in files that are written by hand."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `edl submit`."""
+    parser = _parser(argv)
+    options = parser.parse_args(argv)
+    if options.timeout is not None and not (options.wait or options.follow):
+        raise SettingsError(f"--timeout {options.timeout:g}s: goes with --wait or --follow")
+    chosen, script = None, None
+    if options.file is not None:
+        manifests = read_manifests(options.file)
+        _refuse_beside_file(parser, options)
+    else:
+        chosen = _submit_options(options)
+        script = _local_script(options)
+        manifests = make_submission(chosen, script)
+    check_manifests(manifests)
+    if chosen is not None:
+        _check_commands(chosen)
+    if options.dry_run:
+        for manifest in manifests:
+            if options.namespace:
+                manifest["metadata"].setdefault("namespace", options.namespace)
+        print(dump_manifests(manifests), end="")
+        return 0
+    with open_cluster(options) as client:
+        if chosen is not None:
+            pools = find_pools(client, chosen.teachers)
+            if len(chosen.teachers) == len(pools) == 1:  # it may serve under another name than its own
+                (pool,) = pools.values()
+                service = (pool.get("spec") or {}).get("service") or chosen.teachers[0].service
+                chosen = replace(chosen, environment={"EDL_SERVICE": service} | chosen.environment)
+            manifests = make_submission(chosen, script)
+        made = create_all(client, manifests, client.namespace, _note)
+        if chosen is not None:
+            set_bounds(client, chosen.teachers, pools, _note)
+        jobs = [Target("job", item["metadata"]["name"], item) for item in made if item["kind"] == "ElasticJob"]
+        for job in jobs:
+            print(printable(job.name), flush=True)
+        if not options.wait and not options.follow:
+            return 0
+        if len(jobs) != 1 or jobs[0].resource["metadata"]["namespace"] != client.namespace:
+            raise SettingsError(
+                f"--wait and --follow are for a single job in namespace {client.namespace!r} (-n), and there are "
+                f"{len(jobs)}: they were submitted, and `edl jobs --watch` shows them"
+            )
+        return _await_end(client, jobs[0], options)
+
+
+def _await_end(client: KubeClient, job: Target, options: argparse.Namespace) -> int:
+    """Wait for the job's end, which Ctrl-C does not bring about."""
+    deadline = None if options.timeout is None else time.monotonic() + options.timeout
+    write = LogScreen(prefix=True).write if options.follow else None
+    try:
+        phase = LogFollower(client, job, write, _note).run(deadline=deadline)
+    except (EDLError, KeyboardInterrupt):
+        _note(f"{job} keeps running: `edl logs {job.name} -f` follows it again, `edl delete {job.name}` ends it")
+        raise
+    if not phase:
+        _note(f"{job} still runs after {options.timeout:g} s: `edl logs {job.name} -f` follows it again")
+        return _EXIT_TIMEOUT
+    return 0 if phase == "Succeeded" else 1
+
+
+def _note(words: str) -> None:
+    sys.stdout.flush()
+    for line in words.splitlines():
+        print(printable(f"edl submit: {line}"), file=sys.stderr)
+    sys.stderr.flush()
+
+
+def _check_commands(options: SubmitOptions) -> None:
+    """Refuse options that `edl run` or `edl serve` would refuse in a pod, as far as this machine can tell."""
+    if options.run:
+        try:
+            from edl.collective.agent.command_line.options import parser
+        except ModuleNotFoundError:  # torch is in the image, and not here
+            pass
+        else:
+            try:
+                parser().parse_args([*options.run, "script.py"])
+            except SettingsError as exc:
+                raise SettingsError(f"--run: {exc}") from exc
+    serving = [entry.module for entry in entry_points(group="edl.commands") if entry.name == "serve"]
+    for pool in options.teachers:
+        if pool.serve is not None and serving:
+            check = getattr(importlib.import_module(serving[0]), "check_arguments", None)
+            try:
+                if check is not None:
+                    check([*pool.serve, "--service", pool.service])
+            except SettingsError as exc:
+                raise SettingsError(f"--serve {pool.service}=…: {exc}") from exc
+
+
+def _local_script(options: argparse.Namespace) -> LocalScript | None:
+    if options.module or options.script_in_image:
+        return None
+    script = read_script(options.script)
+    _note(
+        f"{script.path} ({len(script.content):,} bytes) is sent along as {script.path_in_pod}, that file alone: what "
+        "it imports or reads besides must be in the image (with all in the image: --script-in-image)"
+    )
+    return script
+
+
+def _submit_options(options: argparse.Namespace) -> SubmitOptions:
+    if not options.image and not options.template:
+        raise SettingsError("--image is missing: which image has Python, edl and what the script imports?")
+    stem = Path(options.script).stem if not options.module else options.script.rpartition(".")[2]
+    return SubmitOptions(
+        name=check_name(options.name) if options.name else _make_name(stem),
+        script=options.script,
+        arguments=tuple(options.arguments),
+        module=options.module,
+        run=_split("--run", options.run),
+        image=options.image,
+        command=_split("--command", options.command),
+        workers=ReplicaRange.parse(options.workers, "--workers", 1),
+        processes=options.nproc_per_node,
+        gpus=options.gpus,
+        cpu=_quantity("--cpu", options.cpu),
+        memory=_quantity("--memory", options.memory),
+        environment=parse_environment(options.env),
+        store=options.store,
+        checkpoint=options.checkpoint,
+        queue=options.queue,
+        priority_class=options.priority_class,
+        teachers=parse_teachers(options.teachers, options.serve),
+        teacher_image=options.teacher_image,
+        teacher_gpus=options.gpus if options.teacher_gpus is None else options.teacher_gpus,
+        template=load_template(options.template) if options.template else {},
+    )
+
+
+def _make_name(stem: str) -> str:
+    """Return a name that is free, after the script's."""
+    words = "".join(char if char.isascii() and char.isalnum() else "-" for char in stem.lower()).strip("-")[:40]
+    return f"{words.strip('-') or 'job'}-{secrets.token_hex(3)}"
+
+
+def _split(option: str, spelled: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(spelled))
+    except ValueError as exc:
+        raise SettingsError(f"{option} {spelled!r}: {exc}: quote it as a shell would have it") from exc
+
+
+def _quantity(option: str, spelled: str) -> str:
+    """Return an amount as Kubernetes spells it, checked."""
+    if spelled:
+        try:
+            amount = parse_quantity(spelled)
+        except ValueError as exc:
+            raise SettingsError(f"{option} {spelled!r}: expected an amount such as 500m, 2 or 16Gi") from exc
+        if amount <= 0:
+            raise SettingsError(f"{option} {spelled!r}: must be above 0")
+    return spelled
+
+
+def _refuse_beside_file(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse options that would be ignored."""
+    allowed = ("file", "dry_run", "wait", "follow", "timeout", "namespace", "context", "kubeconfig")
+    for name, value in vars(options).items():
+        if name not in allowed and value != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise SettingsError(f"-f {options.file} and {option}: the file says it all; leave either out")
+
+
+def _parser(argv: Sequence[str]) -> CommandParser:
+    parser = CommandParser("edl submit", _DESCRIPTION, _EXAMPLES, _DETAILS)
+    parser.usage = "edl submit [OPTIONS] SCRIPT [ARGS...]\n       edl submit -f FILE [--wait | --follow]"
+    add = parser.add_argument
+    add("-f", "--file", metavar="FILE", help="jobs and pools in YAML or JSON, instead of SCRIPT; - for standard input")
+    add("--dry-run", action="store_true", help="print YAML for `kubectl apply -f -`, and ask no cluster")
+    add("--wait", action="store_true", help="return when the job has ended: 0 if it succeeded, 1 if not")
+    add("--follow", action="store_true", help="the same, and show what its workers write")
+    limit = "limit of --wait and --follow: return 124 then; the job keeps running"
+    add("--timeout", type=duration(), metavar="TIME", help=limit)
+    add = parser.add_argument_group("workers").add_argument
+    add("--image", default="", metavar="IMAGE", help="image with Python, edl and what the script imports")
+    add("--name", default="", metavar="NAME", help="name of the job (default: the script's, and six digits)")
+    add("--workers", default="1", metavar="MIN:MAX", help="pods: begin with MIN, grow to MAX (default: 1)")
+    add("--gpus", type=at_least(0), default=0, metavar="N", help="GPUs of each pod (default: 0)")
+    add("--cpu", default="", metavar="AMOUNT", help="request of each pod, such as 2 or 500m")
+    add("--memory", default="", metavar="AMOUNT", help="request and limit of each pod, such as 16Gi")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="variable of the workers; repeatable")
+    add(
+        "--store",
+        "--discovery",
+        dest="store",
+        default="",
+        metavar="URL",
+        help="where members meet (default: the operator's)",
+    )
+    add("--checkpoint", default="", metavar="URL", help="where the job's state is stored")
+    add = parser.add_argument_group("teachers").add_argument
+    add(
+        "--teachers",
+        action="append",
+        default=[],
+        metavar="SERVICE=MIN:MAX",
+        help="a pool of teachers: an existing one (its bounds are set to these, if any are given), or, with --serve, a "
+        "new one; the workers' EDL_SERVICE names it if it is the only one; repeatable",
+    )
+    add("--serve", action="append", default=[], metavar="SERVICE=ARGS", help="what follows `edl serve` in its pods")
+    add_cluster_options(parser)
+    add = parser.add_advanced_group("more about the pods").add_argument
+    processes = "processes in each pod (default: one per GPU, or one)"
+    add("--nproc-per-node", type=at_least(1), metavar="N", help=processes)
+    add("--run", default="", metavar="OPTIONS", help="more options of `edl run`, such as '--max-restarts 3'")
+    add("-m", "--module", action="store_true", help="SCRIPT is a module in the image, as for `python -m`")
+    add("--script-in-image", action="store_true", help="SCRIPT is a path in the image: send nothing along")
+    add("--command", default="", metavar="WORDS", help="how the image starts edl (default: edl)")
+    add("--template", default="", metavar="FILE", help="a pod template to begin with: volumes, tolerations, ...")
+    add("--queue", default="", metavar="NAME", help="queue of Kueue")
+    add("--priority-class", default="", metavar="NAME", help="priority class of the pods")
+    add("--teacher-image", default="", metavar="IMAGE", help="image of the teachers (default: --image)")
+    add("--teacher-gpus", type=at_least(0), metavar="N", help="GPUs of each teacher (default: --gpus)")
+    if not _names_file(argv, parser):
+        add = parser.add_argument
+        add("script", metavar="SCRIPT", help="what `edl run` runs; with -m a module's name")
+        add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
+    return parser
+
+
+def _names_file(argv: Sequence[str], parser: CommandParser) -> bool:
+    """Return whether `-f` is among the options before the script: argparse has no such either-or for positionals."""
+    flags = [name for name, action in parser._option_string_actions.items() if action.nargs == 0]
+    index = 0
+    while index < len(argv) and argv[index].startswith("-") and argv[index] != "--":
+        if argv[index].startswith(("-f", "--file")):
+            return True
+        attached = "=" in argv[index] or (len(argv[index]) > 2 and not argv[index].startswith("--"))  # -nNAMESPACE
+        index += 1 if attached or argv[index] in flags else 2
+    return False

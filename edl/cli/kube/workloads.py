@@ -1,0 +1,393 @@
+"""`edl jobs`, `scale`, `suspend`, `resume` and `delete`: jobs and pools of a Kubernetes cluster, as custom resources.
+
+The operator does the work; these commands read and write `ElasticJob` and `TeacherPool`. They find the cluster as
+kubectl does, and a resource by `NAME`, `job/NAME` or `pool/NAME`.
+
+What does not belong here: what the operator makes of resources (`edl.master.kube`), and calls to the API (`edl.kube`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from edl.backoff import Backoff
+from edl.cli.output import console, printable
+from edl.command_line import CommandParser, at_least, duration
+from edl.errors import AccessDeniedError, ConflictError, EDLError, InvalidObjectError, KubernetesError, SettingsError
+from edl.kube.client import KubeClient
+from edl.kube.objects import Object
+from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
+from edl.kube.settings import KubeSettings
+from edl.master.kube.members.naming import JOB_LABEL, OWNER_UID_LABEL, POOL_LABEL
+from edl.quoting import did_you_mean
+
+__all__ = ["Target", "add_cluster_options", "add_kubeconfig_options", "find_target", "list_pods", "open_cluster"]
+
+SCRIPT_LABEL: Final = "edl.io/script-of"
+"""Label of a ConfigMap with a script: the job that it is for."""
+SUBMISSION_MARK: Final = "edl.io/submission"
+"""Annotation: which call of `edl submit` made the object."""
+INSTALL_HINT: Final = (
+    "install EDL in the cluster: helm install edl serving/kube/chart --namespace edl --create-namespace "
+    "--set image.repository=IMAGE, or, with your image in it, kubectl apply -f serving/kube/manifests/crds.yaml "
+    "-f serving/kube/manifests/operator.yaml (docs/kubernetes-operators.md)"
+)
+_TIMEOUT_S: Final = 10.0
+"""For the API server to answer: a person waits for it."""
+_WAIT_S: Final = 120.0
+"""Of `edl delete --wait`: a member has 30 s to end unless its job says otherwise, and a node that is away some more."""
+_LOOK_S: Final = 2.0
+"""Between two looks of `--watch`: the operator changes a status about as often."""
+_WIDTH: Final = 200
+"""Characters if the output is not a terminal, so that no row is wrapped."""
+_KINDS: Final = {
+    **dict.fromkeys(("job", "jobs", "ej", "elasticjob", "elasticjobs", "elasticjobs.edl.io"), "job"),
+    **dict.fromkeys(("pool", "pools", "tp", "teacherpool", "teacherpools", "teacherpools.edl.io"), "pool"),
+}
+_TYPES: Final = {"job": ELASTIC_JOBS, "pool": TEACHER_POOLS}
+
+
+def add_cluster_options(parser: CommandParser) -> None:
+    """Add the options of which `open_cluster` takes the values, named as kubectl names them."""
+    add = parser.add_argument_group("cluster").add_argument
+    add("-n", "--namespace", metavar="NAME", help="(default: the context's, or the pod's own)")
+    add_kubeconfig_options(add)
+
+
+def add_kubeconfig_options(add: Callable[..., object]) -> None:
+    """Add the options that say which cluster, and as whom."""
+    add("--context", metavar="NAME", default="", help="of the kubeconfig (default: its current one)")
+    file = "(default: KUBECONFIG, the pod's service account, ~/.kube/config)"
+    add("--kubeconfig", metavar="FILE", default="", help=file)
+
+
+@contextlib.contextmanager
+def open_cluster(options: argparse.Namespace, timeout_s: float = _TIMEOUT_S) -> Iterator[KubeClient]:
+    """Open the cluster that the options name.
+
+    Raises:
+        SettingsError: There is none.
+        InvalidObjectError: The cluster does not know EDL's resources; the message says how to install them.
+    """
+    if options.namespace == "":
+        raise SettingsError("--namespace '': expected a name; -A shows all namespaces where a command has it")
+    settings = KubeSettings(options.kubeconfig, options.context, options.namespace or "", timeout_s)
+    with KubeClient(settings) as client:
+        try:
+            yield client
+        except InvalidObjectError as exc:
+            if client.has_resource(ELASTIC_JOBS.group, ELASTIC_JOBS.version, ELASTIC_JOBS.plural):
+                raise
+            raise InvalidObjectError(f"{client.url} knows no {ELASTIC_JOBS.group} resources: {INSTALL_HINT}") from exc
+
+
+@dataclass(frozen=True)
+class Target:
+    """A job or pool that exists: `kind` is "job" or "pool", `resource` is what the API returned."""
+
+    kind: str
+    name: str
+    resource: Object
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def type(self) -> ResourceType:
+        """Its kind for the API."""
+        return _TYPES[self.kind]
+
+    @property
+    def uid(self) -> str:
+        """What tells it from another resource that has its name later."""
+        return str(self.resource.get("metadata", {}).get("uid") or "")
+
+
+def parse_target(text: str) -> tuple[str | None, str]:
+    """Return "job", "pool" or, if the user did not say, None; and the name."""
+    kind, slash, name = text.rpartition("/")
+    if not name:
+        raise SettingsError(f"{text!r}: expected the name of a job or pool, job/NAME or pool/NAME")
+    if not slash:
+        return None, name
+    if kind.lower() not in _KINDS:
+        raise SettingsError(f"{text!r}: expected job/NAME or pool/NAME, and no {kind!r}")
+    return _KINDS[kind.lower()], name
+
+
+def find_target(client: KubeClient, text: str) -> Target:
+    """Find a job or pool in the client's namespace.
+
+    Raises:
+        SettingsError: There is none, with the nearest name; or there are both a job and a pool of this name.
+        EDLError: The API server does not answer, or refuses.
+    """
+    kind, name = parse_target(text)
+    kinds = (kind,) if kind is not None else tuple(_TYPES)
+    resources = {each: client.get(_TYPES[each], name) for each in kinds}
+    found = [Target(each, name, resource) for each, resource in resources.items() if resource is not None]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise SettingsError(f"{name!r} is both a job and a pool: say job/{name} or pool/{name}")
+    there = [str(item.get("metadata", {}).get("name")) for each in kinds for item in client.list(_TYPES[each]).items]
+    what = f"no {kind}" if kind is not None else "no job and no pool"
+    hint = did_you_mean(name, there) or "; `edl jobs -A` lists all, of all namespaces"
+    raise SettingsError(f"there is {what} {name!r} in namespace {client.namespace!r}{hint}")
+
+
+def list_pods(client: KubeClient, target: Target) -> list[Object]:
+    """Return the pods of a job or pool."""
+    label = JOB_LABEL if target.kind == "job" else POOL_LABEL
+    return client.list(PODS, label_selector=f"{label}={target.name},{OWNER_UID_LABEL}={target.uid}").items
+
+
+# --- edl jobs ---
+
+_JOBS = """\
+Shows the jobs (ElasticJob) and pools of teachers (TeacherPool) of a namespace: their phase, how many members are ready
+and wanted and their bounds, how far jobs are, and why something waits. `kubectl get elasticjobs,teacherpools` shows the
+same resources; `edl status JOB` shows all of a job."""
+
+_JOBS_EXAMPLES = """\
+examples:
+  edl jobs                          of the context's namespace
+  edl jobs -A --watch               of all namespaces, again as it changes, until Ctrl-C
+  edl jobs --json | jq '.jobs[] | select(.phase == "Failed")'"""
+
+
+def jobs(argv: Sequence[str]) -> int:
+    """Run `edl jobs`."""
+    parser = CommandParser("edl jobs", _JOBS, _JOBS_EXAMPLES)
+    add = parser.add_argument
+    add("-A", "--all-namespaces", action="store_true", help="of the whole cluster")
+    add("-w", "--watch", action="store_true", help="show changes until Ctrl-C")
+    add("--json", action="store_true", help="print JSON; with --watch an object a line")
+    add_cluster_options(parser)
+    options = parser.parse_args(argv)
+
+    from rich.live import Live
+
+    from edl.cli.kube.workload_status import cluster_view
+    from edl.dashboard.state import as_json
+    from edl.dashboard.state.cluster import ClusterReader
+
+    screen = console(_WIDTH)
+    with open_cluster(options) as client, contextlib.ExitStack() as stack:
+        reader = ClusterReader(client, () if options.all_namespaces else (client.namespace,))
+        status, shown = reader.read(), None
+        live = None
+        if options.watch and screen.is_terminal and not options.json:
+            live = stack.enter_context(Live(console=screen, auto_refresh=False))
+        while True:
+            facts = status.jobs, status.pools, status.stale
+            if live is not None:
+                live.update(cluster_view(status, time.time(), namespaces=options.all_namespaces), refresh=True)
+            elif facts != shown and options.json:
+                print(json.dumps(as_json(status), allow_nan=False), flush=True)
+            elif facts != shown:
+                screen.print(cluster_view(status, time.time(), namespaces=options.all_namespaces))
+            if not options.watch:
+                return 0
+            shown = facts
+            time.sleep(_LOOK_S)
+            status = reader.read_again()
+
+
+# --- edl scale, suspend, resume ---
+
+_SCALE = """\
+Sets how many workers a job has, or how many teachers a pool has: `scaling: external` and `replicas: N` in its spec, so
+that EDL no longer decides it. `auto` gives the decision back to EDL. `kubectl scale` alone changes `replicas` only,
+which counts only if scaling is external already."""
+
+_SCALE_EXAMPLES = """\
+examples:
+  edl scale first-job 4             four workers
+  edl scale pool/digits 0           no teachers
+  edl scale first-job 12 --max 12   more than it was submitted with
+  edl scale first-job auto          as many as are useful and fit, within its bounds"""
+
+_OLD_MINIMUM: Final = (
+    "pods that run keep the minimum that they started with (`edl run --nnodes MIN:`); new pods have it"
+)
+
+
+def scale(argv: Sequence[str]) -> int:
+    """Run `edl scale`."""
+    parser = CommandParser("edl scale", _SCALE, _SCALE_EXAMPLES)
+    add = parser.add_argument
+    add("name", metavar="NAME", help="NAME, job/NAME or pool/NAME")
+    add("count", metavar="N|auto", help="workers or teachers; auto: let EDL decide")
+    add("--min", type=at_least(0), metavar="N", help="change the minimum as well")
+    add("--max", type=at_least(1), metavar="N", help="change the maximum as well")
+    add_cluster_options(parser)
+    options = parser.parse_args(argv)
+    if options.count != "auto" and not (options.count.isascii() and options.count.isdigit() and len(options.count) < 7):
+        raise SettingsError(f"{options.count!r}: expected a number of workers or teachers, or auto")
+    count = None if options.count == "auto" else int(options.count)
+    with open_cluster(options) as client:
+        target = find_target(client, options.name)
+        client.patch(target.type, target.name, {"spec": scale_patch(target, count, options.min, options.max)})
+    noun = "workers" if target.kind == "job" else "teachers"
+    if target.kind == "job" and options.min is not None:
+        print(f"edl scale: {printable(str(target))}: {_OLD_MINIMUM}", file=sys.stderr)
+    if count is None:
+        print(printable(f"{target}: EDL decides how many {noun} it has (scaling: auto)"))
+    else:
+        print(printable(f"{target}: {count} {noun} wanted (scaling: external; `edl scale {target} auto` undoes it)"))
+    return 0
+
+
+def scale_patch(target: Target, count: int | None, least: int | None, most: int | None) -> dict[str, Any]:
+    """Return the change of the spec. `count` is None for auto; bounds that are None stay as they are.
+
+    Raises:
+        SettingsError: The count is out of bounds; the message says how to move them.
+    """
+    spec = target.resource.get("spec", {})
+    default = 1 if target.kind == "job" else 0
+    low = spec.get("minReplicas", default) if least is None else least
+    high = spec.get("maxReplicas", max(low, 1)) if most is None else most
+    if low < default or high < max(low, 1):
+        raise SettingsError(
+            f"{target}: from {low} to {high} cannot be: the minimum must be {default} or more, the maximum at least 1 "
+            "and not below it (--min, --max)"
+        )
+    if count is not None and not low <= count <= high:
+        bound = f"--min {count}" if count < low else f"--max {count}"
+        stop = f"; `edl suspend {target}` ends all of them" if count < low and target.kind == "job" else ""
+        raise SettingsError(f"{target}: {count} is not between its bounds, {low} and {high}: {bound} moves them{stop}")
+    patch: dict[str, Any] = {"scaling": "auto" if count is None else "external", "replicas": count}
+    bounds = {"minReplicas": least, "maxReplicas": most}
+    return patch | {name: bound for name, bound in bounds.items() if bound is not None}
+
+
+_SUSPEND = """\
+Ends all pods of a job or pool within its grace period, so that others have their GPUs. A job with checkpoints continues
+from the last one when it is resumed; teachers drain first."""
+_RESUME = """\
+Lets a suspended job or pool have its pods again. A job continues from its last checkpoint, or begins again if it has
+none."""
+
+
+def suspend(argv: Sequence[str]) -> int:
+    """Run `edl suspend`."""
+    return _set_suspended("suspend", argv, True, _SUSPEND)
+
+
+def resume(argv: Sequence[str]) -> int:
+    """Run `edl resume`."""
+    return _set_suspended("resume", argv, False, _RESUME)
+
+
+def _set_suspended(command: str, argv: Sequence[str], suspended: bool, description: str) -> int:
+    examples = f"examples:\n  edl {command} first-job\n  edl {command} job/first-job pool/digits"
+    parser = CommandParser(f"edl {command}", description, examples)
+    parser.add_argument("names", nargs="+", metavar="NAME", help="NAME, job/NAME or pool/NAME")
+    add_cluster_options(parser)
+    options = parser.parse_args(argv)
+    with open_cluster(options) as client:
+        targets = [find_target(client, name) for name in options.names]  # all, before any is changed
+        for target in targets:
+            if (target.resource.get("spec", {}).get("suspend") is True) == suspended:
+                print(printable(f"{target}: is {'suspended' if suspended else 'not suspended'} already"))
+                continue
+            client.patch(target.type, target.name, {"spec": {"suspend": suspended}})
+            print(printable(f"{target}: {'suspended' if suspended else 'resumed'}"))
+    return 0
+
+
+# --- edl delete ---
+
+_DELETE = """\
+Deletes jobs and pools, without a question. Kubernetes ends their pods within their grace period and removes what
+belongs to them; what they registered ends with its lease. Checkpoints stay where they are."""
+
+_DELETE_EXAMPLES = """\
+examples:
+  edl delete first-job
+  edl delete job/first-job pool/digits --wait     until their last pod is gone"""
+
+
+def delete(argv: Sequence[str]) -> int:
+    """Run `edl delete`."""
+    parser = CommandParser("edl delete", _DELETE, _DELETE_EXAMPLES)
+    add = parser.add_argument
+    add("names", nargs="+", metavar="NAME", help="NAME, job/NAME or pool/NAME")
+    add("--wait", action="store_true", help="return when all of it is gone")
+    add("--timeout", type=duration(), default=_WAIT_S, metavar="TIME", help="limit of --wait (default: 2m)")
+    add_cluster_options(parser)
+    options = parser.parse_args(argv)
+    with open_cluster(options) as client:
+        targets = [find_target(client, name) for name in options.names]  # all, before any is gone
+        for target in targets:
+            _delete(client, target)
+            print(printable(f"{target}: deleted"), flush=True)
+        if options.wait:
+            _wait_gone(client, targets, options.timeout)
+    return 0
+
+
+def _delete(client: KubeClient, target: Target) -> None:
+    """Delete the very resource that was found; another of its name that came meanwhile stays."""
+    scripts = _list_scripts(client, target) if target.kind == "job" else []
+    try:
+        client.delete(target.type, target.name, uid=target.uid)
+    except ConflictError as exc:
+        raise ConflictError(f"{target} was made again meanwhile, and is left alone: {exc}") from exc
+    for metadata in scripts:
+        client.delete(CONFIG_MAPS, metadata["name"], uid=metadata["uid"])
+
+
+def _list_scripts(client: KubeClient, job: Target) -> list[Object]:
+    """Return the metadata of a job's scripts.
+
+    The job owns its script, unless `kubectl apply` made both from `--dry-run`, again with each change of the script.
+    """
+    try:
+        listed = client.list(CONFIG_MAPS, label_selector=f"{SCRIPT_LABEL}={job.name}", metadata_only=True).items
+    except AccessDeniedError:  # what the job owns, the garbage collector deletes
+        return []
+    return [item["metadata"] for item in listed if _is_script_of(item["metadata"], job)]
+
+
+def _is_script_of(metadata: Object, job: Target) -> bool:
+    owners = [owner.get("uid") for owner in metadata.get("ownerReferences") or ()]
+    if owners:
+        return job.uid in owners
+    if SUBMISSION_MARK not in (metadata.get("annotations") or {}):
+        return True
+    # A submission made it: it is this job's if the job names it, and otherwise of a namesake that is just being made.
+    return json.dumps(metadata["name"]) in json.dumps(job.resource.get("spec"))
+
+
+def _wait_gone(client: KubeClient, targets: Sequence[Target], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    backoff = Backoff(0.2, 2.0)
+    left: list[str] = []
+    trouble = ""
+    while True:
+        try:
+            left = [item for target in targets for item in _left(client, target)]
+            trouble = ""
+        except KubernetesError as exc:  # it may be away for a moment; the deadline bounds it
+            trouble = f"; {exc}"
+        if not left and not trouble:
+            return
+        if time.monotonic() >= deadline:
+            raise EDLError(f"still there after {timeout_s:g} s: {', '.join(left[:10]) or 'not known'}{trouble}")
+        time.sleep(min(backoff.next_wait_s(), max(0.0, deadline - time.monotonic())))
+
+
+def _left(client: KubeClient, target: Target) -> list[str]:
+    found = client.get(target.type, target.name)
+    left = [str(target)] if found is not None and found.get("metadata", {}).get("uid") == target.uid else []
+    return left + [f"pod/{pod.get('metadata', {}).get('name')}" for pod in list_pods(client, target)]

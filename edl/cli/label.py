@@ -1,0 +1,291 @@
+"""`edl label`: soft labels for a whole data set, ahead of time.
+
+Labelling (`edl.distill.labelling`) and masters (`edl.master`) know nothing of each other; `label_job` joins them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from edl.cli.output import counted
+from edl.command_line import CommandParser, at_least, duration, split_names
+from edl.datasets import LabelDataset, open_data
+from edl.datasets.rows import RaggedData
+from edl.distill.cache import CacheKey, SoftLabelCache
+from edl.distill.labelling import DataGuard, Labeller, LabelPlan, LabelProgress, note_files
+from edl.distill.options import Options
+from edl.distill.teachers import Teachers, teachers_from_env
+from edl.distill.transport.schema import OutputSpec
+from edl.errors import SettingsError
+from edl.quoting import quote
+from edl.settings import Credentials
+
+__all__ = ["kind_of", "main", "model_of", "open_screen", "parser", "plan_of", "print_use"]
+
+_DESCRIPTION = """\
+Asks teachers for the soft labels of a whole data set and writes them to a folder. A student that reads them with
+SoftLabelCache(path=FOLDER), or with load_labels(FOLDER), needs no teachers. If the command is stopped or killed, run it
+again: it continues where it was.
+
+With --job NAME, the same command on several machines shares the run: each takes shards of rows, and you may kill or
+start any of them at any moment. They need one store (--store) and nothing else: each of them can be the master."""
+
+_EXAMPLES = """\
+examples:
+  edl label digits.npz --service digits --inputs image=x --outputs logits --output labels
+      the array "x" of an .npz file is the teachers' input "image"; a row's position is its id
+  edl label train.py:dataset --teachers 10.0.0.7:8500,10.0.0.8:8500 --inputs image --outputs logits \\
+      --output labels --workers 8 --dtype float16
+      a PyTorch Dataset that the function dataset() in train.py returns; eight processes load its samples
+  edl label digits.npz --service digits --inputs image=x --outputs logits --output labels --job digits-1 \\
+      --store consul://10.0.0.7:8500
+      on any number of machines, each with a folder of its own"""
+
+_MORE_EXAMPLES = """\
+more examples:
+  edl label words.py:rows --service digits --inputs x --outputs logits --output labels --top-k 50 --temperature 2
+      the 50 largest logits of each row, and the mass of the rest, for a loss at temperature 2
+  edl label corpus.jsonl --service lm --inputs ids=input_ids --ids id --outputs logprobs --top-k 64 --output labels
+      sequences of tokens for a language model; each line is like {"id": "a-1", "input_ids": [5, 3, 9]}. A .parquet
+      file has them as columns, with input_ids as lists. Row t of the labels is the prediction of token t + 1
+  edl label corpus.npz --service lm --inputs ids=tokens --offsets begins --outputs logprobs --top-k 64 --output labels
+      "tokens" has the tokens of all sequences in a row, and "begins" the position of each sequence's first token,
+      followed by the number of all tokens: 0, 4, 6, 11 for three sequences of 4, 2 and 5 tokens"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `edl label`."""
+    options = parser().parse_args(argv)
+    _check_job(options)
+    plan = plan_of(options)
+    files = note_files(options.data, options.ids)
+    data = open_data(
+        options.data,
+        split_names(options.inputs),
+        options.ids,
+        options.workers,
+        sequences=options.sequences,
+        offsets=options.offsets,
+    )
+    new = not Path(options.output).exists()
+    half: Any = "float16" if options.dtype == "float16" else None  # for servers that cannot send it
+    try:
+        with SoftLabelCache(0, options.output, store_dtype=half) as cache:
+            if options.job is None:
+                return _label_all(options, DataGuard(data, files), plan, cache)
+            from edl.cli.label_job import run_job  # imports the packages of a master
+
+            return run_job(options, DataGuard(data, files, compare_rows=not options.no_data_check), plan, cache)
+    except BaseException:
+        if new:
+            with contextlib.suppress(OSError):  # it has files, or was not made
+                Path(options.output).rmdir()
+        raise
+
+
+def _label_all(options: argparse.Namespace, guard: DataGuard, plan: LabelPlan, cache: SoftLabelCache) -> int:
+    with contextlib.closing(Labeller(guard, plan, cache)) as labeller:
+        with open_screen(plan.teachers.name) as screen:
+
+            def show(progress: LabelProgress) -> None:
+                done = progress.known + progress.labelled
+                left_s = None
+                if progress.total is not None and progress.labelled:
+                    left_s = (progress.total - done) / progress.rows_per_s
+                teachers = counted(progress.teachers_live, "teacher")
+                screen(done, progress.total, progress.rows_per_s, left_s, teachers)
+
+            key = labeller.key(relabel=options.relabel)
+            progress = labeller.label_all(show)
+        print_outcome(progress, key, options.output, cache.stats().disk_bytes, guard.data)
+    return 0
+
+
+def parser() -> CommandParser:
+    """Return the parser of the command's arguments."""
+    found = CommandParser("edl label", _DESCRIPTION, _EXAMPLES, _MORE_EXAMPLES)
+    add = found.add_argument
+    data = "FILE.npz, .npy, .jsonl or .parquet; FILE.py:FACTORY or MODULE:FACTORY (a Dataset or iterable)"
+    add("data", metavar="DATA", help=data)
+    add("--inputs", required=True, metavar="NAME[=KEY],…", help="inputs of the teachers, and their names in DATA")
+    add("--outputs", required=True, metavar="NAME,…", help="outputs of the teachers to keep")
+    add("--output", required=True, metavar="FOLDER", help="folder for the labels; created if missing")
+    add("--ids", metavar="KEY", help="name of the samples' ids in DATA (default: a row's position is its id)")
+    add("--top-k", type=int, metavar="K", help="keep only the K largest logits, and the mass of the rest")
+    add("--temperature", type=float, default=1.0, metavar="T", help="the student's, for --top-k (default: 1)")
+    add("--dtype", choices=("float16", "float32"), help="type of floating-point outputs (default: the teachers')")
+    found.add_store_option("where teachers and the processes of a job meet")
+    add = found.add_argument_group("teachers (default: those of EDL_SERVICE or EDL_TEACHERS)").add_argument
+    add("--service", metavar="NAME", help="name under which the teachers register")
+    add("--teachers", metavar="HOST:PORT,…", help="addresses of the teachers")
+    add = found.add_argument_group("many machines (docs/master.md)").add_argument
+    add("--job", metavar="NAME", help="share the run with all commands that name this job")
+    add = found.add_advanced_group("more about the teachers").add_argument
+    add("--teacher-store", metavar="URL", help="where teachers register, if not in --store")
+    add("--model", default="", metavar="NAME", help="model to use if the teachers serve several")
+    add("--model-version", default="", metavar="V", help="use only this version of the model (default: the newest)")
+    wait = "how long to wait for a live teacher (default: 60s)"
+    add("--timeout", type=duration(), default=60.0, metavar="TIME", help=wait)
+    add = found.add_advanced_group("more about the data and the labels").add_argument
+    add("--dataset", default="", metavar="TAG", help="tag to tell data sets and augmentations in one folder apart")
+    add("--relabel", action="store_true", help="label all rows again if FOLDER has labels of other data than DATA")
+    add("--offsets", metavar="KEY", help="sequences (docs/tokens.md): array of an .npz file with where each one begins")
+    add("--sequences", action="store_true", help="each sample of a function is a sequence [tokens] of its own length")
+    batch = "rows of a request, or sequences to read at a time into requests of 2,048 tokens (default: 32)"
+    add("--batch", type=at_least(1), default=32, metavar="ROWS", help=batch)
+    add("--workers", type=int, default=0, metavar="N", help="processes that load samples of a Dataset (default: 0)")
+    title = "more about many machines; the first process of a job decides on --shard and --worker-timeout"
+    add = found.add_advanced_group(title).add_argument
+    add("--shard", type=at_least(1), metavar="ROWS", help="rows that a process takes at a time (default: 32 to 1024)")
+    silence = "time of silence after which others get the shards of a process (default: 10s)"
+    add("--worker-timeout", type=duration(1), default=10.0, metavar="TIME", help=silence)
+    host = "address to listen on as a master (default: all addresses, or 127.0.0.1 if the store is a file)"
+    add("--host", metavar="ADDRESS", help=host)
+    no_check = "accept rows that differ from those of other processes, as decoders may; their number is still compared"
+    add("--no-data-check", action="store_true", help=no_check)
+    add("--retry-poisoned", action="store_true", help="try rows again that no process could label")
+    found.add_credentials("client", "teachers")
+    return found
+
+
+def plan_of(options: argparse.Namespace) -> LabelPlan:
+    """Return the labels to ask for."""
+    return LabelPlan(
+        teachers=_teachers(options),
+        output_spec=OutputSpec(
+            outputs=tuple(split_names(options.outputs)),
+            top_k=options.top_k,
+            temperature=options.temperature,
+            dtype=options.dtype,
+            version=options.model_version,
+        ),
+        dataset=options.dataset,
+        batch_rows=options.batch,
+        options=Options(teacher_timeout_s=options.timeout, credentials=Credentials.of_options(vars(options))),
+    )
+
+
+def _check_job(options: argparse.Namespace) -> None:
+    """Refuse options of a job that are invalid, or given without `--job`."""
+    if options.job is not None:
+        if not re.fullmatch(r"[^/]{1,100}", options.job):
+            raise SettingsError(f"--job {quote(options.job)}: expected 1 to 100 characters without a slash")
+        if options.relabel:
+            raise SettingsError("--relabel does not go with --job: name an --output folder without labels")
+        return
+    for name in ("--shard", "--host", "--retry-poisoned", "--no-data-check"):
+        if getattr(options, name[2:].replace("-", "_")):
+            raise SettingsError(f"{name} belongs to a run of several processes: name it with --job")
+
+
+def _teachers(options: argparse.Namespace) -> Teachers:
+    if options.service and options.teachers:
+        raise SettingsError("--service and --teachers exclude each other")
+    if options.service:
+        return Teachers(options.service, discovery=options.teacher_store or options.store, model=options.model)
+    if options.teachers:
+        return Teachers(endpoints=tuple(split_names(options.teachers)), model=options.model)
+    found = teachers_from_env(optional=True)
+    if not found:
+        raise SettingsError("no teachers named: pass --service or --teachers, or set EDL_SERVICE")
+    return replace(
+        found[0], model=options.model, discovery=options.teacher_store or options.store or found[0].discovery
+    )
+
+
+# --- Output ---
+
+_LINE_EVERY_S = 5.0
+"""Time between two lines of progress, if the output is a file or pipe. In a terminal there is a bar."""
+
+
+Screen: TypeAlias = Callable[[int, int | None, float, float | None, str], None]
+"""Shows progress: rows done, rows in total, rows per second, seconds left, and who works on it."""
+
+
+@contextlib.contextmanager
+def open_screen(title: str) -> Iterator[Screen]:
+    """Show progress on standard error."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines()
+        return
+    columns = (SpinnerColumn(), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[rate]:,.0f} rows/s"))
+    with Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[who]}"), console=console) as bar:
+        task = bar.add_task(title, total=None, rate=0.0, who="waiting for teachers")
+
+        def show(done: int, total: int | None, rows_per_s: float, left_s: float | None, who: str) -> None:
+            bar.update(task, completed=done, total=total, rate=rows_per_s, who=who)
+
+        yield show
+
+
+def _lines() -> Screen:
+    next_at = time.monotonic()
+
+    def show(done: int, total: int | None, rows_per_s: float, left_s: float | None, who: str) -> None:
+        nonlocal next_at
+        now = time.monotonic()
+        if now < next_at:
+            return
+        next_at = now + _LINE_EVERY_S
+        of_all = f" of {total:,}" if total is not None else ""
+        parts = [f"{done:,}{of_all} rows", f"{rows_per_s:,.0f} rows/s", who]
+        if left_s is not None:
+            parts.append(f"{left_s / 60:.0f} min left" if left_s >= 120 else f"{left_s:.0f} s left")
+        print(", ".join(parts), file=sys.stderr, flush=True)
+
+    return show
+
+
+def print_outcome(progress: LabelProgress, key: CacheKey, folder: str, nbytes: int, data: LabelDataset) -> None:
+    """Print the outcome of a run in a single process."""
+    kind = kind_of(data)
+    print(
+        f"{progress.labelled:,} {kind} labelled by {model_of(key)} in {progress.seconds:.1f} s "
+        f"({progress.rows_per_s:,.0f} {kind}/s); {progress.known:,} had a label before"
+    )
+    if isinstance(data, RaggedData) and data.empty:
+        print(f"{data.empty:,} of {data.rows:,} sequences have no token, and so no label")
+    print(f"{folder}: {nbytes / 1e6:,.1f} MB")
+    print_use(key, [folder], data)
+
+
+def print_use(key: CacheKey, folders: Sequence[str], data: LabelDataset) -> None:
+    """Print how a program reads the labels in these folders."""
+    read = "padded(ids, attention_mask)" if data.sequences else "rows(ids)"
+    dataset = f", dataset={key.dataset!r}" if key.dataset else ""
+    top_k = f", top_k={key.top_k}, temperature={key.temperature:g}" if key.top_k is not None else ""
+    dtype = f", dtype={key.dtype!r}" if key.dtype else ""
+    path, where = repr(folders[0]), repr(folders[0])
+    if len(folders) == 1:
+        print("A reader finds them, by the same ids, with")
+    else:
+        path, where = "'TOGETHER'", f"[{', '.join(map(repr, folders))}]"
+        print(
+            "Copied into one (SoftLabelCache(path='TOGETHER').add_folder(FOLDER), for each), a reader finds them with"
+        )
+    print(f"  DistillReader(…, cache=SoftLabelCache(path={path}), id_field=…{dataset}{top_k}{dtype})")
+    print("and a program without a reader with" + (", where they are now," if len(folders) > 1 else ""))
+    print(f"  edl.distill.cache.load_labels({where}).{read}[{key.outputs[0]!r}]")
+
+
+def kind_of(data: LabelDataset) -> str:
+    """Return "sequences" or "rows"."""
+    return "sequences" if data.sequences else "rows"
+
+
+def model_of(key: CacheKey) -> str:
+    """Return the model and its version."""
+    return f"{key.model} version {key.version}" if key.version else key.model

@@ -1,0 +1,425 @@
+"""Commands that serve in the foreground until a signal: `edl store`, `edl dashboard`, `edl proxy` and `edl operator`.
+
+Each parses its options, starts a server of the library, and waits. What a server needs is imported when it starts,
+since the help of a command must not wait for aiohttp or gRPC.
+
+What does not belong here: the servers themselves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import socket
+import time
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote, unquote, urlsplit
+
+from edl import mounts
+from edl.cli.kube.workloads import add_kubeconfig_options
+from edl.cli.output import printable
+from edl.command_line import CommandParser, at_least, duration, port
+from edl.end_signals import collect_signals
+from edl.errors import DiscoveryError, SettingsError
+from edl.kube.settings import KubeSettings
+from edl.log_output import log_to_stderr
+from edl.settings import Credentials, DiscoverySettings
+
+__all__ = ["dashboard", "operator", "proxy", "store"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.2
+"""How soon a signal or a failure is noticed."""
+_BY_SIGNAL: Final = 128
+"""Exit code: as in a shell, this and the signal's number."""
+_STORE_PORT: Final = 29400
+_PAGE_PORT: Final = 8650
+"""Default ports: those of `edl.discovery.served.store` and `edl.dashboard.server`, which are slow to import."""
+
+
+def _wait(caught: Sequence[int], check: Callable[[], None] = lambda: None) -> int:
+    """Wait for a signal; return its number. `check` is called meanwhile, and raises what went wrong."""
+    while not caught:
+        check()
+        time.sleep(_POLL_S)
+    return caught[0]
+
+
+def _server_credentials(options: object, *, environ: bool) -> Credentials:
+    """Return what the options say. The environment's are those that this host shows to teachers."""
+    names = ("tls_ca", "tls_cert", "tls_key", "token_file", "allow_insecure_tokens")
+    given = {name.removeprefix("tls_"): getattr(options, name) for name in names}
+    return Credentials.of(**given, environ=None if environ else {})
+
+
+# --- edl store ---
+
+_STORE = """\
+Serves a store for teachers, students and jobs on any number of hosts, and runs in the foreground until SIGTERM or
+Ctrl-C. Everything is in one SQLite file. A server that is started again with its file continues where it stopped; with
+an empty file it is filled again within seconds, as teachers and jobs register again. A second server of the same file
+is refused. In Kubernetes, the Helm chart runs this (docs/kubernetes-operators.md)."""
+
+_STORE_EXAMPLES = """\
+examples:
+  edl store --file /var/lib/edl/store.sqlite
+      at port 29400 of all addresses; elsewhere: EDL_DISCOVERY=edl://HOST:29400, or --store edl://HOST:29400
+  edl store --file store.sqlite --tls-ca ca.pem --tls-cert cert.pem --tls-key key.pem
+      only for processes with a certificate of that CA (EDL_TLS_CA, EDL_TLS_CERT and EDL_TLS_KEY there)"""
+
+_MOST_NBYTES: Final = 256 << 20
+"""Largest size of all values together. They lie in a file on disk; an agent's store lies in memory and takes less."""
+
+
+def store(argv: Sequence[str]) -> int:
+    """Run `edl store`."""
+    parser = CommandParser("edl store", _STORE, _STORE_EXAMPLES)
+    add = parser.add_argument
+    add("--file", required=True, metavar="PATH", help="SQLite file with everything; created if missing")
+    add("--host", default="::", help="IP address to listen on (default: ::, all addresses of this host)")
+    add("--port", type=port, default=_STORE_PORT, help=f"port to listen on; 0 for any (default: {_STORE_PORT})")
+    parser.add_credentials("server", "processes", " (or EDL_TLS_CA, EDL_TLS_CERT, EDL_TLS_KEY, EDL_TOKEN_FILE)")
+    parser.add_log_options()
+    options = parser.parse_args(argv)
+    log_to_stderr("edl store", verbose=options.verbose, log_format=options.log_format)
+    given = _server_credentials(options, environ=True)
+    if (options.tls_ca or options.tls_cert) and not (given.ca and given.cert):
+        raise SettingsError("a store speaks mutual TLS or none: set --tls-ca, --tls-cert and --tls-key")
+    if "://" in options.file:
+        meant = unquote(urlsplit(options.file).path) if options.file.startswith("sqlite:///") else ""
+        hint = f"did you mean /{meant.lstrip('/')}?" if meant else "the file's path is expected, such as store.sqlite"
+        raise SettingsError(f"--file {options.file}: this is a URL; {hint}")
+
+    from edl.discovery.served.addresses import ListenAddress, is_loopback
+    from edl.discovery.served.server import StoreLimits, StoreServer
+    from edl.discovery.served.store import store_credentials
+    from edl.protocol.tls.credentials import CredentialFiles
+    from edl.protocol.tls.handshake import FailedHandshakes
+
+    credentials = store_credentials(given)
+    files = CredentialFiles(credentials, serving=True) if credentials else None
+    path = Path(options.file).absolute()
+    with collect_signals() as caught, _alone(path), FailedHandshakes() as failed_handshakes:
+        address = ListenAddress(options.host, options.port)
+        server = StoreServer(str(path), address, files, StoreLimits(nbytes=_MOST_NBYTES))
+
+        def check() -> None:
+            if server.failed:
+                raise DiscoveryError("the server ended; see the log above")
+            failed_handshakes.log()
+
+        try:
+            logger.info("serving the store in %s on port %d", options.file, server.port, extra={"port": server.port})
+            if not credentials and not is_loopback(options.host):
+                logger.warning(
+                    "the store listens on %s without TLS or tokens: anyone who reaches it can change jobs and register"
+                    " teachers (--tls-ca, --tls-cert and --tls-key: docs/security.md)",
+                    options.host,
+                )
+            number = _wait(caught, check)
+        finally:
+            server.close()
+        logger.info("stopped by %s", signal.Signals(number).name)
+        return _BY_SIGNAL + number
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Refuse to serve a file that another `edl store` serves, since their clients would miss each other's changes.
+
+    Two locks are held, which the kernel releases when the process ends, also if it was killed. One is on a file beside
+    the store's, which names the process and stays: it counts when another file takes the place of the store's. The
+    other is on the store's file itself, and counts for a hard link, or when the first lock's file was removed. Other
+    commands can still open the file (`sqlite://`) beside the server: SQLite takes locks of another kind (`fcntl`). On
+    NFS they are of the same kind, and the second lock would keep SQLite out.
+    """
+    file = Path(os.path.realpath(path))
+    note = Path(f"{file}.lock")
+    from edl.discovery import open_store
+    from edl.discovery.served.host import FileLock
+
+    with ExitStack() as held:
+
+        def hold(place: Path) -> None:
+            try:
+                lock = FileLock(place)
+            except OSError as exc:
+                raise SettingsError(f"--file {path}: {place} cannot be opened: {exc.strerror}") from exc
+            held.callback(lock.close)
+            if not lock.take(fcntl.LOCK_EX):
+                holder = note.read_text(errors="replace").strip() or "another process"
+                raise SettingsError(
+                    f"--file {path} is served already, by {holder}: stop that one, or name another file"
+                )
+
+        try:
+            note.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise SettingsError(f"--file {path}: {note.parent} cannot be made: {exc.strerror}") from exc
+        hold(note)
+        if not mounts.is_shared(mounts.file_system(str(file), mounts.read_mounts())):
+            open_store(f"sqlite://{quote(str(file))}").close()  # makes it; an empty file without its journal is not one
+            hold(file)
+        note.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        yield
+
+
+# --- edl dashboard ---
+
+_DASHBOARD = """\
+Serves a page with everything that a store knows: jobs with their members, goodput and throughput over time, teachers
+and their students, how many of them are wanted and why, the shards of masters, and what happened, with its cause.
+It only reads; any number of browsers cost the store one look a second, and none where no page is open."""
+
+_DASHBOARD_EXAMPLES = """\
+examples:
+  edl dashboard --open                      the default store (a SQLite file of yours), and the browser on it
+  edl dashboard --store consul://10.0.0.7:8500
+  edl dashboard --kube research             with the jobs and pools of that namespace of the kubeconfig's cluster
+  ssh -L 8650:localhost:8650 HOST           then http://localhost:8650 shows the page that runs on HOST
+  edl dashboard --host 0.0.0.0 --token-file tokens --tls-cert cert.pem --tls-key key.pem
+                                            for others, too; a file of tokens that only you can read:
+                                            (umask 077; openssl rand -hex 32 > tokens)
+  curl -s localhost:8650/api/state | jq .   what the page shows, for programs
+
+It listens on 127.0.0.1, which only this machine reaches. On another --host everybody who reaches the port sees the
+page unless --token-file is given. /metrics is for Prometheus, /healthz for probes; docs/dashboard.md has a
+dashboard for Grafana, and what each metric means."""
+
+_KUBE_TIMEOUT_S = 3.0
+"""For the API server: the look at the store waits for it."""
+
+
+def dashboard(argv: Sequence[str]) -> int:
+    """Run `edl dashboard`."""
+    parser = CommandParser("edl dashboard", _DASHBOARD, _DASHBOARD_EXAMPLES)
+    add = parser.add_argument
+    add("--job", metavar="JOB", help="show only this job")
+    parser.add_store_option()
+    add("--teacher-store", metavar="URL", help="where teachers register, if not in --store")
+    add(
+        "--kube",
+        action="append",
+        nargs="?",
+        const="",
+        default=[],
+        metavar="NAMESPACE",
+        help="show jobs and pools of a Kubernetes cluster as well: of this namespace, or of the context's (in a pod: "
+        "of its own); repeatable",
+    )
+    add_kubeconfig_options(add)
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    add("--port", type=port, default=_PAGE_PORT, help=f"0 for a free port (default: {_PAGE_PORT})")
+    add("--open", action="store_true", help="open the page in the browser")
+    _add_allowed_hosts(parser)
+    parser.add_credentials("server", "browsers")
+    options = parser.parse_args(argv)
+    url = DiscoverySettings.of(options.store).url
+
+    from edl.dashboard.server import DashboardServer, DashboardSettings
+    from edl.dashboard.state.reader import shown_url
+
+    kube = None
+    if options.kube or options.context or options.kubeconfig:
+        kube = KubeSettings(options.kubeconfig, options.context, timeout_s=_KUBE_TIMEOUT_S)
+    settings = DashboardSettings(
+        store=url,
+        registry=options.teacher_store,
+        host=options.host,
+        port=options.port,
+        job=options.job,
+        allowed_hosts=tuple(options.allow_host),
+        credentials=_server_credentials(options, environ=False),
+        kube=kube,
+        kube_namespaces=tuple(options.kube),
+    )
+    with collect_signals() as caught, DashboardServer(settings) as server:
+        print(printable(f"The page of {shown_url(url)} is at {server.url} ; Ctrl-C ends it."), flush=True)
+        if options.open and not webbrowser.open(server.url):
+            print("no browser could be started: open that address in one")
+        _wait(caught)
+    return 0
+
+
+def _add_allowed_hosts(parser: CommandParser) -> None:
+    parser.add_advanced_group("names of this server").add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="answer requests under this name as well. Without tokens, only addresses, localhost and this machine's "
+        "name are answered, so that no other site can read along (DNS rebinding); repeatable",
+    )
+
+
+# --- edl proxy ---
+
+_PROXY = """\
+Answers as a vLLM does that is asked for the log-probabilities of prompts, with all live teachers
+of a service behind it: language models of `edl serve --hf` and `edl register vllm://`. A trainer
+that is configured with one teacher's URL (TRL, Axolotl, ms-swift, ...) gets teachers that come,
+go and die by changing that URL. Nothing is generated."""
+
+_PROXY_EXAMPLES = """\
+examples:
+  edl proxy qwen --port 9000                        then teacher_model_server_url="http://localhost:9000" in TRL
+  edl proxy qwen --store consul://10.0.0.7:8500 --top-k 100 --tokenizer ./student
+  edl proxy 10.0.0.9:8001,10.0.0.10:8001 --model qwen       teachers without a store
+  edl proxy qwen --host 0.0.0.0 --token-file tokens --tls-cert cert.pem --tls-key key.pem
+  curl -s localhost:9000/v1/completions -H 'Content-Type: application/json' \\
+       -d '{"prompt": [[3, 1, 4, 1, 5]], "max_tokens": 1, "prompt_logprobs": 5}'"""
+
+_PROXY_DETAILS = """\
+POST /v1/completions takes prompts as token ids with prompt_logprobs up to --top-k, max_tokens 0 or
+1, and temperature 1 (or 0, which only matters for the token that nobody reads). /health is 200 while
+a teacher is live, /livez while this process is; /metrics is for Prometheus. While no teacher is live,
+a request waits --teacher-timeout and is then answered with 503 and Retry-After.
+
+Start it beside each trainer, or once for all. At SIGTERM it refuses new requests and answers those
+under way (--drain). Exit codes: 0 ended, 1 not everything was answered in time, 2 wrong usage."""
+
+_EXIT_CUT = 1  # not everything was answered in time, as `edl serve` has it
+
+
+def proxy(argv: Sequence[str]) -> int:
+    """Run `edl proxy`."""
+    parser = CommandParser("edl proxy", _PROXY, _PROXY_EXAMPLES, _PROXY_DETAILS)
+    add = parser.add_argument
+    add("service", metavar="SERVICE", help="the teachers' service, or host:port of teachers, separated by commas")
+    parser.add_store_option("where teachers register")
+    add("--model", metavar="NAME", default="", help="the name that clients ask for (default: SERVICE)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    add("--port", type=port, default=9000, help="0 for a free port (default: 9000)")
+    add("--top-k", type=int, default=64, metavar="K", help="largest prompt_logprobs of a request (default: 64)")
+    add("--timeout", type=duration(), default=600.0, metavar="TIME", help="response timeout (default: 10m)")
+    wait = "how long a request waits while no teacher is live (default: 60s)"
+    add("--teacher-timeout", type=duration(), default=60.0, metavar="TIME", help=wait)
+    add("--drain", type=duration(), default=30.0, metavar="TIME", help="time to finish after SIGTERM (default: 30s)")
+    add("--model-version", "--version", metavar="V", default="", help="use only teachers of this model version")
+    add("--tokenizer", metavar="PATH", default="", help="the student's; teachers with another one are refused")
+    most = "maximum tokens in flight, in total and per request; the excess queues (default: 256 MiB of labels)"
+    add("--max-tokens", type=int, metavar="N", help=most)
+    _add_allowed_hosts(parser)
+    note = ". What is shown to teachers is in the environment (EDL_TLS_CA, EDL_TOKEN_FILE, ...)"
+    parser.add_credentials("server", "clients", note)
+    parser.add_log_options()
+    options = parser.parse_args(argv)
+    log_to_stderr("edl proxy", verbose=options.verbose, log_format=options.log_format)
+
+    from edl.proxy.server import ProxyServer
+    from edl.proxy.settings import ProxySettings
+
+    settings = ProxySettings(
+        service=options.service,
+        discovery=options.store,
+        model=options.model,
+        host=options.host,
+        port=options.port,
+        top_k=options.top_k,
+        max_tokens=options.max_tokens,
+        timeout_s=options.timeout,
+        teacher_timeout_s=options.teacher_timeout,
+        version=options.model_version,
+        tokenizer=options.tokenizer,
+        allowed_hosts=tuple(options.allow_host),
+        credentials=_server_credentials(options, environ=False),
+    )
+    with collect_signals() as caught, ProxyServer(settings) as server:
+        print(printable(f"Teachers of {options.service} answer at {server.url} ; Ctrl-C ends it."), flush=True)
+        _wait(caught)
+        logger.info("refusing new requests; answers under way have %g s", options.drain)
+        return 0 if server.drain(options.drain) else _EXIT_CUT
+
+
+# --- edl operator ---
+
+_OPERATOR = """\
+Works on the ElasticJobs and TeacherPools of a cluster: makes their pods, replaces those that end, grows into GPUs that
+are idle, and gives them back. It finds the cluster as kubectl does, or by the service account of the pod that it runs
+in. Normally the chart starts it (serving/kube/chart); on a machine of yours it does the same, with your rights.
+
+All that it remembers is in the status of the resources. Kill it at any moment: pods keep running, and the next operator
+continues from there. A second one beside it does no harm. While the API server is away it waits.
+
+It needs the CRDs, and the Role edl-operator in each namespace (docs/kubernetes-operators.md). With the ClusterRole
+edl-capacity it sees what is idle before it starts a pod; without it, a pod that waits tells.
+
+SIGTERM and Ctrl-C end it: exit code 143 or 130. With --http-port it serves /livez, /readyz and /metrics."""
+
+_OPERATOR_EXAMPLES = """\
+examples:
+  edl operator --store consul://consul:8500
+      the namespace of the kubeconfig's context; resources that name no store use this one
+  edl operator --namespace team-a --namespace team-b --http-host :: --http-port 8652
+      two namespaces, with probes and metrics on all interfaces
+  edl operator --all-namespaces
+      the whole cluster, if its account may read all pods"""
+
+
+def operator(argv: Sequence[str]) -> int:
+    """Run `edl operator`."""
+    parser = CommandParser("edl operator", _OPERATOR, _OPERATOR_EXAMPLES)
+    add = parser.add_argument
+    namespace = "namespace to work on; repeatable (default: the context's, or the pod's own)"
+    add("-n", "--namespace", action="append", default=[], metavar="NAME", help=namespace)
+    add("-A", "--all-namespaces", action="store_true", help="work on all namespaces")
+    url = "store of resources that name none: edl://host:port, consul://host:port or etcd://host:port"
+    add("--store", "--discovery", dest="store", metavar="URL", default="", help=url)
+    allowed = (
+        "another store that it may read with its own credentials: SCHEME://HOST:PORT, SCHEME://HOST or SCHEME://; "
+        "repeatable"
+    )
+    add("--allow-store", action="append", default=[], metavar="PREFIX", help=allowed)
+    security = (
+        "what templates of jobs and pools may ask for: what this level of Pod Security allows (default: baseline; "
+        "privileged allows all, such as hostPath and hostNetwork)"
+    )
+    add("--pod-security", choices=("baseline", "privileged"), default="baseline", help=security)
+    accounts = "a service account that templates may name; repeatable (default: none)"
+    add("--allow-service-account", action="append", default=[], metavar="[NAMESPACE/]NAME", help=accounts)
+    add("--workers", type=at_least(1), default=4, metavar="N", help="resources worked on at once (default: 4)")
+    resync = "look at each resource this often even if nothing happens; less often with hundreds (default: 10m)"
+    add("--resync", type=duration(), default=600.0, metavar="TIME", help=resync)
+    add("--no-capacity", action="store_true", help="do not look at nodes and all pods, even where that is allowed")
+    add_kubeconfig_options(add)
+    add("--timeout", type=duration(), default=10.0, metavar="TIME", help="timeout of the API server (default: 10s)")
+    add("--http-port", type=port, metavar="N", help="serve /livez, /readyz and /metrics there; 0 for a free port")
+    add("--http-host", default="127.0.0.1", metavar="HOST", help="address to serve them on (default: 127.0.0.1)")
+    parser.add_log_options()
+    options = parser.parse_args(argv)
+    log_to_stderr("edl operator", verbose=options.verbose, log_format=options.log_format)
+    if options.all_namespaces and options.namespace:
+        raise SettingsError("--all-namespaces beside --namespace: give either")
+    if "" in options.namespace:
+        raise SettingsError("--namespace '': expected a name")
+
+    from edl.master.kube.members.pod_policy import PodPolicy
+    from edl.master.kube.operator import ALL_NAMESPACES, Operator, OperatorSettings
+
+    settings = OperatorSettings(
+        kube=KubeSettings(options.kubeconfig, options.context, timeout_s=options.timeout),
+        namespaces=(ALL_NAMESPACES,) if options.all_namespaces else tuple(dict.fromkeys(options.namespace)),
+        store=options.store,
+        allow_stores=tuple(options.allow_store),
+        pods=PodPolicy(options.pod_security, tuple(options.allow_service_account)),
+        workers=options.workers,
+        resync_s=options.resync,
+        capacity=not options.no_capacity,
+        host=options.http_host if options.http_port is not None else None,
+        port=options.http_port or 0,
+    )
+    with collect_signals() as caught:
+        with Operator(settings) as running:
+            where = "all namespaces" if options.all_namespaces else ", ".join(running.namespaces)
+            health = f"; health and metrics on port {running.port}" if running.port is not None else ""
+            logger.info("working on %s%s", where, health)
+            number = _wait(caught)
+            logger.info("ending by %s; pods keep running", signal.Signals(number).name)
+        return _BY_SIGNAL + number

@@ -1,0 +1,313 @@
+"""`edl status`: the members of a job, what it does, and where its time went; on Kubernetes also what it waits for."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from edl.cli.kube.workload_status import show_workload
+from edl.cli.kube.workloads import add_cluster_options, find_target, open_cluster
+from edl.cli.output import console, counted, last_line, printable, table
+from edl.collective.goodput import Event, NodeStatus
+from edl.collective.job_records import GAVE_UP, Exclusion
+from edl.command_line import CommandParser, at_least
+from edl.dashboard.state import as_json
+from edl.dashboard.state.jobs import read_job_status
+from edl.dashboard.state.schema import DatasetStatus, JobStatus, MasterStatus, PoisonedShard
+from edl.discovery import Store, open_store
+from edl.errors import DiscoveryError, KubernetesError, PermanentError, ProtocolError, SettingsError
+from edl.master.kube.operator.owner_keys import delete_job_keys
+from edl.settings import DiscoverySettings
+
+__all__ = ["main"]
+
+_MOST_POISONED = 5
+"""Shards listed with their reason; the others are counted."""
+
+
+def master_lines(master: MasterStatus) -> Iterator[Text]:
+    """Yield lines about a master: its place, then its data sets, poisoned shards first with their reasons."""
+    term = f", term {master.term}" if master.term is not None else ""
+    where = f" at {printable(master.endpoint)}" if master.endpoint else ""
+    age = f", last heard {master.age_s:.0f} s ago" if master.state == "silent" and master.age_s is not None else ""
+    style = "" if master.state in ("leading", "done") else "bold red"
+    yield Text.assemble("master ", (printable(master.state or "unknown"), style), f"{where}{term}{age}")
+    for dataset in master.datasets:
+        yield _counts(dataset)
+        poisoned = dataset.shards["poisoned"]
+        for shard in dataset.poisoned[:_MOST_POISONED]:
+            yield Text(f"  {_poisoned(shard)}", "red")
+        hidden = poisoned - min(len(dataset.poisoned), _MOST_POISONED)
+        if poisoned and hidden > 0:
+            yield Text(f"  and {hidden:,} more poisoned shards", "red")
+
+
+def _counts(dataset: DatasetStatus) -> Text:
+    shards = dataset.shards
+    text = Text.assemble("dataset ", (printable(dataset.name), "bold"), ": ")
+    if shards["poisoned"]:
+        text.append(f"{shards['poisoned']:,} poisoned", "bold red").append(", ")
+    text.append(f"{shards['done']:,} shards done, {shards['doing']:,} at work, {shards['todo']:,} to do")
+    if dataset.epoch is not None and (dataset.epochs or 1) > 1:
+        text.append(f", epoch {dataset.epoch + 1} of {dataset.epochs}")
+    if dataset.units_per_s:
+        text.append(f", {dataset.units_per_s:,.3g} units/s")
+    if not dataset.ended:
+        text.append(", more may come")
+    if dataset.eta_s is not None and not dataset.finished:
+        text.append(f", {dataset.eta_s:,.0f} s to go")
+    return text
+
+
+def _poisoned(shard: PoisonedShard) -> str:
+    last = shard.failures[-1] if shard.failures else None
+    why = f": {printable(last.reason)} ({printable(last.holder)})" if last is not None else ""
+    return f"poisoned: shard {shard.shard} (units {shard.start} to {shard.stop}){why}"
+
+
+_FALLBACK_S = 3.0
+"""How long a cluster that the user did not name may take to answer: it may have been switched off long ago."""
+_EVERY_S = 1.0
+"""Between two looks of `--watch`: agents write about as often."""
+_MAX_GONE = 5
+"""Nodes that have left and get a line of their own; the others are only counted."""
+_WIDTH = 160
+"""Characters of a line if the output is not a terminal."""
+
+_STYLES = {
+    "train": "green",
+    "running": "green",
+    "done": "green",
+    "save": "blue",
+    "load": "cyan",
+    "rollback": "yellow",
+    "rendezvous": "magenta",
+    "forming": "magenta",
+    "failed": "bold red",
+    "lost": "red",
+    "down": "bold red",
+    "gave up": "bold red",
+    "left": "dim",
+}
+
+_DESCRIPTION = """\
+Shows an elastic job: its members with their ranks, how far and how fast they train, the goodput until now (the share
+of the wall-clock time that went into steps which were finished once and not lost), and what happened lately. If the job
+has a master, its shards are shown too, poisoned ones first. A job that the default store does not know is looked for in
+the Kubernetes cluster of the kubeconfig; --kube, --namespace, --context and --kubeconfig look only there. What its
+agents report is read from the store that the job names if that is your own EDL_DISCOVERY, otherwise from --store."""
+
+_EXAMPLES = """\
+examples:
+  edl status myjob                          once, from the default store (a SQLite file of yours)
+  edl status myjob --watch                  again each second, until the job ends or Ctrl-C
+  edl status myjob --json | jq .goodput     for programs; with --watch one JSON object a line
+  edl status myjob --store consul://10.0.0.7:8500
+  edl status myjob -n research              of a Kubernetes cluster: with conditions, pods, how they ended, and events
+  edl status myjob -n research --store consul://10.0.0.7:8500   its agents' reports are there, and you trust that host
+  edl status pool/digits --kube             a pool of teachers
+  edl status myjob --forget                 remove what the store has of a job that has ended or was given up"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `edl status`."""
+    parser = CommandParser("edl status", _DESCRIPTION, _EXAMPLES)
+    add = parser.add_argument
+    add("job", metavar="JOB", help="name of the job (`edl run --rdzv-id`)")
+    parser.add_store_option()
+    add("--events", type=at_least(0), default=10, metavar="N", help="show the last N events (default: 10)")
+    add("--watch", action="store_true", help="show it again every second, until the job ends or Ctrl-C")
+    add("--json", action="store_true", help="print JSON")
+    add("--forget", action="store_true", help="remove what the store has of a job without agents and master")
+    add("--kube", action="store_true", help="look in a Kubernetes cluster: NAME, job/NAME or pool/NAME")
+    add_cluster_options(parser)
+    options = parser.parse_args(argv)
+    if options.kube or options.namespace is not None or options.context or options.kubeconfig:
+        if options.forget:
+            raise SettingsError("--forget is for a job in a store (--store), and not for one of a cluster")
+        with open_cluster(options) as client:
+            show_workload(client, options, console(_WIDTH), _shown)
+        return 0
+    with open_store(DiscoverySettings.of(options.store).url) as store:
+        if options.forget:
+            return _forget(store, options.job)
+        try:
+            status = read_job_status(store, options.job, options.events)
+        except SettingsError as exc:
+            if options.store is not None or not _show_from_cluster(options, exc):
+                raise
+            return 0
+        if options.watch:
+            _watch(store, status, options.events, as_json=options.json)
+        elif options.json:
+            print(_json(status))
+        else:
+            console(_WIDTH).print(_shown(status))
+    return 0
+
+
+def _forget(store: Store, job: str) -> int:
+    with contextlib.suppress(ProtocolError):  # what this version cannot read is removed as well
+        read_job_status(store, job, 0)
+    if in_use := delete_job_keys(store, job):
+        raise SettingsError(f"--forget {job}: {in_use}; stop them first")
+    print(f"job {printable(job)} is removed from the store; its checkpoints stay")
+    return 0
+
+
+def _show_from_cluster(options: argparse.Namespace, missing: SettingsError) -> bool:
+    """Look in the kubeconfig's cluster, if there is one, for a job that no store knows; return whether it was found.
+
+    `missing` says why the store has nothing. That the cluster does not know the job either is an error.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            client = stack.enter_context(open_cluster(options, timeout_s=_FALLBACK_S))
+        except (ModuleNotFoundError, SettingsError):
+            return False
+        try:
+            find_target(client, options.job)
+        except SettingsError as exc:
+            raise SettingsError(f"{missing}; in the cluster {exc}") from exc
+        except (KubernetesError, PermanentError) as exc:
+            raise SettingsError(f"{missing}; and whether the cluster has it is not known: {exc}") from exc
+        show_workload(client, options, console(_WIDTH), _shown)
+    return True
+
+
+def _json(status: JobStatus) -> str:
+    """Return the job's entry of the page's `/api/state`, without its history."""
+    fields = as_json(status)
+    del fields["history"]
+    return json.dumps(fields, allow_nan=False)
+
+
+def _watch(store: Store, status: JobStatus, events: int, *, as_json: bool) -> None:
+    """Show the job until it ends. An outage of the store is told, and is not the end."""
+    screen = console(_WIDTH)
+    with contextlib.ExitStack() as stack:
+        live = None
+        if screen.is_terminal and not as_json:
+            live = stack.enter_context(Live(console=screen, auto_refresh=False))
+        trouble = ""
+        while True:
+            if as_json:
+                print(_json(status), flush=True)
+            else:
+                shown = Group(_shown(status), Text(printable(trouble), "bold red"))
+                if live is None:
+                    screen.print(shown)
+                else:
+                    live.update(shown, refresh=True)
+            if status.state in ("done", "failed", GAVE_UP):
+                return
+            time.sleep(_EVERY_S)
+            try:
+                status, trouble = read_job_status(store, status.job, events), ""
+            except DiscoveryError as exc:
+                trouble = f"as known last: {exc}"
+
+
+def _shown(status: JobStatus) -> RenderableType:
+    shards = list(master_lines(status.master)) if status.master is not None else []
+    if status.master_only:
+        return Group(Text.assemble("job ", (printable(status.job), "bold"), ": ", _coloured(status.state)), *shards)
+    parts: list[RenderableType] = [_headline(status), *shards]
+    if status.message:
+        parts.append(Text(printable(last_line(status.message)), "dim"))
+    parts += [_where_the_time_went(status), _members(status.nodes)]
+    parts += [_left_out(exclusion) for exclusion in status.left_out]
+    parts += [_event_line(event) for event in status.events]
+    return Group(*parts)
+
+
+def _headline(status: JobStatus) -> Text:
+    title = ("job ", (printable(status.job), "bold"), ": ")
+    if status.generation < 0:
+        state = status.state if status.state in ("down", GAVE_UP) else "starting"
+        return Text.assemble(*title, _coloured(state), f", {counted(len(status.nodes), 'node')} so far")
+    text = Text.assemble(*title, _coloured(status.state))
+    text.append(f", generation {status.generation}, {counted(status.world_size, 'rank')}")
+    if status.step >= 0:
+        text.append(f", step {status.step:,}")
+    if status.steps_per_s and status.state == "running":
+        text.append(f", {status.steps_per_s:.3g} steps/s")
+    if status.samples_per_s and status.state == "running":
+        text.append(f", {status.samples_per_s:,.0f} samples/s")
+    return text
+
+
+def _where_the_time_went(status: JobStatus) -> Text:
+    elapsed = _duration(status.elapsed_s)
+    if status.step < 0:
+        return Text(f"goodput unknown: in {elapsed} no step was reported (Checkpointer.save reports them)")
+    text = Text.assemble((f"goodput {status.goodput or 0.0:.1%}", "bold"), f" of {elapsed}")
+    for state, seconds in status.seconds.items():
+        if seconds:
+            text.append(" · ").append_text(_coloured(state)).append(f" {_duration(seconds)}")
+    return text
+
+
+def _members(rows: Sequence[NodeStatus]) -> Table:
+    numbers = ("generation", "step", "steps/s", "samples/s", "heard", "replica")
+    replicas = any(row.replica_age_s is not None for row in rows)
+    found = table("node", "ranks", "state", *(numbers if replicas else numbers[:-1]), numbers=numbers)
+    gone = [row for row in rows if row.gone]
+    hidden = gone[_MAX_GONE:]
+    for row in rows:
+        if row not in hidden:
+            found.add_row(*_cells(row)[: len(found.columns)])
+    if hidden:
+        found.add_row(Text(f"and {len(hidden)} that left or were lost before", "dim"))
+    return found
+
+
+def _left_out(exclusion: Exclusion) -> Text:
+    what = f"the host of {printable(exclusion.node)} is left out ({printable(exclusion.reason)}): "
+    remedy = "once its GPU is reset or replaced, a reboot or `edl run --readmit` there lets it join again"
+    return Text.assemble((what, "bold red"), remedy)
+
+
+def _cells(row: NodeStatus) -> list[Text]:
+    return [
+        Text(printable(row.node), "dim" if row.gone else ""),
+        Text(_ranks(row.ranks) if row.ranks else ""),
+        _coloured(row.state),
+        Text(str(row.generation) if row.generation >= 0 else ""),
+        Text(f"{row.step:,}" if row.step >= 0 else ""),
+        Text(f"{row.steps_per_s:.3g}" if row.steps_per_s and not row.gone else ""),
+        Text(f"{row.samples_per_s:,.0f}" if row.samples_per_s and not row.gone else ""),
+        Text(f"{_duration(row.silent_s)} ago"),
+        Text("" if row.replica_age_s is None else f"{_duration(row.replica_age_s)} old"),
+    ]
+
+
+def _event_line(event: Event) -> Text:
+    clock = time.strftime("%H:%M:%S", time.localtime(event.at))
+    return Text(printable(f"{clock}  {event.kind:<10}  {event.node}  {event.text}".rstrip()))
+
+
+def _coloured(state: str) -> Text:
+    return Text(state, _STYLES.get(state, ""))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration as people say it: 0.35 s, 12 s, 4 min 05 s, 3 h 20 min."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"

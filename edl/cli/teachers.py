@@ -1,0 +1,416 @@
+"""`edl teachers`: which teachers are live, once or as it changes; of one service also its load."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import queue
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from edl.background import BackgroundLoop
+from edl.cli.output import console, printable, table
+from edl.command_line import CommandParser
+from edl.discovery import open_registry, open_store
+from edl.discovery.records import check_service
+from edl.discovery.registry import Instance, Registry, Snapshot, Watch
+from edl.errors import DiscoveryError
+from edl.load_reporting import ServiceLoad, read_service, read_wanted
+from edl.master.scaling.teacher_demand import describe_load, observe_teachers, required_teachers
+from edl.quoting import clip, did_you_mean
+from edl.settings import DiscoverySettings
+
+__all__ = ["main"]
+
+_LOOK_FOR_SERVICES_S = 1.0
+"""How often `--watch` without a service's name looks for new services. Within a service nothing is polled."""
+_STALE_S = 60.0
+"""Age from which a wanted count is called old: an advisor that lives writes every few seconds."""
+_MOST_NOTES = 200
+"""Characters of a teacher's tags and metadata; all of them are in the JSON."""
+_WIDTH = 240
+"""Characters of a line if the output is not a terminal."""
+_STYLES = {
+    "joined": ("+", "green"),
+    "left": ("-", "red"),
+    "lapsed": ("-", "red"),
+    "changed": ("~", "yellow"),
+    "rejected": ("!", "magenta"),
+    "stale": ("?", "bold red"),
+    "fresh": ("=", "green"),
+}
+
+_DESCRIPTION = """\
+Shows the teachers that are registered: where they are, what they serve, and whether they are ready or draining.
+Invalid registrations are listed apart, with the reason. For a single service it also shows what its teachers compute,
+what its students ask and how long they wait, and how many teachers would do."""
+
+_EXAMPLES = """\
+examples:
+  edl teachers                     all services of the default registry (a SQLite file of yours)
+  edl teachers digits              one service, with its load: "3 live; 2 students wait 31% of their time; 5 would do"
+  edl teachers digits --watch      joins, leaves and changes of one service, as they come
+  edl teachers --json | jq .       for programs; with --watch one JSON object a line
+  edl teachers --store consul://10.0.0.7:8500"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `edl teachers`."""
+    parser = CommandParser("edl teachers", _DESCRIPTION, _EXAMPLES)
+    add = parser.add_argument
+    add("service", metavar="SERVICE", nargs="?", help="show only this service")
+    parser.add_store_option("where teachers register")
+    add("--watch", action="store_true", help="print a line for each change, until Ctrl-C")
+    add("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    if options.service is not None:
+        check_service(options.service)
+    url = DiscoverySettings.of(options.store).url
+    if not options.watch and not options.json and _no_file(url):
+        print(printable(f"No teacher is registered in {url}: there is no such file."))
+        return 0
+    with open_registry(url) as registry:
+        if options.watch:
+            _watch(registry, url, options.service, as_json=options.json)
+        else:
+            _show(registry, url, options.service, as_json=options.json)
+    return 0
+
+
+def _no_file(url: str) -> bool:
+    """Return whether this is a SQLite file that is not there yet. To look should not make it."""
+    parts = urlsplit(url)
+    try:
+        return parts.scheme == "sqlite" and not Path(unquote(parts.path)).stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False  # opening it says why
+
+
+def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -> None:
+    services = (service,) if service else registry.services()
+    snapshots = [registry.snapshot(name) for name in services]
+    view = None
+    if service:
+        ready = sum(instance.state == "ready" for instance in snapshots[0].instances)
+        view = look(url, service, ready, frozenset(instance.id for instance in snapshots[0].lapsed))
+    if as_json:
+        shown = [_snapshot_as_dict(snapshot) | (view.as_dict() if view else {}) for snapshot in snapshots]
+        print(json.dumps({"discovery": url, "services": shown}))
+        return
+    screen = console(_WIDTH)
+    if any(snapshot.instances or snapshot.lapsed for snapshot in snapshots):
+        screen.print(_teachers(snapshots))
+    else:
+        whom = f"of service {service!r} " if service else ""
+        there = registry.services() if service else ()
+        others = f" There are teachers of {', '.join(map(repr, there))}" if there else ""
+        hint = did_you_mean(service, there) if service else ""
+        words = f"No teacher {whom}is registered in {url}.{others}{hint or '.' * bool(others)}"
+        screen.print(Text(printable(words)))
+    for snapshot in snapshots:
+        if snapshot.lapsed:
+            words = (
+                f"{snapshot.service}: lapsed registrations were not renewed in time: the process is dead or paused, or "
+                "cannot write to the registry. Students use such a teacher for as long as it answers."
+            )
+            screen.print(Text(printable(words), "red"))
+        for bad in snapshot.rejected:
+            screen.print(Text(printable(f"left out: {snapshot.service}/{bad.id}: {bad.reason}"), "magenta"))
+        if snapshot.stale:
+            screen.print(Text(printable(f"{snapshot.service}: as known last; {snapshot.stale}"), "bold red"))
+    if view is not None and (view.load is None or view.load.students or view.load.teachers or snapshots[0].instances):
+        for part in view.renderables():
+            screen.print(part)
+
+
+def _teachers(snapshots: Sequence[Snapshot]) -> Table:
+    headings = ("service", "teacher", "endpoint", "model", "capacity", "state", "tags and metadata")
+    found = table(*headings, numbers=("capacity",))
+    for snapshot in snapshots:
+        shown = [(instance, instance.state) for instance in snapshot.instances]
+        for instance, state in shown + [(instance, "lapsed") for instance in snapshot.lapsed]:
+            notes = " ".join(filter(None, [",".join(instance.tags), brief_meta(instance.meta)]))
+            cells = (snapshot.service, instance.id, instance.endpoint, instance.model, f"{instance.capacity:g}")
+            style = {"ready": "green", "draining": "yellow"}.get(state, "red")
+            found.add_row(
+                *(Text(printable(cell)) for cell in cells),
+                Text(state, style),
+                Text(printable(clip(notes, _MOST_NOTES))),
+            )
+    return found
+
+
+def _snapshot_as_dict(snapshot: Snapshot) -> dict[str, Any]:
+    def as_dict(instance: Instance) -> dict[str, Any]:
+        return {**asdict(instance), "meta": dict(instance.meta), "endpoint": instance.endpoint}
+
+    return {
+        "service": snapshot.service,
+        "stale": snapshot.stale,
+        "instances": [as_dict(instance) for instance in snapshot.instances],
+        "lapsed": [as_dict(instance) for instance in snapshot.lapsed],
+        "rejected": [asdict(bad) for bad in snapshot.rejected],
+    }
+
+
+# --- Changes ---
+
+
+def _watch(registry: Registry, url: str, service: str | None, *, as_json: bool) -> None:
+    screen = console(_WIDTH)
+    if not as_json:
+        whom = f"service {service!r}" if service else "all services"
+        screen.print(Text(printable(f"Watching {whom} in {url}; Ctrl-C ends.")))
+    # What discovery logs of an outage is told here as a change.
+    logging.getLogger("edl.discovery").addHandler(logging.NullHandler())
+    known: dict[str, Snapshot] = {}
+    for snapshot in _snapshots(registry, service):
+        now = time.time()
+        for change in changes(known.get(snapshot.service), snapshot):
+            if as_json:
+                print(json.dumps({"time": round(now, 3), **asdict(change)}), flush=True)
+            else:
+                _print_change(screen, now, change)
+        known[snapshot.service] = snapshot
+
+
+def _print_change(screen: Console, now: float, change: Change) -> None:
+    sign, style = _STYLES[change.kind]
+    clock = time.strftime("%H:%M:%S", time.localtime(now))
+    words = {
+        "stale": f"the registry does not answer, the list is as known last: {change.detail}",
+        "fresh": "the registry answers again",
+    }.get(change.kind, f"{change.kind}: {change.detail}")
+    name = f"{change.service}/{change.id}" if change.id else change.service
+    screen.print(Text(printable(f"{clock} {sign} {name} {words}"), style))
+
+
+def _snapshots(registry: Registry, service: str | None) -> Iterator[Snapshot]:
+    """Yield snapshots of a service, or of every service there is or comes to be, as they change."""
+    if service:
+        with registry.watch(service) as watch:
+            yield from watch
+        return
+    found: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
+    followed: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        while True:
+            for name in _services(registry, followed):
+                followed.add(name)
+                watch = stack.enter_context(registry.watch(name))
+                following = BackgroundLoop("edl-follow-service", partial(_pump, watch, found), watch.close)
+                stack.callback(following.close)
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    yield found.get(timeout=_LOOK_FOR_SERVICES_S)
+
+
+def _pump(watch: Watch, into: queue.SimpleQueue[Snapshot]) -> None:
+    """Pass snapshots on until the watch is closed."""
+    for snapshot in watch:
+        into.put(snapshot)
+
+
+def _services(registry: Registry, followed: set[str]) -> list[str]:
+    """Return services not followed yet. The registry may be away for a while; the watches say so."""
+    try:
+        return [name for name in registry.services() if name not in followed]
+    except DiscoveryError:
+        if not followed:
+            raise
+        return []
+
+
+@dataclass(frozen=True)
+class Change:
+    """An event of a teacher or, if `id` is empty, of the registry itself."""
+
+    kind: Literal["joined", "left", "lapsed", "changed", "rejected", "stale", "fresh"]
+    service: str
+    id: str = ""
+    detail: str = ""
+
+
+def changes(before: Snapshot | None, after: Snapshot) -> Iterator[Change]:
+    """Yield the changes from `before` (None if nothing was known) to `after`, ordered by id.
+
+    While the registry does not answer, `after` repeats what was known last, so no teacher seems to leave.
+    """
+    service = after.service
+    old = {instance.id: instance for instance in before.instances} if before else {}
+    new = {instance.id: instance for instance in after.instances}
+    for name in sorted(old.keys() | new.keys()):
+        if name not in new:
+            lapsed = any(instance.id == name for instance in after.lapsed)
+            yield Change("lapsed" if lapsed else "left", service, name, old[name].endpoint)
+        elif name not in old:
+            yield Change("joined", service, name, _introduction(new[name]))
+        elif difference := _difference(old[name], new[name]):
+            yield Change("changed", service, name, difference)
+    known = {(bad.id, bad.reason) for bad in before.rejected} if before else set()
+    for bad in after.rejected:
+        if (bad.id, bad.reason) not in known:
+            yield Change("rejected", service, bad.id, bad.reason)
+    was_stale = before.stale if before else ""
+    if after.stale and not was_stale:
+        yield Change("stale", service, detail=after.stale)
+    elif was_stale and not after.stale:
+        yield Change("fresh", service)
+
+
+def _introduction(instance: Instance) -> str:
+    words = [instance.endpoint]
+    if instance.model:
+        words.append(f"model {instance.model}")
+    words.append(f"capacity {instance.capacity:g}")
+    if instance.state != "ready":
+        words.append(instance.state)
+    return ", ".join(words)
+
+
+def _difference(old: Instance, new: Instance) -> str:
+    words = []
+    if old.state != new.state:
+        words.append(f"{old.state} -> {new.state}")
+    for name in ("endpoint", "model", "capacity", "tags", "meta"):
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            words.append(f"{name} {_value(before)} -> {_value(after)}")
+    return ", ".join(words)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, dict):
+        return brief_meta(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def brief_meta(meta: Any, limit: int = 48) -> str:
+    """Return metadata as `key=value key=value`, cut at `limit` characters, without `boot`, which only programs need."""
+    in_order = sorted(meta.items(), key=lambda item: (item[0] != "version", item[0]))
+    text = " ".join(f"{key}={value}" for key, value in in_order if key != "boot")
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+# --- Load ---
+
+
+@dataclass(frozen=True)
+class LoadView:
+    """What the Store says of a service.
+
+    `load` is None if the Store does not answer, and `trouble` says why; `wanted` is None if no master decides. What
+    teachers whose registration `lapsed` published last says nothing about now.
+    """
+
+    load: ServiceLoad | None
+    wanted: Mapping[str, Any] | None
+    live: int
+    trouble: str = ""
+    lapsed: frozenset[str] = frozenset()
+
+    @property
+    def line(self) -> str:
+        """The load in a line: "3 live; 2 students wait 31% of their time; 5 would do"."""
+        if self.load is None:
+            return f"{self.live} live; what students ask is not known: {self.trouble}"
+        return describe_load(self.load, live=self.live)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the view as JSON shows it."""
+        if self.load is None:
+            return {"load": None, "wanted": None, "text": self.line, "load_error": self.trouble}
+        required = required_teachers(observe_teachers(self.load, 0.0))
+        load = {**self.load.as_dict(), "would_do": required}
+        load["teachers"] = [
+            {**part, "state": "lapsed"} if (part["teacher"] or part["id"]) in self.lapsed else part
+            for part in load["teachers"]
+        ]
+        return {"load": load, "wanted": self.wanted, "text": self.line, "load_error": ""}
+
+    def renderables(self) -> Iterator[RenderableType]:
+        """Yield what a person sees: rates of teachers, demands of students, and the line."""
+        if self.load is not None and self.load.teachers:
+            yield _teachers_load(self.load, self.lapsed)
+        if self.load is not None and self.load.students:
+            yield _students_load(self.load)
+        yield Text(printable(self.line), "bold")
+        if self.wanted is not None:
+            yield Text(printable(_wanted_line(self.wanted)))
+
+
+def look(url: str, service: str, live: int, lapsed: frozenset[str] = frozenset()) -> LoadView:
+    """Read what the Store says of a service. An outage is part of the answer."""
+    try:
+        with open_store(url) as store:
+            wanted = read_wanted(store, "teachers", service)
+            return LoadView(read_service(store, service), wanted, live, lapsed=lapsed)
+    except DiscoveryError as exc:
+        return LoadView(None, None, live, str(exc), lapsed)
+
+
+def _wanted_line(wanted: Mapping[str, Any]) -> str:
+    count, reason = int(wanted["count"]), wanted["reason"]
+    age_s = time.time() - wanted["time"]
+    old = f" {age_s / 60:,.0f} min ago, and no master has said more since" if age_s > _STALE_S else ""
+    return f"wanted{old}: {count}; {reason}"
+
+
+def _teachers_load(load: ServiceLoad, lapsed: frozenset[str]) -> Table:
+    numbers = ("rows/s", "could", "busy", "queue")
+    found = table("teacher", "state", *numbers, "", numbers=numbers)
+    for teacher in load.teachers:
+        name = Text(printable(teacher.teacher or teacher.id))
+        if (teacher.teacher or teacher.id) in lapsed:
+            found.add_row(name, Text("lapsed", "red"), *4 * "-", "")
+            continue
+        found.add_row(
+            name,
+            Text(printable(teacher.state)),
+            _number(teacher.rows_per_s),
+            _number(teacher.rate),
+            _share(teacher.compute_share),
+            "" if teacher.queue_rows is None else f"{teacher.queue_rows:,}",
+            Text(printable(teacher.note), "yellow"),
+        )
+    return found
+
+
+def _students_load(load: ServiceLoad) -> Table:
+    numbers = ("asks rows/s", "would ask", "waits", "waits for data")
+    found = table("student", "job", *numbers, "of teachers", numbers=numbers)
+    for student in load.students:
+        found.add_row(
+            Text(printable(student.id)),
+            Text(printable(student.job)),
+            _number(student.rows_per_s),
+            "idle" if student.idle else _number(student.demand),
+            _share(student.wait_share),
+            _share(student.source_wait_share),
+            Text(printable(", ".join(student.teachers))),
+        )
+    return found
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "?"
+    return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.2g}"
+
+
+def _share(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0%}"

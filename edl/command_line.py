@@ -1,0 +1,274 @@
+"""Command lines: what all of EDL's commands parse in the same way.
+
+`CommandParser` is argparse's parser with four differences. Wrong usage raises `SettingsError`, which `edl` prints in a
+line. An unknown option is answered with the nearest known one. Options are not abbreviated, since a new option could
+change what an abbreviation means. `--help` shows what most people need and fits a screen; `--help-all` adds the groups
+made by `add_advanced_group`.
+
+Options that several commands have are declared here once: the store, TLS and tokens, the log. So are the types of their
+values: a duration with its unit, a port.
+
+What does not belong here: options that a single command has, and anything that is slow to import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from typing import Any, Final, Literal, NoReturn
+
+from edl.errors import SettingsError
+from edl.quoting import did_you_mean
+
+__all__ = [
+    "STORE_URLS",
+    "CommandParser",
+    "Once",
+    "at_least",
+    "credential_options",
+    "duration",
+    "parse_duration",
+    "port",
+    "split_names",
+]
+
+STORE_URLS: Final = "sqlite:///path, edl://host:port, consul://host:port or etcd://host:port"
+_DURATION: Final = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)\s*(?P<unit>us|ms|s|m|min|h)")
+_SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_TLS_TITLE: Final = "TLS and tokens (docs/security.md); files are read again when they change"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parses the arguments of a command.
+
+    Args:
+        command: The command as the user types it, such as "edl label".
+        description: What the command does.
+        examples: Shown at the end of `--help`.
+        details: Shown after the examples by `--help-all`.
+    """
+
+    def __init__(self, command: str, description: str, examples: str = "", details: str = "") -> None:
+        super().__init__(
+            prog=command,
+            description=description,
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28),
+            allow_abbrev=False,
+            add_help=False,
+        )
+        self._examples = examples
+        self._details = details
+        self._advanced: list[object] = []
+        self._given: list[str] = []
+        self.add_argument("-h", "--help", action="help", help="show this help; --help-all shows all options")
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help=argparse.SUPPRESS)
+
+    def add_advanced_group(self, title: str) -> argparse._ArgumentGroup:
+        """Add a group of options that only `--help-all` shows."""
+        group = self.add_argument_group(title)
+        self._advanced.append(group)
+        return group
+
+    def add_store_option(self, meaning: str = "") -> None:
+        """Add `--store`, which is also called `--discovery`. `meaning` says what the command looks for there."""
+        self.add_argument(
+            "--store",
+            "--discovery",
+            dest="store",
+            metavar="URL",
+            action=Once,
+            same_again=True,
+            remedy="a command uses one store",
+            help=f"{meaning}{': ' if meaning else ''}{STORE_URLS} (default: EDL_DISCOVERY, or your file)",
+        )
+
+    def add_credentials(self, role: Literal["client", "server"], others: str, more: str = "") -> None:
+        """Add the options of which `Credentials.of_options` takes the values. See `credential_options`."""
+        add = self.add_advanced_group(_TLS_TITLE + more).add_argument
+        for name, text in credential_options(role, others).items():
+            flag = name == "allow-insecure-tokens"
+            how: dict[str, Any] = {"action": "store_true", "default": None} if flag else {"metavar": "FILE"}
+            add(f"--{name}", help=text, **how)
+
+    def add_log_options(self) -> None:
+        """Add `--log-format` and `--verbose`."""
+        add = self.add_advanced_group("log").add_argument
+        add("--log-format", choices=("text", "json"), default="text", help="format on standard error (default: text)")
+        add("--verbose", action="store_true", help="log debug lines as well")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments as argparse does.
+
+        Raises:
+            SettingsError: An argument is unknown, missing or wrong.
+        """
+        self._given = list(args or ())
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            what = "option" if unknown[0].startswith("-") else "argument"
+            name = unknown[0].partition("=")[0]  # what follows may be a secret
+            hint = self._hint(name) if what == "option" else ""
+            raise SettingsError(f"unknown {what} {name!r}{hint or '; --help-all lists all options'}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Raise SettingsError with argparse's message, or with the option that was probably meant."""
+        for word in self._given:
+            name = word.partition("=")[0]
+            if word == "--" or (self._has_script() and not word.startswith("-")):
+                break  # what follows the script is the script's own
+            if name.startswith("--") and name not in self._option_string_actions and (hint := self._hint(name)):
+                raise SettingsError(f"unknown option {name!r}{hint}")
+        raise SettingsError(re.sub(r"^argument (?:[^:\s]+/)?([^:\s/]+): ", r"\1 ", message))
+
+    def format_help(self) -> str:
+        """Return the help without advanced groups."""
+        return self._format(everything=False)
+
+    def _format(self, *, everything: bool) -> str:
+        positionals = [
+            " ".join(self._get_formatter()._format_args(action, action.metavar or action.dest).split())  # type: ignore[arg-type]
+            for action in self._positionals._group_actions
+        ]
+        self.usage = self.usage or " ".join([self.prog, *positionals, "[OPTION ...]"]).replace("%", "%%")
+        more = f"`{self.prog} --help-all` shows more options." if self._advanced else ""
+        parts = [self._examples, self._details if everything else more]
+        self.epilog = "\n\n".join(filter(None, parts)).replace("%", "%%")
+        groups = self._action_groups
+        try:
+            if not everything:
+                self._action_groups = [group for group in groups if group not in self._advanced]
+            return super().format_help()
+        finally:
+            self._action_groups = groups
+
+    def _hint(self, name: str) -> str:
+        """Return the end of a message about an unknown option: what was probably meant; empty if nothing is near."""
+        return did_you_mean(name, self._names())
+
+    def _names(self) -> list[str]:
+        return [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
+
+    def _has_script(self) -> bool:
+        return any(action.nargs == argparse.REMAINDER for action in self._actions)
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, CommandParser)
+        print(parser._format(everything=True), end="")  # noqa: T201 - as argparse prints --help
+        parser.exit()
+
+
+class Once(argparse.Action):
+    """An option of which the last value would win if it were given twice, and the user would not hear of it.
+
+    Args:
+        remedy: What to do instead, for the error.
+        same_again: Accept the same value again.
+    """
+
+    def __init__(self, *args: Any, remedy: str, same_again: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._remedy = remedy
+        self._same_again = same_again
+
+    def __call__(self, _parser: object, options: argparse.Namespace, text: Any, option: str | None = None) -> None:
+        """Set the value, unless another was given before."""
+        before = getattr(options, self.dest)
+        if before not in (None, self.default) and not (self._same_again and before == text):
+            raise SettingsError(f"{option} {text}: {before} was given before; {self._remedy}")
+        setattr(options, self.dest, text)
+
+
+def credential_options(role: Literal["client", "server"], others: str) -> dict[str, str]:
+    """Return the options for TLS and tokens, by name, with their help.
+
+    Args:
+        role: Whether the command asks others, or listens itself.
+        others: Word for those at the other end, such as "teachers" or "browsers".
+    """
+    if role == "client":
+        return {
+            "tls-ca": f"speak TLS, with {others} of these CAs; or system (EDL_TLS_CA)",
+            "tls-server-name": "name that their certificates must hold, not the host (EDL_TLS_SERVER_NAME)",
+            "tls-cert": f"certificate to show to {others}: mutual TLS (EDL_TLS_CERT)",
+            "tls-key": "its private key, PEM, readable by owner and group only (EDL_TLS_KEY)",
+            "token-file": f"send the first token of this file to {others} (EDL_TOKEN_FILE)",
+            "allow-insecure-tokens": "send tokens without TLS beyond this host (EDL_ALLOW_INSECURE_TOKENS)",
+        }
+    return {
+        "tls-cert": f"certificate of this server, PEM: {others} speak TLS to it",
+        "tls-key": "its private key, PEM, readable by owner and group only",
+        "tls-ca": f"mutual TLS: accept only {others} with a certificate of these CAs",
+        "token-file": f"accept only {others} with a token of this file: a line each, 16 characters or more",
+        "allow-insecure-tokens": "accept tokens without TLS from other hosts, for example behind a proxy with TLS",
+    }
+
+
+def parse_duration(text: str, *, unit: bool = False) -> float:
+    """Return a duration such as `5ms`, `3s`, `2m` or `1h` in seconds. A number alone counts as seconds.
+
+    Args:
+        text: As the user typed it.
+        unit: Whether the unit is required, except for 0.
+
+    Raises:
+        ValueError: The text is something else.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is not None:
+        return float(match["number"]) * _SECONDS[match["unit"]]
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf or (unit and text.strip() != "0"):
+        raise ValueError("expected a duration with its unit, as in 5ms, 2s, 1.5m")
+    return seconds
+
+
+def duration(least_s: float = 0.0, most_s: float = math.inf, *, zero: bool = False) -> Callable[[str], float]:
+    """Return a type of option values: a duration within these bounds, above 0 unless `zero` allows that."""
+
+    def parse(text: str) -> float:
+        try:
+            value = parse_duration(text)
+        except ValueError as exc:
+            raise argparse.ArgumentTypeError(f"{text}: {exc}") from exc
+        if not (least_s <= value <= most_s and (value > 0 or zero)):
+            bounds = f"from {least_s:g}s to {most_s:.0f}s" if least_s else f"up to {most_s:.0f}s"
+            accepted = "above 0" if not least_s and most_s == math.inf else bounds
+            raise argparse.ArgumentTypeError(f"{text}: expected a duration {accepted}")
+        return value
+
+    return parse
+
+
+def port(text: str) -> int:
+    """Return a port to listen on; 0 stands for a free one."""
+    if not (text.isascii() and text.isdecimal() and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text}: expected a port from 0 to 65535")
+    return int(text)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a type of option values: a whole number that is not below `least`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least {least}")
+        return value
+
+    return parse
+
+
+def split_names(text: str) -> list[str]:
+    """Return the parts of a list with commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]

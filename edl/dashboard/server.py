@@ -1,0 +1,369 @@
+"""The server of the page: files, `/api/state`, `/api/events`, `/metrics` and probes, in threads of its own.
+
+Imports aiohttp (the extra `dashboard`): import this module where a page is asked for, and nowhere else.
+
+What does not belong here: what is to be seen (`edl.dashboard.state`), how it looks (`edl/dashboard/static`), when the
+store is looked at (`edl.dashboard.streams`), and listening (`edl.http_server`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import mimetypes
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from edl.background import start_call
+from edl.dashboard.metrics import DashboardMetrics, ServerFigures
+from edl.dashboard.state import StateReader
+from edl.dashboard.state.cluster import ClusterView
+from edl.dashboard.streams import HEARTBEAT_S, NO_STORE, EventStreams, LookLoop
+from edl.errors import SettingsError
+from edl.http_server.access import SCHEME, BearerTokenCheck, HostCheck
+from edl.http_server.server import STOP_S, AppServer
+from edl.kube.settings import KubeSettings
+from edl.protocol.channel import is_this_host
+from edl.protocol.tls.credentials import CredentialFiles
+from edl.settings import Credentials
+
+__all__ = ["DashboardServer", "DashboardSettings"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT: Final = 8650
+"""Port of `edl dashboard`: free on most machines, as no well-known service has it."""
+_MOST_CONNECTIONS: Final = 400
+"""Twice as many as there may be clients of the stream of events."""
+_MAX_BODY: Final = 4096
+"""Bytes of a request: a form with a token."""
+_LOOK_S: Final = 10.0
+"""For a look that a request waits for; Prometheus itself gives up after 10 s by default."""
+_READY_LOOK_S: Final = 0.8
+"""For a look that a probe waits for; a kubelet gives up after 1 s by default, and asks again."""
+_COOKIE_S: Final = 30 * 24 * 3600
+"""A month, as long as the process lives."""
+_PROBES: Final = frozenset({"/healthz", "/livez", "/readyz"})
+"""Paths that are answered under any name and without a token: a kubelet has neither."""
+_OPEN: Final = _PROBES | {"/login"}
+"""Paths that need no token."""
+HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "Server": "edl",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+"""Headers of each answer: nothing is loaded from another host, guessed, framed, or kept by a proxy."""
+_STATIC: Final = Path(__file__).parent / "static"
+_TYPES: Final = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+"""The machine's own table of types may say something else, with which a browser runs no module."""
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class DashboardSettings:
+    """Settings of a page.
+
+    Attributes:
+        store: URL of the Store whose jobs are shown.
+        registry: URL at which teachers register; None for the Store's.
+        host: Name or address to listen on. With 127.0.0.1, only this machine reaches the page.
+        port: Port to listen on; 0 for a free one.
+        job: The only job to show; None for all.
+        allowed_hosts: Names, besides this machine's, under which browsers may ask for the page.
+        credentials: Certificate and key for HTTPS, and the file of tokens, any of which opens the page.
+        store_credentials: What to show to a Store that an agent of `edl run` serves; None for what the environment
+            names.
+        kube: Kubernetes cluster whose jobs and pools are shown as well; None for none.
+        kube_namespaces: Namespaces of these jobs and pools. An empty one stands for that of `kube`, and so does an
+            empty tuple.
+
+    Raises:
+        SettingsError: The port is invalid, or tokens would cross the network in clear text.
+    """
+
+    store: str
+    registry: str | None = None
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    job: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    credentials: Credentials = field(default_factory=Credentials)
+    store_credentials: Credentials | None = None
+    kube: KubeSettings | None = None
+    kube_namespaces: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
+            raise SettingsError(f"port {self.port!r}: must be a whole number from 0 to 65535")
+        asks_token = self.credentials.token_file and not self.credentials.allow_insecure_tokens
+        if asks_token and not self.credentials.cert and not self.local:
+            raise SettingsError(
+                f"a page on {self.host} takes no tokens without TLS: anyone who reads the network would have them; set "
+                "--tls-cert and --tls-key, or say that the network may be trusted (--allow-insecure-tokens)"
+            )
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine reaches the page."""
+        return is_this_host(f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0")
+
+
+class DashboardServer(AppServer):
+    """Serves the page of a Store.
+
+    A Store that is away is no error: the page says so, and shows what was known last.
+
+    Args:
+        settings: Where to serve the page, and to whom.
+        registries: Registries whose metrics `/metrics` shows as well.
+        heartbeat_s: Seconds between two heartbeats of the stream of events.
+        write_s: Seconds in which a client of the stream must take an event.
+
+    Raises:
+        SettingsError: The address cannot be listened on, or a file of the credentials cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: DashboardSettings,
+        registries: Iterable[CollectorRegistry] = (),
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+        write_s: float = 30.0,
+    ) -> None:
+        credentials = CredentialFiles.of(settings.credentials, serving=True)
+        super().__init__("edl-dashboard", settings.host, settings.port, credentials, _MOST_CONNECTIONS)
+        self._settings = settings
+        self._registries = tuple(registries)
+        self._streams_s = (heartbeat_s, write_s)
+        self._reader = StateReader(
+            settings.store,
+            registry_url=settings.registry,
+            job=settings.job,
+            credentials=settings.store_credentials,
+            cluster=ClusterView(settings.kube, settings.kube_namespaces) if settings.kube is not None else None,
+        )
+        try:
+            self._reader.open()
+        except SettingsError:
+            self._reader.close()
+            raise
+        self.start()
+        if not settings.local and not settings.credentials.token_file:
+            logger.warning(
+                "the page listens on %s without a token: anyone who reaches this port sees the jobs' names, hosts and "
+                "errors; set --token-file (docs/dashboard.md)",
+                settings.host,
+            )
+
+    async def serve(self) -> None:
+        """See `AppServer.serve`."""
+        looks = LookLoop(self._reader, self._loop)
+        heartbeat_s, write_s = self._streams_s
+        streams = EventStreams(looks, heartbeat_s=heartbeat_s, write_s=write_s)
+        metrics = DashboardMetrics(
+            lambda: looks.latest.state if looks.latest is not None else None,
+            lambda: ServerFigures(self._reader.looks, looks.look_s, streams.clients),
+            self._registries,
+        )
+        try:
+            tokens = None
+            if self._credentials is not None and self._credentials.settings.token_file:
+                tokens = TokenCookieCheck(self._credentials, self._settings.port)
+            hosts = HostCheck(self._settings.local, self._settings.allowed_hosts)
+            await self.run_app(_Pages(looks, streams, metrics, hosts, tokens, self._tls).app(), looks.end)
+        finally:
+            await asyncio.wrap_future(start_call("edl-dashboard-close", lambda: looks.close(STOP_S)))
+
+
+class TokenCookieCheck(BearerTokenCheck):
+    """Tells whether a request shows a valid token, or a cookie that was given for one.
+
+    A cookie holds no token, but a code made of it with a key of this process: the cookie of a revoked token is worth
+    nothing, and neither is any cookie after a restart.
+    """
+
+    def __init__(self, files: CredentialFiles, port: int) -> None:
+        super().__init__(files)
+        self.cookie: Final = f"edl_dashboard_{port}"  # cookies of a host are the same on all of its ports
+
+    def cookie_value(self, token: str) -> str | None:
+        """Return the cookie for a token; None if the token is not valid."""
+        digest = self.digest(token.strip())
+        return digest if self.matches(digest) else None
+
+    def allows(self, authorization: str | None, cookie: str | None) -> bool:
+        """Return whether a request with these headers may be answered."""
+        if authorization is not None and authorization[: len(SCHEME)].lower() == SCHEME:
+            return self.allows_header(authorization)
+        return cookie is not None and self.matches(cookie)
+
+
+class _Pages:
+    """Answers requests. `tokens` is None if the page is open; `secure` says that it is served over TLS."""
+
+    def __init__(
+        self,
+        looks: LookLoop,
+        streams: EventStreams,
+        metrics: DashboardMetrics,
+        hosts: HostCheck,
+        tokens: TokenCookieCheck | None,
+        secure: bool,
+    ) -> None:
+        self._looks = looks
+        self._streams = streams
+        self._metrics = metrics
+        self._hosts = hosts
+        self._tokens = tokens
+        self._secure = secure
+        self._files = _read_static_files()
+
+    def app(self) -> web.Application:
+        """Return the application."""
+
+        @web.middleware
+        async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+            try:
+                return await self._checked(request, handler)
+            except web.HTTPException as exc:
+                exc.headers.update(HEADERS)
+                raise
+
+        async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
+            response.headers.update(HEADERS)  # also a stream's, which are sent before its handler returns
+
+        app = web.Application(middlewares=[check], client_max_size=_MAX_BODY)
+        app.on_response_prepare.append(add_headers)
+        app.router.add_get("/", self._index)
+        app.router.add_get("/static/{path:.+}", self._static)
+        app.router.add_get("/api/state", self._state)
+        app.router.add_get("/api/events", self._streams.answer)
+        app.router.add_get("/metrics", self._answer_metrics)
+        app.router.add_get("/healthz", self._live)
+        app.router.add_get("/livez", self._live)
+        app.router.add_get("/readyz", self._ready)
+        app.router.add_get("/login", self._login_form)
+        app.router.add_post("/login", self._login)
+        return app
+
+    async def _checked(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Answer a request that has the right name and, if tokens are required, a token."""
+        tokens = self._tokens
+        if request.path in _PROBES:
+            return await handler(request)
+        if tokens is None and not self._hosts.allows(request.headers.get("Host")):
+            raise web.HTTPForbidden(
+                text="this page is not known under the name in the Host header: use its address, or start it with "
+                "--allow-host NAME\n"
+            )
+        if tokens is not None and request.path not in _OPEN:
+            shown = request.headers.get("Authorization"), request.cookies.get(tokens.cookie)
+            if not tokens.allows(*shown):
+                if request.path == "/":
+                    raise web.HTTPSeeOther("login", headers=NO_STORE)
+                raise web.HTTPUnauthorized(
+                    text="token required: Authorization: Bearer TOKEN, or log in at /login\n",
+                    headers={**NO_STORE, "WWW-Authenticate": "Bearer"},
+                )
+        return await handler(request)
+
+    async def _state(self, _: web.Request) -> web.Response:
+        published = await self._looks.fresh(_LOOK_S)
+        if published is None:
+            raise web.HTTPServiceUnavailable(text="the store has not answered yet\n", headers={"Retry-After": "2"})
+        response = web.Response(body=await published.encoded(), content_type="application/json", headers=NO_STORE)
+        response.enable_compression()
+        return response
+
+    async def _answer_metrics(self, request: web.Request) -> web.Response:
+        await self._looks.fresh(_LOOK_S)
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(self._metrics.registry), headers={**NO_STORE, "Content-Type": content_type})
+
+    async def _live(self, _: web.Request) -> web.Response:
+        """Answer that this process lives. Asks the Store nothing."""
+        return web.Response(text="ok\n", headers=NO_STORE)
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        """Answer whether there is something to show, of a store that has answered at least once."""
+        if self._looks.latest is None and await self._looks.fresh(_READY_LOOK_S) is None:
+            return web.Response(status=503, text="the store has not answered yet\n", headers=NO_STORE)
+        return web.Response(text="ok\n", headers=NO_STORE)
+
+    async def _index(self, request: web.Request) -> web.Response:
+        return self._file(request, "index.html")
+
+    async def _static(self, request: web.Request) -> web.Response:
+        return self._file(request, request.match_info["path"])
+
+    def _file(self, request: web.Request, path: str) -> web.Response:
+        if path not in self._files:
+            raise web.HTTPNotFound(text="there is no such file\n")
+        data, content_type, etag = self._files[path]
+        headers = {"Cache-Control": "no-cache", "ETag": f'"{etag}"', "Content-Type": content_type}
+        if any(tag.value == etag for tag in request.if_none_match or ()):
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=data, headers=headers)
+
+    async def _login_form(self, _: web.Request) -> web.Response:
+        return _form("")
+
+    async def _login(self, request: web.Request) -> web.Response:
+        """Take a token from the form, and give a cookie for it."""
+        given = (await request.post()).get("token", "")
+        done = web.Response(status=303, headers={**NO_STORE, "Location": "./"})
+        if self._tokens is None:
+            return done
+        cookie = self._tokens.cookie_value(given) if isinstance(given, str) else None
+        if cookie is None:
+            logger.warning("an invalid token was refused; it came from %s", request.remote)
+            return _form("This token is not valid here.", status=403)
+        name = self._tokens.cookie
+        done.set_cookie(name, cookie, max_age=_COOKIE_S, httponly=True, samesite="Strict", secure=self._secure)
+        return done
+
+
+def _form(message: str, status: int = 200) -> web.Response:
+    """Return a form that works without scripts and styles."""
+    text = (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
+        f"<title>EDL</title><h1>EDL</h1><p>{escape(message)}</p>"
+        '<form method="post" action="login"><label>Token: <input name="token" type="password" required autofocus '
+        'autocomplete="current-password"></label> <button>Open</button></form>'
+        "<p>It is a line of the file that this page was started with (<code>--token-file</code>).</p></html>"
+    )
+    return web.Response(text=text, content_type="text/html", status=status, headers=NO_STORE)
+
+
+def _read_static_files() -> Mapping[str, tuple[bytes, str, str]]:
+    """Return content, type and ETag of the page's files by path. What is not there at the start is never sent."""
+    found = {}
+    for path in sorted(_STATIC.rglob("*")):
+        if path.is_file() and path.resolve().is_relative_to(_STATIC.resolve()):
+            data = path.read_bytes()
+            guessed = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+            etag = hashlib.sha256(data).hexdigest()[:32]
+            found[path.relative_to(_STATIC).as_posix()] = (data, _TYPES.get(path.suffix, guessed), etag)
+    return found

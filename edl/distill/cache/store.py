@@ -1,7 +1,7 @@
-"""`SoftLabelCache`: soft labels by key and sample id, in memory and on disk. `CacheView`: those of a key.
+"""`SoftLabelCache`: soft labels by key and sample id, in a folder or in memory. `CacheView`: those of a key.
 
-`put` packs outputs into records, hands them to the folder, and keeps them in memory as far as there is room. `get`
-looks into memory, then into the folder.
+`put` packs outputs into records and hands them to the `LabelFolder`, or to `MemoryTier` where there is no folder. What is
+read of a folder is not kept in memory as well: the system does that, and unpacking takes as long as reading.
 
 A training loop is the worst case for a memory that drops the least recently used row: an epoch uses every row once, so
 each is gone just before it is wanted again. So `MemoryTier` lets new rows into a full memory rarely: those that are
@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -101,8 +100,8 @@ class SoftLabelCache:
     a forked child it cannot be used: open another one there.
 
     Args:
-        memory_bytes: Bytes of the rows in memory, bookkeeping included; 0 for none.
-        path: The folder, made if it is missing; None to keep rows in memory only. It must not lie on a file system that
+        memory_bytes: Bytes of the rows in memory, bookkeeping included, where there is no `path`.
+        path: The folder, made if it is missing; None to keep rows in memory. It must not lie on a file system that
             several machines share, unless `EDL_SHARED_FILE` is set because one of them uses it.
         disk_bytes: Bytes of the folder's database, at least 1 MiB; the oldest labels make room. Its journal needs up to
             100 MiB more. A label above a 32nd of it may not fit. None for no bound.
@@ -134,9 +133,10 @@ class SoftLabelCache:
         self._pid = os.getpid()
         self._closed = False
         self.lock = threading.RLock()
-        self.memory = MemoryTier(memory_bytes)
         self._views: dict[CacheKey, CacheView] = {}
+        self.memory = MemoryTier(memory_bytes)
         self.folder = LabelFolder(path, disk_bytes) if path is not None else None
+        self.records: LabelFolder | MemoryTier = self.memory if self.folder is None else self.folder
         self.path = self.folder.path if self.folder is not None else None
 
     def view(self, key: CacheKey) -> CacheView:
@@ -172,12 +172,9 @@ class SoftLabelCache:
                         self._view(key)._keep(space.layout, records)
 
     def keys(self) -> list[CacheKey]:
-        """Return the keys that there are rows for: in the folder, and in memory."""
+        """Return the keys that there are rows for."""
         self.check()
-        found = dict.fromkeys(self.folder.keys() if self.folder is not None else ())
-        with self.lock:
-            views = list(self._views.values())
-        return [*found, *(view.key for view in views if view.key not in found and view.ids())]
+        return self.records.keys()
 
     def stats(self) -> CacheStats:
         """Return what has been done so far; may be called from any thread."""
@@ -217,9 +214,7 @@ class SoftLabelCache:
         self._closed = True
         if self.folder is not None:
             self.folder.close()
-        with self.lock:
-            self.memory.records.clear()
-            self.memory.nbytes = 0
+        self.records = self.memory = MemoryTier(0)
 
     def __enter__(self) -> SoftLabelCache:
         return self
@@ -261,7 +256,6 @@ class CacheView:
         self.space = Namespace(key)
         self.folder = cache.folder
         self._cache = cache
-        self._puts = 0
         where = f"soft-label cache {cache.path or 'in memory'}, model {key.model!r}"
         self._clamped = ClampWarnings(where, "leave store_dtype='float16' out of SoftLabelCache, under another path")
         self._warned = False
@@ -269,8 +263,7 @@ class CacheView:
     @property
     def layout(self) -> RowLayout | None:
         """Columns of the records; None before there are any."""
-        if self.folder is not None:
-            self.folder.refresh(self.space)
+        self._cache.records.refresh(self.space)
         return self.space.layout
 
     def get(self, ids: Ids | SequenceIds) -> Found:
@@ -339,8 +332,7 @@ class CacheView:
     def _keep(self, layout: RowLayout, records: Mapping[SampleId, bytes]) -> None:
         """Keep records that are packed already, such as those of another folder."""
         cache, space = self._cache, self.space
-        if self.folder is not None:
-            self.folder.refresh(space)
+        cache.records.refresh(space)
         with cache.lock:
             merged = layout if space.layout is None else space.layout.merged(layout)
             if merged is None:
@@ -349,11 +341,8 @@ class CacheView:
                     f"soft labels do not fit the cache: rows are {layout}, before them {space.layout}: {remedy}"
                 )
             space.layout = merged
-        if self.folder is not None and records:
-            self.folder.put(space, records)
-        with cache.lock:
-            self._puts += 1
-            cache.memory.put(space, records)
+        if records:
+            cache.records.put(space, records)
 
     def contains(self, ids: Ids | SequenceIds) -> Array:
         """Return which ids there are rows for, bool [ids].
@@ -375,9 +364,7 @@ class CacheView:
     def ids(self) -> list[SampleId]:
         """Return all ids that there are rows for."""
         self._cache.check()
-        on_disk = self.folder.ids(self.space) if self.folder is not None else []
-        with self._cache.lock:
-            return [*dict.fromkeys(on_disk + self._cache.memory.ids(self.space))]
+        return self._cache.records.ids(self.space)
 
     def _check_kind(self, sequences: SequenceIds | None) -> None:
         """Check that labels are of sequences if, and only if, those are looked up, and of the same inputs."""
@@ -394,29 +381,13 @@ class CacheView:
 
     def _records(self, samples: list[SampleId], heads: list[Head] | None) -> list[bytes | None]:
         """Return the records, None where there is none, or that of another text."""
-        cache = self._cache
-        with cache.lock:
-            records = cache.memory.get(self.space, samples)
-            puts = self._puts
-
-        def missing() -> list[int]:
-            """Return where there is no record, or one of another text."""
-            layout = self.layout if heads is not None else None
-            if heads is None or layout is None or layout.sequence_inputs is None:
-                return [at for at, record in enumerate(records) if record is None]
-            return [at for at, record in enumerate(records) if record is None or layout.head_of(record) != heads[at]]
-
-        # One of another text in memory is looked up too: another process may have labelled the text as it is now.
-        if self.folder is not None and (rest := missing()):
-            # Without the lock, so that `put` does not wait for the disk.
-            read = self.folder.read(self.space, [samples[at] for at in rest])
-            for at in rest:
-                records[at] = read.get(samples[at], records[at])
-            with cache.lock:
-                if cache.memory.limit_bytes and self._puts == puts:  # otherwise newer ones may be in memory
-                    cache.memory.put(self.space, read)
-        for at in missing():
-            if records[at] is not None:
+        found = self._cache.records.read(self.space, samples)
+        records = [found.get(sample) for sample in samples]
+        layout = self.layout
+        if heads is None or layout is None or layout.sequence_inputs is None:
+            return records
+        for at, (record, head) in enumerate(zip(records, heads, strict=True)):
+            if record is not None and layout.head_of(record) != head:
                 self._warn(
                     f"sample {samples[at]!r} is another text than the one whose label is kept under this id: this "
                     "label, and those of other samples like it, are not used"
@@ -456,40 +427,50 @@ def _split(ids: Ids | SequenceIds) -> tuple[SequenceIds | None, list[SampleId]]:
 class MemoryTier:
     """Records of all keys, in `limit_bytes` together, bookkeeping included. Counts the rows `evicted` to make room.
 
-    Not thread-safe: the cache's lock guards it.
+    Thread-safe. Used in place of a `LabelFolder`, by the same methods.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.nbytes = self.evicted = 0
-        self.records: OrderedDict[tuple[Namespace, SampleId], bytes] = OrderedDict()  # the least recently used first
+        self.records: dict[tuple[Namespace, SampleId], bytes] = {}  # the least recently used first
         self._calls = self._turned_away = 0
         self._used_at: dict[Namespace, int] = {}
+        self._lock = threading.Lock()
+
+    def keys(self) -> list[CacheKey]:
+        """Return the keys of all records."""
+        with self._lock:
+            return [*dict.fromkeys(space.key for space, _ in self.records)]
+
+    def refresh(self, space: Namespace) -> None:
+        """Do nothing: `space` has the layout."""
 
     def ids(self, space: Namespace) -> list[SampleId]:
         """Return the ids of a key's records."""
-        return [sample for owner, sample in self.records if owner is space]
+        with self._lock:
+            return [sample for owner, sample in self.records if owner is space]
 
-    def get(self, space: Namespace, ids: Sequence[SampleId]) -> list[bytes | None]:
-        """Return the records of `ids`, None where there is none; rows found become the most recently used."""
-        self._use(space)
-        found = [self.records.get((space, sample)) for sample in ids]
-        for sample, record in zip(ids, found, strict=True):
-            if record is not None:
-                self.records.move_to_end((space, sample))
-        return found
+    def read(self, space: Namespace, ids: Sequence[SampleId]) -> dict[SampleId, bytes]:
+        """Return the records of those ids that have one; they become the most recently used."""
+        with self._lock:
+            self._use(space)
+            found = {sample: self.records.pop((space, sample)) for sample in ids if (space, sample) in self.records}
+            self.records.update(((space, sample), record) for sample, record in found.items())
+            return found
 
     def put(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
         """Keep what there is room for, and what takes the place of an older record of the same id."""
-        self._use(space)
-        for sample, record in records.items():
-            is_known = (space, sample) in self.records
-            if is_known:
-                self._discard(space, sample)
-            size = _size(sample, record)
-            if self._make_room(size, sure=is_known):
-                self.records[space, sample] = record
-                self.nbytes += size
+        with self._lock:
+            self._use(space)
+            for sample, record in records.items():
+                is_known = (space, sample) in self.records
+                if is_known:
+                    self._discard(space, sample)
+                size = _size(sample, record)
+                if self._make_room(size, sure=is_known):
+                    self.records[space, sample] = record
+                    self.nbytes += size
 
     def _use(self, space: Namespace) -> None:
         self._calls += 1

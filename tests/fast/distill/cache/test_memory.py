@@ -61,7 +61,7 @@ def test_larger_epoch_leaves_most_rows() -> None:
     for epoch in range(5):
         hits = 0
         for sample in range(100):
-            if tier.get(rows, [sample]) == [None]:
+            if not tier.read(rows, [sample]):
                 tier.put(rows, {sample: RECORD})
             else:
                 hits += 1
@@ -74,7 +74,7 @@ def test_changed_working_set_is_followed() -> None:
     for base in (0, 1000):
         for _ in range(2 * ADMIT_ONE_IN):
             for sample in range(base, base + 40):
-                if tier.get(rows, [sample]) == [None]:
+                if not tier.read(rows, [sample]):
                     tier.put(rows, {sample: RECORD})
     assert sum(int(sample) >= 1000 for sample in tier.ids(rows)) >= 35
 
@@ -84,7 +84,7 @@ def test_larger_record_of_a_row_is_kept() -> None:
     rows = Namespace(KEY)
     tier.put(rows, dict.fromkeys(range(10), RECORD))
     tier.put(rows, {9: RECORD * 2})
-    assert tier.get(rows, [9]) == [RECORD * 2]
+    assert tier.read(rows, [9]) == {9: RECORD * 2}
 
 
 def test_unused_namespace_makes_room_at_once() -> None:
@@ -94,7 +94,7 @@ def test_unused_namespace_makes_room_at_once() -> None:
     tier.put(new, {0: RECORD})
     assert not tier.ids(new)  # the other one was used just now
     for _ in range(IDLE_AFTER_CALLS + 1):
-        tier.get(new, [0])
+        tier.read(new, [0])
     tier.put(new, dict.fromkeys(range(10), RECORD))
     assert tier.ids(new) == list(range(10))
     assert not tier.ids(old)

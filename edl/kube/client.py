@@ -28,8 +28,9 @@ _PAGE: Final = 500
 _MOST_RELISTS: Final = 2
 """Lists of pages begun again because the first pages are no longer kept; the last one asks for all at once."""
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
-"""Of an object, group, version, kind or namespace. Checked before it becomes a part of a path: a DELETE without a name
-deletes them all, and a group with a slash, which a resource may name, leads to what its author may not touch."""
+"""Name of an object, group, version, kind or namespace. Checked before it becomes a part of a path: a DELETE without a
+name deletes all objects, and a group with a slash, which a resource may name, leads to what its author may not touch.
+"""
 _METADATA: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _WATCH_GRACE_S: Final = 20.0
 """How much longer than its own end a watch may be silent before its connection counts as dead."""
@@ -406,7 +407,7 @@ def _filled(**values: str) -> dict[str, str]:
 def _checked(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise InvalidObjectError(
-            f"{name!r} is no name of an object or kind: letters, digits, '-' and '.', beginning with either"
+            f"{name!r} is not a name of an object or kind: use letters, digits, '-' and '.', beginning with either"
         )
     return quote(name, safe="")
 

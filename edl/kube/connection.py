@@ -61,7 +61,7 @@ def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float
     if impersonation := [name for name in _IMPERSONATION if user.get(name)]:
         raise SettingsError(
             f"user {chosen.get('user')!r} sets {', '.join(impersonation)}: EDL cannot act as another, and does not act"
-            " with all rights of that user instead. Name a context with the credentials of whom it is to be"
+            " with all rights of that user instead. Name a context with the credentials that EDL should use"
         )
 
     def load() -> None:
@@ -105,14 +105,14 @@ def _use_proxy(configuration: Any, url: str) -> None:
 
 _JSON: Final = "application/json"
 _MOST_BYTES: Final = 256 * 1024**2
-"""Of an answer: a page of 500 objects of half a megabyte. What goes on for longer is no API server."""
+"""Largest answer: a page of 500 objects of half a megabyte. Anything longer is not from an API server."""
 _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _MOST_CONNECTIONS: Final = 64
 """That stay open for the next call: as many as an operator has threads. Calls beyond it open and close their own."""
 _CHUNK: Final = 256 * 1024
 """Bytes read at a time: a page of pods is some megabytes."""
 _CALL_TIMEOUTS: Final = 3
-"""A whole call takes at most so many times the timeout: to connect, to begin to answer, and to end."""
+"""A whole call takes at most this many times the timeout: to connect, to begin to answer, and to end."""
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", 0x10)), 30),
@@ -395,7 +395,7 @@ def _translated(call: Call, url: str) -> Iterator[None]:
 def _close_idle(access: _Access) -> None:
     """Close the connections that no call uses. Clearing the manager would leave them to the garbage collector."""
     manager = access.api_client.rest_client.pool_manager
-    for key in manager.pools.keys():  # noqa: SIM118 - it is no dict, and refuses to be iterated
+    for key in manager.pools.keys():  # noqa: SIM118 - it is not a dict, and refuses to be iterated
         pool = manager.pools.get(key)
         if pool is not None:
             pool.close()

@@ -18,7 +18,7 @@ _FACTORS: Final = {
     **{letter: Decimal(1000) ** -power for power, letter in enumerate("mun", 1)},
 }
 _MOST_CHARS: Final = 64
-"""Of a quantity; the server's own have at most some twenty."""
+"""Characters of a quantity; the server's own have some twenty."""
 
 
 def parse_quantity(text: str | int | float) -> Decimal:
@@ -28,7 +28,7 @@ def parse_quantity(text: str | int | float) -> Decimal:
         The amount, in units (cores, bytes, devices).
 
     Raises:
-        ValueError: `text` is no amount.
+        ValueError: `text` is not an amount.
     """
     written = str(text).strip() if not isinstance(text, bool) else ""
     match = _PATTERN.fullmatch(written) if len(written) <= _MOST_CHARS else None

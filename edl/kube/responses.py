@@ -20,7 +20,7 @@ from edl.quoting import listed, shown
 __all__ = ["Call", "ExpiredError", "MissingError", "NotServedError", "explain_failure", "parse_object"]
 
 _MOST_CAUSES: Final = 8
-"""Of a refused object, in a message: a template that is wrong has one or two."""
+"""Causes in a message about a refused object: a wrong template has one or two."""
 
 
 class MissingError(InvalidObjectError):
@@ -61,7 +61,7 @@ def parse_object(call: Call, url: str, body: bytes) -> Object:
     """Read an answer that is good.
 
     Raises:
-        KubernetesError: it is no object of JSON, so that something else than an API server answers.
+        KubernetesError: it is not a JSON object, so something else than an API server answers.
     """
     try:
         found = json.loads(body)
@@ -69,7 +69,7 @@ def parse_object(call: Call, url: str, body: bytes) -> Object:
         found = None
     if not isinstance(found, dict):
         words = shown(body[:200].decode(errors="replace"))
-        raise KubernetesError(f"{url}: {call}: the answer is no JSON object, so this is no API server: {words}")
+        raise KubernetesError(f"{url}: {call}: the answer is not a JSON object, so this is not an API server: {words}")
     return found
 
 
@@ -117,14 +117,15 @@ def _explain_forbidden(call: Call, what: str, status_object: dict[str, Any], wor
     if "exceeded quota" in message:
         return QuotaExceededError(f"{what}: {words}")
     if any(cause.get("reason") == "NamespaceTerminating" for cause in _causes(status_object)):
-        return InvalidObjectError(f"{what}: the namespace is being deleted, nothing can be made in it any more")
+        return InvalidObjectError(f"{what}: the namespace is being deleted, nothing can be made in it")
     if " cannot " not in message and call.verb in ("create", "patch", "delete") and message:
         # Admission (PodSecurity, a webhook, a LimitRange) refuses with 403 as well.
         return InvalidObjectError(f"{what}: the cluster's admission refuses it: {words}")
     role = f"a Role in namespace {shown(call.namespace)}" if call.namespace else "a ClusterRole"
     return AccessDeniedError(
         f"{what}: not allowed (403). It takes {role} with apiGroups: [{json.dumps(call.group)}], resources:"
-        f" [{json.dumps(call.resource)}], verbs: [{json.dumps(call.verb)}], bound to who asks. The server says: {words}"
+        f" [{json.dumps(call.resource)}], verbs: [{json.dumps(call.verb)}], bound to the caller. The"
+        f" server says: {words}"
     )
 
 

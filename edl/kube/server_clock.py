@@ -86,7 +86,7 @@ class ServerClock:
 
     Args:
         clock: this machine's time, in seconds since 1970.
-        monotonic: seconds that nobody sets.
+        monotonic: seconds of a clock that is never set.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -168,7 +168,7 @@ class ServerClock:
             logger.warning(words, seconds)
 
     def _skew_s(self, agreement: _Agreement) -> float:
-        """Return what is to be added to this machine's time."""
+        """Return how much to add to this machine's time."""
         now_s, here_s = self._monotonic(), self._clock()
         low_s, high_s = agreement.bounds_at(now_s)
         return min(max(0.0, low_s + now_s - here_s), high_s + now_s - here_s)

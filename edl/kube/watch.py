@@ -51,7 +51,7 @@ class KubeWatch:
     """Follows all objects of a kind in a background thread, until it is closed.
 
     While the API server is away the objects known last stay, and `stale` says why. When it answers again they are
-    listed anew. A change that was undone meanwhile is not seen.
+    listed again. A change that was undone meanwhile is not seen.
 
     Args:
         client: to ask with; it stays open when the watch is closed.
@@ -118,7 +118,7 @@ class KubeWatch:
         return self._listed
 
     def close(self) -> None:
-        """Follow no more. May be called twice, and by `on_change`."""
+        """Stop following. May be called twice, and by `on_change`."""
         if self._closed:
             return
         self._closed = True
@@ -228,7 +228,7 @@ def _parse_event(url: str, line: bytes) -> tuple[str, Object]:
         found = False
     if not found:
         words = shown(line[:200].decode(errors="replace"))
-        raise KubernetesError(f"{url}: a watch answers what is no event: {words}")
+        raise KubernetesError(f"{url}: a watch answers something that is not an event: {words}")
     if change == "ERROR":
         code = obj.get("code")
         words = f"{url}: the watch ends ({code} {shown(obj.get('message') or '')})"

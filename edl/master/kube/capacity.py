@@ -220,7 +220,7 @@ class NodeCapacity:
 
 
 _ENDED: Final = frozenset({"Succeeded", "Failed"})
-"""Phases in which a pod holds nothing any more."""
+"""Phases in which a pod holds nothing."""
 
 
 @contextmanager
@@ -280,7 +280,7 @@ class PodClaim:
         metadata, spec, status = pod.get("metadata") or {}, pod.get("spec") or {}, pod.get("status") or {}
         priority = spec.get("priority")
         if priority is not None and not isinstance(priority, int):
-            raise TypeError(f"priority {priority!r} is no whole number")
+            raise TypeError(f"priority {priority!r} is not a whole number")
         return cls(
             uid=metadata.get("uid", ""),
             namespace=metadata.get("namespace", ""),
@@ -362,7 +362,7 @@ class ClusterCapacity:
         return pod is not None and (not node or pod.node == node)
 
     def count_fitting(self, pod: Mapping[str, Any] | PodClaim, *, ignored: Collection[str] = ()) -> int:
-        """Return how many pods like this could start now, with what nobody holds and nobody before them waits for.
+        """Return how many pods like this could start now, on what is neither held nor waited for by earlier pods.
 
         Pods that wait come first, but for those whose uids are `ignored`, such as the asking pool's own.
 

@@ -1,7 +1,7 @@
 """`CapacityWatch`: nodes and pods of the whole cluster, followed; what is idle follows from them.
 
-It needs the read-only ClusterRole `edl-capacity` (list and watch of nodes and pods). Without it there is no capacity,
-which is said once, and asked again every few seconds, so that a role that comes later is noticed.
+It needs the read-only ClusterRole `edl-capacity` (list and watch of nodes and pods). Without it
+capacity is unknown. The log says so once, and the watch retries every few seconds, so a role added later is noticed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _KEPT_S: Final = 60.0
 """For so long what was known last counts while the API server does not answer, which nothing can be done without
-anyway. Longer, it is not allowed any more, and what is idle is not known."""
+anyway. After that, access was probably withdrawn, and what is idle is not known."""
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class CapacityWatch:
         return self._node_watch.stale or self._pod_watch.stale
 
     def current(self) -> ClusterCapacity | None:
-        """Return what is idle, built anew where something has changed; None where it is not known."""
+        """Return what is idle, rebuilt if something has changed; None if it is not known."""
         with self._lock:
             if not (self._nodes.known and self._pods.known):
                 return None
@@ -74,7 +74,7 @@ class CapacityWatch:
             return self._built
 
     def close(self) -> None:
-        """Follow no more."""
+        """Stop following."""
         self._node_watch.close()
         self._pod_watch.close()
 

@@ -1,6 +1,6 @@
 """What goes into a planner and what comes out: an `OwnerObservation`, and a `Plan` with the conditions that it writes.
 
-A planner knows of a resource what stands in its observation, and nothing else. Only the `Reconciler` carries plans out.
+A planner knows only what is in the observation. Only the `Reconciler` carries plans out.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class EventNote:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done about a resource, in the order of the attributes.
+    """What to do about a resource, in the order of the attributes.
 
     `status` comes first: the outcome of a pod is recorded before the pod goes, so that an operator that is killed in
     between never forgets why the pod ended, or gives a number again that was used. Events are shown as soon as it is
@@ -119,7 +119,7 @@ class Plan:
     Attributes:
         status: the whole of it; None in a field removes what was there.
         remove: other objects that are to go: type and name.
-        apply: other objects as they are to be, by server-side apply.
+        apply: other objects as they should be, by server-side apply.
         create: pods to be made; a pod of the resource that is there by that name is as good.
         scale_target: replicas that the pool's `scaleTargetRef` is to have; None to leave it as it is.
         delete_owner: the resource itself is to go: its time after its end is over.

@@ -1,7 +1,7 @@
 """`ElasticJob` and `TeacherPool` as frozen dataclasses, read from what the API server has, with reasons why not.
 
 The API server checks most of it by the schema of the CRD. It is checked again, and what is wrong is collected and not
-raised, since a cluster may have an older CRD, or one whose validation was taken out. What does not belong here: pods,
+raised, since a cluster may have an older CRD, or one whose validation was taken out. Elsewhere: pods,
 decisions, and calls of the API.
 """
 
@@ -156,8 +156,8 @@ class FieldReader:
 
 SCALING: Final = ("auto", "external")
 MOST_MEMBERS: Final = 1000
-"""Of one resource. The status remembers each of them, and etcd takes 1.5 MB of an object; what is planned at once takes
-memory and time of the operator, which others wait for."""
+"""Members of one resource. The status remembers each of them, and etcd takes 1.5 MB of an object; a plan takes memory
+and time of the operator, which other resources wait for."""
 _LONGEST_NAME: Final = 63
 """A label's value has at most 63 characters, and members carry the owner's name as a label."""
 _DNS_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")

@@ -128,7 +128,7 @@ def _get_scheduler_name(job: ElasticJob) -> str:
 WORKER: Final = "worker"
 MASTER: Final = "master"
 _SAVING_SHARE: Final = 0.8
-"""Of a pod's grace period, what workers have to end: with all of it, the agent could not say why it ended."""
+"""Share of a pod's grace period that workers have to end: with all of it, the agent could not say why it ended."""
 _MOST_NODES: Final = 10_000
 """More than any job has. The operator alone makes workers, so each of them has its place; with `maxReplicas` here,
 workers that run would leave those out that come after it was raised. The first world waits a second for more."""

@@ -1,7 +1,7 @@
 """`plan_job`: what is to be done about an ElasticJob, from what is known of it at one moment. Pure.
 
 A job's target is clamped to its bounds; the minimum is made at once, and what ended comes back at once where its place
-is still its own. Beyond that it grows into room that is there. Who goes first when it shrinks is the newest.
+is still its own. Beyond that it grows into room that is there. When it shrinks, the newest workers go first.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from edl.master.scaling.terminations import TerminationCause
 __all__ = ["plan_job"]
 
 PROBE_S: Final = 20.0
-"""A worker beyond the minimum that no node takes for so long is let go: others may wait for the same room."""
+"""A worker beyond the minimum that no node takes within this time is removed: others may wait for the same room."""
 _GIVING_S: Final = 60.0
-"""Longer than that where the arbiter has given it room: whoever has that room yet has a grace period to leave it."""
+"""Extra time where the arbiter has given it room: the present holder has a grace period to leave it."""
 _MOST_CREATED: Final = 100
 """Pods that a look makes at most: others wait for their look, and the API server for its turn."""
 _NEXT_CREATED_S: Final = 0.5
@@ -71,12 +71,12 @@ _MOST_BACKOFF_S: Final = 300.0
 
 @dataclass(frozen=True)
 class Sizing:
-    """Which workers there are to be.
+    """Which workers stay, come and go.
 
     Attributes:
-        records: of all members, with those that are let go released.
+        records: of all members, those that are removed included.
         kept: keys of members whose pods stay.
-        create: indices of workers whose pods are to be made now.
+        create: indices of workers whose pods are made now.
         shrunk: keys of members that go since fewer are wanted.
         homeless: keys of members beyond the minimum that go since no node takes them.
         waiting: keys of members that are made later -> when, Unix time.
@@ -122,7 +122,7 @@ def size_workers(
 
     The minimum is made at once, and what ended comes back at once where its place is still its own. Beyond that the job
     grows into room that is there: as many as fit, where that is known or the arbiter has given them; else by a single
-    worker that waits for a node, and is let go if there is none.
+    worker that waits for a node, and is removed if there is none.
 
     `count_fitting` says how many pods of the worker of an index fit now; None if that is not known.
     """
@@ -179,7 +179,7 @@ def _find_indices(
     target: int,
     count_fitting: Callable[[int], int | None],
 ) -> tuple[list[int], dict[str, float]]:
-    """Return the indices whose pods are to be made now, and the members that wait for their time."""
+    """Return the indices whose pods are made now, and the members that wait for their time."""
     create: list[int] = []
     waiting: dict[str, float] = {}
     growth: list[int] = []
@@ -205,7 +205,7 @@ def _find_indices(
 
 
 def _displace_others(records: dict[str, MemberRecord], wanted: Set[str]) -> None:
-    """Note that places of workers that ended are not theirs any more where fewer are wanted by now."""
+    """Note that workers that ended lose their places where fewer are wanted by now."""
     for key, record in records.items():
         if record.replaces and key.startswith(f"{WORKER}-") and key not in wanted:
             records[key] = record.displace()
@@ -233,7 +233,7 @@ def _count_growth(
     fitting = count_fitting(growth[0])
     if fitting is None or starts_as_gang(job):
         return 1
-    # Who asked for a number has it tried; who only takes what is idle waits until something is.
+    # A number that was asked for is tried; a job that only takes what is idle waits until something is.
     return max(fitting, 1 if job.scaling == "external" else 0)
 
 
@@ -250,7 +250,7 @@ longer: their last states are stored in that time."""
 _MOST_NOTES: Final = 5
 """Ends of members that have an event each; more at once have a single one."""
 _MOST_EVENT_CHARS: Final = 900
-"""Of an event's message: the API takes 1,024 bytes, and its recorder cuts the end, a traceback's point."""
+"""Characters of an event's message: the API takes 1,024 bytes, and its recorder cuts the end, a traceback's point."""
 _START_LOOK_S: Final = 30.0
 """After so long workers that do not start are looked at again: a volume or secret that is missing changes no pod."""
 _SOON_S: Final = 0.5
@@ -273,7 +273,7 @@ class _Draft:
         self.events.append(EventNote("Warning" if warning else "Normal", reason, message, pod))
 
     def release(self, pod: MemberPod, reason: str) -> None:
-        """Let a pod go by the job's own will: another try has its place, so that it is deleted whoever looks next."""
+        """Let a pod go by the job's own will: another try has its place, so that any operator deletes it."""
         if not self.records[pod.key].is_superseded(pod):
             self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
         self.reasons[pod.name] = reason
@@ -290,7 +290,7 @@ class _Draft:
 
 
 def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
-    """Decide what is to be done about a job. At rest nothing is, and the status is as it was.
+    """Decide what to do about a job. At rest that is nothing, and the status is as it was.
 
     Returns:
         The plan; its status is the whole status.
@@ -364,7 +364,7 @@ def _plan_running(draft: _Draft) -> Plan:
 
 
 def _make_master(draft: _Draft) -> list[Object]:
-    """Return the master's pod if it is to be made now: it is replaced as soon as it dies."""
+    """Return the master's pod if it should be made now: it is replaced as soon as it dies."""
     key, now_s = f"{MASTER}-0", draft.observation.now_s
     record = draft.records.setdefault(key, MemberRecord())
     if key in draft.review.current or record.ended:

@@ -113,7 +113,7 @@ def note_last_steps(
 ) -> dict[str, MemberRecord]:
     """Return records with the ends of workers that did the last step while they were asked to leave.
 
-    Such an end stands in no record, since another try has the worker's place; and its pod goes before the others end.
+    Such an end is not recorded, since another try has the worker's place; and its pod goes before the others end.
     A last state that is not stored stays so, however well the other try ends, which found the job done.
     """
     after = dict(records)
@@ -168,8 +168,8 @@ def find_completion(records: Mapping[str, MemberRecord], messages: Mapping[str, 
 def find_final_phase(job: ElasticJob) -> str:
     """Return `Succeeded` or `Failed` of a job that has ended, which nothing changes; empty if it goes on.
 
-    A condition says so, and what is recorded of the members' ends bears it out: a status that somebody wrote by hand
-    ends no job.
+    A condition says so, and what is recorded of the members' ends bears it out: a status
+    written by hand ends no job.
     """
     records = read_member_records(job.status)
     completion = find_completion(records, {})
@@ -184,7 +184,7 @@ def find_final_phase(job: ElasticJob) -> str:
 
 
 def has_given_up_shards(end: MemberEnd, key: str) -> bool:
-    """Whether a member's end is that of a master whose shards were given up, which is no failure of the job."""
+    """Whether a master ended because shards were given up, which does not fail the job."""
     return key.startswith(f"{MASTER}-") and end.exit_code == _EXIT_POISONED
 
 

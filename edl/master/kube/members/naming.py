@@ -1,7 +1,7 @@
 """Names and labels of member pods, alike for workers, teachers and masters.
 
-A pod's name has its try in it, so that a pod that hangs on a dead node does not block its successor. What a name is too
-long for is cut, and told apart by a hash of the whole.
+A pod's name has its try in it, so that a pod that hangs on a dead node does not block its successor. A name that is too
+long is cut, and a hash of the whole tells it apart.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def shorten_name(name: str, limit: int) -> str:
 
 
 def build_member_name(owner_name: str, role: str, index: int, try_number: int) -> str:
-    """Return a member pod's name, `NAME-ROLE-INDEX-TRY`: a DNS-1123 label, the same whoever computes it."""
+    """Return a member pod's name, `NAME-ROLE-INDEX-TRY`: a DNS-1123 label, the same in every operator."""
     suffix = f"-{role}-{index}-{try_number}"
     name = shorten_name(owner_name, MAX_LABEL_CHARS - len(suffix)) + suffix
     return name if name[0].isalpha() or name[0].isdigit() else f"x{name[1:]}"

@@ -1,6 +1,6 @@
 """What the author of a job or pool may have the operator make: service accounts, and what reaches beyond a container.
 
-Whoever may create an ElasticJob has its pods made with the operator's rights, and need not be allowed to create pods.
+The author of an ElasticJob has its pods made with the operator's rights, and may lack the right to create pods.
 So the operator takes no service account but those that it was told to, and by default nothing that Pod Security's
 level "baseline" forbids: https://kubernetes.io/docs/concepts/security/pod-security-standards/#baseline. What a
 namespace enforces by itself (Pod Security admission, quotas, webhooks) holds for these pods as for any other.
@@ -67,16 +67,16 @@ class PodPolicy:
                 raise SettingsError(f"--allow-service-account {account}: that is EDL's own, with rights over all jobs")
 
     def find_problems(self, owner: MemberOwner) -> tuple[SpecProblem, ...]:
-        """Return what the template of a job or pool asks for in vain."""
+        """Return what is not allowed in the template of a job or pool."""
         metadata, spec = get_mapping(owner.template, "metadata"), get_mapping(owner.template, "spec")
         found = []
         named = get_text(spec, "serviceAccountName") or get_text(spec, "serviceAccount")
         account = named or "default"
         if (named or _uses_token(spec)) and not self._allows(owner.namespace, account):
-            text = f"its pods would act as service account {shown(account)}: ask whoever runs the operator for"
+            text = f"its pods would act as service account {shown(account)}: ask the cluster's administrator for"
             found.append(f"{text} --allow-service-account {shown(f'{owner.namespace}/{account}')}")
         if self.level == "baseline" and (excess := list(_find_excess(spec, get_mapping(metadata, "annotations")))):
-            text = "which Pod Security's baseline forbids: leave it out, or ask whoever runs the operator for"
+            text = "which Pod Security's baseline forbids: leave it out, or ask the cluster's administrator for"
             found.append(f"spec.template has {', '.join(excess)}, {text} --pod-security privileged")
         return tuple(SpecProblem("PodNotAllowed", text) for text in found)
 

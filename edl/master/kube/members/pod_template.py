@@ -25,14 +25,14 @@ POD_ADDRESS: Final = "$(EDL_POD_IP)"
 DEFAULT_COMMAND: Final = ("edl",)
 TERMINATION_LOG: Final = "/dev/termination-log"
 UNREACHABLE_S: Final = 30
-"""A pod leaves a node that does not answer after so long, not after Kubernetes' 300 s: a job waits for it meanwhile.
+"""A pod leaves a node that does not answer after so long, not after Kubernetes' 300 s: a job waits for it.
 With much less, a kubelet that is restarted loses its pods."""
 _LOST_NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
 @dataclass(frozen=True)
 class MemberLaunch:
-    """A pod that is to be made for a member.
+    """A pod to make for a member.
 
     Attributes:
         try_number: of the member's pods, from 0.

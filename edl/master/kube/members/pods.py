@@ -162,14 +162,14 @@ class MemberPod:
         restarts: how often its main container was restarted.
         unschedulable: the scheduler's words why it has none; empty if it did not say any.
         node: on which it is; empty before.
-        deleting: it was asked to end, by whomever; on a dead node it stays so.
+        deleting: it was asked to end; on a dead node it stays so.
         delete_by_s: when its grace period is over, Unix time; None if it is not deleting.
         created_s: when it was created, Unix time.
         scheduled_s: when it got its node, Unix time; None before.
         started_s: when its main container started; None before.
         finished_s: when its main container ended; None before.
         finished: its main container has ended, or the pod was given up before it began.
-        emptied: none of its containers runs any more, and it was asked to end before they ended: what it held is free
+        emptied: none of its containers runs, and it was asked to end before they ended: what it held is free
             whether the API server still has it or not.
         waiting: reason for which its main container does not start, such as `ImagePullBackOff`, which an init container
             may have; empty if there is none.
@@ -349,7 +349,7 @@ def _is_emptied(pod: Mapping[str, Any]) -> bool:
 
 
 def _read_time(value: object) -> float | None:
-    """Return the Unix time that the API wrote; None for what is no time with a zone, or is the zero of a clock."""
+    """Return the Unix time that the API wrote; None for anything but a time with a zone after the clock's zero."""
     try:
         read = datetime.fromisoformat(value.replace("Z", "+00:00")) if isinstance(value, str) else None
         time_s = read.timestamp() if read is not None and read.tzinfo is not None else None

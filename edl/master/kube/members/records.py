@@ -1,10 +1,10 @@
 """What is remembered of a member in its owner's `status.members`, and what follows its end.
 
 A record has its member's try, its failures, and how it ended last. It is written before the pod that it speaks of is
-deleted or made. So whoever comes next, after any crash, knows for each pod whether its end was counted, and which try
+deleted or made. So the next operator, after any crash, knows for each pod whether its end was counted, and which try
 follows. A pod that has ended cannot be started again in place, which `edl run` has tried within it before: by the
 relaunch table of `edl.master.scaling`, another pod follows. An end is counted once for each try; a member that went on
-for long, or whose owner made progress, begins to count anew.
+for long, or whose owner made progress, starts counting again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 MAX_MESSAGE_CHARS: Final = 400
 """Of a member's last end. A thousand members' ends then take 0.4 MB of the 1.5 MB that etcd takes of an object; the
-traceback that ends a job stands in its condition."""
+traceback that ends a job is in its condition."""
 MAX_MEMORY_FACTOR: Final = 1.5**3
 """What the relaunch table's three steps come to: a status that says more was written by hand."""
 _PACE_S: Final = 10.0
@@ -57,7 +57,7 @@ _BURST_S: Final = 40.0
 """A member gets a pod each `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once: at most 12 within any
 minute, whatever its pods say of their ends. A flood of pods costs the API server, the scheduler and all nodes."""
 _MEMBER: Final = re.compile(r"[a-z]+-(?:0|[1-9][0-9]{0,8})")
-"""A member's role and index: others, which somebody wrote by hand, are not there."""
+"""A member's role and index; other keys, written by hand, are ignored."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class MemberRecord:
     """A member, over all its pods.
 
     Attributes:
-        try_number: of its newest pod, or of the pod that is to be made next.
+        try_number: of its newest pod, or of the next one.
         uid: of the pod of that try, once it was seen: seen and gone is an end.
         failures: cause -> how many times in a row without progress between.
         memory_factor: by which the template's memory is multiplied.
@@ -133,7 +133,7 @@ class MemberRecord:
         return pod.live and pod.try_number == self.try_number and not self.ended
 
     def is_superseded(self, pod: MemberPod) -> bool:
-        """Whether a pod's end is counted, or it was let go, and another try has its place."""
+        """Whether a pod's end is counted, or it was released, and another try has its place."""
         return pod.try_number < self.try_number
 
     @property
@@ -303,7 +303,7 @@ LAUNCH_PATIENCE_S: Final = 120.0
 """A container that cannot be started, for want of its image or a volume, counts as ended after so long: the kubelet has
 then tried four times, and a registry or a secret that comes late has come."""
 STEADY_S: Final = 600.0
-"""A member that ran for so long starts to count its failures anew: twice the longest delay between two tries."""
+"""After a run of this length a member's failures are counted from zero: twice the longest delay between two tries."""
 EXCLUSION_S: Final = 900.0
 """For so long a member keeps away from a node where it failed: pressure on its memory or disk has passed by then."""
 FAULTY_EXCLUSION_S: Final = 86_400.0
@@ -313,7 +313,7 @@ _MOST_EXCLUDED: Final = 8
 _TAKEN: Final = frozenset({"PreemptionByScheduler", "Preempted", "Preempting"})
 """Reasons by which the scheduler and the kubelet say that another pod has a pod's place."""
 ROOM_PATIENCE_S: Final = 60.0
-"""A pod that no node takes for so long is made again with fewer nodes left out."""
+"""A pod that no node takes within this time is made again with fewer nodes left out."""
 
 
 def _merge_rules(rules: tuple[RelaunchRule, ...]) -> tuple[RelaunchRule, ...]:
@@ -415,7 +415,7 @@ def relax_exclusions(record: MemberRecord, pod: MemberPod | None, now_s: float) 
     """Return a record without nodes that may be used again.
 
     A node is left out for a time. Where no other node takes the member's pod for a minute, nodes with a broken GPU
-    alone are left out: the returned record is then of the next try, and the pod of this try is let go.
+    alone are left out: the returned record is then of the next try, and the pod of this try is removed.
     """
     left = tuple(item for item in record.excluded_nodes if item.until_s > now_s)
     stuck = pod is not None and pod.pending and bool(pod.unschedulable) and now_s - pod.created_s >= ROOM_PATIENCE_S
@@ -474,7 +474,7 @@ def _exclude(
 
 
 NO_ROOM = "no_room"
-"""Among a member's failures: how many of its pods in a row were let go since no node took them."""
+"""Among a member's failures: how many of its pods in a row were removed because no node took them."""
 
 
 @dataclass(frozen=True)
@@ -525,5 +525,5 @@ def review_members(
 
 
 def list_superseded(records: Mapping[str, MemberRecord], pods: Iterable[MemberPod]) -> tuple[MemberPod, ...]:
-    """Return the pods that are to be deleted: their ends are counted, or they were let go, and they still stand."""
+    """Return the pods to delete: their ends are counted, or they were released, and they are still there."""
     return tuple(pod for pod in pods if not pod.deleting and pod.key in records and records[pod.key].is_superseded(pod))

@@ -1,6 +1,6 @@
 """What makes an operator: watches that say when to look, a work queue, the reconciler, events, metrics and health.
 
-What does not belong here: decisions about jobs and pools (`edl.master.kube.jobs`, `edl.master.kube.pools`).
+Elsewhere: decisions about jobs and pools (`edl.master.kube.jobs`, `edl.master.kube.pools`).
 """
 
 from edl.master.kube.operator.operator import Operator

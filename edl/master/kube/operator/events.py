@@ -47,8 +47,8 @@ class _Known:
 class EventRecorder:
     """Writes events in a thread of its own, in the order in which they came.
 
-    An event's name follows from what it says and of whom, so that a second operator, or this one after a restart,
-    counts it further.
+    An event's name follows from its content, so that a second operator, or this one after a restart, counts it
+    further.
 
     Args:
         clock: the time by the API server's clock, which dates conditions and pods, in seconds since 1970.
@@ -123,7 +123,7 @@ class EventRecorder:
                     self._denied = True
                     logger.warning("events are not shown: %s", exc)
             except (ConflictError, InvalidObjectError, QuotaExceededError) as exc:
-                # Of a namespace that is being deleted or full, or changed by somebody else at the same moment.
+                # The namespace is being deleted or full, or another client changed the event at the same moment.
                 logger.debug("event %s is left out: %s", event["reason"], exc)
             self._backoff.reset()
             if self._waiting and self._waiting[0][2] is event:

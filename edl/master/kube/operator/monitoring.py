@@ -1,6 +1,6 @@
 """How an operator is: metrics, whether it lives, and whether it is ready, each with the reason if not.
 
-What does not belong here: how jobs and pools are, which their own status says.
+Elsewhere: how jobs and pools are, which their own status says.
 """
 
 from __future__ import annotations

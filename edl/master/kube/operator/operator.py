@@ -38,7 +38,7 @@ _JITTER: Final = 0.5
 class Operator:
     """Works on the resources of its namespaces, in threads of its own, until it is closed.
 
-    Two operators at once do no harm: whoever comes second finds done what the first did.
+    Two operators at once do no harm: the second finds done what the first did.
 
     Args:
         registry: of its metrics; None for a registry of its own.

@@ -25,7 +25,7 @@ _FIRST_S: Final = 60.0
 _RETRY_S: Final = 60.0
 """Between two looks at a resource whose pods are still there, or whose store does not answer."""
 _DENIED_RETRY_S: Final = 300.0
-"""Between two tries where access is denied: a Role that is made anew is missing for a moment."""
+"""Between two tries where access is denied: a Role that is replaced is missing for a moment."""
 _PATIENCE_S: Final = 3600.0
 """After so long the keys stay: pods that outlive their owner by this were left on purpose."""
 _PACE_S: Final = 1.0
@@ -117,7 +117,7 @@ class OwnerKeyCleanup:
             self._schedule(trace)
 
     def close(self) -> None:
-        """Delete no more."""
+        """Stop deleting."""
         self._loop.close()
 
     def step(self) -> float | None:
@@ -196,5 +196,5 @@ def delete_job_keys(store: Store, job_id: str) -> str:
     entries += store.list(f"journals/{job_id}/")
     found = [store.get(key) for key in (report_key(job_id), wanted_key("workers", job_id))]
     for entry in (*entries, *(entry for entry in found if entry is not None)):
-        store.delete(entry.key, entry.version)  # which is not there any more, or new, if another process wrote it
+        store.delete(entry.key, entry.version)  # which does nothing if another process removed or wrote it since
     return ""

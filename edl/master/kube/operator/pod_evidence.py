@@ -1,6 +1,6 @@
 """Events of pods that have ended or are ending: they tell preemption from a node's loss where the pod does not.
 
-Also of pods that do not start: what is wrong with a volume, a secret or the sandbox stands in events alone.
+Also of pods that do not start: only events tell what is wrong with a volume, a secret or the sandbox.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`Reconciler`: reads a resource and its pods live, has its planner decide, and carries the plan out.
 
 Whatever it is killed between, the next look ends at the same state: outcomes of pods are recorded before the pods go,
-by a write that fails if somebody else has written meanwhile; names of pods follow from the status; what is deleted must
+by a write that fails if the resource has changed since; names of pods follow from the status; what is deleted must
 have the uid that was seen; and what is there already, and the resource's, is as good as made. What does not belong
 here: when to look (`work_queue`, `resource_watches`), and what stores and other jobs say (`surroundings`).
 """
@@ -73,7 +73,7 @@ def encode_status(status: Mapping[str, Any]) -> str:
 
 
 def _keep_present(value: Any) -> Any:
-    """Return JSON without fields of objects that are null, which a merge patch would take for removals, or empty."""
+    """Return JSON without fields of objects that are null, which a merge patch would read as removals, or empty."""
     if isinstance(value, Mapping):
         return {name: _keep_present(inner) for name, inner in value.items() if not _is_absent(inner)}
     if isinstance(value, (list, tuple)):
@@ -122,14 +122,14 @@ def _list_conditions(status: Mapping[str, Any]) -> list[Object]:
 
 
 _KEPT_S: Final = 900.0
-"""After which an object is written again: a disruption budget that somebody removed is back by then."""
+"""After which an object is written again: a disruption budget that was removed by hand is back by then."""
 _MOST_DONE: Final = 10_000
 """Objects that are remembered, some per resource."""
 
 
 SCALED_BY: Final = "edl.io/scaled-by"
-"""Annotation by which whoever may edit an object gives the moving of its `/scale` to a pool, whose name it has. Without
-it, anybody who may create a pool could scale what is not theirs, by the operator's right."""
+"""Annotation with a pool's name, by which those who may edit an object let that pool scale it. Without it, the author
+of a pool could scale what is not theirs, with the operator's right."""
 _PLURALS: Final = {"Deployment": "deployments", "StatefulSet": "statefulsets", "ReplicaSet": "replicasets"}
 """Of kinds that are scaled; of other kinds the plural is taken to be the kind with an s, as most CRDs have it."""
 
@@ -153,8 +153,8 @@ def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
         raise InvalidObjectError(f"{target.kind} {target.name} is a part of EDL itself, which no pool scales")
     if (metadata.get("annotations") or {}).get(SCALED_BY) != pool.name:
         raise InvalidObjectError(
-            f"{target.kind} {target.name} does not let pool {pool.name} scale it: whoever may edit it annotates it with"
-            f" {SCALED_BY}={pool.name}"
+            f"{target.kind} {target.name} does not let pool {pool.name} scale it: those who may edit it annotate it"
+            f" with {SCALED_BY}={pool.name}"
         )
     scale = api.read_scale(kind, target.name, namespace)
     if scale is None:
@@ -166,7 +166,7 @@ def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
 
 
 _CONFLICT_RETRY_S: Final = 0.2
-"""After what was read is no more so, since somebody else or this look has changed it: read it again."""
+"""After a resource has changed since it was read: read it again."""
 _TIME_LOOK_S: Final = 0.7
 """After so long another answer of the API server may tell what the time is."""
 _MOST_WARNED: Final = 1000
@@ -203,7 +203,7 @@ class Reconciler:
     """Makes what is there into what should be, a resource at a time. Thread-safe for different keys.
 
     Whatever it is killed between, the next look ends at the same state: outcomes of pods are recorded before the pods
-    go, by a write that fails if somebody else has written meanwhile; names of pods follow from the status; what is
+    go, by a write that fails if the resource has changed since; names of pods follow from the status; what is
     deleted must have the uid that was seen; and what is there already, and the resource's, is as good as made.
 
     Args:
@@ -211,7 +211,7 @@ class Reconciler:
         default_store: URL of discovery of resources that name none.
         policy: what templates of members may ask for.
         clock: the time by the API server's clock, which set the timestamps of pods, in seconds since 1970.
-        is_time_doubtful: whether that is to be found out yet, so that nothing may be decided by the time.
+        is_time_doubtful: whether that clock is not known yet, so that nothing may be decided by the time.
     """
 
     def __init__(
@@ -241,17 +241,17 @@ class Reconciler:
         self._statuses: dict[str, str] = {}
 
     def is_own_status(self, key: str, status: Mapping[str, Any]) -> bool:
-        """Whether a resource's status is as this operator wrote or found it last: another is somebody else's."""
+        """Whether a resource's status is as this operator wrote or found it last, and not another client's."""
         return self._statuses.get(key) == encode_status(status)
 
     def reconcile(self, key: str) -> float | None:
-        """Look at a resource, and do what is to be done.
+        """Look at a resource, and act.
 
         Returns:
             Seconds after which to look again whatever happens, infinite for no such need; None where it is gone.
 
         Raises:
-            EDLError: a call failed; the look is to be repeated.
+            EDLError: a call failed; look again.
         """
         plural, namespace, name = key.split("/")
         kind = KINDS[plural]
@@ -355,7 +355,7 @@ class Reconciler:
         self._surroundings.note_status(owner, plan.status)
         written = self._write_status(kind.type, resource, plan.status)
         if written is None:
-            return _CONFLICT_RETRY_S  # the plan is of a resource that is no more so
+            return _CONFLICT_RETRY_S  # the resource has changed since the plan was made
         if plan.create and not written and self._has_changed(kind, resource):
             return _CONFLICT_RETRY_S  # no write has told that this look is old, such as of an operator that stood still
         if written:
@@ -392,7 +392,7 @@ class Reconciler:
             self._record_event(kind.type, resource, note)
 
     def _take_away(self, owner: MemberOwner, plan: Plan) -> AccessDeniedError | None:
-        """Delete what is to go; return why an object beside the pods may not be deleted, which is in nobody's way."""
+        """Delete what is to go; return why an object beside the pods may not be deleted, which blocks nothing."""
         denied = None
         for pod in plan.delete:
             try:
@@ -431,7 +431,7 @@ class Reconciler:
         return taken
 
     def _is_done(self, owner: MemberOwner, kind: ResourceType, name: str, text: str) -> bool:
-        """Whether an object beside the pods is as it should be, so that a look at rest writes nothing."""
+        """Whether an object beside the pods is as it should be: at rest nothing is written."""
         before, written_s = self._done.get((owner.uid, kind.plural, name), (None, 0.0))
         return before == text and time.monotonic() - written_s <= _KEPT_S
 
@@ -446,7 +446,7 @@ class Reconciler:
         """Whether the pod of a name is the owner's: names have no uid, so it may be a namesake's that hangs.
 
         Raises:
-            ConflictError: it has gone meanwhile, so that the look is to be repeated.
+            ConflictError: it has gone since; look again.
         """
         found = self._api.list(PODS, owner.namespace, field_selector=f"metadata.name={name}").items
         if not found:

@@ -1,9 +1,9 @@
 """`ResourceWatches`: says when to look at a resource.
 
 A resource is looked at when it is new, when it has changed other than by the operator's own writes, and when a pod of
-its own has changed. Where a kind is listed anew, as after an API server that was away, whatever went meanwhile has no
-event: then all resources of the namespace are looked at, spread over a while. What the events carry decides nothing:
-the reconciler reads all of it again.
+its own has changed. After an outage of the API server a kind is listed again, and what was deleted since has no event:
+then all resources of the namespace are looked at, spread over a while. Events decide nothing: the reconciler reads
+everything again.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ResourceWatches:
         self._ready.set()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._loop.close()
         for watch in self._watches.values():
             watch.close()

@@ -24,8 +24,8 @@ _ETCD: Final = ("etcd", "etcd+https")
 class StoreAllowlist:
     """Stores that may be opened.
 
-    Whoever writes a resource chooses its store. Were each of them opened, the operator's token would go to any host
-    that is named, and requests of the operator's to any address that only it reaches.
+    The author of a resource chooses its store. If the operator opened every store, its token would go to any host that
+    is named, and its requests to any address that only it reaches.
 
     Attributes:
         own: URL of the operator's own store, which is allowed; others of its scheme, host and port are as well.
@@ -50,7 +50,7 @@ class StoreAllowlist:
                 )
 
     def find_refusal(self, url: str) -> str:
-        """Return why a store is not opened, for whoever wrote its URL; empty if it may be."""
+        """Return why a store is not opened, for the author of its URL; empty if it may be."""
         if url == self.own or identify_store(url) == identify_store(self.own):
             return ""
         parts = _split(url)
@@ -64,7 +64,7 @@ class StoreAllowlist:
             return f"a URL with {extras}, which the operator does not take from a resource"
         own = _split(self.own)
         if own is not None and own.scheme not in (*_SCHEMES, "sqlite"):
-            own = None  # such a store is opened by nobody
+            own = None  # such a store is never opened
         try:
             members, own_members = _list_members(parts), [] if own is None else _list_members(own)
         except ValueError as exc:
@@ -112,7 +112,7 @@ def _list_members(parts: SplitResult) -> list[str]:
     """Return the servers of a URL in one spelling; a file has none.
 
     Raises:
-        ValueError: one is no host with a port.
+        ValueError: one is not a host with a port.
     """
     if parts.scheme == "sqlite" or not parts.netloc:
         return [parts.netloc.lower()]
@@ -147,8 +147,8 @@ class OperatorSettings:
         allow_stores: prefixes of stores that it opens where resources name them: see `StoreAllowlist`.
         pods: what templates of members may ask for.
         workers: resources that are worked on at the same time.
-        resync_s: each resource is looked at once in so many seconds whatever happens, and more rarely where there are
-            many: what no event told of is found then.
+        resync_s: seconds after which each resource is looked at in any case, more rarely if there are many: this finds
+            what no event told of.
         resync_rate: looks a second for that reason at most. A look is two requests.
         capacity: whether to look at nodes and all pods of the cluster, where that is allowed.
         host: where `/livez`, `/readyz` and `/metrics` are served; None for nowhere.

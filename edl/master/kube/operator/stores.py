@@ -1,7 +1,7 @@
 """What stores say of jobs and pools: how many members are wanted, and how far the work is.
 
 A store that resources name is opened once, watched once, however many resources name it, and closed when none does.
-What does not belong here: the API server.
+Elsewhere: the API server.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ _PROGRESS_S: Final = 10.0
 _AWAY_S: Final = 30.0
 """Without an answer, after which resources say so: a store that is replaced is away for some seconds."""
 _SILENT_S: Final = 600.0
-"""Without a write, after which what workers are wanted is no advisor's word any more: that writes each ten seconds, and
-a master that lost its node is back within two minutes."""
+"""Seconds without a write after which the number of wanted workers counts as outdated: an advisor writes each ten
+seconds, and a master that lost its node is back within two minutes."""
 _UNANSWERED: Final = "it has not answered yet"
 
 
@@ -156,7 +156,7 @@ class StoreFollower:
             start_call("edl-operator-advisor-close", advisor.close)  # which waits for a call of the store under way
 
     def close(self) -> None:
-        """Watch no more, and close the store."""
+        """Stop watching, and close the store."""
         with self._lock:
             advisor, self._advisor = self._advisor, None
         if advisor is not None:
@@ -182,7 +182,7 @@ class StoreFollower:
                     before = self._wanted.get(key)
                     is_same = before is not None and before[0] == entry.value
                     found[key] = before if before is not None and is_same else (entry.value, _read_count(entry))
-                    # A store that was away may have been written to by none meanwhile.
+                    # While a store was away nothing could be written to it.
                     written_s[key] = self._written_s[key] if is_same and not was_stale else now_s
                 self._written_s = written_s
                 for key in found.keys() | self._wanted.keys():
@@ -289,7 +289,7 @@ _RETRY_S: Final = 30.0
 _MOST_STORES: Final = 100
 """Open beside the operator's own: each has connections and threads, and resources choose how many they are."""
 _MOST_OF_NAMESPACE: Final = 10
-"""Of these, that resources of a namespace hold open: whoever may write there cannot shut the stores of all others."""
+"""How many of these one namespace's resources hold open: its authors cannot use up all."""
 
 
 @dataclass(frozen=True)
@@ -393,11 +393,11 @@ class StoreDirectory:
         others = self._followers.keys() - {self._own}
         held = {other.store for other in self._subjects.values() if other.namespace == subject.namespace} & others
         if len(held) >= _MOST_OF_NAMESPACE:
-            return f"resources of namespace {subject.namespace} hold {len(held)} stores open, and no more are opened"
-        return f"{len(others)} stores are open, and no more are opened" if len(others) >= _MOST_STORES else ""
+            return f"resources of namespace {subject.namespace} hold {len(held)} stores open, which is the limit"
+        return f"{len(others)} stores are open, which is the limit" if len(others) >= _MOST_STORES else ""
 
     def _settle(self, subject: _Subject | None) -> None:
-        """Close the store that nothing names any more, and let the advisor be where it is wanted."""
+        """Close the store that nothing names, and run the advisor where it is wanted."""
         if subject is None or self._closed:
             return
         if not any(other.url == subject.url for other in self._subjects.values()):

@@ -45,7 +45,7 @@ class SharingJob:
     """A job among which GPUs are shared.
 
     Attributes:
-        most: workers that are of use to it.
+        most: workers that it can use.
         submitted_s: when it was made, in seconds since 1970.
         remaining_s: seconds that the rest of it takes with the workers that it has; None if unknown.
     """
@@ -288,7 +288,7 @@ class LiveSurroundings:
         return OwnerObservation(capacity=capacity, store=answer, allocation=allocation, service_holder=holder)
 
     def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:
-        """Note whether a resource waits for room, to look at it when more is idle. What has ended leaves its share."""
+        """Note whether a resource waits for room, to look at it when more is idle. An ended job leaves its share."""
         if status.get("phase") in _ENDED:
             self.forget(owner.key)
             return
@@ -312,7 +312,7 @@ class LiveSurroundings:
             self.note_capacity()  # what it had is the others'
 
     def close(self) -> None:
-        """Look no more, and close all stores."""
+        """Stop, and close all stores."""
         self._loop.close()
         self._cleanup.close()
         self._stores.close()
@@ -328,7 +328,7 @@ class LiveSurroundings:
     def _ask_store(self, owner: MemberOwner) -> StoreAnswer:
         if isinstance(owner, ElasticJob):
             answer = self._stores.ask(owner.key, owner.store, "workers", owner.job_id, namespace=owner.namespace)
-            # Of a job whose master the operator keeps alive, what was wanted last is the best that is known.
+            # If the operator keeps the job's master alive, what was wanted last is the best that is known.
             return answer if owner.master.enabled or not answer.silent else replace(answer, wanted=None)
         if isinstance(owner, TeacherPool):
             advised = owner.scaling == "auto" and not owner.suspend
@@ -376,7 +376,7 @@ class LiveSurroundings:
         return wait_s
 
     def _recompute(self, but: str = "") -> Mapping[str, int]:
-        """Share anew, and have all other jobs looked at whose share has changed; return the shares.
+        """Compute the shares, and have all other jobs looked at whose share has changed; return the shares.
 
         One thread at a time, each by what is known then: a thread that began earlier would write over newer shares.
         """

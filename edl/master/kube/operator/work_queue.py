@@ -90,7 +90,7 @@ class KeySchedule:
             self.add(key, now_s + requeue_s)
 
     def forget(self, key: str) -> None:
-        """Have a key worked on no more, unless it is added again."""
+        """Stop working on a key, unless it is added again."""
         self._due.pop(key, None)
         self._again.pop(key, None)
         self._failures.pop(key, None)
@@ -123,7 +123,7 @@ class WorkQueue:
     """Calls a function for each key that is due, in a few threads, never twice for a key at the same time.
 
     Args:
-        work: does what is to be done about a key. Returns seconds after which to do it again, None for no such need. An
+        work: does what a key needs. Returns seconds after which to do it again, None for no such need. An
             error has it called again, after a back-off.
         workers: threads; as many requests of the API server are under way at most.
         on_result: called after each work, with the key, its seconds, and the error or None.
@@ -155,7 +155,7 @@ class WorkQueue:
             self._changed.notify()
 
     def forget(self, key: str) -> None:
-        """Have a key worked on no more, unless it is added again."""
+        """Stop working on a key, unless it is added again."""
         with self._changed:
             self._schedule.forget(key)
 
@@ -176,7 +176,7 @@ class WorkQueue:
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     def close(self) -> None:
-        """Begin no more work, and wait for what is under way, some seconds."""
+        """Begin no new work, and wait some seconds for what is under way."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """Teacher pools: how many teachers there are, which come and go, and what they borrow. Pure functions.
 
 A pool grows by one teacher at a time into what is idle, and gives back what it borrowed as soon as the scheduler takes
-it. What does not belong here: how many teachers are useful (`edl.master.scaling`), what is idle
+it. Elsewhere: how many teachers are useful (`edl.master.scaling`), what is idle
 (`edl.master.kube.capacity`), and calls of the API (`edl.master.kube.operator`).
 """
 

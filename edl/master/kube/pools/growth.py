@@ -1,7 +1,7 @@
 """How many teachers a pool is to have, and whether it may make one more at this moment; if not, why and until when.
 
-After a teacher that found no room, or was preempted, nothing is tried for a while. That back-off stands in
-`status.lastProbe`, so that an operator that is started anew does not probe at once.
+After a teacher that found no room, or was preempted, nothing is tried for a while. That back-off is in
+`status.lastProbe`, so that a new operator does not probe at once.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ProbeBackoff:
         return {"at": format_time(self.at_s), "backoffSeconds": math.ceil(self.wait_s)}
 
     def left_s(self, now_s: float) -> float:
-        """Return how many seconds nothing is to be tried yet, 0 if it may be.
+        """Return how many seconds to wait before the next try, 0 for none.
 
         A clock that was set back does not make it longer than the whole.
         """
@@ -113,7 +113,7 @@ class Growth:
 
     Attributes:
         growing: a teacher is being made, or waits for its node.
-        create: it is to be made now.
+        create: it should be made now.
         reason: CamelCase, as the condition `Growing` has it.
         message: for a person; the same as long as nothing changes.
         requeue_s: when to look again, in seconds; None if nothing but an event changes it.

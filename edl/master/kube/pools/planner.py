@@ -99,7 +99,7 @@ class _Draft:
 
     Attributes:
         backoff: of the probes; None for none.
-        create: pods that are to be made.
+        create: pods to make.
         awaited: the member that went to make room for its successor, which has no node yet; empty for none.
         waits_for: what the next replacement of an outdated teacher waits for; empty for nothing.
         look_again_s: when to look whether that is there; None if an event tells.
@@ -126,7 +126,7 @@ class _Draft:
 
 
 def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
-    """Decide what is to be done about a pool. To be called whenever anything may have changed; at rest nothing is done.
+    """Decide what to do about a pool. Call it whenever anything may have changed; at rest nothing is done.
 
     Returns:
         The plan; its status is the whole status.
@@ -178,7 +178,7 @@ def _find_requeue_s(draft: _Draft, growth: Growth, live: Sequence[MemberPod], pl
     starting = any(pod.scheduled and pod.phase == "Pending" for pod in live)
     freed_s = _LEAVING_LOOK_S if list_places(draft.pool) - set(places) else None  # that others may have it is seen then
     now_s = draft.observation.now_s
-    failing = any(is_failing(pod, now_s) for pod in live)  # that it is steady again is no event
+    failing = any(is_failing(pod, now_s) for pod in live)  # no event tells that it is steady again
     times = [
         STEADY_S if failing else None,
         _START_LOOK_S if starting else None,
@@ -232,8 +232,8 @@ def _settle_members(draft: _Draft, teachers: Sequence[MemberPod]) -> list[Member
             draft.delete.append(
                 PodDeletion(pod.name, pod.uid, 0, "its containers have ended: others wait for its place")
             )
-        elif not pod.deleting:  # it ended for good, or was let go by an operator that did not live to delete it
-            draft.delete.append(PodDeletion(pod.name, pod.uid, None, "its place is another pod's"))
+        elif not pod.deleting:  # it ended for good, or was released by an operator that did not live to delete it
+            draft.delete.append(PodDeletion(pod.name, pod.uid, None, "another pod has its place"))
     return live
 
 
@@ -263,7 +263,7 @@ def _record_end(draft: _Draft, key: str, pod: MemberPod | None, now_s: float) ->
 
 
 def _shrink(draft: _Draft, live: list[MemberPod], target: int, update: TeacherUpdate) -> list[MemberPod]:
-    """Let go what is too much: first what has no node, then the newest. Of those that wait for a node keep a single."""
+    """Let go what is too much: first what has no node, then the newest. Keep one of those that wait for a node."""
     now_s, pool = draft.observation.now_s, draft.pool
     gone = set()
     for pod in update.list_useless(live, now_s):
@@ -280,7 +280,7 @@ def _shrink(draft: _Draft, live: list[MemberPod], target: int, update: TeacherUp
     for pod in waiting[1:]:
         draft.release(pod, "a single teacher waits for a node at a time")
     kept = [pod for pod in kept if pod.scheduled or pod is waiting[0]]
-    # Of the minimum, a teacher waits as long as it takes; and so does one of which Kueue decides when it starts.
+    # A teacher of the minimum waits as long as it takes, and so does one whose start Kueue decides.
     is_probe = bool(waiting) and len(kept) > pool.min_replicas and not pool.queue
     if is_probe and now_s - waiting[0].created_s >= pool.probe_s:
         draft.backoff = back_off(draft.backoff, float(pool.probe_s), now_s)

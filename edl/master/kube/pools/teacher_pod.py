@@ -21,11 +21,11 @@ _METRICS_NAME: Final = "metrics"
 """The port's name, by which the chart's PodMonitor `edl-teachers` finds it in all teachers, whatever other ports they
 have. Where the template gives this name to a port of its own, that one is asked."""
 _EXIT_MARGIN_S: Final = 2.0
-"""Of the grace period, for all but draining: the kubelet's SIGTERM, deregistration, closing the model, and the end of
-the interpreter. With less, a teacher that drains to its deadline is killed before it has left discovery."""
+"""Seconds of the grace period for all but draining: the kubelet's SIGTERM, deregistration, closing the model, and the
+end of the interpreter. With less, a teacher that drains to its deadline is killed before it has left discovery."""
 _LINGER: Final = "100ms"
 """How long a teacher that leaves still takes requests, after discovery shows it as draining: its students' watches hear
-of it within some 10 ms. Who waits for its GPU waits for this as well; a request that comes later is asked elsewhere."""
+of it within some 10 ms. The pod that takes its GPU waits for this as well; later requests are asked elsewhere."""
 _LOADING_S: Final = 1800
 """A model may take so long to be loaded and warmed up before the kubelet restarts its container."""
 _QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
@@ -50,7 +50,7 @@ def build_teacher_pod(pool: TeacherPool, index: int, try_number: int, excluded_n
     """Return the pod of a teacher.
 
     A container that ends is restarted by the kubelet, as a server's: its pod keeps what it borrowed. So a model that
-    crashes at each start is seen as `CrashLoopBackOff`, and its pool does not grow meanwhile.
+    crashes at each start is seen as `CrashLoopBackOff`, and its pool does not grow until it starts.
     """
     launch = MemberLaunch(
         "teacher",

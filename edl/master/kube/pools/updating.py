@@ -39,9 +39,9 @@ __all__ = [
 
 REVISION_LABEL: Final = "edl.io/revision"
 _CHARS: Final = 10
-"""Of the digest: 40 bits tell the specs of a pool apart."""
+"""Characters of the digest: 40 bits tell the specs of a pool apart."""
 _PLACE_CHARS: Final = 16
-"""Of the digest: 64 bits tell the places of a cluster apart."""
+"""Characters of the digest: 64 bits tell the places of a cluster apart."""
 _UNKNOWN: Final = "unknown"
 """Revision of teachers without a label whose pool was edited while no operator looked: no spec has this digest."""
 
@@ -49,7 +49,7 @@ _UNKNOWN: Final = "unknown"
 def hash_revision(pool: TeacherPool) -> str:
     """Return the digest of all that a teacher's pod is made from.
 
-    What does not belong to it changes no pod: bounds, scaling, `probeSeconds`, another spelling of the store. Whatever
+    Other fields change no pod: bounds, scaling, `probeSeconds`, another spelling of the store. Whatever
     else is counted here some day has all teachers of all pools replaced when the operator is upgraded.
     """
     parts = {
@@ -109,7 +109,7 @@ class RevisionTerm:
     Attributes:
         since_s: Unix time; None for a revision that came by an edit, or a while ago.
         yields_s: how long the pool is another operator's to look after, in seconds; 0 if it is not.
-        held_s: how long no teacher is to be replaced, in seconds; 0 if they may be.
+        held_s: seconds during which no teacher may be replaced; 0 for none.
     """
 
     since_s: float | None = None
@@ -140,7 +140,7 @@ _RESTART_S: Final = 600.0
 two restarts, after which it counts anew, is half of that."""
 _TEACHER: Final = re.compile(r"teacher-[0-9]{1,9}")
 STEADY_S: Final = 10.0
-"""A successor that is ready for so long counts: one that a student's first request ends is not ready any more."""
+"""A successor counts after it has been ready for this time: a student's first request may end it."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class UpdateView:
         updated: teachers that were made from this one.
         awaited: the member that went first, to make room for its successor; empty for none.
         waits_for: what the next replacement waits for, for a person; empty for nothing.
-        stopped: why no more are replaced; empty if they are.
+        stopped: why the update has stopped; empty if it has not.
         places: where its teachers may be found, see `list_places`.
         unproven: none of the spec before is left, and those of this one have not all been ready for some seconds.
         since: when the revision changed without an edit, as `RevisionTerm.format` has it.
@@ -187,7 +187,7 @@ class UpdateView:
 
 @dataclass(frozen=True)
 class TeacherUpdate:
-    """Which teachers are to be replaced.
+    """Which teachers to replace.
 
     Attributes:
         awaited: the member that went first, by the status; empty for none.
@@ -224,7 +224,7 @@ class TeacherUpdate:
         )
 
     def list_outdated(self, live: Sequence[MemberPod]) -> tuple[MemberPod, ...]:
-        """Return those that are to be replaced, the first of them first: what serves nobody, then the newest."""
+        """Return those to replace, in order: first those that serve no student, then the newest."""
         found = list_outdated(live, self.revision, self.unlabelled)
         return tuple(sorted(found, key=lambda pod: (pod.ready, -pod.created_s, -pod.index)))
 
@@ -265,7 +265,7 @@ class TeacherUpdate:
         return (pod, left_s) if left_s > 0 else (None, None)
 
     def keep_awaited(self, live: Sequence[MemberPod], target: int) -> str:
-        """Return the member whose successor has no node yet; empty if it has, or is not needed any more."""
+        """Return the member whose successor has no node yet; empty if it has, or is not needed."""
         arrived = any(pod.key == self.awaited and pod.scheduled for pod in live)
         return "" if arrived or sum(pod.scheduled for pod in live) >= target else self.awaited
 
@@ -284,7 +284,7 @@ def is_failing(pod: MemberPod, now_s: float) -> bool:
 def choose_surplus(update: TeacherUpdate, live: Sequence[MemberPod], target: int) -> list[MemberPod]:
     """Return what is too much of a pool that is being updated, without that fewer than `target` are ready for it.
 
-    There are to be `target` teachers; one more than that may be there meanwhile.
+    There should be `target` teachers; during an update there may be one more.
     """
     outdated, updated = deque(update.list_outdated(live)), update.list_updated(live)
     newest = sorted(updated, key=lambda pod: (not pod.ready, pod.created_s, pod.index))
@@ -318,7 +318,7 @@ def is_behind(pool: TeacherPool, observation: OwnerObservation) -> bool:
 
 
 def _find_unsteady_s(pod: MemberPod, now_s: float) -> float:
-    """Return for how long a teacher is to be ready yet until it counts."""
+    """Return for how many more seconds a teacher must be ready until it counts."""
     if pod.ready_s is None:
         return 0.0
     # It is by the node's clock: where that is wrong, the time at which the pod got its node has to do.

@@ -145,13 +145,13 @@ class ResourceWatches:
     def _find_reason(self) -> str:
         """Return for what the watches wait, in words; a namespace that may not be watched is left out."""
         denied: dict[str, str] = {}
-        reason = ""
+        reason, missing = "", set()
         for (kind, namespace), watch in self._watches.items():
             error = watch.error
             if isinstance(error, AccessDeniedError):
                 denied[namespace] = str(error)
             elif isinstance(error, NotServedError):
-                reason = f"the cluster has no resource {kind.plural}.{kind.group}/{kind.version}: install the CRD"
+                missing.add(f"{kind.plural}.{kind.group}/{kind.version}")
             elif not watch.listed:
                 reason = reason or watch.stale or "the watches have not begun"
         if len(denied) == len(self._namespaces):
@@ -159,7 +159,7 @@ class ResourceWatches:
         for namespace in denied.keys() - self._denied.keys():
             logger.warning("namespace %s is left out until this is allowed: %s", namespace, denied[namespace])
         self._denied = denied
-        return reason
+        return f"the cluster has no resource {', '.join(sorted(missing))}: install the CRD" if missing else reason
 
 
 def _key_of(kind: ResourceType, obj: Object) -> str:

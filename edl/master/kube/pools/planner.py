@@ -405,7 +405,6 @@ def _view_update(
     outdated, failing = update.list_outdated(live), update.find_failing(live, draft.observation.now_s)
     return UpdateView(
         revision=update.revision,
-        unlabelled=update.unlabelled,
         outdated=len(outdated),
         updated=len(live) - len(outdated) + len(draft.create),
         awaited=draft.awaited,

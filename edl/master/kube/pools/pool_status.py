@@ -76,7 +76,6 @@ def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolVie
         "message": message,
         "revision": update.revision if update is not None else None,
         "revisionSince": update.since if update is not None else None,
-        "unlabelledRevision": update.unlabelled if update is not None else None,
         "updatedReplicas": update.updated if update is not None else None,
         "servedPlaces": list(update.places) if update is not None else None,
         "awaitedMember": (update.awaited or None) if update is not None else None,

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -42,8 +42,6 @@ _CHARS: Final = 10
 """Characters of the digest: 40 bits tell the specs of a pool apart."""
 _PLACE_CHARS: Final = 16
 """Characters of the digest: 64 bits tell the places of a cluster apart."""
-_UNKNOWN: Final = "unknown"
-"""Revision of teachers without a label whose pool was edited while no operator looked: no spec has this digest."""
 
 
 def hash_revision(pool: TeacherPool) -> str:
@@ -75,25 +73,6 @@ def list_places(pool: TeacherPool) -> frozenset[str]:
     written = pool.status.get("servedPlaces")
     former = written if isinstance(written, list) else []
     return frozenset({hash_place(pool), *(place for place in former if isinstance(place, str))})
-
-
-def find_unlabelled_revision(pool: TeacherPool, teachers: Iterable[MemberPod], revision: str) -> str | None:
-    """Return the revision of teachers that an operator made which wrote none; None where there are no such.
-
-    They count as up to date when they are first seen, and are outdated by the next edit; where the pool was edited
-    since its status was written, they are outdated when they are first seen.
-    """
-    if all(pod.labels.get(REVISION_LABEL) for pod in teachers):
-        return None
-    before = pool.status.get("unlabelledRevision")
-    if isinstance(before, str) and before:
-        return before
-    return revision if pool.status.get("observedGeneration") == pool.generation else _UNKNOWN
-
-
-def list_outdated(teachers: Iterable[MemberPod], revision: str, unlabelled: str | None) -> tuple[MemberPod, ...]:
-    """Return the teachers that were made from another spec than the present one."""
-    return tuple(pod for pod in teachers if (pod.labels.get(REVISION_LABEL) or unlabelled) != revision)
 
 
 _YIELD_S: Final = 30.0
@@ -148,7 +127,6 @@ class UpdateView:
     """How far an update is, for the status.
 
     Attributes:
-        unlabelled: of teachers whose pods do not say theirs; None where there are no such.
         outdated: teachers that were made from another spec.
         updated: teachers that were made from this one.
         awaited: the member that went first, to make room for its successor; empty for none.
@@ -160,7 +138,6 @@ class UpdateView:
     """
 
     revision: str
-    unlabelled: str | None
     outdated: int
     updated: int
     awaited: str = ""
@@ -198,7 +175,6 @@ class TeacherUpdate:
     """
 
     revision: str
-    unlabelled: str | None
     awaited: str
     full: bool
     wanted: int | None
@@ -211,12 +187,10 @@ class TeacherUpdate:
         revision = hash_revision(pool)
         awaited, wanted = pool.status.get("awaitedMember"), pool.status.get("wantedReplicas")
         refusal = find_condition(pool.status, "Accepted")
-        unlabelled = find_unlabelled_revision(pool, live, revision)
-        outdated = list_outdated(live, revision, unlabelled)
+        has_outdated = any(pod.labels.get(REVISION_LABEL) != revision for pod in live)
         return cls(
             revision=revision,
-            unlabelled=unlabelled,
-            begun=bool(outdated) or find_condition(pool.status, "Updated").get("status") == "False",
+            begun=has_outdated or find_condition(pool.status, "Updated").get("status") == "False",
             awaited=awaited if isinstance(awaited, str) and _TEACHER.fullmatch(awaited) else "",
             full=refusal.get("reason") == "QuotaExceeded" and refusal.get("observedGeneration") == pool.generation,
             wanted=wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else None,
@@ -225,13 +199,12 @@ class TeacherUpdate:
 
     def list_outdated(self, live: Sequence[MemberPod]) -> tuple[MemberPod, ...]:
         """Return those to replace, in order: first those that serve no student, then the newest."""
-        found = list_outdated(live, self.revision, self.unlabelled)
+        found = (pod for pod in live if pod.labels.get(REVISION_LABEL) != self.revision)
         return tuple(sorted(found, key=lambda pod: (pod.ready, -pod.created_s, -pod.index)))
 
     def list_updated(self, live: Sequence[MemberPod]) -> tuple[MemberPod, ...]:
         """Return those that are made from the present spec."""
-        outdated = {id(pod) for pod in list_outdated(live, self.revision, self.unlabelled)}
-        return tuple(pod for pod in live if id(pod) not in outdated)
+        return tuple(pod for pod in live if pod.labels.get(REVISION_LABEL) == self.revision)
 
     def count_present(self, live: Sequence[MemberPod]) -> int:
         """Return how many teachers count as there: while some are replaced there are one more or less for a while."""

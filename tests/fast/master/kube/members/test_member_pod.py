@@ -276,6 +276,14 @@ def test_token_of_the_default_account() -> None:
     assert PodPolicy().find_problems(build_job(spec=usual)) == (), "as any pod of the namespace"
 
 
+def test_labels_of_the_store() -> None:
+    """A member with them would be asked in place of the chart's store."""
+    job = build_job()
+    template = {**job.template, "metadata": {"labels": {"app.kubernetes.io/name": "edl"}}}
+    (problem,) = PodPolicy("privileged").find_problems(replace(job, template=template))
+    assert "app.kubernetes.io/name" in problem.message
+
+
 @pytest.mark.parametrize("account", ["edl-operator", "ns/edl-dashboard", "/mine", "a/b/c", ""])
 def test_accounts_that_cannot_be_allowed(account: str) -> None:
     with pytest.raises(SettingsError, match="--allow-service-account"):

@@ -353,7 +353,7 @@ def test_surplus_leaves_what_serves(teachers: list[tuple[bool, str]], target: in
         )
         for number, (new, state) in enumerate(teachers)
     ]  # fmt: skip
-    update = TeacherUpdate("new", None, "", False, None)
+    update = TeacherUpdate("new", "", False, None)
     surplus = choose_surplus(update, pods, target)
     limit = target + 1 if target and update.list_outdated(pods) else target
     assert len({pod.name for pod in surplus}) == len(surplus) == max(0, len(pods) - limit)
@@ -390,21 +390,6 @@ def fail_to_mount(made: SimulatedCluster) -> None:
             "containerStatuses": [{"name": "edl", "state": {"waiting": {"reason": "ContainerCreating"}}}],
         }
         made.pod_events[pod["metadata"]["uid"]] = {"FailedMount": "driver not found"}
-
-
-def test_edit_that_no_operator_saw() -> None:
-    """Teachers without a label are of the spec before it, also at the second look."""
-    made = pool([4])
-    for pod in made.pods.values():
-        del pod["metadata"]["labels"][REVISION_LABEL]
-    for field in ("revision", "updatedReplicas"):
-        del made.resource["status"][field]
-    made.edit(serve=NEW)
-    made.reconcile()
-    assert condition(made, "Updated") == ("False", "Updating")
-    made.settle(100)
-    assert made.list_serves() == NEW
-    assert condition(made, "Updated") == ("True", "UpToDate")
 
 
 @pytest.mark.parametrize("nodes", [[2], [1, 1]], ids=["alone", "of two"])

@@ -15,11 +15,14 @@ from edl.distill import DistillReader
 from edl.kube.resource_types import PODS
 from edl.kube.watch import KubeWatch
 from tests.cluster.api import MERGE, Cluster, kubectl_program
+from tests.cluster.machine import KubeMachine
 from tests.cluster.operator_process import OperatorProcess
 from tests.kubernetes.scenarios.scene import Scene, SetGpus, find_condition, is_running
 
 FIRST, SECOND = 2.0, 3.0
 """What teachers multiply by: a label tells which model it is of."""
+LOST_S = 240.0
+"""Until a pod on a lost node is given up: 8 s until the node counts as lost, and 30 s of toleration."""
 UPDATE_S = 480.0
 """Each of two teachers drains, is let go by a kubelet that may take a minute for it, and has a successor that starts on
 a busy machine and is ready for 10 s."""
@@ -234,6 +237,24 @@ def test_borrowed_and_given_back(scene: Scene, gpus: SetGpus, consul_store: str,
     if capacity:
         scene.wait("the metric of both", lambda: read_metric(process, "edl_give_back_seconds_count") == 2)
     scene.wait("the events", lambda: {"Grew", "Preempted", "GaveBack"} <= cluster.reasons(namespace))
+
+
+def test_node_that_is_back_is_borrowed(
+    scene: Scene, gpus: SetGpus, stoppable_nodes: KubeMachine, consul_store: str
+) -> None:
+    """What was lost with a node is no reason to leave it out: it is Ready again."""
+    nodes = scene.cluster.nodes()
+    for node in nodes:
+        gpus(node, 1)
+    scene.operator("--store", consul_store, capacity=True)
+    spec = {"maxReplicas": 2, "scaling": "external", "replicas": 2}
+    scene.create_pool("digits", serve(FIRST), scene.pod_template(gpus=1), **spec)
+    wait_ready(scene, 2)
+    stoppable_nodes.stop_node(nodes[1])
+    scene.wait("the loss", lambda: read_pool(scene)["status"]["scheduledReplicas"] == 1, LOST_S)
+    stoppable_nodes.start_node(nodes[1])
+    scene.wait("both again", lambda: read_pool(scene)["status"]["readyReplicas"] == 2, LOST_S)
+    assert "excludedNodes" not in read_pool(scene)["status"]
 
 
 def read_metric(process: OperatorProcess, name: str) -> float:

@@ -76,9 +76,7 @@ class PodPolicy:
             text = f"its pods would act as service account {shown(account)}: ask the cluster's administrator for"
             found.append(f"{text} --allow-service-account {shown(f'{owner.namespace}/{account}')}")
         if get_mapping(metadata, "labels").get("app.kubernetes.io/name") == "edl":
-            found.append(
-                "spec.template has the label app.kubernetes.io/name: edl, by which EDL's own services find pods"
-            )
+            found.append("spec.template has the label app.kubernetes.io/name: edl, by which EDL selects its own pods")
         if self.level == "baseline" and (excess := list(_find_excess(spec, get_mapping(metadata, "annotations")))):
             text = "which Pod Security's baseline forbids: leave it out, or ask the cluster's administrator for"
             found.append(f"spec.template has {', '.join(excess)}, {text} --pod-security privileged")

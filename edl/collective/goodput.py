@@ -37,27 +37,6 @@ from edl.collective.job_records import GAVE_UP, Exclusion, World, prefix
 from edl.discovery.store import Store
 from edl.errors import ProtocolError, SettingsError
 
-__all__ = [
-    "MAX_SPANS",
-    "Event",
-    "JobPart",
-    "JobSummary",
-    "NodeRecord",
-    "NodeStatus",
-    "ProgressMark",
-    "Span",
-    "TimeCategory",
-    "append_span",
-    "apportion",
-    "decode_part",
-    "encode_events",
-    "last_step_before",
-    "limit_spans",
-    "read_job",
-    "span_of",
-    "summarize",
-]
-
 MAX_SPANS: Final = 600
 """About as many as a picture of a timeline has columns to distinguish; less than 40 KB as JSON."""
 SILENT_S: Final = 5.0

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 from edl.errors import ProtocolError
 
-__all__ = ["GAVE_UP", "Exclusion", "JobState", "Member", "Node", "World", "exclusions_prefix", "prefix"]
-
 GAVE_UP: Final = "gave up"
 """Beginning of the event of a node that leaves because too few others came, or the store stayed away."""
 

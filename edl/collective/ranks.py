@@ -1,8 +1,14 @@
-"""The world size, the rank of this process, and numbers that ranks exchange between two steps."""
+"""The world size, the rank of this process, and what ranks exchange: numbers, bytes and tensors, never pickled objects.
+
+Every function that communicates is collective: the ranks involved must all call it, in the same order. The process
+group's timeout limits how long it may wait, and a broken group raises torch's own errors. `group` is the process group,
+None for torch's default group. Ranks are global unless a function says otherwise.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -10,10 +16,12 @@ import torch.distributed as dist
 from edl.errors import SettingsError
 from edl.settings import read
 
-__all__ = ["exchange", "rank_of", "world_of"]
+Group: TypeAlias = "dist.ProcessGroup | None"
+_CHUNK_NBYTES = 32 << 20
+"""Bytes of a message: enough to keep any network busy, and little compared to the state if a GPU has to hold them."""
 
 
-def world_of(group: dist.ProcessGroup | None) -> int:
+def world_of(group: Group) -> int:
     """Return the number of ranks in the group, or 1 without a process group.
 
     Args:
@@ -39,7 +47,7 @@ def world_of(group: dist.ProcessGroup | None) -> int:
     return 1
 
 
-def rank_of(group: dist.ProcessGroup | None) -> int:
+def rank_of(group: Group) -> int:
     """Return the rank of this process in the group, or 0 without a process group.
 
     Args:
@@ -48,7 +56,7 @@ def rank_of(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
-def exchange(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> list[list[int]]:
+def exchange(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
     """Exchange numbers among all ranks. This is a collective: every rank must call it with equally many numbers.
 
     Args:
@@ -67,3 +75,95 @@ def exchange(numbers: Sequence[int], group: dist.ProcessGroup | None, device: to
     dist.all_gather(everyone, mine, group=group)
     found: list[list[int]] = torch.stack(everyone).tolist()
     return found
+
+
+def broadcast_tensor(tensor: torch.Tensor, src: int, group: Group = None) -> None:
+    """Overwrite a contiguous tensor's bytes with those of rank `src`. Does nothing without a process group."""
+    if not dist.is_initialized():
+        return
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    device = _device(group)
+    for begin in range(0, flat.numel(), _CHUNK_NBYTES):
+        piece = flat[begin : begin + _CHUNK_NBYTES]
+        moved = piece.to(device)
+        dist.broadcast(moved, src, group)
+        if moved.data_ptr() != piece.data_ptr():
+            piece.copy_(moved)
+
+
+def broadcast_bytes(data: bytes, src: int, group: Group = None) -> bytes:
+    """Return rank `src`'s `data`, on every rank."""
+    if not dist.is_initialized():
+        return data
+    length = torch.tensor([len(data)], device=_device(group))
+    dist.broadcast(length, src, group)
+    moved = _tensor_of(data) if dist.get_rank() == src else torch.empty(int(length), dtype=torch.uint8)
+    broadcast_tensor(moved, src, group)
+    return moved.numpy().tobytes()
+
+
+def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
+    """Return the `data` of all ranks, by rank in the group."""
+    device, size = _device(group), dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group)
+    longest = max(int(length) for length in lengths)
+    padded = _tensor_of(data.ljust(longest, b"\0")).to(device)
+    gathered = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(gathered, padded, group)
+    return [data.cpu()[: int(length)].numpy().tobytes() for data, length in zip(gathered, lengths, strict=True)]
+
+
+def all_reduce_max(values: Sequence[int], group: Group = None) -> list[int]:
+    """Return the largest of all ranks' values, element by element."""
+    moved = torch.tensor(values, dtype=torch.int64, device=_device(group))
+    dist.all_reduce(moved, dist.ReduceOp.MAX, group)
+    return [int(value) for value in moved.tolist()]
+
+
+def global_rank(rank: int, group: Group = None) -> int:
+    """Return the global rank, as the functions here expect it, of a rank in the group."""
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def send_bytes(data: bytes, dst: int, group: Group = None) -> None:
+    """Send bytes to another rank, which calls `receive_bytes`."""
+    dist.send(torch.tensor([len(data)], device=_device(group)), dst, group)
+    send_tensor(_tensor_of(data), dst, group)
+
+
+def receive_bytes(src: int, group: Group = None) -> bytes:
+    """Return the bytes that rank `src` sends."""
+    length = torch.zeros(1, dtype=torch.int64, device=_device(group))
+    dist.recv(length, src, group)
+    data = torch.empty(int(length), dtype=torch.uint8)
+    receive_tensor(data, src, group)
+    return data.numpy().tobytes()
+
+
+def send_tensor(data: torch.Tensor, dst: int, group: Group = None) -> None:
+    """Send a flat uint8 tensor to another rank, which calls `receive_tensor` with one of the same length."""
+    for begin in range(0, data.numel(), _CHUNK_NBYTES):
+        dist.send(data[begin : begin + _CHUNK_NBYTES].to(_device(group)), dst, group)
+
+
+def receive_tensor(data: torch.Tensor, src: int, group: Group = None) -> None:
+    """Fill a flat uint8 tensor with what rank `src` sends."""
+    device = _device(group)
+    for begin in range(0, data.numel(), _CHUNK_NBYTES):
+        piece = data[begin : begin + _CHUNK_NBYTES]
+        moved = piece if piece.device == device else torch.empty_like(piece, device=device)
+        dist.recv(moved, src, group)
+        if moved is not piece:
+            piece.copy_(moved)
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _device(group: Group) -> torch.device:
+    """Return the device on which tensors must be for this group to send them."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["REMEDIES", "describe_removal"]
-
 _PLAIN_LOOP: Final = (
     "call torch.distributed.init_process_group() and Checkpointer.restore(), and go on with the step after the one "
     "that it returns; workers are forked again after a loss (docs/recovery.md)"

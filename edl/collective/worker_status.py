@@ -24,8 +24,6 @@ from typing import Final
 from edl.errors import ProtocolError
 from edl.settings import read
 
-__all__ = ["Phase", "WorkerStatus", "WorkerStatusPage"]
-
 _SIZE: Final = 4096  # a page of memory, the smallest mapping
 _MAGIC: Final = b"EDLBRD02"
 _RECENT: Final = 64  # durations kept: enough for a median, and they fill the page up to _BUSY_WITH

@@ -36,8 +36,6 @@ from edl.collective.job_records import JobState, World, prefix
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError, SettingsError
 
-__all__ = ["Agent"]
-
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1  # how soon workers that are stopped are noticed

@@ -26,32 +26,18 @@ from edl.collective.agent.node_records import Membership
 from edl.collective.agent.processes.pool import WorkerExit, ZygoteLost
 from edl.collective.agent.status_publisher import StatusPublisher
 from edl.collective.agent.worker_group import WorkerGroup
-from edl.collective.checkpoint.storage.manifest import new_run_id, run_name
-from edl.collective.checkpoint.storage.persister import POLL_S, CheckpointPersister
+from edl.collective.checkpoint.storage.folder import new_run_id, run_name
+from edl.collective.checkpoint.storage.writer import POLL_S, CheckpointPersister
 from edl.collective.job_records import JobState, Node, World, prefix
 from edl.collective.replica.replicator import JobSecret, Replicator
 from edl.discovery.store import Store
 from edl.errors import ClosedError, DiscoveryError, ProtocolError
 
-__all__ = [
-    "AgentContext",
-    "AgentEvent",
-    "EventQueue",
-    "JobRun",
-    "PeerLost",
-    "ShutdownState",
-    "is_member",
-    "note_unstored_state",
-    "open_agent_context",
-    "release_host_folder",
-    "store_last_state",
-]
-
 logger = logging.getLogger(__name__)
 
 
 class JobRun:
-    """Names the job's run in its checkpoints (`edl.collective.checkpoint.storage.manifest`).
+    """Names the job's run in its checkpoints (`edl.collective.checkpoint.storage.folder`).
 
     The name lasts as long as the job's records in the Store. A job that is stopped and started again there continues to
     count generations, so it is the same run.

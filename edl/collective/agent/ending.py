@@ -19,15 +19,6 @@ from enum import IntEnum
 from types import TracebackType
 from typing import Any, Final
 
-__all__ = [
-    "AskedToLeaveError",
-    "ExitCode",
-    "StopSignals",
-    "TerminationMessage",
-    "cut_traceback",
-    "write_termination_message",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ from pathlib import Path
 from edl.collective.checkpoint.memory.slots import find_slots
 from edl.errors import EDLError
 
-__all__ = ["HostFolder"]
-
 _ABANDONED_S = 3600.0
 """How long a state is kept for a later start; messages and documentation say an hour.
 

@@ -1,4 +1,4 @@
-"""The specification of a node's agent, and the environment of its workers: torchrun's variables and EDL's own.
+"""The specification of a node's agent, and where the ranks of a generation meet.
 
 Paddle's trainers all meet at a store that the first of them opens, at `PADDLE_MASTER`, and each trainer has its own
 address by which parts of Paddle identify it. So a node reserves consecutive ports, one for the store and one for every
@@ -7,69 +7,24 @@ trainer; `Node.port` is the first. This module imports torch, but not Paddle.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from edl.collective.agent.health.hangs import HangLimits
 from edl.collective.agent.health.node_check import NodeCheckSettings
-from edl.collective.agent.host_folder import HostFolder
-from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
+from edl.collective.agent.processes.zygote import ProgramSpec
 from edl.collective.agent.rendezvous import RendezvousSettings
-from edl.collective.job_records import Member, World
 from edl.errors import EDLError
 
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
-__all__ = [
-    "LaunchSpec",
-    "MasterEndpoint",
-    "ReservedPorts",
-    "error_files",
-    "has_gpu_build",
-    "open_master_endpoint",
-    "paddle_environment",
-    "worker_environment",
-    "worker_forks",
-]
-
-
 _TRIES = 100  # most tries find a row of free ports; on a host without any, this still ends within a second
-
-
-def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bool = False) -> dict[str, str]:
-    """Return what `paddle.distributed.launch` sets for a trainer of collective training.
-
-    With `gpu`, Paddle uses GPUs, one per trainer; otherwise trainers communicate through gloo.
-    """
-    rank = member.first_rank + local_rank
-    endpoints = [
-        f"{node.addr}:{node.port + 1 + place}" for node in world.nodes for place in range(node.local_world_size)
-    ]
-    first = world.nodes[0]
-    return {
-        "PADDLE_MASTER": f"{first.addr}:{first.port}",
-        "MASTER_ADDR": first.addr,  # Paddle reads it first
-        "MASTER_PORT": str(first.port),
-        "PADDLE_TRAINER_ID": str(rank),
-        "PADDLE_TRAINERS_NUM": str(world.size),
-        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
-        "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
-        "PADDLE_GLOBAL_RANK": str(rank),
-        "PADDLE_GLOBAL_SIZE": str(world.size),
-        "PADDLE_LOCAL_RANK": str(local_rank),
-        "PADDLE_RANK_IN_NODE": str(local_rank),
-        "PADDLE_LOCAL_SIZE": str(member.local_world_size),
-        "PADDLE_NNODES": str(len(world.nodes)),
-        **({"FLAGS_selected_gpus": str(local_rank)} if gpu else {"PADDLE_DISTRI_BACKEND": "gloo"}),
-    }
 
 
 def has_gpu_build() -> bool:
@@ -212,75 +167,3 @@ def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:
         return ReservedPorts(spec.workers + 1)
     store: MasterEndpoint = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     return store
-
-
-def worker_environment(spec: LaunchSpec, world: World, member: Member, local_rank: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for a worker, with the generation as the restart count."""
-    rank = member.first_rank + local_rank
-    first = world.nodes[0]
-    paddle = spec.framework == "paddle"
-    return {
-        "LOCAL_RANK": str(local_rank),
-        "RANK": str(rank),
-        "GROUP_RANK": str(world.position(member.id)),
-        "ROLE_RANK": str(rank),
-        "ROLE_NAME": spec.role,
-        "LOCAL_WORLD_SIZE": str(member.local_world_size),
-        "WORLD_SIZE": str(world.size),
-        "GROUP_WORLD_SIZE": str(len(world.nodes)),
-        "ROLE_WORLD_SIZE": str(world.size),
-        "MASTER_ADDR": first.addr,
-        "MASTER_PORT": str(first.port),
-        "TORCHELASTIC_RESTART_COUNT": str(world.generation),
-        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-        "TORCHELASTIC_RUN_ID": spec.job,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "EDL_GENERATION": str(world.generation),
-        **(paddle_environment(world, member, local_rank, gpu=has_gpu_build()) if paddle else {}),
-        **_threads(world, member),
-        **spec.environ,
-    }
-
-
-def _threads(world: World, member: Member) -> dict[str, str]:
-    """Divide a host's cores among the workers of several nodes on it, unless the user set OMP_NUM_THREADS.
-
-    Otherwise each worker would start as many threads as there are cores, and OpenMP's threads wait by spinning: on two
-    cores, two workers with two threads each take ten times as long as with a single thread each.
-    """
-    here = sum(node.local_world_size for node in world.nodes if node.addr == member.addr)
-    if here == member.local_world_size or "OMP_NUM_THREADS" in os.environ:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // here))}
-
-
-def worker_forks(
-    spec: LaunchSpec, world: World, member: Member, host: HostFolder, since: int = 0
-) -> tuple[dict[int, ForkRequest], Any]:
-    """Return the workers of a generation on this node, and torch's `LogsDest` for their output."""
-    environs = {rank: worker_environment(spec, world, member, rank) for rank in range(spec.workers)}
-    logs = spec.logs.reify(environs)
-    result = {}
-    for local_rank, environ in environs.items():
-        environ["EDL_BOARD"] = str(host.status_page(local_rank))
-        environ["EDL_SLOTS"] = host.slots(local_rank)
-        environ["EDL_REPLICAS"] = str(host.replicas)
-        environ["EDL_RUN"] = host.run
-        environ["EDL_SINCE_GENERATION"] = str(since)
-        if spec.checkpoint:
-            environ["EDL_CHECKPOINT"] = spec.checkpoint
-            environ["EDL_CHECKPOINT_INTERVAL_S"] = str(spec.checkpoint_interval_s)
-        environ["EDL_STDOUT"] = logs.stdouts.get(local_rank, "")
-        environ["EDL_STDERR"] = logs.stderrs.get(local_rank, "")
-        environ["TORCHELASTIC_ERROR_FILE"] = logs.error_files[local_rank]
-        result[local_rank] = ForkRequest(
-            environ,
-            stacks=str(host.stacks(local_rank)),
-        )
-    return result, logs
-
-
-def error_files(logs: Any) -> dict[int, Path]:
-    """Return the files to which workers write their exceptions, by local rank; `logs` is torch's `LogsDest`."""
-    return {rank: Path(path) for rank, path in logs.error_files.items()}

@@ -22,9 +22,6 @@ from edl.collective.job_records import Exclusion, Node, World, exclusions_prefix
 from edl.discovery.store import Entry, Lease, Store, StoreWatch
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError
 
-__all__ = ["Exclusions", "JobRecords", "Membership", "REMEDY", "host_key"]
-
-
 REMEDY: Final = "once its GPU is reset or replaced, a reboot or `edl run --readmit` lets it join again"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")

@@ -15,8 +15,7 @@ from typing import Any
 
 from edl.collective.agent.context import AgentContext, is_member
 from edl.collective.agent.ending import ExitCode, TerminationMessage
-from edl.collective.agent.generation_outcome import HANGING
-from edl.collective.agent.health.failures import ExitCause, RecoveryDecision
+from edl.collective.agent.health.failures import HANGING, ExitCause, RecoveryDecision
 from edl.collective.agent.health.peer_monitor import choose_peers
 from edl.collective.agent.launch_spec import MasterEndpoint, open_master_endpoint
 from edl.collective.agent.node_records import REMEDY, Exclusions, JobRecords, host_key
@@ -31,8 +30,6 @@ from edl.collective.checkpoint.memory.slots import slot_nbytes
 from edl.collective.goodput import TimeCategory
 from edl.collective.job_records import GAVE_UP, Exclusion, JobState, World
 from edl.errors import DiscoveryError
-
-__all__ = ["Departure", "NodeReconciler"]
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +167,7 @@ class NodeReconciler:
             name != self._context.id and node.busy == world.generation for name, node in records.nodes.items()
         )
         if self._worker_group.running:
-            self._worker_group.pages.request_pause(world.pause_at)
+            self._worker_group.request_pause(world.pause_at)
         if self._signals.stopping and self._worker_group.running and not self._worker_group.reports_steps:
             self._worker_group.terminate_workers(self._signals.number)  # they cannot pause, so nothing is waited for
         self._update_own_record(world)
@@ -462,9 +459,7 @@ class NodeReconciler:
             DiscoveryError: The store does not answer, and nothing has changed.
         """
         clear = not decision.unclear
-        exclusion = Exclusion(
-            self._context.id, decision.restart, clear, self._worker_group.pages.last_step, time.time()
-        )
+        exclusion = Exclusion(self._context.id, decision.restart, clear, self._worker_group.last_step, time.time())
         other = None if clear else self._exclusions.find_same_elsewhere(exclusion)
         if other is not None:
             where = f"so it was on {other.node} before, and no step further: the script's own error"
@@ -505,7 +500,7 @@ class NodeReconciler:
             quiet_s=self._node_ids.held_s(now),
             pausing_s=self._pause.held_s(now) if self._pause.value[1] is not None else 0.0,
             pause_step=self._worker_group.choose_pause_step(),
-            pause_needs_s=self._worker_group.pages.pause_needs_s(),
+            pause_needs_s=self._worker_group.pause_needs_s(),
             restart=decision.restart,
             forgives=decision.after_error,
             dead=self._context.host.dead,

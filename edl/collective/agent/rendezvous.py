@@ -20,17 +20,6 @@ from typing import Final, Generic, TypeVar
 
 from edl.collective.job_records import JobState, Member, Node, World
 
-__all__ = [
-    "ChangeTimer",
-    "LocalObservation",
-    "RendezvousSettings",
-    "assign_ranks",
-    "failed_world",
-    "is_join_deferred",
-    "next_world",
-]
-
-
 T = TypeVar("T")
 
 _MESSAGE_CHARS: Final = 16_000

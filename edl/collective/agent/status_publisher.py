@@ -42,8 +42,6 @@ from edl.collective.worker_status import Phase, WorkerStatus
 from edl.discovery.store import Store
 from edl.errors import ClosedError, DiscoveryError
 
-__all__ = ["StatusPublisher"]
-
 logger = logging.getLogger(__name__)
 
 _WRITE_EVERY_S = 1.0  # `edl status --watch` shows each second; more often would load a store of hundreds of nodes
@@ -300,7 +298,7 @@ class StatusPublisher:
         self._thread.join(timeout_s)
 
     def _observe_workers(self, worker_group: WorkerGroup, now: float) -> None:
-        statuses = list(worker_group.read_statuses().values())
+        statuses = worker_group.read_statuses()
         self._ledger.observe(now, self._doing, statuses, self._finished_before)
 
     def _query_new_generation(self, generation: int, now: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import statistics
 import sys
@@ -21,18 +22,16 @@ from typing import Any, Final
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from edl.background import BackgroundLoop
-from edl.collective.agent.generation_outcome import HANGING, GenerationOutcome
-from edl.collective.agent.health.failures import RecoveryDecision
+from edl.collective.agent.health.failures import HANGING, GenerationOutcome, RecoveryDecision
 from edl.collective.agent.health.hangs import HangDetector
 from edl.collective.agent.host_folder import HostFolder
-from edl.collective.agent.launch_spec import LaunchSpec, error_files, worker_forks
+from edl.collective.agent.launch_spec import LaunchSpec, has_gpu_build
 from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
 from edl.collective.agent.processes.stack_dump import dump_stacks
-from edl.collective.job_records import World
+from edl.collective.agent.processes.zygote import ForkRequest
+from edl.collective.job_records import Member, World
 from edl.collective.worker_status import WorkerStatus, WorkerStatusPage
 from edl.errors import EDLError
-
-__all__ = ["Heartbeat", "LogTee", "NodeStatusPages", "WorkerGroup", "pause_needs_s", "pause_step"]
 
 logger = logging.getLogger(__name__)
 
@@ -140,75 +139,102 @@ class Heartbeat:
         return _INTERVAL_S
 
 
-# --- The status pages of all workers of a node ---
+# --- The environment of a worker: torchrun's variables, Paddle's, and EDL's own ---
 
 
-class NodeStatusPages:
-    """The workers' status pages, from now until the host's folder is removed."""
-
-    def __init__(self, host: HostFolder, workers: int) -> None:
-        self._pages = {rank: WorkerStatusPage.create(host.status_page(rank)) for rank in range(workers)}
-
-    def read_statuses(self) -> dict[int, WorkerStatus]:
-        """Return the workers' statuses by local rank."""
-        return {rank: page.read_status() for rank, page in self._pages.items()}
-
-    def record_agent_heartbeat(self, at: float) -> None:
-        """Tell the workers that their agent was alive at this moment (`time.monotonic()`)."""
-        for page in self._pages.values():
-            page.record_agent_heartbeat(at)
-
-    def request_pause(self, step: int | None) -> None:
-        """Ask all workers to pause after `step`; None withdraws the request."""
-        for page in self._pages.values():
-            page.request_pause(step)
-
-    def have_paused(self, generation: int) -> bool:
-        """Return whether all workers have paused in a generation."""
-        statuses = self.read_statuses().values()
-        return all(status.paused >= 0 and status.generation == generation for status in statuses)
-
-    def report_steps(self, generation: int) -> bool:
-        """Return whether any worker has reported a finished step in a generation."""
-        statuses = self.read_statuses().values()
-        return any(status.step >= 0 and status.generation == generation for status in statuses)
-
-    def choose_pause_step(self, generation: int) -> int | None:
-        """Return a step that no worker has finished and that all can still be told of; None if they report no steps."""
-        return pause_step(self.read_statuses().values(), generation)
-
-    def pause_needs_s(self) -> float:
-        """Return how many seconds the steps until a pause may take if steps are long."""
-        return pause_needs_s(self.read_statuses().values())
-
-    @property
-    def last_step(self) -> int:
-        """The last step that any worker finished; -1 if they report none."""
-        return max(status.step for status in self.read_statuses().values())
+def worker_environment(spec: LaunchSpec, world: World, member: Member, local_rank: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a worker, with the generation as the restart count."""
+    rank = member.first_rank + local_rank
+    first = world.nodes[0]
+    paddle = spec.framework == "paddle"
+    return {
+        "LOCAL_RANK": str(local_rank),
+        "RANK": str(rank),
+        "GROUP_RANK": str(world.position(member.id)),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": spec.role,
+        "LOCAL_WORLD_SIZE": str(member.local_world_size),
+        "WORLD_SIZE": str(world.size),
+        "GROUP_WORLD_SIZE": str(len(world.nodes)),
+        "ROLE_WORLD_SIZE": str(world.size),
+        "MASTER_ADDR": first.addr,
+        "MASTER_PORT": str(first.port),
+        "TORCHELASTIC_RESTART_COUNT": str(world.generation),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.job,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "EDL_GENERATION": str(world.generation),
+        **(paddle_environment(world, member, local_rank, gpu=has_gpu_build()) if paddle else {}),
+        **_threads(world, member),
+        **spec.environ,
+    }
 
 
-# --- The workers' output ---
+def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bool = False) -> dict[str, str]:
+    """Return what `paddle.distributed.launch` sets for a trainer of collective training.
+
+    With `gpu`, Paddle uses GPUs, one per trainer; otherwise trainers communicate through gloo.
+    """
+    rank = member.first_rank + local_rank
+    endpoints = [
+        f"{node.addr}:{node.port + 1 + place}" for node in world.nodes for place in range(node.local_world_size)
+    ]
+    first = world.nodes[0]
+    return {
+        "PADDLE_MASTER": f"{first.addr}:{first.port}",
+        "MASTER_ADDR": first.addr,  # Paddle reads it first
+        "MASTER_PORT": str(first.port),
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": str(world.size),
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+        "PADDLE_GLOBAL_RANK": str(rank),
+        "PADDLE_GLOBAL_SIZE": str(world.size),
+        "PADDLE_LOCAL_RANK": str(local_rank),
+        "PADDLE_RANK_IN_NODE": str(local_rank),
+        "PADDLE_LOCAL_SIZE": str(member.local_world_size),
+        "PADDLE_NNODES": str(len(world.nodes)),
+        **({"FLAGS_selected_gpus": str(local_rank)} if gpu else {"PADDLE_DISTRI_BACKEND": "gloo"}),
+    }
 
 
-class LogTee:
-    """Copies to the console what workers write into their files, one generation at a time."""
+def _threads(world: World, member: Member) -> dict[str, str]:
+    """Divide a host's cores among the workers of several nodes on it, unless the user set OMP_NUM_THREADS.
 
-    def __init__(self, role: str) -> None:
-        self._role = role
-        self._tails: list[Any] = []
+    Otherwise each worker would start as many threads as there are cores, and OpenMP's threads wait by spinning: on two
+    cores, two workers with two threads each take ten times as long as with a single thread each.
+    """
+    here = sum(node.local_world_size for node in world.nodes if node.addr == member.addr)
+    if here == member.local_world_size or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // here))}
 
-    def follow_logs(self, logs: Any, first_rank: int) -> None:
-        """Copy to the console what the workers write from now on, until `stop`."""
-        for name, files, stream in (("stdout", logs.tee_stdouts, sys.stdout), ("stderr", logs.tee_stderrs, sys.stderr)):
-            if files:
-                prefixes = {rank: f"[{self._role}{first_rank + rank}]:" for rank in files}
-                self._tails.append(TailLog(name, files, stream, log_line_prefixes=prefixes).start())
 
-    def stop(self) -> None:
-        """Copy what is left in the files, then stop."""
-        for tail in self._tails:
-            tail.stop()
-        self._tails.clear()
+def worker_forks(
+    spec: LaunchSpec, world: World, member: Member, host: HostFolder, since: int = 0
+) -> tuple[dict[int, ForkRequest], Any]:
+    """Return the workers of a generation on this node, and torch's `LogsDest` for their output."""
+    environs = {rank: worker_environment(spec, world, member, rank) for rank in range(spec.workers)}
+    logs = spec.logs.reify(environs)
+    result = {}
+    for local_rank, environ in environs.items():
+        environ["EDL_BOARD"] = str(host.status_page(local_rank))
+        environ["EDL_SLOTS"] = host.slots(local_rank)
+        environ["EDL_REPLICAS"] = str(host.replicas)
+        environ["EDL_RUN"] = host.run
+        environ["EDL_SINCE_GENERATION"] = str(since)
+        if spec.checkpoint:
+            environ["EDL_CHECKPOINT"] = spec.checkpoint
+            environ["EDL_CHECKPOINT_INTERVAL_S"] = str(spec.checkpoint_interval_s)
+        environ["EDL_STDOUT"] = logs.stdouts.get(local_rank, "")
+        environ["EDL_STDERR"] = logs.stderrs.get(local_rank, "")
+        environ["TORCHELASTIC_ERROR_FILE"] = logs.error_files[local_rank]
+        result[local_rank] = ForkRequest(
+            environ,
+            stacks=str(host.stacks(local_rank)),
+        )
+    return result, logs
 
 
 # --- This node's workers through the generations ---
@@ -232,7 +258,6 @@ class WorkerGroup:
         generation: Generation of the workers that run here or ran last; -1 before the first.
         first_rank: Rank of the first of them.
         running: Whether workers were started and not stopped since.
-        pages: Their status pages.
         hangs: Finds workers that hang.
     """
 
@@ -248,9 +273,9 @@ class WorkerGroup:
         self._report = report
         self._raise_if_stopping = raise_if_stopping
         self._pool = WorkerProcesses(spec.program, report)
-        self._log_tee = LogTee(spec.role)
+        self._log_tails: list[Any] = []
         self._error_files: dict[int, Path] = {}
-        self._outcome = GenerationOutcome(spec)
+        self._outcome = GenerationOutcome(spec.ttl_s, spec.max_restarts, leave_on_oom=spec.leave_on_oom)
         self._stopped_since: dict[int, float] = {}  # by process id
         self._began_at = 0.0
         self._prewarm_usable = True
@@ -259,9 +284,9 @@ class WorkerGroup:
         self.generation = -1
         self.first_rank = 0
         self.running = False
-        self.pages = NodeStatusPages(host, spec.workers)
+        self._pages = [WorkerStatusPage.create(host.status_page(rank)) for rank in range(spec.workers)]
         self.hangs = HangDetector(spec.hang)
-        self._heartbeat = Heartbeat(spec.ttl_s / 2, self.pages.record_agent_heartbeat, host.touch, lambda: report(None))
+        self._heartbeat = Heartbeat(spec.ttl_s / 2, self._record_heartbeat, host.touch, lambda: report(None))
 
     # --- Starting and stopping ---
 
@@ -287,23 +312,23 @@ class WorkerGroup:
         if self.generation < 0:
             self._since_generation = world.generation
             # Without a first heartbeat, a worker would not notice that later ones are missing.
-            self.pages.record_agent_heartbeat(time.monotonic())
+            self._record_heartbeat(time.monotonic())
         self.generation = world.generation
         self.first_rank = member.first_rank
         forks, logs = worker_forks(self._spec, world, member, self._host, self._since_generation)
-        self._error_files = error_files(logs)
+        self._error_files = {rank: Path(path) for rank, path in logs.error_files.items()}
         try:
             self._pool.replace_workers(world.generation, forks)
         except EDLError as exc:  # the zygote has died, with all its workers
             logger.warning("%s: another one imports what the script does first, which takes some seconds", exc)
             self._renew_pool()
             self._pool.fork_workers(world.generation, forks)
-        self._log_tee.stop()
+        self._stop_log_tails()
         self.running = True
         self._began_at = time.monotonic()
         self.hangs.begin_generation(self._began_at)
         self._outcome.begin_generation(self._began_at)
-        self._log_tee.follow_logs(logs, self.first_rank)
+        self._tail_logs(logs)
 
     def stop_workers(self) -> None:
         """Stop the workers; their status pages and slots stay.
@@ -314,7 +339,7 @@ class WorkerGroup:
         if self.running:
             self.running = False
             self._pool.kill_workers()
-            self._log_tee.stop()
+            self._stop_log_tails()
         self._clear_generation()
 
     def terminate_workers(self, number: int) -> bool:
@@ -346,7 +371,7 @@ class WorkerGroup:
     def close(self) -> None:
         """Stop everything."""
         self._pool.close()
-        self._log_tee.stop()
+        self._stop_log_tails()
         self._heartbeat.close()
         self._outcome.close()
 
@@ -357,15 +382,26 @@ class WorkerGroup:
         if isinstance(event, ZygoteLost):
             self._outcome.record_lost_zygote(self.first_rank)
         elif event.generation == self.generation and self.running:
-            self._outcome.record_exit(event, self.first_rank + event.local_rank, self._error_files)
+            rank = self.first_rank + event.local_rank
+            self._outcome.record_exit(rank, event.status, f"{event} (rank {rank})", self._error_files[event.local_rank])
 
-    def read_statuses(self) -> dict[int, WorkerStatus]:
+    def read_statuses(self) -> list[WorkerStatus]:
         """Return the workers' statuses by local rank."""
-        return self.pages.read_statuses()
+        return [page.read_status() for page in self._pages]
+
+    @property
+    def last_step(self) -> int:
+        """The last step that any worker finished; -1 if they report none."""
+        return max(status.step for status in self.read_statuses())
 
     def dump_stacks(self) -> str:
         """Return what the workers are executing now, as text for a person."""
-        return self._dump_stacks(self._pool.running, timeout_s=2.0)
+        ordered = sorted(self._pool.running.items())
+        texts = dump_stacks([(pid, self._host.stacks(rank)) for rank, pid in ordered])
+        return "\n".join(
+            f"--- rank {self.first_rank + rank}, process {pid}:\n{text}"
+            for (rank, pid), text in zip(ordered, texts, strict=True)
+        )
 
     @property
     def failing(self) -> bool:
@@ -380,16 +416,27 @@ class WorkerGroup:
     @property
     def paused(self) -> bool:
         """Whether all workers have paused."""
-        return self.running and self.pages.have_paused(self.generation)
+        return self.running and all(
+            status.paused >= 0 and status.generation == self.generation for status in self.read_statuses()
+        )
 
     @property
     def reports_steps(self) -> bool:
-        """Whether any worker has reported a finished step."""
-        return self.pages.report_steps(self.generation)
+        """Whether any worker has reported a finished step in this generation."""
+        return any(status.step >= 0 and status.generation == self.generation for status in self.read_statuses())
+
+    def request_pause(self, step: int | None) -> None:
+        """Ask all workers to pause after `step`; None withdraws the request."""
+        for page in self._pages:
+            page.request_pause(step)
 
     def choose_pause_step(self) -> int | None:
         """Return a step far enough ahead that all workers see the request before they finish it, if there is one."""
-        return self.pages.choose_pause_step(self.generation) if self.running else None
+        return pause_step(self.read_statuses(), self.generation) if self.running else None
+
+    def pause_needs_s(self) -> float:
+        """Return how many seconds the steps until a pause may take if steps are long."""
+        return pause_needs_s(self.read_statuses())
 
     def judge_failures(
         self,
@@ -412,7 +459,7 @@ class WorkerGroup:
         """
         if not self.running or self.terminating:
             return None
-        step = self.pages.last_step
+        step = self.last_step
         trained = self._since_generation > 0 or step >= 0
         return self._outcome.decide_recovery(
             forgiven, others_ended, missing=missing, trained=trained, step=step, known_at=known_at
@@ -420,7 +467,7 @@ class WorkerGroup:
 
     def count_restart(self) -> None:
         """Count a restart that was carried out."""
-        self._outcome.count_restart(self.pages.last_step)
+        self._outcome.count_restart(self.last_step)
 
     # --- Workers that neither work nor end ---
 
@@ -450,7 +497,7 @@ class WorkerGroup:
                 found.append(local_rank)
         return found
 
-    def _find_unbegun(self, running: dict[int, int], statuses: dict[int, WorkerStatus]) -> None:
+    def _find_unbegun(self, running: dict[int, int], statuses: list[WorkerStatus]) -> None:
         """Find forks that never reach the script's first line, to replace them by workers that import everything.
 
         A fork has only one of its parent's threads. If another thread held a lock at that moment, the fork waits for it
@@ -467,7 +514,7 @@ class WorkerGroup:
             self._prewarm_usable = False
             self._outcome.record_stuck_worker(rank, what)
 
-    def _find_hung(self, running: dict[int, int], statuses: dict[int, WorkerStatus]) -> None:
+    def _find_hung(self, running: dict[int, int], statuses: list[WorkerStatus]) -> None:
         """Record a worker as stuck if it is alive and makes no steps."""
         watched = {
             rank: (pid, statuses[rank]) for rank, pid in running.items() if statuses[rank].generation == self.generation
@@ -490,13 +537,22 @@ class WorkerGroup:
         self._pool = WorkerProcesses(program, self._report)
         self._pool.warm_up(raise_if_stopping=self._raise_if_stopping)
 
-    def _dump_stacks(self, processes: dict[int, int], *, timeout_s: float) -> str:
-        ordered = sorted(processes.items())
-        texts = dump_stacks([(pid, self._host.stacks(rank)) for rank, pid in ordered], timeout_s)
-        return "\n".join(
-            f"--- rank {self.first_rank + rank}, process {pid}:\n{text}"
-            for (rank, pid), text in zip(ordered, texts, strict=True)
-        )
+    def _record_heartbeat(self, at: float) -> None:
+        for page in self._pages:
+            page.record_agent_heartbeat(at)
+
+    def _tail_logs(self, logs: Any) -> None:
+        """Copy to the console what the workers write into their files from now on."""
+        for name, files, stream in (("stdout", logs.tee_stdouts, sys.stdout), ("stderr", logs.tee_stderrs, sys.stderr)):
+            if files:
+                prefixes = {rank: f"[{self._spec.role}{self.first_rank + rank}]:" for rank in files}
+                self._log_tails.append(TailLog(name, files, stream, log_line_prefixes=prefixes).start())
+
+    def _stop_log_tails(self) -> None:
+        """Copy what is left in the files, then stop."""
+        for tail in self._log_tails:
+            tail.stop()
+        self._log_tails.clear()
 
 
 def _is_stopped(pid: int) -> bool:

@@ -16,22 +16,19 @@ from types import TracebackType
 from typing import Any, Final, Literal
 
 from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending, share_result
-from edl.collective.checkpoint.memory import transfer
 from edl.collective.checkpoint.memory.copying import SlotWriter, finish_queued_work
 from edl.collective.checkpoint.memory.replica_slots import ReplicaSlots
 from edl.collective.checkpoint.memory.restore import restore_from_memory
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair
 from edl.collective.checkpoint.state.state import State, WorldChange
-from edl.collective.checkpoint.storage.manifest import new_run_id, run_name
-from edl.collective.checkpoint.storage.persister import CheckpointPersister
+from edl.collective.checkpoint.storage.folder import new_run_id, run_name
 from edl.collective.checkpoint.storage.reader import newest_stored, restore_from_storage
-from edl.collective.ranks import rank_of, world_of
+from edl.collective.checkpoint.storage.writer import CheckpointPersister
+from edl.collective.ranks import Group, all_reduce_max, rank_of, world_of
 from edl.collective.removed import describe_removal
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, SettingsError, TemporaryError
 from edl.settings import positive_float, positive_int, read
-
-__all__ = ["Checkpointer", "SaveSchedule"]
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +170,7 @@ class Checkpointer:
         agent_s: float = AGENT_S,
         slots: SlotPair | None = None,
         board: WorkerStatusPage | None = None,
-        group: transfer.Group = None,
+        group: Group = None,
     ) -> None:
         if overlap:
             raise SettingsError(describe_removal("overlap"))
@@ -498,7 +495,7 @@ class Checkpointer:
         if world_of(self._group) > 1:
             values = [steps, int(store), int(not keep), self._run, int(save_s * 1e6), int(busy), int(alone)]
             with self._status_page.in_phase(Phase.AGREE):
-                agreed = transfer.all_reduce_max(values, self._group)
+                agreed = all_reduce_max(values, self._group)
                 steps, stored, kept_not, self._run, longest_us, waiting, any_alone = agreed
                 # Only the extra time of another rank's copy counts as saving; the rest is waiting for a late rank.
                 self._status_page.reassign_time(Phase.SAVE, longest_us / 1e6 - save_s)

@@ -21,8 +21,6 @@ from typing import Any, Final
 
 from edl.errors import ProtocolError, SettingsError
 
-__all__ = ["MAX_DEPTH", "StoreTensor", "LoadTensor", "Path", "decode", "dotted", "encode", "from_json", "to_json"]
-
 Path = tuple[Any, ...]
 """Where in the whole value a part is: names, keys and indices from the outside in."""
 

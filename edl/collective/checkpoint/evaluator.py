@@ -10,11 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from edl.collective.checkpoint.encoding import Path, decode, dotted, encode, from_json
-from edl.collective.checkpoint.memory import transfer
-from edl.collective.ranks import world_of
+from edl.collective.ranks import Group, all_reduce_max, gather_bytes, world_of
 from edl.errors import ProtocolError, SettingsError
-
-__all__ = ["Evaluator", "agree_on_pending", "share_result"]
 
 _VERSION = 1  # of the saved form; any other version is refused
 _NONE_PENDING = -2
@@ -104,7 +101,7 @@ class Evaluator:
         self.pending = state["pending"]
 
 
-def share_result(evaluator: Evaluator, result: Any, group: transfer.Group) -> Any:
+def share_result(evaluator: Evaluator, result: Any, group: Group) -> Any:
     """Return, on every rank, the result of the first rank that has one. Collective.
 
     Raises:
@@ -112,12 +109,12 @@ def share_result(evaluator: Evaluator, result: Any, group: transfer.Group) -> An
     """
     form = encode(result, _refuse_tensor, (evaluator.name,))
     if world_of(group) > 1:
-        gathered = transfer.gather_bytes(form, group)
+        gathered = gather_bytes(form, group)
         form = next((form for form in gathered if form != b"null"), form)
     return decode(from_json(form), _no_tensor)
 
 
-def agree_on_pending(evaluator: Evaluator, group: transfer.Group) -> None:
+def agree_on_pending(evaluator: Evaluator, group: Group) -> None:
     """Agree with the other ranks on the evaluation to repeat, if there is one. Collective.
 
     A rank that was lost between two saves may have saved the evaluation as pending when another rank has its result.
@@ -125,11 +122,11 @@ def agree_on_pending(evaluator: Evaluator, group: transfer.Group) -> None:
     if world_of(group) == 1:
         return
     mine = _NONE_PENDING if evaluator.pending is None else evaluator.pending
-    (step,) = transfer.all_reduce_max([mine], group)
+    (step,) = all_reduce_max([mine], group)
     if step == _NONE_PENDING:
         return
     known = encode([evaluator.results[step]] if step in evaluator.results else None, _refuse_tensor)
-    results = [from_json(form) for form in transfer.gather_bytes(known, group)]
+    results = [from_json(form) for form in gather_bytes(known, group)]
     found = next((form for form in results if form is not None), None)
     if found is None:
         evaluator.pending = step

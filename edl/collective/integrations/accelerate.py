@@ -28,8 +28,6 @@ from edl.collective.integrations.loop_position import (
 )
 from edl.errors import SettingsError
 
-__all__ = ["ElasticLoop"]
-
 
 class ElasticLoop:
     """Save between steps what an `Accelerator` prepared, and resume at the batch after the last save.

@@ -30,8 +30,6 @@ from edl.collective.integrations.loop_position import (
 )
 from edl.errors import SettingsError
 
-__all__ = ["CheckpointHooks", "Draws", "ElasticLightningCallback", "LoggedValues", "LoopProgress", "keeps_place"]
-
 
 class CheckpointHooks:
     """States that other callbacks, the module and the data module add to checkpoints: a field of the `State`."""

@@ -29,16 +29,6 @@ from edl.collective.checkpoint.state.state import State
 from edl.errors import SettingsError
 from edl.settings import read
 
-__all__ = [
-    "BoundaryCheckpointer",
-    "check_order",
-    "check_samples",
-    "has_workers",
-    "make_workers_without_a_draw",
-    "order_of",
-    "skipping",
-]
-
 
 class BoundaryCheckpointer:
     """Saves a `State` where a step begins, and once more at the end."""

@@ -34,8 +34,6 @@ from edl.collective.checkpoint.state.state import CapturedState, State, StateRes
 from edl.errors import SettingsError, TemporaryError
 from edl.settings import read
 
-__all__ = ["Checkpointer", "PaddleRng", "PaddleState", "init_parallel_env", "unwrapped", "wrapped"]
-
 
 def wrapped(value: Any) -> Any:
     """Wrap an object of Paddle's so that its `state_dict` has torch tensors; return other objects unchanged."""

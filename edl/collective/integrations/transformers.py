@@ -26,8 +26,6 @@ from edl.collective.integrations.loop_position import (
 )
 from edl.errors import SettingsError
 
-__all__ = ["ElasticCallback"]
-
 _NO_FOLDER: Final = "/dev/null/no-folder"
 """Passed as a checkpoint, it makes the Trainer skip the batches that were trained, but has no files to load."""
 _POSITION: Final = frozenset({"epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint", "epoch"})

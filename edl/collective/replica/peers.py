@@ -51,20 +51,6 @@ from edl.errors import EDLError, PermanentError, ProtocolError, TemporaryError
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
-__all__ = [
-    "AuthenticatedConnection",
-    "CHUNK_NBYTES",
-    "GO_ON",
-    "HANDSHAKE_S",
-    "PRESENT",
-    "ReplicaAnnouncement",
-    "ReplicaRefusedError",
-    "ReplicaServer",
-    "send_states",
-    "translate_errors",
-]
-
-
 CHUNK_NBYTES: Final = 1 << 20
 """Bytes of a piece, which is sent and authenticated by itself; both sides must cut alike.
 

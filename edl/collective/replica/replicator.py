@@ -21,10 +21,9 @@ from edl.background import BackgroundLoop
 from edl.collective.checkpoint.memory.replica_slots import (
     NO_VERSION,
     ReplicaFolder,
-    kept_prefix,
     newest_common_state,
 )
-from edl.collective.checkpoint.memory.slots import CompleteSlot, StateVersion, find_slots
+from edl.collective.checkpoint.memory.slots import CompleteSlot, StateVersion, find_slots, kept_prefix
 from edl.collective.job_records import Member, World, prefix
 from edl.collective.replica.peers import ReplicaServer, send_states
 from edl.discovery.store import Store
@@ -33,8 +32,6 @@ from edl.settings import positive_float, read
 
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
-
-__all__ = ["JobSecret", "ReplicaAction", "ReplicaPace", "ReplicationSchedule", "Replicator", "replica_peer"]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 from edl.collective.removed import describe_removal
 from edl.errors import SettingsError
 
-__all__ = ["handler_creator"]
-
 
 def handler_creator() -> Any:
     """Return what torch calls when the backend is requested; only that call may fail."""

@@ -30,20 +30,8 @@ from typing import Any, TypeAlias
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from edl.collective.training.noise import GradientNoise
+from edl.collective.training.gradients import GradientNoise
 from edl.errors import SettingsError
-
-__all__ = [
-    "AdaScale",
-    "Linear",
-    "Policy",
-    "RateScaling",
-    "SampleSchedule",
-    "SquareRoot",
-    "decay_for",
-    "epsilon_for",
-    "needs_noise",
-]
 
 
 @dataclass(frozen=True)

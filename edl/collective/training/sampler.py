@@ -29,17 +29,6 @@ from torch.utils.data import Sampler
 from edl.collective.ranks import rank_of, world_of
 from edl.errors import ProtocolError, SettingsError
 
-__all__ = [
-    "ElasticSampler",
-    "Tail",
-    "batch_size_at",
-    "batches_left",
-    "count_rows",
-    "cut_rows",
-    "micro_batch_sizes",
-    "rank_share",
-]
-
 logger = logging.getLogger("edl.collective")
 
 

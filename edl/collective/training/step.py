@@ -22,16 +22,6 @@ from edl.collective.ranks import exchange, rank_of, world_of
 from edl.collective.training.sampler import ElasticSampler, micro_batch_sizes
 from edl.errors import SettingsError
 
-__all__ = [
-    "ONE_ROW",
-    "StepRequirements",
-    "TrainingStep",
-    "begin_counted_step",
-    "begin_sampled_step",
-    "weight_micro_batches",
-]
-
-
 ONE_ROW: Final = (
     "BatchNorm1d cannot be trained with one row, whose variance is not defined; SyncBatchNorm and GroupNorm can"
 )

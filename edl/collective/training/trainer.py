@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from edl.collective.ranks import exchange
 from edl.collective.training.gradients import (
+    GradientNoise,
     NoiseMeter,
     average_gradients,
     averages_itself,
@@ -47,7 +48,6 @@ from edl.collective.training.learning_rate import (
     epsilon_for,
     needs_noise,
 )
-from edl.collective.training.noise import GradientNoise
 from edl.collective.training.sampler import ElasticSampler, count_rows, cut_rows, micro_batch_sizes
 from edl.collective.training.step import (
     ONE_ROW,
@@ -59,8 +59,6 @@ from edl.collective.training.step import (
 )
 from edl.collective.training.tuner import AutoBatch, BatchSizeTuner, RunState
 from edl.errors import ProtocolError, SettingsError
-
-__all__ = ["ElasticTrainer", "LossScale", "OptionScaling"]
 
 logger = logging.getLogger("edl.collective")
 

@@ -33,23 +33,8 @@ import torch
 import torch.distributed as dist
 
 from edl.collective.ranks import exchange
-from edl.collective.training.noise import GradientNoise
+from edl.collective.training.gradients import GradientNoise
 from edl.errors import SettingsError
-
-__all__ = [
-    "AutoBatch",
-    "BatchSizeDecision",
-    "BatchSizeTuner",
-    "LoaderTime",
-    "RunState",
-    "StepMeasurement",
-    "StepTime",
-    "choose_batch_size",
-    "fit_loader_time",
-    "fit_step_time",
-    "micro_batch_shape",
-    "statistical_efficiency",
-]
 
 logger = logging.getLogger("edl.collective")
 

@@ -323,7 +323,7 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_what_was_written_is_read_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a node that comes back, whose former life stays as it was."""
-    waits = cast(WorkerGroup, SimpleNamespace(generation=0, read_statuses=dict))
+    waits = cast(WorkerGroup, SimpleNamespace(generation=0, read_statuses=list))
     for life in range(2):
         monkeypatch.setattr(time, "time", lambda life=life: NOW_S + 60 * life)
         publisher = StatusPublisher(store, "job", "host:1/a b", 2)
@@ -409,7 +409,7 @@ def test_unanswered_question_is_repeated(tmp_path: Path, monkeypatch: pytest.Mon
     with Refusing(str(tmp_path / "discovery.sqlite")) as store:
         put(store, "job", NodeRecord("before", 1, 1, generation=3, step=7))
         publisher = StatusPublisher(store, "job", "late", 1)
-        came_late = SimpleNamespace(generation=5, read_statuses=dict)
+        came_late = SimpleNamespace(generation=5, read_statuses=list)
         publisher.follow_workers(cast(WorkerGroup, came_late))
 
         def known() -> list[int]:

@@ -48,8 +48,6 @@ from edl.settings import Credentials, default_discovery_url, read
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS
 
-__all__ = ["kept_log_folder", "main", "temporary_log_folder"]
-
 logger = logging.getLogger(__name__)
 
 

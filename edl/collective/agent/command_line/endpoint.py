@@ -19,8 +19,6 @@ from edl.discovery.served.store import DEFAULT_PORT
 from edl.discovery.urls import servers_of
 from edl.errors import SettingsError
 
-__all__ = ["RendezvousEndpoint", "own_address", "warn_of_slow_name"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from edl.collective.removed import REMEDIES, describe_removal
 from edl.command_line import CommandParser, credential_options, duration
 from edl.settings import read
 
-__all__ = ["parse_options", "parser"]
-
 _DESCRIPTION = """\
 Start a training job, or join one: `torchrun`, elastic. Scripts that run under torchrun run
 here unchanged. Nodes may come and go between --nnodes MIN:MAX; with `edl.collective.State`

@@ -18,8 +18,6 @@ from edl.errors import DiscoveryError, SettingsError
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.settings import Credentials
 
-__all__ = ["keep_for_later", "served_store"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.1  # until the store answers: a node that waits for it joins up to this much later

@@ -31,9 +31,6 @@ from typing import Final
 
 from edl.errors import SettingsError
 
-__all__ = ["SlurmStep", "TaskRuns"]
-
-
 _SPECIAL_STEPS = 0xFFFFFFF0
 """Slurm's step ids from here on are not steps of srun: the batch script, an interactive shell, a container."""
 

@@ -1,5 +1,8 @@
 """Why workers ended, and what follows: an error of the script, a machine's fault, or lost contact with another rank.
 
+`decide_recovery` decides from the failures of a generation; `RestartPolicy` ends jobs that restart without progress.
+`GenerationOutcome` collects the exits of a node's workers, and asks both.
+
 The CUDA messages are those of `cudaGetErrorString`; CUDA's reference says what causes each error
 (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html). The driver writes Xids into the kernel's log
 (https://docs.nvidia.com/deploy/xid-errors/). "device-side assert triggered" and "out of memory" are missing here on
@@ -10,28 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
+import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Final
 
-__all__ = [
-    "ExitCause",
-    "GpuFault",
-    "KernelLog",
-    "RecoveryDecision",
-    "WorkerFailure",
-    "decide_recovery",
-    "find_exit_cause",
-    "find_gpu_fault",
-    "is_nccl_misuse",
-    "read_error_file",
-]
-
+from edl import cgroups
 
 # Exceptions begin in the first column. A traceback's source lines are indented, and prove nothing.
 _SAID_BY: Final = r"(?:CUDA|HIP)(?: driver)? (?:error|failure)(?: ?\(?\d+\)?)?[:,]?[ ']+"
@@ -73,37 +66,36 @@ _HARDWARE_XIDS: Final = {
 _RECORD_NBYTES: Final = 8192  # the kernel refuses to read a record into a smaller buffer (CONSOLE_EXT_LOG_MAX)
 
 
-class GpuFault(Enum):
-    """The cause that a GPU's error points to."""
+class ExitCause(Enum):
+    """Why a worker failed."""
 
-    HARDWARE = "hardware"
-    """The node is at fault: its GPU must be reset or replaced."""
-    UNCLEAR = "unclear"
-    """Either the kernel that ran has an error, or the GPU is broken; CUDA cannot tell which."""
-    MISSING = "missing"
-    """There is no such GPU: the script asked for too many, or the GPU has disappeared."""
+    KILLED = "killed"
+    """A signal killed it, or a process that loads data for it: out of memory, preemption, a crash in native code."""
+    PEER_LOST = "contact"
+    """It lost contact with another rank; the cause is elsewhere.
 
-
-def find_gpu_fault(text: str) -> tuple[GpuFault, str] | None:
-    """Find a GPU's error in a traceback.
-
-    Returns:
-        Its cause, as far as known, and the line that says so; None if there is no such error.
+    If native code notices that, as in Paddle's gloo and NCCL's watchdog, the process ends by SIGABRT.
     """
-    for fault, pattern in (
-        (GpuFault.HARDWARE, _HARDWARE),
-        (GpuFault.UNCLEAR, _UNCLEAR),
-        (GpuFault.MISSING, _MISSING),
+    ERROR = "error"
+    """The script raised, or ended with a nonzero exit code. A failed assertion in a kernel counts too."""
+    HARDWARE = "hardware"
+    """A GPU of the node is broken."""
+    UNCLEAR = "unclear"
+    """A kernel made an illegal access or the like: either its own error, or the GPU's."""
+    MISSING = "missing"
+    """There is no such GPU: an error of the script, unless the GPU was there before."""
+
+
+def find_gpu_fault(text: str) -> tuple[ExitCause, str] | None:
+    """Find a GPU's error in a traceback: its cause (HARDWARE, UNCLEAR or MISSING) and the line that says so."""
+    for cause, pattern in (
+        (ExitCause.HARDWARE, _HARDWARE),
+        (ExitCause.UNCLEAR, _UNCLEAR),
+        (ExitCause.MISSING, _MISSING),
     ):
-        found = pattern.search(text)
-        if found is not None:
-            return fault, found[0].strip()
+        if found := pattern.search(text):
+            return cause, found[0].strip()
     return None
-
-
-def is_nccl_misuse(text: str) -> bool:
-    """Return whether NCCL refused what the script requested, such as one GPU for two ranks."""
-    return _MISUSE.search(text) is not None
 
 
 class KernelLog:
@@ -174,26 +166,6 @@ _READER_ERROR = re.compile(
     r"^RuntimeError: DataLoader worker \(pid \d+\) exited unexpectedly with exit code", re.MULTILINE
 )
 _MAX_NAMED: Final = 4  # ranks in a message: of thousands, a few are enough
-
-
-class ExitCause(Enum):
-    """Why a worker failed."""
-
-    KILLED = "killed"
-    """A signal killed it, or a process that loads data for it: out of memory, preemption, a crash in native code."""
-    PEER_LOST = "contact"
-    """It lost contact with another rank; the cause is elsewhere.
-
-    If native code notices that, as in Paddle's gloo and NCCL's watchdog, the process ends by SIGABRT.
-    """
-    ERROR = "error"
-    """The script raised, or ended with a nonzero exit code. A failed assertion in a kernel counts too."""
-    HARDWARE = "hardware"
-    """A GPU of the node is broken."""
-    UNCLEAR = "unclear"
-    """A kernel made an illegal access or the like: either its own error, or the GPU's."""
-    MISSING = "missing"
-    """There is no such GPU: an error of the script, unless the GPU was there before."""
 
 
 @dataclass(frozen=True)
@@ -267,14 +239,10 @@ def find_exit_cause(status: int, text: str) -> ExitCause:
         _READER.match(_last_line(text)) and _READER_KILLED.search(text) and not _READER_ERROR.search(text)
     ):
         return ExitCause.KILLED
-    if is_nccl_misuse(text):
+    if _MISUSE.search(text):  # NCCL refused what the script requested, such as one GPU for two ranks
         return ExitCause.ERROR
     if found := find_gpu_fault(text):
-        return {
-            GpuFault.HARDWARE: ExitCause.HARDWARE,
-            GpuFault.UNCLEAR: ExitCause.UNCLEAR,
-            GpuFault.MISSING: ExitCause.MISSING,
-        }[found[0]]
+        return found[0]
     return ExitCause.PEER_LOST if _CONTACT.search(text) else ExitCause.ERROR
 
 
@@ -379,3 +347,227 @@ def read_error_file(path: Path) -> str:
     details = message.get("extraInfo", {})
     callstack = details.get("py_callstack", "") if isinstance(details, dict) else ""
     return str(callstack or message.get("message", ""))
+
+
+# --- Limits of restarts, and the outcome of a generation on this node ---
+
+
+_FRUITLESS: Final = 10
+"""This many restarts in a row without progress end a job.
+
+A flapping node may need several before it is excluded; a script that cannot get further would otherwise hold its GPUs
+for ever.
+"""
+_FRUITFUL_S: Final = 60.0
+"""Workers that ran for longer than this made progress, as far as can be told of a script that reports no steps.
+
+It takes less to start, connect and fail again.
+"""
+
+HANGING = "the workers hang"
+"""Beginning of a restart's reason that makes every node log the stacks of its workers."""
+
+_REGULAR: Final = (
+    "they do so every {} steps, which a new start does not help: if the script does something long there, such as an "
+    "evaluation, it was broken off and left out. Put it into Checkpointer.busy() or evaluate(), or choose a longer "
+    "--hang-after"
+)
+
+
+class RestartPolicy:
+    """Limits the restarts of a node's workers."""
+
+    def __init__(self, max_forgiven: int) -> None:
+        self._max_forgiven = max_forgiven
+        self._fruitless = 0
+        self._best_step = -1
+        self._unclear_faults = 0
+        self._hung_after: list[int] = []  # the last steps before workers were killed because they hung
+
+    def apply_limits(self, decision: RecoveryDecision, forgiven: int, step: int) -> RecoveryDecision:
+        """Return the decision, changed where earlier failures and restarts require it.
+
+        Args:
+            decision: What follows from the latest failures alone.
+            forgiven: How many errors of the script itself the job has survived.
+            step: The last step that any worker finished; -1 for none.
+        """
+        if decision.unclear and self._unclear_faults:
+            return replace(decision, leave_out=True)
+        if decision.fatal and forgiven < self._max_forgiven:
+            return replace(decision, restart=decision.fatal.split("\n", 1)[0], fatal="", after_error=True)
+        if decision.restart and self._fruitless >= _FRUITLESS and self._best_step >= step:
+            why = f"{_FRUITLESS} restarts in a row led nowhere; the last because {decision.restart}"
+            fatal = "\n".join(filter(None, (why, decision.traceback)))
+            return replace(decision, restart="", fatal=fatal, unclear=False, leave_out=False)
+        if decision.restart.startswith(HANGING) and self._hangs_regularly(step):
+            why = f"{decision.restart}; {_REGULAR.format(step - self._hung_after[-1])}"
+            return replace(decision, restart="", fatal=why, cause=ExitCause.ERROR)
+        return decision
+
+    def _hangs_regularly(self, step: int) -> bool:
+        """Return whether it is as many steps from the last hang to this one as from the one before to the last.
+
+        Before the first hang comes the job's beginning: the first step is 0 or 1.
+        """
+        *_, last = self._hung_after or [step]
+        return any(step - last == last - start > 0 for start in self._hung_after[-2:-1] or (-1, 0))
+
+    def record_unclear_fault(self) -> None:
+        """Record a fault that a GPU or a kernel of the script may have caused. The next one is blamed on the GPU."""
+        self._unclear_faults += 1
+
+    def record_restart(self, step: int, lived_s: float, *, hung: bool = False) -> None:
+        """Record that the workers are started again.
+
+        Args:
+            step: The last step that any worker finished; -1 for none.
+            lived_s: How long the workers had run, in seconds.
+            hung: Whether they were killed because they hung.
+        """
+        if hung and step not in self._hung_after[-1:]:
+            self._hung_after.append(step)
+        self._fruitless = 0 if step > self._best_step or lived_s > _FRUITFUL_S else self._fruitless + 1
+        self._best_step = max(self._best_step, step)
+
+
+# --- The outcome of a generation on this node ---
+
+
+_PEER_FAILURE_GRACE_S = 0.5
+"""How long a traceback may come after the death of the peer that caused it.
+
+With less, a lost peer would count as an error of the script, which ends the job; more delays the end of a job whose
+script is wrong.
+"""
+_LEASE_GRACE_S = 1.0
+"""How long, beyond a lease's length, other agents may need to see that a node is gone."""
+
+
+class GenerationOutcome:
+    """Collects exits and failures of a node's workers, one generation at a time."""
+
+    def __init__(self, lease_s: float, max_restarts: int, *, leave_on_oom: bool = False) -> None:
+        self._lease_s = lease_s
+        self._failures: list[WorkerFailure] = []
+        self._failed_at = 0.0
+        self._ended_well: set[int] = set()
+        self._restart_policy = RestartPolicy(max_restarts)
+        self._kernel_log = KernelLog()
+        self._began_at = 0.0
+        self._oom_kills: int | None = None
+        self._leave_on_oom = leave_on_oom
+        self._killed_for_memory = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker has failed."""
+        return bool(self._failures)
+
+    @property
+    def ended_well(self) -> int:
+        """How many workers have ended with exit code 0."""
+        return len(self._ended_well)
+
+    def clear_generation(self) -> None:
+        """Clear the failures and exits of the previous generation."""
+        if any(failure.cause in (ExitCause.UNCLEAR, ExitCause.MISSING) for failure in self._failures):
+            self._restart_policy.record_unclear_fault()  # even if another node started over first because of it
+        self._failures.clear()
+        self._ended_well.clear()
+        self._killed_for_memory = False
+
+    def begin_generation(self, now: float) -> None:
+        """Start measuring the workers' lifetime at `now` (`time.monotonic()`), and what the kernel logs and kills."""
+        self._began_at = now
+        self._oom_kills = cgroups.read_oom_kills()
+        self._kernel_log.clear_xids()
+
+    def record_exit(self, rank: int, status: int, description: str, error_file: Path) -> None:
+        """Record that a worker ended. `status` is its exit code; if a signal killed it, the negative signal number."""
+        if status == 0:
+            self._ended_well.add(rank)
+            return
+        if status == -signal.SIGKILL and self._count_oom_kills():
+            description += ": there was too little memory, as its cgroup says"
+        failure = WorkerFailure(rank, status, read_error_file(error_file), description)
+        # When the process killed was one that loads data for a worker, the worker's own error only says so.
+        by_kill = status == -signal.SIGKILL or (status > 0 and failure.cause is ExitCause.KILLED)
+        self._killed_for_memory |= by_kill and bool(self._count_oom_kills())
+        self._record_failure(failure)
+
+    def record_lost_zygote(self, rank: int) -> None:
+        """Record that the process that forks workers died, and all workers with it."""
+        self._killed_for_memory |= bool(self._count_oom_kills())
+        self.record_stuck_worker(rank, "the process that forks workers died")
+
+    def _count_oom_kills(self) -> int | None:
+        """Return how many processes the kernel killed for lack of memory in this generation; None if unknown."""
+        now = cgroups.read_oom_kills()
+        return None if now is None or self._oom_kills is None else now - self._oom_kills
+
+    def record_stuck_worker(self, rank: int, description: str, number: int = signal.SIGKILL) -> None:
+        """Record a worker that neither works nor ends, as if the signal `number` had killed it."""
+        self._record_failure(WorkerFailure(rank, -number, "", description))
+
+    def _record_failure(self, failure: WorkerFailure) -> None:
+        if not self._failures:
+            self._failed_at = time.monotonic()
+        self._failures.append(failure)
+
+    def decide_recovery(
+        self,
+        forgiven: int,
+        others_ended: Collection[int],
+        *,
+        missing: bool,
+        trained: bool,
+        step: int,
+        known_at: float = math.inf,
+    ) -> RecoveryDecision | None:
+        """Decide what follows from the failures.
+
+        Args:
+            forgiven: How many errors of the script itself the job has survived.
+            others_ended: Ranks of other nodes that ended with exit code 0, which may explain lost contact.
+            missing: Whether a node of the generation is gone or may be, which may explain it too.
+            trained: Whether the job has trained before.
+            step: The last step that any worker here finished; -1 if they report none.
+            known_at: When `missing` and `others_ended` were read (`time.monotonic()`); infinity means now. Information
+                from before this machine was paused says nothing about leases that have expired since.
+
+        Returns:
+            The decision; None if nothing has failed, or while the cause is not clear.
+        """
+        if not self._failures:
+            return None
+        ended = {*others_ended, *self._ended_well}
+        decision = decide_recovery(
+            self._failures,
+            min(known_at, time.monotonic()) - self._failed_at,
+            error_grace_s=_PEER_FAILURE_GRACE_S,
+            contact_timeout_s=_PEER_FAILURE_GRACE_S if ended else self._lease_s + _LEASE_GRACE_S,
+            ended=ended,
+            missing=missing,
+            trained=trained,
+            xids=self._kernel_log.read_xids(),
+        )
+        if decision is None:
+            return None
+        decision = replace(decision, oom_kills=self._count_oom_kills())
+        if decision.restart and self._leave_on_oom and self._killed_for_memory and not decision.leave_out:
+            return replace(decision, needs_memory=True)
+        return self._restart_policy.apply_limits(decision, forgiven, step)
+
+    def count_restart(self, step: int) -> None:
+        """Count a restart that was carried out.
+
+        `step` is the last that any worker finished before it; -1 if they report none.
+        """
+        hung = any(failure.description.startswith(HANGING) for failure in self._failures)
+        lived_s = 0.0 if hung else time.monotonic() - self._began_at
+        self._restart_policy.record_restart(step, lived_s, hung=hung)
+
+    def close(self) -> None:
+        """Stop reading the kernel's log."""
+        self._kernel_log.close()

@@ -26,21 +26,6 @@ from typing import Final
 
 from edl.collective.worker_status import Phase, WorkerStatus
 
-__all__ = [
-    "ActivityMonitor",
-    "HangDetector",
-    "HangLimits",
-    "ProcessUsage",
-    "ProgressLimit",
-    "ThreadUsage",
-    "describe_hang",
-    "find_progress_limit",
-    "is_active",
-    "is_working",
-    "read_usage",
-]
-
-
 _CPU_SHARE: Final = 0.1
 """Share of one core, over all threads that talk to the kernel, that counts as work.
 

@@ -35,17 +35,6 @@ from edl.collective.job_records import prefix
 from edl.discovery.store import Lease, Store
 from edl.errors import DiscoveryError, ProtocolError
 
-__all__ = [
-    "CheckRoundResult",
-    "NodeCheckResult",
-    "NodeCheckSettings",
-    "check_before_joining",
-    "check_nodes",
-    "first_groups",
-    "second_groups",
-    "summarize_rounds",
-]
-
 logger = logging.getLogger(__name__)
 
 

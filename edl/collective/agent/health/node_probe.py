@@ -23,9 +23,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from edl.errors import EDLError
 
-__all__ = ["agree_on_gpus", "check_copies", "check_products", "check_sum", "find_devices", "main"]
-
-
 _SIZE: Final = {"cpu": 768, "cuda": 8192}
 """Rows and columns of a matrix. A product takes milliseconds, so the cost of starting it does not matter."""
 _PRODUCTS: Final = 8

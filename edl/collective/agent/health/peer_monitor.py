@@ -28,8 +28,6 @@ from edl.discovery.served.addresses import open_listener
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
-__all__ = ["Address", "PeerConnections", "choose_peers"]
-
 logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]

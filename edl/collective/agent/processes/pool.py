@@ -29,8 +29,6 @@ from edl.collective.agent.processes.preload import PreloadResult
 from edl.collective.agent.processes.zygote import MESSAGE_NBYTES, ForkRequest, ProgramSpec, zygote_command
 from edl.errors import EDLError
 
-__all__ = ["GPU_DEVICES", "WorkerExit", "WorkerProcesses", "ZygoteLost", "find_holders", "wait_for_release"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -40,17 +40,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-__all__ = [
-    "PreloadResult",
-    "ProgramImports",
-    "find_fork_hazard",
-    "preload_modules",
-    "scan_imports",
-    "sources_of",
-    "watched_environ",
-]
-
-
 _IMPORT_TORCH: Final = ("edl.collective", "edl.distill.torch", "edl.distill.paddle")
 """Modules of EDL that import the framework themselves."""
 _HARMLESS_MODULES: Final = {

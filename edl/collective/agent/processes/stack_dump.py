@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Final
 
-__all__ = ["arm_stack_dump", "dump_stacks"]
-
 _SIGNAL: Final = signal.SIGUSR2
 _POLL_S: Final = 0.01
 """Pause between two looks at the file: a dump of some threads takes a few milliseconds."""

@@ -26,14 +26,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from edl.collective.checkpoint.memory import transfer
-from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, SlotHeader, SlotPair
 from edl.collective.checkpoint.state.metadata import TensorEntry
 from edl.collective.checkpoint.state.state import State
 from edl.collective.checkpoint.state.tensors import view_of
 from edl.settings import positive_int, read
-
-__all__ = ["PinnedStaging", "SlotWriter", "TensorCopier", "finish_queued_work"]
 
 logger = logging.getLogger(__name__)
 
@@ -315,7 +312,14 @@ class SlotWriter:
         known = self._views.get(number)
         if known is not None and known[0] is memory and known[1] == entries:
             return known[2]
-        data = transfer.slot_bytes(memory, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+        data = slot_bytes(memory, nbytes)
         views = [view_of(data, entry) for entry in entries]
         self._views[number] = memory, entries, views
         return views
+
+
+def slot_bytes(memory: mmap.mmap, nbytes: int) -> torch.Tensor:
+    """Return the data of a slot as a uint8 tensor of shape (nbytes,), sharing its memory."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_NBYTES, count=nbytes)

@@ -40,8 +40,6 @@ from edl.collective.checkpoint.memory.slots import (
 )
 from edl.settings import read
 
-__all__ = ["NO_VERSION", "ReplicaSlots", "ReplicaFolder", "kept_prefix", "newest_common_state"]
-
 NO_VERSION: StateVersion = (-1, -1, -1)
 """Older than any state."""
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from edl.collective.checkpoint.encoding import from_json, to_json
-from edl.collective.checkpoint.memory import transfer
+from edl.collective.checkpoint.memory.copying import slot_bytes
 from edl.collective.checkpoint.memory.replica_slots import ReplicaSlots
 from edl.collective.checkpoint.memory.slots import (
     HEADER_NBYTES,
@@ -34,10 +34,20 @@ from edl.collective.checkpoint.memory.slots import (
 )
 from edl.collective.checkpoint.state.metadata import parse_meta
 from edl.collective.checkpoint.state.state import State
-from edl.collective.ranks import rank_of, world_of
+from edl.collective.ranks import (
+    Group,
+    broadcast_bytes,
+    broadcast_tensor,
+    gather_bytes,
+    global_rank,
+    rank_of,
+    receive_bytes,
+    receive_tensor,
+    send_bytes,
+    send_tensor,
+    world_of,
+)
 from edl.errors import ProtocolError
-
-__all__ = ["RestorePlan", "RestoredState", "ShardHolders", "choose_state", "restore_from_memory"]
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +230,7 @@ class _LocalSlots:
 def restore_from_memory(
     state: State,
     slots: SlotPair,
-    group: transfer.Group = None,
+    group: Group = None,
     *,
     replica_slots: ReplicaSlots | None = None,
     stored: Callable[[], tuple[int, int]] | None = None,
@@ -274,7 +284,7 @@ def _read_local_slots(slots: SlotPair, replica_slots: ReplicaSlots | None) -> _L
 
 
 def _gather_offers(
-    held: _LocalSlots, since: int, group: transfer.Group
+    held: _LocalSlots, since: int, group: Group
 ) -> tuple[list[list[SlotHeader]], list[list[SlotHeader]], dict[SlotHeader, list[int]], int]:
     """Gather what the ranks hold.
 
@@ -289,7 +299,7 @@ def _gather_offers(
     ]
     offers = [mine]
     if world_of(group) > 1:
-        offers = [from_json(data) for data in transfer.gather_bytes(to_json(mine), group)]
+        offers = [from_json(data) for data in gather_bytes(to_json(mine), group)]
     own, replicas = ([[SlotHeader(*row) for row in offer[kind]] for offer in offers] for kind in (0, 1))
     same = {
         header: ranks
@@ -299,7 +309,7 @@ def _gather_offers(
     return own, replicas, same, min(offer[3] for offer in offers)
 
 
-def _shard_holders(found: CompleteSlot, group: transfer.Group) -> list[int]:
+def _shard_holders(found: CompleteSlot, group: Group) -> list[int]:
     """Return the ranks that held the same shards as a slot; [] in a group other than the default, which renumbers."""
     meta = found.read_metadata() if found.header.sharded and group is None else None
     return [] if meta is None else list(parse_meta(meta).holders)
@@ -336,11 +346,11 @@ def _require_slot(held: _LocalSlots, plan: RestorePlan, part: int) -> CompleteSl
 def _load_slot(state: State, found: CompleteSlot, local: bool) -> None:
     meta = parse_meta(_require_unchanged(found.read_metadata(), found))
     loading = state.begin_load(meta, local=local)
-    loading.fill_tensors(meta.entries, _map_data(found))
+    loading.fill_tensors(meta.entries, slot_bytes(found.map_file(), found.data_nbytes))
     loading.finish()
 
 
-def _exchange_slots(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group: transfer.Group) -> None:
+def _exchange_slots(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group: Group) -> None:
     """Copy slots to the ranks that lack them, one after another, in an order that all ranks know."""
     rank = rank_of(group)
     wanted = [(dst, src) for dst, src in enumerate(plan.sources) if dst != src]
@@ -353,18 +363,30 @@ def _exchange_slots(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group
         if src == rank:
             found = giving[dst]
             meta = _require_unchanged(found.read_metadata(), found) if found not in kept else kept[found].meta
-            data = _map_data(found) if found not in kept else _byte_tensor(kept[found].data)
-            transfer.send_slot(found.header, meta, data, transfer.global_rank(dst, group), group)
+            data = (
+                slot_bytes(found.map_file(), found.data_nbytes) if found not in kept else _byte_tensor(kept[found].data)
+            )
+            _send_slot(found.header, meta, data, global_rank(dst, group), group)
         elif dst == rank:
             logger.info("taking the state after step %d from rank %d", plan.step, src)
-            transfer.receive_slot(slots, transfer.global_rank(src, group), group)
+            _receive_slot(slots, global_rank(src, group), group)
 
 
-def _map_data(found: CompleteSlot) -> torch.Tensor:
-    """Return a slot's data as a uint8 tensor of shape (nbytes,), mapped from its file."""
-    if not found.data_nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(found.map_file(), dtype=torch.uint8, offset=HEADER_NBYTES, count=found.data_nbytes)
+def _send_slot(header: SlotHeader, meta: bytes, data: torch.Tensor, dst: int, group: Group) -> None:
+    """Send a slot's contents to another rank, which calls `_receive_slot`."""
+    row = [header.generation, header.step, header.world, header.rank, header.sharded, data.numel()]
+    send_bytes(to_json(row), dst, group)
+    send_bytes(meta, dst, group)
+    send_tensor(data, dst, group)
+
+
+def _receive_slot(slots: SlotPair, src: int, group: Group) -> None:
+    """Receive a slot's contents from rank `src` into the older slot here."""
+    head, meta = (receive_bytes(src, group) for _ in range(2))
+    generation, step, world, rank, sharded, nbytes = map(int, from_json(head))
+    _, memory = slots.begin_write(nbytes, len(meta), hurry=True)
+    receive_tensor(slot_bytes(memory, nbytes), src, group)
+    slots.commit_write(SlotHeader(generation, step, world, rank, sharded=bool(sharded)), nbytes, meta)
 
 
 def _byte_tensor(data: bytearray | memoryview) -> torch.Tensor:
@@ -382,14 +404,14 @@ def _require_unchanged(read: T | None, found: CompleteSlot) -> T:
     return read
 
 
-def _assemble_state(state: State, plan: RestorePlan, held: _LocalSlots, group: transfer.Group) -> None:
+def _assemble_state(state: State, plan: RestorePlan, held: _LocalSlots, group: Group) -> None:
     """Broadcast every part of a sharded state; each rank takes the regions that it holds now."""
     loading, seen = None, set()
     offered = [(part, holder) for part, holder in enumerate(plan.holders) if holder >= 0]
     for part, holder in offered:
         copy = _copy_part(held, plan, part) if holder == rank_of(group) else None
-        src = transfer.global_rank(holder, group)
-        meta = parse_meta(transfer.broadcast_bytes(copy.meta if copy else b"", src, group))
+        src = global_rank(holder, group)
+        meta = parse_meta(broadcast_bytes(copy.meta if copy else b"", src, group))
         loading = loading or state.begin_load(meta, local=False)
         for entry in meta.entries:
             new = (entry.key, entry.starts) not in seen  # some layouts keep the same part on several ranks
@@ -401,7 +423,7 @@ def _assemble_state(state: State, plan: RestorePlan, held: _LocalSlots, group: t
                 seen.add((entry.key, entry.starts))
                 data = copy.data[entry.offset : entry.offset + entry.nbytes] if copy else bytearray(entry.nbytes)
                 shown = torch.frombuffer(data, dtype=torch.uint8)
-                transfer.broadcast_tensor(shown, src, group)
+                broadcast_tensor(shown, src, group)
                 loading.fill_tensors([replace(entry, offset=0)], shown)
     assert loading is not None
     loading.finish()

@@ -18,19 +18,6 @@ from edl.collective.checkpoint.state.loaders import has_state, is_stateful_loade
 from edl.collective.checkpoint.state.tensors import is_trained, local_box, walk_tensors
 from edl.errors import SettingsError
 
-__all__ = [
-    "FieldKind",
-    "check_loadable",
-    "field_form",
-    "field_kind",
-    "in_place_tensors",
-    "layers",
-    "load_field",
-    "optimizer_parameters",
-    "parameter_names",
-    "unwrapped",
-]
-
 
 def layers(module: nn.Module) -> list[nn.Module]:
     """Return a module and what it wraps, from the outside in; the module that the user wrote is the last.

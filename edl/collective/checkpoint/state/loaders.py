@@ -41,16 +41,6 @@ from torch.utils.data import (
 
 from edl.errors import SettingsError
 
-__all__ = [
-    "capture_random_states",
-    "has_state",
-    "is_stateful_loader",
-    "loader_position",
-    "prepare_loader",
-    "restore_random_states",
-    "resume_loader",
-]
-
 
 def capture_random_states() -> dict[str, Any]:
     """Return the states of Python's, numpy's and torch's generators, and that of the current CUDA device if in use."""

@@ -14,19 +14,6 @@ from typing import Any, Final, Literal
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.errors import ProtocolError
 
-__all__ = [
-    "ALIGN",
-    "TensorEntry",
-    "ShardLayout",
-    "StateMetadata",
-    "tensor_offsets",
-    "box_overlap",
-    "pack_meta",
-    "pack_table",
-    "parse_meta",
-    "read_meta",
-]
-
 ALIGN: Final = 64
 """Tensors begin at multiples of this many bytes: a cache line, and enough alignment for every type."""
 

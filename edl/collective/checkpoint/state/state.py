@@ -45,8 +45,6 @@ from edl.collective.checkpoint.state.tensors import (
 from edl.collective.ranks import rank_of
 from edl.errors import ProtocolError, SettingsError
 
-__all__ = ["CapturedState", "StateRestore", "State", "WorldChange"]
-
 logger = logging.getLogger(__name__)
 _RNG: Final = "rng"
 

@@ -25,21 +25,6 @@ from edl.collective.checkpoint.encoding import MAX_DEPTH, Path, dotted
 from edl.collective.checkpoint.state.metadata import Scope, ShardLayout, TensorEntry, box_overlap, tensor_offsets
 from edl.errors import ProtocolError, SettingsError
 
-__all__ = [
-    "LiveMeshes",
-    "LiveTensors",
-    "RestoreTarget",
-    "TensorCollector",
-    "is_sharded",
-    "is_trained",
-    "local_box",
-    "shard_holders",
-    "shard_layout",
-    "unrestorable_error",
-    "view_of",
-    "walk_tensors",
-]
-
 Shape = tuple[int, ...]
 
 

@@ -32,11 +32,8 @@ from edl.collective.checkpoint.encoding import decode, from_json
 from edl.collective.checkpoint.memory.slots import SlotCopy
 from edl.collective.checkpoint.state.metadata import StateMetadata, TensorEntry, parse_meta, read_meta
 from edl.collective.checkpoint.state.tensors import view_of
-from edl.collective.checkpoint.storage.filesystem import ChecksumWriter
-from edl.collective.checkpoint.storage.manifest import FileDigest, RankManifest
+from edl.collective.checkpoint.storage.folder import ChecksumWriter, FileDigest, RankManifest
 from edl.errors import ProtocolError
-
-__all__ = ["RankFileItems", "pack_dcp_metadata", "read_tensor", "write_rank_file"]
 
 _VERSION = "1.0.0"
 _LOCAL_HEADER = struct.Struct("<26xHH")

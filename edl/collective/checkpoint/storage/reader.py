@@ -17,16 +17,26 @@ from typing import Any, Final
 import torch
 
 from edl.collective.checkpoint.encoding import from_json, to_json
-from edl.collective.checkpoint.memory import transfer
 from edl.collective.checkpoint.memory.restore import RestoredState
 from edl.collective.checkpoint.state.metadata import StateMetadata, TensorEntry, box_overlap, read_meta
 from edl.collective.checkpoint.state.state import State, StateRestore
-from edl.collective.checkpoint.storage.filesystem import CheckpointFolder
-from edl.collective.checkpoint.storage.manifest import CheckpointName, FileDigest, Manifest, RankManifest
-from edl.collective.ranks import rank_of, world_of
+from edl.collective.checkpoint.storage.folder import (
+    CheckpointFolder,
+    CheckpointName,
+    FileDigest,
+    Manifest,
+    RankManifest,
+)
+from edl.collective.ranks import (
+    Group,
+    all_reduce_max,
+    broadcast_bytes,
+    broadcast_tensor,
+    global_rank,
+    rank_of,
+    world_of,
+)
 from edl.errors import ProtocolError, TemporaryError
-
-__all__ = ["newest_stored", "restore_from_storage"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +88,7 @@ class _Span:
         return read_tensor(view, item.entry, check=check)
 
 
-def restore_from_storage(state: State, url: str, group: transfer.Group = None) -> RestoredState | None:
+def restore_from_storage(state: State, url: str, group: Group = None) -> RestoredState | None:
     """Restore the newest checkpoint under `url` whose needed parts are undamaged. Collective.
 
     Returns:
@@ -98,7 +108,7 @@ def restore_from_storage(state: State, url: str, group: transfer.Group = None) -
     return None
 
 
-def newest_stored(url: str, group: transfer.Group = None, *, run: str = "") -> tuple[int, int]:
+def newest_stored(url: str, group: Group = None, *, run: str = "") -> tuple[int, int]:
     """Find the newest checkpoint under `url`, which may turn out to be damaged later. Collective.
 
     If `run` is given, only checkpoints of this run count.
@@ -116,21 +126,21 @@ def newest_stored(url: str, group: transfer.Group = None, *, run: str = "") -> t
         raise TemporaryError(f"storage {url} cannot be read: {exc}") from exc
 
 
-def _share_names(folder: CheckpointFolder, group: transfer.Group) -> Iterator[CheckpointName]:
+def _share_names(folder: CheckpointFolder, group: Group) -> Iterator[CheckpointName]:
     """Yield the names of the complete checkpoints that the first rank sees, so that all ranks try the same ones."""
     mine = folder.list_checkpoints() if rank_of(group) == 0 else []
     names = [str(name) for name in mine if not name.temporary and folder.is_published(name)]
-    src = transfer.global_rank(0, group)
-    for text in transfer.broadcast_bytes("\n".join(names).encode(), src, group).decode().splitlines():
+    src = global_rank(0, group)
+    for text in broadcast_bytes("\n".join(names).encode(), src, group).decode().splitlines():
         name = CheckpointName.parse(text)
         if name is not None:
             yield name
 
 
-def _share_rank_manifests(folder: CheckpointFolder, name: CheckpointName, group: transfer.Group) -> list[RankManifest]:
+def _share_rank_manifests(folder: CheckpointFolder, name: CheckpointName, group: Group) -> list[RankManifest]:
     """Return the ranks' manifests of a checkpoint, as read by the first rank; [] if it is incomplete or damaged."""
     answer = to_json(_read_rank_manifests(folder, name)) if rank_of(group) == 0 else b""
-    found = from_json(transfer.broadcast_bytes(answer, transfer.global_rank(0, group), group))
+    found = from_json(broadcast_bytes(answer, global_rank(0, group), group))
     if "failed" in found:
         raise OSError(found["failed"])
     if "wrong" in found:
@@ -174,7 +184,7 @@ def _warn_damaged(folder: CheckpointFolder, name: CheckpointName, wrong: str) ->
 
 
 def _load_checkpoint(
-    state: State, folder: CheckpointFolder, name: CheckpointName, pieces: Sequence[RankManifest], group: transfer.Group
+    state: State, folder: CheckpointFolder, name: CheckpointName, pieces: Sequence[RankManifest], group: Group
 ) -> bool:
     """Read what this rank needs. If it is undamaged on all ranks, load it into the state and return True."""
     rank, world = rank_of(group), world_of(group)
@@ -200,7 +210,7 @@ def _load_checkpoint(
         failed = exc
     verdict = 2 if failed is not None else int(bool(wrong))
     if world > 1:  # so that no rank waits for one that gave up
-        (verdict,) = transfer.all_reduce_max([verdict], group)
+        (verdict,) = all_reduce_max([verdict], group)
     if wrong:
         _warn_damaged(folder, name, wrong)
     if verdict == 2:
@@ -212,7 +222,7 @@ def _load_checkpoint(
     for span, reader in shared:
         span.data = span.data or bytearray(span.nbytes)
         whole = torch.frombuffer(span.data, dtype=torch.uint8)
-        transfer.broadcast_tensor(whole, transfer.global_rank(reader, group), group)
+        broadcast_tensor(whole, global_rank(reader, group), group)
         _fill_from_span(loading, span)
     loading.finish()
     return True

@@ -16,9 +16,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from edl.collective.agent import host_folder as host
 from edl.collective.agent.host_folder import HostFolder
-from edl.collective.agent.launch_spec import LaunchSpec, error_files, worker_environment, worker_forks
+from edl.collective.agent.launch_spec import LaunchSpec
 from edl.collective.agent.processes.zygote import ProgramSpec
 from edl.collective.agent.rendezvous import RendezvousSettings
+from edl.collective.agent.worker_group import worker_environment, worker_forks
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_slots
 from edl.collective.job_records import JobState, Member, World
 from edl.errors import EDLError
@@ -255,7 +256,7 @@ def test_workers_have_files_of_their_own(folder: HostFolder, tmp_path: Path) -> 
         assert len({job.environ[name] for job in jobs.values()}) == 3
     assert len({job.stacks for job in jobs.values()}) == 3
     assert not any("EDL_CHECKPOINT" in job.environ for job in jobs.values())
-    assert error_files(dest) == {rank: Path(job.environ["TORCHELASTIC_ERROR_FILE"]) for rank, job in jobs.items()}
+    assert dest.error_files == {rank: job.environ["TORCHELASTIC_ERROR_FILE"] for rank, job in jobs.items()}
 
     stored, _ = worker_forks(
         launch(1, logs=logs, checkpoint="memory://x", checkpoint_interval_s=7.5), WORLD, MEMBERS[1], folder

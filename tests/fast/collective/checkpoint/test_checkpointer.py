@@ -304,8 +304,8 @@ def test_another_ranks_result_is_acted_on(monkeypatch: pytest.MonkeyPatch) -> No
     behind = Evaluator(lambda: 1 / 0, limit_s=1.0, on_result=seen.append)
     behind.pending = 7
     monkeypatch.setattr(evaluator_module, "world_of", lambda group: 2)
-    monkeypatch.setattr(evaluator_module.transfer, "all_reduce_max", lambda values, group: [7])
-    monkeypatch.setattr(evaluator_module.transfer, "gather_bytes", lambda data, group: [data, b"[0.25]"])
+    monkeypatch.setattr(evaluator_module, "all_reduce_max", lambda values, group: [7])
+    monkeypatch.setattr(evaluator_module, "gather_bytes", lambda data, group: [data, b"[0.25]"])
     agree_on_pending(behind, None)
     assert (behind.results, behind.pending, seen) == ({7: 0.25}, None, [0.25])
     ahead = Evaluator(lambda: 1 / 0, limit_s=1.0, on_result=seen.append)

@@ -23,15 +23,14 @@ from torch import nn
 
 from edl.collective.agent.context import JobRun
 from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.memory.copying import slot_bytes
 from edl.collective.checkpoint.memory.slots import CompleteSlot, PinnedSlot, SlotHeader, SlotPair, find_marked_slots
-from edl.collective.checkpoint.memory.transfer import slot_bytes
 from edl.collective.checkpoint.state.state import State
 from edl.collective.checkpoint.state.tensors import view_of
-from edl.collective.checkpoint.storage import persister as persister_module
-from edl.collective.checkpoint.storage.manifest import CheckpointName, newest_first
-from edl.collective.checkpoint.storage.persister import CheckpointPersister
+from edl.collective.checkpoint.storage import writer as persister_module
+from edl.collective.checkpoint.storage.folder import CheckpointName, newest_first
 from edl.collective.checkpoint.storage.reader import newest_stored, restore_from_storage
-from edl.collective.checkpoint.storage.writer import CheckpointWriter, WriteOutcome
+from edl.collective.checkpoint.storage.writer import CheckpointPersister, CheckpointWriter, WriteOutcome
 from edl.discovery import open_store
 from edl.errors import ProtocolError, SettingsError, TemporaryError
 from tests.waiting import DEADLINE_S, wait_until

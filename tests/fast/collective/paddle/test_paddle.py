@@ -16,7 +16,8 @@ with warnings.catch_warnings():
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
 from edl.collective.agent import launch_spec
-from edl.collective.agent.launch_spec import ReservedPorts, paddle_environment
+from edl.collective.agent.launch_spec import ReservedPorts
+from edl.collective.agent.worker_group import paddle_environment
 from edl.collective.checkpoint.memory.slots import SlotPair
 from edl.collective.integrations.paddle import Checkpointer, PaddleState
 from edl.collective.job_records import JobState, Member, World

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.replica_slots import NO_VERSION, ReplicaFolder, ReplicaSlots, kept_prefix
+from edl.collective.checkpoint.memory.replica_slots import NO_VERSION, ReplicaFolder, ReplicaSlots
 from edl.collective.checkpoint.memory.restore import choose_state
 from edl.collective.checkpoint.memory.slots import (
     HEADER_NBYTES,
@@ -26,6 +26,7 @@ from edl.collective.checkpoint.memory.slots import (
     SlotPair,
     StateVersion,
     find_slots,
+    kept_prefix,
 )
 from edl.collective.checkpoint.state.state import State
 from edl.collective.job_records import JobState, Member, World

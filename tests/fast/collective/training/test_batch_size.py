@@ -17,9 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from edl.collective.training.gradients import divisor_of, is_adaptive
+from edl.collective.training.gradients import GradientGroups, GradientNoise, divisor_of, is_adaptive
 from edl.collective.training.learning_rate import AdaScale, Linear, Policy, RateScaling, SquareRoot
-from edl.collective.training.noise import GradientGroups, GradientNoise
 from edl.collective.training.sampler import ElasticSampler, micro_batch_sizes, rank_share
 from edl.collective.training.trainer import ElasticTrainer
 from edl.collective.training.tuner import (

@@ -23,10 +23,12 @@ from hypothesis import strategies as st
 
 from edl import cgroups
 from edl.collective.agent.ending import TerminationMessage, cut_traceback, write_termination_message
-from edl.collective.agent.generation_outcome import HANGING, GenerationOutcome, RestartPolicy
 from edl.collective.agent.health.failures import (
+    HANGING,
     ExitCause,
+    GenerationOutcome,
     RecoveryDecision,
+    RestartPolicy,
     WorkerFailure,
     decide_recovery,
     find_exit_cause,
@@ -43,11 +45,7 @@ from edl.collective.agent.health.hangs import (
     is_active,
     read_usage,
 )
-from edl.collective.agent.launch_spec import LaunchSpec
-from edl.collective.agent.processes import main_program
-from edl.collective.agent.processes.pool import WorkerExit
-from edl.collective.agent.processes.zygote import ProgramSpec
-from edl.collective.agent.rendezvous import RendezvousSettings
+from edl.collective.agent.processes import zygote
 from edl.collective.agent.worker_group import Heartbeat
 from edl.collective.worker_status import Phase, WorkerStatus, WorkerStatusPage
 from tests.waiting import wait_until
@@ -182,7 +180,7 @@ def test_lost_contact_is_a_consequence(monkeypatch: pytest.MonkeyPatch, capsys: 
         wrapped.__module__ = module
         monkeypatch.setattr(sys, "excepthook", wrapped)
         with pytest.raises(SystemExit):
-            main_program._end_by_exception(RuntimeError(CONTACT[0]))
+            zygote._end_by_exception(RuntimeError(CONTACT[0]))
         error = capsys.readouterr().err
         assert "a consequence" in error.splitlines()[0]
         assert ("GLHF" in error) == (module == "train")
@@ -239,10 +237,9 @@ def test_regular_hangs_end_the_job() -> None:
 
 
 def outcome_of(folder: Path, status: int, rank: int = 0, leave_on_oom: bool = False) -> GenerationOutcome:
-    program, rendezvous = ProgramSpec("script", "train.py"), RendezvousSettings(1, 2)
-    made = GenerationOutcome(LaunchSpec("resnet", program, 1, rendezvous, "10.0.0.1", leave_on_oom=leave_on_oom))
+    made = GenerationOutcome(1.5, 0, leave_on_oom=leave_on_oom)
     made.begin_generation(0.0)
-    made.record_exit(WorkerExit(0, 0, 1, status), rank, {0: folder / "error.json"})
+    made.record_exit(rank, status, f"worker 0 ended with exit code {status}", folder / "error.json")
     return made
 
 
@@ -282,7 +279,7 @@ def test_want_of_memory_may_end_a_node(
     assert (decision.rank, decision.cause, decision.oom_kills) == (3, ExitCause.KILLED, kills)
     outcome.clear_generation()
     outcome.begin_generation(0.0)
-    outcome.record_exit(WorkerExit(0, 0, 1, -signal.SIGKILL), 3, {0: tmp_path / "error.json"})
+    outcome.record_exit(3, -signal.SIGKILL, "killed", tmp_path / "error.json")
     again = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
     assert not again.needs_memory, "that was the generation before"
 

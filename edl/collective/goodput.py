@@ -40,10 +40,8 @@ from edl.errors import ProtocolError, SettingsError
 MAX_SPANS: Final = 600
 """About as many as a picture of a timeline has columns to distinguish; less than 40 KB as JSON."""
 SILENT_S: Final = 5.0
-"""An agent that wrote nothing for this long counts as gone.
-
-It writes about once a second, and may miss a few writes.
-"""
+"""An agent that wrote nothing for this long counts as gone. It writes about once a second, and may miss a few
+writes."""
 _GIVEN_UP_S: Final = 86400.0
 """Silence after which a job that is down counts as given up: whoever wanted it back would have started it by then."""
 _VERSION: Final = 1  # of the JSON; any other version is refused
@@ -427,9 +425,6 @@ def last_step_before(store: Store, job: str, generation: int) -> int:
     """Return the last step that any node of a job finished before a generation; -1 for none.
 
     Other nodes may already work in that generation; their steps in it do not count.
-
-    Raises:
-        DiscoveryError: The store does not answer.
     """
     highest = -1
     for entry in store.list(f"{prefix(job)}ledger/"):

@@ -74,11 +74,7 @@ class Node:
 
     @classmethod
     def decode(cls, data: bytes) -> Node:
-        """Read a record that `encode` wrote, and ignore fields that a later version of EDL added.
-
-        Raises:
-            ProtocolError: The bytes are not a node's record.
-        """
+        """Read a record that `encode` wrote, and ignore fields that a later version of EDL added."""
         try:
             return cls(**_known(cls, json.loads(data)))
         except (ValueError, TypeError) as exc:
@@ -150,11 +146,7 @@ class World:
 
     @classmethod
     def decode(cls, data: bytes) -> World:
-        """Read a record that `encode` wrote, and ignore fields that a later version of EDL added.
-
-        Raises:
-            ProtocolError: The bytes are not a world's record.
-        """
+        """Read a record that `encode` wrote, and ignore fields that a later version of EDL added."""
         try:
             values = _known(cls, json.loads(data))
             values["state"] = JobState(values["state"])
@@ -192,11 +184,7 @@ class Exclusion:
 
     @classmethod
     def decode(cls, data: bytes) -> Exclusion:
-        """Read a record that `encode` wrote, and ignore fields that a later version of EDL added.
-
-        Raises:
-            ProtocolError: The bytes are not the record of an excluded host.
-        """
+        """Read a record that `encode` wrote, and ignore fields that a later version of EDL added."""
         try:
             values = _known(cls, json.loads(data))
             exclusion = cls(**values)

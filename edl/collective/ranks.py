@@ -24,9 +24,6 @@ _CHUNK_NBYTES = 32 << 20
 def world_of(group: Group) -> int:
     """Return the number of ranks in the group, or 1 without a process group.
 
-    Args:
-        group: The process group; None is torch's default group.
-
     Raises:
         SettingsError: There is no process group, although there are other workers: each would train by itself.
     """
@@ -48,25 +45,12 @@ def world_of(group: Group) -> int:
 
 
 def rank_of(group: Group) -> int:
-    """Return the rank of this process in the group, or 0 without a process group.
-
-    Args:
-        group: The process group; None is torch's default group.
-    """
+    """Return the rank of this process in the group, or 0 without a process group."""
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
 def exchange(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
-    """Exchange numbers among all ranks. This is a collective: every rank must call it with equally many numbers.
-
-    Args:
-        numbers: This rank's numbers.
-        group: The process group; None is torch's default group.
-        device: A device that the group's backend can send from.
-
-    Returns:
-        The numbers of all ranks, by rank.
-    """
+    """Exchange numbers among all ranks. This is a collective: every rank must call it with equally many numbers."""
     world = world_of(group)
     if world == 1:
         return [list(numbers)]

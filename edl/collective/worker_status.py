@@ -113,11 +113,7 @@ class WorkerStatusPage:
 
     @classmethod
     def open(cls, path: Path) -> WorkerStatusPage:
-        """Open the page that an agent created.
-
-        Raises:
-            ProtocolError: The file is not a status page of this version.
-        """
+        """Open the page that an agent created."""
         page = cls._map(path)
         if page._memory[: len(_MAGIC)] != _MAGIC:
             raise ProtocolError(f"{path} is not a status page of this version of EDL")
@@ -165,12 +161,7 @@ class WorkerStatusPage:
 
     @contextmanager
     def in_busy_phase(self, what: str, limit_s: float) -> Iterator[None]:
-        """Switch to phase BUSY for the block, then back to the previous phase.
-
-        Args:
-            what: Description of what the worker is busy with; cut to 64 bytes.
-            limit_s: How long that may take, in seconds.
-        """
+        """Switch to phase BUSY for the block, then back to the previous phase."""
         text = what.encode()[:_BUSY_WITH_BYTES].ljust(_BUSY_WITH_BYTES, b"\0")
         begin, before = _BUSY_WITH * 8, self._busy()
         self._memory[begin : begin + _BUSY_WITH_BYTES] = text
@@ -235,11 +226,9 @@ class WorkerStatusPage:
     # --- The agent's side. ---
 
     def record_agent_heartbeat(self, at: float) -> None:
-        """Tell the worker that its agent was alive at a moment.
+        """Tell the worker that its agent was alive at a moment (`time.monotonic()`).
 
-        Args:
-            at: The moment, by `time.monotonic()`. It must not be later than the agent's newest information about its
-                place in the job.
+        It must not be later than the agent's newest information about its place in the job.
         """
         self._set_time(_BEAT_AT, at)
 

@@ -140,11 +140,7 @@ class Agent:
             return woken
 
     def _delete_lost_peers(self, context: AgentContext) -> None:
-        """Delete the records of nodes whose agents are gone.
-
-        Raises:
-            DiscoveryError: The store does not answer: perhaps such an agent served it. The next turn tries again.
-        """
+        """Delete the records of nodes whose agents are gone."""
         for node in list(self._lost_peers):
             context.membership.delete_node(node)
             self._lost_peers.discard(node)
@@ -158,12 +154,6 @@ def _join_job(context: AgentContext) -> int | None:
 
     Returns:
         The exit code if this node takes no part in the job; None once it has joined.
-
-    Raises:
-        AskedToLeaveError: A signal came first.
-        SettingsError: The job's other nodes run another script, or the checkpoint storage cannot be used.
-        DiscoveryError: The store does not answer.
-        EDLError: The process that forks workers died, or took too long.
     """
     code = _check_job_state(context)
     if code == ExitCode.DONE:
@@ -266,9 +256,6 @@ def _agree_on_script(context: AgentContext) -> None:
     """Record the script's name, or compare it with the other nodes'.
 
     A job without live nodes may continue under a new script name.
-
-    Raises:
-        SettingsError: The job's other nodes run another script, so this node would disturb their training.
     """
     job = context.spec.job
     key = prefix(job) + "script"

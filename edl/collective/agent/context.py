@@ -49,12 +49,7 @@ class JobRun:
         self._known = ""
 
     def __call__(self) -> str:
-        """Return the name, which the first agent that asks creates.
-
-        Raises:
-            DiscoveryError: The store does not answer.
-            ProtocolError: The record in the store is not the name of a run.
-        """
+        """Return the name, which the first agent that asks creates."""
         entry = self._store.get(self._key)
         if entry is None:  # not created yet, or lost by the store, in which case it is restored
             name = self._known or run_name(new_run_id())
@@ -72,10 +67,8 @@ class JobRun:
 
 
 _STORE_TIMEOUT_S = 30.0
-"""How long to wait for a last state to be stored; at the end of a job, how long without progress.
-
-Kubernetes kills a pod 30 s after SIGTERM by default.
-"""
+"""How long to wait for a last state to be stored; at the end of a job, how long without progress. Kubernetes kills a
+pod 30 s after SIGTERM by default."""
 _POLL_S = 0.05  # how soon a second signal ends the wait; a person does not notice it
 _SILENT_S = 1.0  # most states are stored sooner, which needs no message
 
@@ -187,11 +180,7 @@ _URGENT_PUBLISH_TIMEOUT_S = 0.5  # for a node asked a second time to leave: a he
 
 @dataclass(frozen=True)
 class PeerLost:
-    """The end of another node's agent, or at least of its process.
-
-    Attributes:
-        node: Name of that node.
-    """
+    """The end of another node's agent, or at least of its process."""
 
     node: str
 
@@ -203,23 +192,7 @@ EventQueue = queue.SimpleQueue[AgentEvent]
 
 @dataclass
 class AgentContext:
-    """The resources of a node's agent.
-
-    Attributes:
-        spec: This node's part of the job.
-        store: The store that all nodes share.
-        signals: The signals that ask this node to leave.
-        events: Events to act on.
-        host: The folder in this host's memory.
-        membership: This node's and the job's records in the store.
-        status: Publishes where the time goes.
-        persister: Writes states to storage.
-        replicas: Keeps copies of states on other nodes.
-        peer_connections: Reports at once when other nodes' agents die.
-        worker_group: This node's workers.
-        next_master: Where the ranks meet in the next world that has this node first.
-        shutdown: How this node's part ends.
-    """
+    """The resources of a node's agent."""
 
     spec: LaunchSpec
     store: Store
@@ -249,10 +222,6 @@ def open_agent_context(
 
     The block records in `AgentContext.shutdown` how it ended. Whatever happens, nothing is left behind except a state
     in memory that a later start may continue from.
-
-    Raises:
-        SettingsError: The checkpoint storage cannot be used.
-        DiscoveryError: The store cannot be reached.
     """
     shutdown = ShutdownState()
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"

@@ -34,17 +34,13 @@ class ExitCode(IntEnum):
     NOT_STORED = 74
     """The script has ended, but the last state of this node's workers is not in storage (EX_IOERR of sysexits.h)."""
     TRY_AGAIN = 75
-    """Too few nodes came within the deadline (EX_TEMPFAIL of sysexits.h): try again later.
-
-    `edl.cli` uses this code too if the store does not answer when a node starts.
-    """
+    """Too few nodes came within the deadline (EX_TEMPFAIL of sysexits.h): try again later. `edl.cli` uses this code too
+    if the store does not answer when a node starts."""
     FAULTY_NODE = 69
     """A GPU of this node failed, or the node failed the check before joining (EX_UNAVAILABLE): run elsewhere."""
     OUT_OF_MEMORY = 137
-    """The kernel killed a worker for lack of memory, and the node left because of it (`--leave-on-oom`).
-
-    A process killed by SIGKILL has the same code, so whatever restarts nodes treats both alike.
-    """
+    """The kernel killed a worker for lack of memory, and the node left because of it (`--leave-on-oom`). A process
+    killed by SIGKILL has the same code, so whatever restarts nodes treats both alike."""
 
 
 # --- The signals that stop an agent ---
@@ -97,11 +93,7 @@ class StopSignals:
         return 128 + self._numbers[-1]
 
     def raise_if_stopping(self) -> None:
-        """Raise if a signal came; code that waits calls this repeatedly.
-
-        Raises:
-            AskedToLeaveError: A signal came.
-        """
+        """Raise if a signal came; code that waits calls this repeatedly."""
         if self._numbers:
             raise AskedToLeaveError
 
@@ -169,10 +161,6 @@ def write_termination_message(path: str, message: TerminationMessage) -> None:
 
     The file is overwritten in place by a single call: in a container it is a mount, and nothing can be renamed onto
     that.
-
-    Args:
-        path: Path of the file; empty to write nothing.
-        message: Why the agent ended.
     """
     if not path:
         return

@@ -21,17 +21,12 @@ from edl.collective.checkpoint.memory.slots import find_slots
 from edl.errors import EDLError
 
 _ABANDONED_S = 3600.0
-"""How long a state is kept for a later start; messages and documentation say an hour.
-
-Longer would withhold memory from other jobs of the host; less would lose the state of a job whose user looks at the
-error first.
-"""
+"""How long a state is kept for a later start; messages and documentation say an hour. Longer would withhold memory from
+other jobs of the host; less would lose the state of a job whose user looks at the error first."""
 _UNSTORED = "unstored"
 _LOCK_TIMEOUT_S = 5.0
-"""How long another agent may look through the folders, which takes milliseconds.
-
-An agent that takes longer was stopped, and all others would wait for it.
-"""
+"""How long another agent may look through the folders, which takes milliseconds. An agent that takes longer was
+stopped, and all others would wait for it."""
 _LOCK_POLL_S = 0.01  # agents that start together take turns
 
 
@@ -42,9 +37,6 @@ class HostFolder:
         path: The folder, in memory if the host has `/dev/shm`.
         previous_owner: The node that owned this folder before; empty if the folder is new.
         dead: Nodes whose agents have died on this host, including the previous owner.
-
-    Raises:
-        EDLError: The folder belongs to another user, or cannot be made.
     """
 
     def __init__(self, job: str, node: str) -> None:
@@ -170,11 +162,7 @@ def _root() -> Path:
 
 @contextlib.contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
-    """Lock a job's folder for the block, so that agents that start together look through it one at a time.
-
-    Raises:
-        EDLError: The folder cannot be made or opened.
-    """
+    """Lock a job's folder for the block, so that agents that start together look through it one at a time."""
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:

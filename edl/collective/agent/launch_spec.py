@@ -44,9 +44,6 @@ class ReservedPorts:
 
     Attributes:
         port: The first port.
-
-    Raises:
-        EDLError: No row of that many free ports was found.
     """
 
     def __init__(self, count: int) -> None:

@@ -34,7 +34,7 @@ def host_key() -> str:
 
 
 class Exclusions:
-    """The hosts that a job excludes, as seen by one host."""
+    """The hosts that a job excludes, as seen by one host. All methods ask the Store, which may not answer."""
 
     def __init__(self, store: Store, job: str, host: str) -> None:
         self._store = store
@@ -42,12 +42,7 @@ class Exclusions:
         self._key = self._folder + host
 
     def own_exclusion(self) -> Exclusion | None:
-        """Return why the job excludes this host, or None if it does not.
-
-        Raises:
-            DiscoveryError: The store does not answer.
-            ProtocolError: The record is invalid.
-        """
+        """Return why the job excludes this host, or None if it does not."""
         entry = self._store.get(self._key)
         return None if entry is None else Exclusion.decode(entry.value)
 
@@ -55,16 +50,6 @@ class Exclusions:
         """Find another host that was excluded for an unclear fault, if the job has not got past that step since.
 
         In that case the fault has moved from host to host, as an error in a kernel of the script does.
-
-        Args:
-            exclusion: The exclusion of this host, not recorded yet.
-
-        Returns:
-            The other host's record, or None if there is none.
-
-        Raises:
-            DiscoveryError: The store does not answer.
-            ProtocolError: A record is invalid.
         """
         for entry in self._store.list(self._folder):
             other = Exclusion.decode(entry.value)
@@ -73,30 +58,17 @@ class Exclusions:
         return None
 
     def remove_unclear(self) -> None:
-        """Readmit all hosts that were excluded for an unclear fault, because the script turned out to be at fault.
-
-        Raises:
-            DiscoveryError: The store does not answer.
-            ProtocolError: A record is invalid.
-        """
+        """Readmit all hosts that were excluded for an unclear fault, because the script turned out to be at fault."""
         for entry in self._store.list(self._folder):
             if not Exclusion.decode(entry.value).clear:
                 self._store.delete(entry.key)
 
     def add(self, exclusion: Exclusion) -> None:
-        """Exclude this host from now on.
-
-        Raises:
-            DiscoveryError: The store does not answer.
-        """
+        """Exclude this host from now on."""
         self._store.put(self._key, exclusion.encode())
 
     def remove(self) -> None:
-        """Readmit this host.
-
-        Raises:
-            DiscoveryError: The store does not answer.
-        """
+        """Readmit this host."""
         self._store.delete(self._key)
 
 
@@ -104,17 +76,12 @@ class Exclusions:
 
 
 _RENEWAL_RETRY_S: Final = 2.0
-"""How long after its lease's end a member may come back once the store answers again.
-
-It is a client's longest pause between two attempts. With less, members on their way back are dropped; with more, all
-wait longer for the dead.
-"""
+"""How long after its lease's end a member may come back once the store answers again. It is a client's longest pause
+between two attempts. With less, members on their way back are dropped; with more, all wait longer for the dead."""
 _RECORD_LOST_S: Final = 8.0
-"""How long a job's record must be missing before that is believed.
-
-A request made during an outage may take this long, and a store that has just started may seem empty. With less, a job
-would begin again although its record still exists.
-"""
+"""How long a job's record must be missing before that is believed. A request made during an outage may take this long,
+and a store that has just started may seem empty. With less, a job would begin again although its record still
+exists."""
 
 
 @dataclass(frozen=True)
@@ -187,20 +154,12 @@ class Membership:
         return self._clock() - self._leased_at if self._joined else 0.0
 
     def join(self) -> None:
-        """Publish this node's record, so that the others see the node from now on.
-
-        Raises:
-            DiscoveryError: The store does not answer.
-        """
+        """Publish this node's record, so that the others see the node from now on."""
         self._joined = True
         self._write()
 
     def update_node(self, **changes: Any) -> None:
-        """Change this node's record. If the store does not accept it now, the next `read_records` writes it.
-
-        Raises:
-            DiscoveryError: The store does not answer.
-        """
+        """Change this node's record. If the store does not accept it now, the next `read_records` writes it."""
         self.node = replace(self.node, **changes)
         if self._joined:
             self._write()
@@ -259,14 +218,7 @@ class Membership:
         return World(self._last.generation, message="the store lost the job's record", forgiven=self._last.forgiven)
 
     def read_world(self) -> World:
-        """Read the job's record alone. Unlike the other methods, this may be called from any thread.
-
-        Returns:
-            The record; `World()` if there is none.
-
-        Raises:
-            DiscoveryError: The store does not answer.
-        """
+        """Read the job's record alone. Unlike the other methods, this may be called from any thread."""
         entry = self._store.get(self._world_key)
         return World() if entry is None else World.decode(entry.value)
 
@@ -281,11 +233,7 @@ class Membership:
         return self._store.compare_and_set(self._world_key, world.encode(), version) is not None
 
     def delete_node(self, node: str) -> None:
-        """Delete the record of another node whose agent's process is certainly gone.
-
-        Raises:
-            DiscoveryError: The store does not answer. The record's lease expires anyway.
-        """
+        """Delete the record of another node whose agent's process is certainly gone."""
         self._store.delete(self._nodes_prefix + node)
         self._known.pop(node, None)
 

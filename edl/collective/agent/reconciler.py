@@ -36,14 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Departure:
-    """Why a node leaves, and what to do about it.
-
-    Attributes:
-        exit_code: Exit code of its agent.
-        reason: Reason in a few words, for the event in the job's history.
-        restart: Why the others begin a new generation, in one line.
-        remedy: What the node's user should do.
-    """
+    """Why a node leaves, and what its user should do. `restart` says why the others begin a new generation."""
 
     exit_code: ExitCode
     reason: str
@@ -64,15 +57,11 @@ class Departure:
 
 
 _STORE_OUTAGE_SHARE = 0.8
-"""How long workers continue without the store, as a share of the time after which others take the job over.
-
-They must have stopped by then; the rest is for agents that get no turn on a busy machine.
-"""
+"""How long workers continue without the store, as a share of the time after which others take the job over. They must
+have stopped by then; the rest is for agents that get no turn on a busy machine."""
 _REPEAT_S = 60.0
-"""Seconds between two log lines that say the same.
-
-More often would fill the log, and a person looks about once a minute.
-"""
+"""Seconds between two log lines that say the same. More often would fill the log, and a person looks about once a
+minute."""
 
 
 class NodeReconciler:
@@ -126,9 +115,6 @@ class NodeReconciler:
 
         Returns:
             The exit code if this node's part is over, else None.
-
-        Raises:
-            DiscoveryError: The store does not answer.
         """
         if self._store_away.record(False, time.monotonic()):
             logger.info("the store answers again")
@@ -186,9 +172,6 @@ class NodeReconciler:
 
     def handle_store_outage(self, exc: DiscoveryError) -> int | None:
         """Let the workers continue without the store, but stop them before others may have taken the job over.
-
-        Args:
-            exc: Why the store does not answer.
 
         Returns:
             The exit code if this node must leave or has waited too long for the store; else None.

@@ -107,14 +107,7 @@ def is_join_deferred(world: World, nodes: Mapping[str, Node]) -> bool:
 def next_world(
     world: World, nodes: Mapping[str, Node], observation: LocalObservation, settings: RendezvousSettings
 ) -> World | None:
-    """Return what the record of the job should become, or None if it is right as it is.
-
-    Args:
-        world: The job's record; `World()` if there is none.
-        nodes: Records of all nodes whose lease is alive, by id, read after `world`.
-        observation: What the caller knows in addition.
-        settings: How many nodes train together, and how long to wait.
-    """
+    """Return what the record of the job should become, or None if it is right as it is."""
     if world.ended:
         return None
     if world.state is JobState.FORMING:
@@ -135,13 +128,9 @@ def next_world(
 
 
 def failed_world(world: World, message: str, cause: str = "", rank: int = -1) -> World:
-    """Return the record of a job that ends on all nodes because of the user's code.
+    """Return the record of a job that ends on all nodes because of the user's code, whose `rank` failed first.
 
-    Args:
-        world: The record before.
-        message: The error. The middle of a long one is left out, since the error itself is at the end.
-        cause: Why the worker that failed first ended, as one word.
-        rank: Rank of that worker; -1 for none.
+    The middle of a long message is left out, since the error itself is at the end.
     """
     kept = message
     if len(message) > _MESSAGE_CHARS:

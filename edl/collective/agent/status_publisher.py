@@ -46,11 +46,8 @@ logger = logging.getLogger(__name__)
 
 _WRITE_EVERY_S = 1.0  # `edl status --watch` shows each second; more often would load a store of hundreds of nodes
 _QUERY_S = 3.0
-"""How long charging may wait for the store to say which steps were finished before.
-
-An election of its leader may delay the answer. After that the query is repeated with every write, and until it is
-answered such steps count as new.
-"""
+"""How long charging may wait for the store to say which steps were finished before. An election of its leader may delay
+the answer. After that the query is repeated with every write, and until it is answered such steps count as new."""
 MAX_EVENTS: Final = 300  # per life of an agent: less than 120 KB of ASCII JSON, rewritten with every event
 _MAX_MARKS: Final = 300  # enough for a line in a picture; less than 15 KB as JSON
 _RATE_OVER_S: Final = 15.0  # several steps of most jobs; with more, a change shows late
@@ -70,14 +67,7 @@ _CATEGORY_OF_PHASE: Final = {
 
 
 class Ledger:
-    """A node's time from `now_s` on.
-
-    Args:
-        node: Name of the agent, the same when it comes back.
-        workers: Number of workers that it has or wants.
-        now_s: `time.monotonic()`, the clock of the status pages.
-        wall_s: `time.time()` at the same moment, to combine this ledger with other nodes'.
-    """
+    """A node's time from `now_s` on (`time.monotonic()`, as on the status pages); `wall_s` is `time.time()` then."""
 
     def __init__(self, node: str, workers: int, now_s: float, wall_s: float) -> None:
         self.node = node
@@ -254,12 +244,10 @@ class StatusPublisher:
         self._worker_group = worker_group
 
     def charge_time(self, doing: TimeCategory, replicated_us: int = 0) -> None:
-        """Charge the time until now. Call it often; the store is written about once a second.
+        """Charge the time until now to what the agent did: TRAIN if it has workers, whose status pages say more.
 
-        Args:
-            doing: What the agent did until now; TRAIN if it has workers, whose status pages say more.
-            replicated_us: Wall clock, in microseconds since 1970, of the newest state that another node has a replica
-                of; 0 for none.
+        Call it often; the store is written about once a second. `replicated_us` is the wall clock of the newest state
+        that another node has a replica of; 0 for none.
         """
         assert self._worker_group is not None, "follow_workers is called first"
         self._replicated_us = replicated_us
@@ -276,13 +264,7 @@ class StatusPublisher:
             self._hand_over(self._ledger.record(replicated_us=replicated_us))
 
     def record_event(self, kind: str, text: str, generation: int = -1) -> None:
-        """Publish an event that happens now.
-
-        Args:
-            kind: One of the kinds of `edl.collective.goodput.Event`.
-            text: What happened, in one line.
-            generation: Generation that it belongs to; -1 for none.
-        """
+        """Publish an event that happens now."""
         event = Event(time.time(), self._ledger.node, kind, text, generation)
         with self._lock:
             self._events.append(event)

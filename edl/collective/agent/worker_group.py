@@ -37,19 +37,15 @@ logger = logging.getLogger(__name__)
 
 
 _NOTICE_S: Final = 1.0
-"""How far ahead the step is after which workers pause, in seconds.
-
-Agents of other nodes learn of it by a watch, or by reading the records, which they do every second anyway. With less, a
-worker may have passed the step. Training continues.
-"""
+"""How far ahead the step is after which workers pause, in seconds. Agents of other nodes learn of it by a watch, or by
+reading the records, which they do every second anyway. With less, a worker may have passed the step. Training
+continues."""
 _MIN_STEPS: Final = 2
 """Least number of steps ahead: a worker may already be in the step after the last one it reported."""
 _PATIENCE_STEPS: Final = 6
-"""How many usual steps may pass until all workers have paused; two of these normally come before the pause.
-
-With fewer, a step that takes longer than most would be cut off; with more, nodes that join would wait longer for a rank
-that hangs.
-"""
+"""How many usual steps may pass until all workers have paused; two of these normally come before the pause. With fewer,
+a step that takes longer than most would be cut off; with more, nodes that join would wait longer for a rank that
+hangs."""
 
 
 def pause_step(statuses: Collection[WorkerStatus], generation: int) -> int | None:
@@ -114,12 +110,7 @@ class Heartbeat:
         self._loop = BackgroundLoop("edl-heartbeat", self._turn)
 
     def allow_beats(self, asked_at: float, until: float) -> None:
-        """Allow beats, because the job's records let the workers continue.
-
-        Args:
-            asked_at: When the records were requested (`time.monotonic()`).
-            until: When beats end unless the records are read again (`time.monotonic()`).
-        """
+        """Allow beats until a moment, because the records requested at `asked_at` let the workers continue."""
         self._allowed = asked_at, until
 
     def close(self) -> None:
@@ -247,12 +238,8 @@ _STOPPED_S = 1.0
 class WorkerGroup:
     """The workers of a node. Used from the agent's thread only.
 
-    Args:
-        spec: This node's part of the job.
-        host: The node's folder in memory.
-        report: Called from another thread with every `WorkerExit` and `ZygoteLost`, for `handle_event`; with None if
-            the job's records must be read before `allow_heartbeat` may be called again.
-        raise_if_stopping: Called repeatedly during imports; may raise to end the wait.
+    Another thread calls `report` with every `WorkerExit` and `ZygoteLost`, for `handle_event`; with None if the job's
+    records must be read before `allow_heartbeat` may be called again.
 
     Attributes:
         generation: Generation of the workers that run here or ran last; -1 before the first.
@@ -291,20 +278,12 @@ class WorkerGroup:
     # --- Starting and stopping ---
 
     def warm_up(self) -> str:
-        """Get ready to fork, and return what could not be imported ahead of time, as text.
-
-        Raises:
-            EDLError: The process that forks workers died, or took too long.
-        """
+        """Get ready to fork, and return what could not be imported ahead of time, as text."""
         self._pool.warm_up(raise_if_stopping=self._raise_if_stopping)
         return self._pool.import_failures
 
     def start_generation(self, world: World, position: int) -> None:
-        """Replace the workers that ran here by those of a new generation.
-
-        Raises:
-            EDLError: Workers do not die, or cannot be forked.
-        """
+        """Replace the workers that ran here by those of a new generation."""
         member = world.nodes[position]
         if not self._prewarm_usable and self._pool.prewarmed:
             self._renew_pool()
@@ -331,11 +310,7 @@ class WorkerGroup:
         self._tail_logs(logs)
 
     def stop_workers(self) -> None:
-        """Stop the workers; their status pages and slots stay.
-
-        Raises:
-            EDLError: A worker does not die.
-        """
+        """Stop the workers; their status pages and slots stay."""
         if self.running:
             self.running = False
             self._pool.kill_workers()
@@ -446,17 +421,7 @@ class WorkerGroup:
         missing: bool = False,
         known_at: float = math.inf,
     ) -> RecoveryDecision | None:
-        """Decide what follows from the failures of this generation.
-
-        Args:
-            forgiven: How many errors of the script itself the job has survived.
-            others_ended: Ranks of other nodes that ended with exit code 0, which may explain lost contact.
-            missing: Whether a node of this generation is gone or may be, which may explain it too.
-            known_at: When that was read (`time.monotonic()`); infinity means now.
-
-        Returns:
-            The decision; None if nothing has failed, or while the cause is not clear.
-        """
+        """Decide what follows from the failures of this generation (`GenerationOutcome.decide_recovery`)."""
         if not self.running or self.terminating:
             return None
         step = self.last_step

@@ -44,9 +44,6 @@ class SaveSchedule:
         interval_s: Seconds between two saves.
         interval_steps: Steps between two saves.
         next_step: Step after which to save next; None to save after the next step that finishes.
-
-    Raises:
-        SettingsError: None or several of the three are set, or the one that is set is not above 0.
     """
 
     overhead: float | None = None
@@ -362,11 +359,7 @@ class Checkpointer:
             logger.warning("%s", exc)
 
     def _close_or_raise(self) -> None:
-        """Release everything.
-
-        Raises:
-            TemporaryError: A state that is marked for storage was not stored.
-        """
+        """Release everything."""
         if self._closed:
             return
         self._closed = True
@@ -533,9 +526,6 @@ class Checkpointer:
         """Wait for a silent agent, or to be killed: other nodes may consider this one dead and train in its place.
 
         An agent that dies takes its workers with it, so this never waits for a dead agent.
-
-        Raises:
-            TemporaryError: The agent was silent for so long that the worker should end.
         """
         logger.warning(
             "the agent of this node has been silent for %.1f s: waiting for it", self._status_page.agent_silence_s

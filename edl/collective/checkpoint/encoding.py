@@ -55,11 +55,7 @@ def encode(value: Any, store_tensor: StoreTensor, path: Path = ()) -> bytes:
 
 
 def decode(form: Any, load_tensor: LoadTensor) -> Any:
-    """Decode the parsed JSON of an encoded value.
-
-    Raises:
-        ProtocolError: The form was not made by `encode`.
-    """
+    """Decode the parsed JSON of an encoded value."""
     return _decode(form, load_tensor)
 
 
@@ -69,11 +65,7 @@ def to_json(value: Any) -> bytes:
 
 
 def from_json(data: bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ProtocolError: The bytes are not JSON.
-    """
+    """Parse JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as exc:

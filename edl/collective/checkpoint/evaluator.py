@@ -102,11 +102,7 @@ class Evaluator:
 
 
 def share_result(evaluator: Evaluator, result: Any, group: Group) -> Any:
-    """Return, on every rank, the result of the first rank that has one. Collective.
-
-    Raises:
-        SettingsError: The result has a type that cannot be saved.
-    """
+    """Return, on every rank, the result of the first rank that has one. Collective."""
     form = encode(result, _refuse_tensor, (evaluator.name,))
     if world_of(group) > 1:
         gathered = gather_bytes(form, group)

@@ -180,11 +180,7 @@ class ElasticLoop:
 
 
 def _check_models(fields: dict[str, Any]) -> None:
-    """Check that the parameters that optimizers change are in a field as well.
-
-    Raises:
-        SettingsError: A parameter is in no model that was prepared or registered.
-    """
+    """Check that the parameters that optimizers change are in a field as well."""
     known = parameter_names(fields.items())
     for value in fields.values():
         if not isinstance(value, torch.optim.Optimizer):
@@ -217,7 +213,6 @@ class _Place:
         self._loader: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what the order and size of batches depend on."""
         return {
             "epoch": self.epoch,
             "batches": self.batches,
@@ -263,11 +258,7 @@ class _Place:
         self._draws = {"numbers": capture_random_states(), "generator": own, "workers": has_workers(loader)}
 
     def go_on(self, loader: Any) -> None:
-        """Make the loader begin the epoch as it did before the restart.
-
-        Raises:
-            SettingsError: A step now trains another number of samples, or the order of the data has changed.
-        """
+        """Make the loader begin the epoch as it did before the restart."""
         order, samples, accumulated = self._describe(loader)
         check_samples(
             self._samples,

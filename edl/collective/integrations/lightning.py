@@ -274,11 +274,7 @@ class LoopProgress:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Hold a saved position for `apply`.
-
-        Raises:
-            SettingsError: A step now trains another number of samples, or the order of the data has changed.
-        """
+        """Hold a saved position for `apply`."""
         trainer = self.trainer
         here = self._samples()
         for before, now in zip(saved["samples"], here, strict=False):
@@ -586,11 +582,7 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
 
 
 def _check(trainer: Any) -> None:
-    """Check that this trainer can resume exactly.
-
-    Raises:
-        SettingsError: It cannot.
-    """
+    """Check that this trainer can resume exactly."""
     loop = trainer.fit_loop
     loops = {"fit_loop": loop, "epoch_loop": getattr(loop, "epoch_loop", None)}
     if any(not hasattr(loops[name], method) for name, methods in _WRAPPED.items() for method in methods):

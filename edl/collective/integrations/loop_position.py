@@ -51,11 +51,7 @@ class BoundaryCheckpointer:
         return self._checkpointer is not None
 
     def open(self, state: State) -> bool:
-        """Restore the newest state, if there is one. Returns whether there was.
-
-        Raises:
-            SettingsError: Another loop of this process has already begun with the job's saved state.
-        """
+        """Restore the newest state, if there is one. Returns whether there was."""
         kept = [self._options.get("storage"), read("EDL_CHECKPOINT", str), read("EDL_SLOTS", str)]
         shared = "slots" not in self._options and any(kept)
         if shared and BoundaryCheckpointer._opened:
@@ -98,11 +94,7 @@ class BoundaryCheckpointer:
 
 
 def check_samples(saved: int, here: int, workers: int, remedy: str) -> None:
-    """Check that a step trains as many samples as before.
-
-    Raises:
-        SettingsError: It does not; `remedy` tells the user what to do.
-    """
+    """Check that a step trains as many samples as before."""
     if saved != here:
         raise SettingsError(
             f"a step trained {saved} samples, and trains {here} with {workers} workers: samples would be repeated or "
@@ -111,11 +103,7 @@ def check_samples(saved: int, here: int, workers: int, remedy: str) -> None:
 
 
 def check_order(saved: Any, here: Any) -> None:
-    """Check that the data comes in the same order as before.
-
-    Raises:
-        SettingsError: It does not.
-    """
+    """Check that the data comes in the same order as before."""
     if saved != here:
         raise SettingsError(
             f"the data was read in the order of {saved}, and would go on in that of {here}: give the same dataset, "
@@ -163,9 +151,6 @@ def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:
     `loader` is a `DataLoader`, a library's wrapper of one, or any iterable, which must begin with the same batches
     whenever it is iterated over. With `redrawn`, random numbers are restored to where the epoch began, so the order may
     be drawn from them.
-
-    Raises:
-        SettingsError: The order is drawn again in every process, so the epoch cannot be resumed.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return {"sampler": type(getattr(loader, "dataset", loader)).__name__}

@@ -175,11 +175,7 @@ def _as_paddle(tensor: Any, name: str) -> Any:
 
 
 def _put(live: Any, saved: torch.Tensor, name: str) -> None:
-    """Copy saved values into one of Paddle's tensors, bit for bit.
-
-    Raises:
-        SettingsError: The tensor has another shape or dtype.
-    """
+    """Copy saved values into one of Paddle's tensors, bit for bit."""
     kinds = [str(tensor.dtype).rpartition(".")[2] for tensor in (saved, live)]
     shapes = [tuple(saved.shape), tuple(live.shape)]
     if kinds[0] != kinds[1] or shapes[0] != shapes[1]:

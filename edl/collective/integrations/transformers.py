@@ -191,7 +191,6 @@ class _Progress:
         """Evaluation loaders whose persistent workers were created before a restart, and not since."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, what the order and size of batches depend on, and what the Trainer remembers."""
         trainer = self._trainer
         exported: dict[str, list[dict[str, Any]]] = {}
         for callback in trainer.callback_handler.callbacks:
@@ -215,12 +214,7 @@ class _Progress:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Resume from a saved position.
-
-        Raises:
-            SettingsError: A step now trains another number of samples, the order of the data has changed, or the job
-                has ended and the script now asks for more epochs or steps.
-        """
+        """Resume from a saved position."""
         trainer = self._trainer
         check_samples(
             saved["samples"],
@@ -283,7 +277,6 @@ class _Losses:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore losses and counts."""
         trainer = self._trainer
         trainer._tr_loss.copy_(saved["loss"])
         total_loss, last_logged, initial_step = saved["logged"]

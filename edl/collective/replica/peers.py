@@ -52,11 +52,8 @@ if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
 CHUNK_NBYTES: Final = 1 << 20
-"""Bytes of a piece, which is sent and authenticated by itself; both sides must cut alike.
-
-A tenth of this would need ten times as many HMACs, each with its cost in Python; ten times as much would not fit the
-cores' caches.
-"""
+"""Bytes of a piece, which is sent and authenticated by itself; both sides must cut alike. A tenth of this would need
+ten times as many HMACs, each with its cost in Python; ten times as much would not fit the cores' caches."""
 _HASHERS: Final = 4
 """Threads that compute the HMACs of pieces: enough to keep pace with 50 Gbit/s."""
 _AHEAD: Final = 16
@@ -68,10 +65,8 @@ _MAC_NBYTES: Final = 32  # of SHA-256
 _FRAME_MOST_NBYTES: Final = 1 << 16  # an announcement has about 300 bytes; a peer cannot make us allocate more
 _META_MOST_NBYTES: Final = 1 << 30  # about 150 bytes per tensor; a peer cannot make us allocate more
 HANDSHAKE_S: Final = 5.0
-"""How long the other side may take to prove that it knows the secret.
-
-A stranger, such as a port scan, holds a connection for that long.
-"""
+"""How long the other side may take to prove that it knows the secret. A stranger, such as a port scan, holds a
+connection for that long."""
 _NODE: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 
 
@@ -104,11 +99,7 @@ class ReplicaAnnouncement:
 
     @classmethod
     def decode(cls, data: bytes) -> ReplicaAnnouncement:
-        """Parse what `encode` made.
-
-        Raises:
-            ProtocolError: The bytes are not an announcement, or a value is out of range.
-        """
+        """Parse what `encode` made."""
         try:
             fields = json.loads(data)
             decoded = cls(**{**fields, "before": tuple(fields["before"])})
@@ -134,16 +125,6 @@ class AuthenticatedConnection:
     """A connection between two agents that know the job's secret. It is unusable after an error.
 
     The constructor performs the handshake.
-
-    Args:
-        connection: Socket connected to the other agent; the caller closes it.
-        secret: The job's secret.
-        sending: Whether this side sends states rather than receiving them.
-        timeout_s: How long an operation on the connection may take, in seconds.
-
-    Raises:
-        ProtocolError: The other side does not know the secret, or speaks another protocol.
-        OSError: The connection failed, or an operation took too long.
     """
 
     def __init__(self, connection: socket.socket, secret: bytes, *, sending: bool, timeout_s: float) -> None:
@@ -178,11 +159,7 @@ class AuthenticatedConnection:
         self._connection.sendall(len(data).to_bytes(4, "little") + data + mac.digest())
 
     def receive_frame(self) -> bytes:
-        """Receive the next message.
-
-        Raises:
-            ProtocolError: The message was changed on the way, or is longer than 64 KiB.
-        """
+        """Receive the next message."""
         length = int.from_bytes(self._receive_exactly(4), "little")
         if length > _FRAME_MOST_NBYTES:
             raise ProtocolError(f"a message of {length} bytes where at most {_FRAME_MOST_NBYTES} are expected")
@@ -205,11 +182,7 @@ class AuthenticatedConnection:
             self._connection.sendall(tree.tag())
 
     def receive_bulk(self, *targets: memoryview) -> None:
-        """Fill memory with the bytes that arrive. Do not use them before this returns.
-
-        Raises:
-            ProtocolError: Something was changed on the way.
-        """
+        """Fill memory with the bytes that arrive. Do not use them before this returns."""
         with _TreeMac(self._next_received(), self._receive_key, self._received, hashing=not self._private) as tree:
             for target in targets:
                 for begin in range(0, len(target), CHUNK_NBYTES):
@@ -410,10 +383,8 @@ def _receive_answer(link: AuthenticatedConnection) -> bytes:
 _SENDER_S: Final = 10.0
 """How long the sender may keep this side waiting. It reads from memory, and another sender waits for its turn."""
 _SHARE_OF_FREE: Final = 0.5
-"""Share of the free memory that a worker's replica may take.
-
-The other half is for this node's workers, which may be about to save.
-"""
+"""Share of the free memory that a worker's replica may take. The other half is for this node's workers, which may be
+about to save."""
 _ACCEPT_RETRY_S: Final = 0.1
 """Pause after a connection could not be accepted, for instance because no file descriptor is left."""
 

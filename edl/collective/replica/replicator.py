@@ -45,9 +45,6 @@ class ReplicaPace:
         retry_s: Seconds to wait before trying a peer again that did not take a state.
         patience_s: Seconds to wait for workers of this node that have not kept a state that others have. After that the
             state is skipped: those workers died, or saved elsewhere.
-
-    Raises:
-        SettingsError: A duration is negative, or the share is not above 0 and up to 1.
     """
 
     interval_s: float = 10.0
@@ -57,11 +54,7 @@ class ReplicaPace:
 
     @classmethod
     def from_env(cls) -> ReplicaPace:
-        """Read `EDL_REPLICA_SHARE`; the other values are the defaults.
-
-        Raises:
-            SettingsError: The share is not above 0 and up to 1.
-        """
+        """Read `EDL_REPLICA_SHARE`; the other values are the defaults."""
         return cls(share=read("EDL_REPLICA_SHARE", positive_float) or cls.share)
 
     def __post_init__(self) -> None:
@@ -131,10 +124,8 @@ class ReplicationSchedule:
 _POLL_S: Final = 0.2
 """How often to look for kept states. They are kept about every ten seconds, and a look reads some pages of memory."""
 _CLOSE_S: Final = 1.0
-"""How long to wait for a transfer under way when the node leaves.
-
-It may itself wait for a peer that does not answer.
-"""
+"""How long to wait for a transfer under way when the node leaves. It may itself wait for a peer that does not
+answer."""
 _SECRET_NBYTES: Final = 32  # 256 bits, as many as the HMACs made with it
 
 
@@ -159,11 +150,7 @@ class JobSecret:
         self._known = b""
 
     def __call__(self) -> bytes:
-        """Return the secret.
-
-        Raises:
-            DiscoveryError: The store does not answer.
-        """
+        """Return the secret."""
         if not self._known:
             entry = self._store.get(self._key)
             if entry is None:

@@ -42,9 +42,6 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
     """Refuse a module whose gradients would be averaged twice, in part, or over other ranks than those of `group`.
 
     `accumulates` says whether a step may have several micro-batches.
-
-    Raises:
-        SettingsError: The module is refused; the message says what to wrap instead.
     """
     own = layers(module)
     inside = [part for part in module.modules() if all(part is not layer for layer in own)]
@@ -84,11 +81,7 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
 
 
 def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Refuse an optimizer that updates tensors which are not parameters of the module.
-
-    Raises:
-        SettingsError: The optimizer has such a tensor.
-    """
+    """Refuse an optimizer that updates tensors which are not parameters of the module."""
     strangers = set(map(id, updated)) - set(map(id, parameters))
     if strangers:
         raise SettingsError(
@@ -184,9 +177,6 @@ def average_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup | N
 
     A rank without a gradient counts as zeros. If no rank has a gradient for a parameter, it has none afterwards either,
     because optimizers treat a zero gradient differently from a missing one (weight decay, moments).
-
-    Raises:
-        SettingsError: A gradient is sparse.
     """
     world = dist.get_world_size(group)
     for bucket in _buckets(parameters):

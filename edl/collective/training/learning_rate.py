@@ -144,11 +144,7 @@ class RateScaling:
         return self.batch / self.base_batch
 
     def factor(self, noise: GradientNoise) -> float:
-        """Return the factor of the next step's learning rate.
-
-        Raises:
-            SettingsError: The user's policy function did not return a positive number.
-        """
+        """Return the factor of the next step's learning rate."""
         scale = self.scale
         if self.policy is None:
             return 1.0

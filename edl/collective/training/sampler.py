@@ -64,9 +64,6 @@ def rank_share(samples: int, world: int, rank: int, least: int = 1) -> range:
     Shares are consecutive, in the order of the ranks, and differ by at most one sample; the first ranks have the larger
     ones. A share has at least `least` samples unless it is empty or the batch has fewer. If there are too few samples
     for all ranks, the last ranks' shares are empty.
-
-    Raises:
-        SettingsError: There is no such rank.
     """
     if not 0 <= rank < world:
         raise SettingsError(f"rank={rank} of world={world}: must be from 0 to {world - 1}")
@@ -87,9 +84,6 @@ def micro_batch_sizes(samples: int, most: int | None = None, parts: int = 1, lea
 
     Returns:
         The sizes, the largest first. An empty list if `samples` is 0, unless `parts` is above 1.
-
-    Raises:
-        SettingsError: `most` is below 1.
     """
     if most is not None and most < 1:
         raise SettingsError(f"max_micro_batch={most}: must be at least 1, or None for no limit")
@@ -101,11 +95,7 @@ def micro_batch_sizes(samples: int, most: int | None = None, parts: int = 1, lea
 
 
 def count_rows(batch: object) -> int:
-    """Return the number of rows that every part of a batch has.
-
-    Raises:
-        SettingsError: The parts differ in their number of rows, or none has rows.
-    """
+    """Return the number of rows that every part of a batch has."""
     counts: list[int] = []
     _map(batch, lambda part: counts.append(len(part)))
     if not counts:

@@ -165,11 +165,7 @@ def _sizes(mine: int, world: int, how: StepRequirements) -> list[int]:
 
 
 def _check_rows(counts: list[int], how: StepRequirements) -> None:
-    """Refuse shares that the module cannot be trained on, on all ranks alike, so that none waits for a failed one.
-
-    Raises:
-        SettingsError: A rank has fewer rows than the module needs.
-    """
+    """Refuse shares that the module cannot be trained on, on all ranks alike, so that none waits for a failed one."""
     if how.strict and any(0 < count < how.least for count in counts):
         raise SettingsError(
             f"a rank has one row for this step, and {ONE_ROW}: let every rank have {how.least} rows or none (for the "

@@ -86,11 +86,7 @@ class LossScale:
             self._scaler.unscale_(optimizer)
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step the optimizer.
-
-        Returns:
-            False if the scaler skipped the step because of infinite or NaN gradients.
-        """
+        """Step the optimizer. Returns False if the scaler skips the step because of infinite or NaN gradients."""
         if self._scaler is None:
             optimizer.step()
             return True
@@ -534,11 +530,7 @@ class ElasticTrainer:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _check_least_rows(self) -> None:
-        """Make sure that no rank and no micro-batch has a single row if the model normalizes over rows.
-
-        Raises:
-            SettingsError: The settings would still lead to a single row.
-        """
+        """Make sure that no rank and no micro-batch has a single row if the model normalizes over rows."""
         self._least = least_rows(self.model)
         self._strict = fails_with_one_row(self.model)
         if self.sampler is not None:

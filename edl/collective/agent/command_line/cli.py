@@ -54,22 +54,13 @@ logger = logging.getLogger(__name__)
 _LOGS: Final = "edl-logs-"
 _KEPT: Final = "edl-output-"
 _ABANDONED_S: Final = 3600.0
-"""Age in seconds from which an unlocked folder is removed.
-
-Another agent may have just made a younger one and not locked it yet.
-"""
+"""Age in seconds from which an unlocked folder is removed. Another agent may have just made a younger one and not
+locked it yet."""
 
 
 @contextmanager
 def temporary_log_folder() -> Iterator[str]:
-    """Make a folder for the workers' files that is locked while in use, and remove folders that killed agents left.
-
-    Yields:
-        Path of the folder.
-
-    Raises:
-        SettingsError: No folder for temporary files is writable, as in a container with a read-only root.
-    """
+    """Make a folder for the workers' files that is locked while in use, and remove folders that killed agents left."""
     try:
         base = Path(tempfile.gettempdir())
     except FileNotFoundError as exc:
@@ -90,11 +81,7 @@ def temporary_log_folder() -> Iterator[str]:
 
 @contextmanager
 def kept_log_folder() -> Iterator[str]:
-    """Make a folder for the workers' files that stays, unless it remains empty.
-
-    Yields:
-        Path of the folder.
-    """
+    """Make a folder for the workers' files that stays, unless it remains empty."""
     folder = tempfile.mkdtemp(prefix=_KEPT)
     try:
         yield folder
@@ -111,11 +98,7 @@ def _is_old(folder: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder.
-
-    Raises:
-        OSError: Another process holds it.
-    """
+    """Hold the lock of a folder."""
     file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,20 +114,15 @@ _LOGGERS = ("edl.collective.agent", "edl.collective.replica")
 """Loggers whose messages a person should see from INFO on; for the rest of EDL and other libraries, from WARNING on."""
 
 _STORE_TIMEOUT_S = 2.0
-"""Seconds for a request to the store.
-
-This is longer than the lease, because a shorter timeout would not help: other nodes continue without a node whose store
-is that slow, and its workers are stopped, whether it waits or not.
-"""
+"""Seconds for a request to the store. This is longer than the lease, because a shorter timeout would not help: other
+nodes continue without a node whose store is that slow, and its workers are stopped, whether it waits or not."""
 _EXIT_USAGE = 2  # the exit code of `edl.cli`, which turns errors raised here into exit codes
 _SERVED = "edl://"
 _NO_NAME = "none"
 """torchrun's own `--rdzv-id` if none is given."""
 _OWN_NAME = re.compile("run-[0-9a-f]{32}")
-"""Names of jobs that have one node and no name from the user.
-
-Such a node continues without the store, so no other node may take its job over.
-"""
+"""Names of jobs that have one node and no name from the user. Such a node continues without the store, so no other node
+may take its job over."""
 _BEGIN_S = 30.0  # for a fork to reach the script's first line: milliseconds, or seconds on a machine that swaps
 _UNUSED = ("rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port", "start_method")
 _UNUSED_ANYWHERE = ("node_rank", "start_method")

@@ -23,16 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 _ELSEWHERE: Final = ("203.0.113.1", "2001:db8::1")
-"""Addresses that belong to no network (RFC 5737, RFC 3849).
-
-The route to them is the route to other hosts; nothing is sent.
-"""
+"""Addresses that belong to no network (RFC 5737, RFC 3849). The route to them is the route to other hosts; nothing is
+sent."""
 
 _SLOW_NAME_S: Final = 2.0
-"""Seconds from which a lookup counts as slow.
-
-A resolver that does not answer takes 5 s by default; a busy machine may take up to this for any lookup.
-"""
+"""Seconds from which a lookup counts as slow. A resolver that does not answer takes 5 s by default; a busy machine may
+take up to this for any lookup."""
 
 
 def own_address(store_url: str) -> str:
@@ -40,9 +36,6 @@ def own_address(store_url: str) -> str:
 
     If each host has its own agent of the store on its loopback (Consul's), this is the address on the route to other
     hosts, or the loopback's if there is no such route.
-
-    Raises:
-        SettingsError: There is no route to the store's host.
     """
     servers = servers_of(store_url)
     if not servers:
@@ -128,16 +121,8 @@ class RendezvousEndpoint:
     def of(cls, options: argparse.Namespace, conf: Mapping[str, str], max_nodes: int) -> RendezvousEndpoint | None:
         """Read torchrun's options.
 
-        Args:
-            options: Options of the command line.
-            conf: Pairs of `--rdzv-conf`.
-            max_nodes: Largest number of nodes in the job.
-
         Returns:
             The endpoint; None if torchrun's options name none, or EDL's options name a store.
-
-        Raises:
-            SettingsError: An option cannot be used.
         """
         backend = options.rdzv_backend.strip().lower()
         if options.standalone or options.store or max_nodes < 2 or "://" in options.rdzv_endpoint:

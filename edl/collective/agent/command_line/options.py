@@ -173,13 +173,6 @@ def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Names
     """Parse a command line. In a task of a Slurm step, options that are not given are derived from the step.
 
     torchrun's own variables (such as `PET_NNODES`) count as given.
-
-    Args:
-        argv: The command line.
-        step: The Slurm step; None outside of Slurm.
-
-    Raises:
-        SettingsError: An option is unknown or wrong, or the step's GPUs do not determine how many workers to run.
     """
     options = parser()
     parsed: argparse.Namespace

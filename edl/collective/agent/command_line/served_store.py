@@ -23,10 +23,8 @@ logger = logging.getLogger(__name__)
 _POLL_S: Final = 0.1  # until the store answers: a node that waits for it joins up to this much later
 _SILENT_S: Final = 2.0  # nodes that are started together answer within it, which needs no message
 _PATIENCE_S: Final = 60.0
-"""Seconds to wait for another node that could not store the job's last state to come back and do so.
-
-Within a minute a person has typed the same command; after longer, the agent of a finished job would seem to hang.
-"""
+"""Seconds to wait for another node that could not store the job's last state to come back and do so. Within a minute a
+person has typed the same command; after longer, the agent of a finished job would seem to hang."""
 
 
 @contextlib.contextmanager
@@ -40,15 +38,6 @@ def served_store(
     """Open the store at an endpoint. This process serves it if it is on that host and no other agent there does.
 
     After the block this process continues to serve until the other nodes have ended.
-
-    Args:
-        endpoint: The endpoint that all nodes name alike.
-        credentials: This node's credentials: mutual TLS if they are complete, and tokens.
-        timeout_s: How long a request may take, in seconds.
-        join_timeout_s: How long to wait for the serving agent, in seconds.
-
-    Yields:
-        The store, which answers.
 
     Raises:
         SettingsError: Another program answers there, TLS or tokens do not match, or this host cannot serve.
@@ -123,12 +112,7 @@ class _Serving:
 
 
 def _wait_for(store: ServedStore, serving: _Serving, join_timeout_s: float) -> None:
-    """Wait until the store answers, and log why it does not yet.
-
-    Raises:
-        DiscoveryError: It does not answer within `join_timeout_s`.
-        SettingsError: It never will.
-    """
+    """Wait until the store answers, and log why it does not yet."""
     began = time.monotonic()
     logged = ""
     endpoint = store.client.target.endpoint

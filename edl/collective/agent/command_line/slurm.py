@@ -82,9 +82,6 @@ class SlurmStep:
         Returns:
             The task; None outside of a step and in a shell that `srun --pty` opened, where a person's commands are not
                 tasks of one job.
-
-        Raises:
-            SettingsError: One of Slurm's variables has a value that Slurm never sets.
         """
         environ = os.environ if environ is None else environ
         if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
@@ -155,11 +152,7 @@ class SlurmStep:
 
     @property
     def workers(self) -> int:
-        """The default number of workers of this task: its number of GPUs, or 1 if it has none.
-
-        Raises:
-            SettingsError: Tasks on this host share GPUs, so workers of different tasks would use the same ones.
-        """
+        """The default number of workers of this task: its number of GPUs, or 1 if it has none."""
         visible = self.gpus if self.visible_gpus is None else self.visible_gpus
         if self.tasks_here > 1 and self.gpus and visible * self.tasks_here > self.gpus:
             raise SettingsError(
@@ -227,9 +220,6 @@ class TaskRuns:
 
     Attributes:
         ended: Number of runs whose job has ended.
-
-    Raises:
-        SettingsError: Another process of the task is running `edl run`, or the folder cannot be made this user's alone.
     """
 
     def __init__(self, step: SlurmStep, command: str, folder: Path | None = None) -> None:

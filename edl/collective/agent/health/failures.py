@@ -59,10 +59,8 @@ _HARDWARE_XIDS: Final = {
     120: "error of the GPU's system processor",
     140: "unrecovered ECC error",
 }
-"""Xids for which NVIDIA's catalogue says to reset the GPU, reboot or replace it.
-
-13, 31 and 43 are usually errors of applications; 63 and 94 end with the process.
-"""
+"""Xids for which NVIDIA's catalogue says to reset the GPU, reboot or replace it. 13, 31 and 43 are usually errors of
+applications; 63 and 94 end with the process."""
 _RECORD_NBYTES: Final = 8192  # the kernel refuses to read a record into a smaller buffer (CONSOLE_EXT_LOG_MAX)
 
 
@@ -72,10 +70,8 @@ class ExitCause(Enum):
     KILLED = "killed"
     """A signal killed it, or a process that loads data for it: out of memory, preemption, a crash in native code."""
     PEER_LOST = "contact"
-    """It lost contact with another rank; the cause is elsewhere.
-
-    If native code notices that, as in Paddle's gloo and NCCL's watchdog, the process ends by SIGABRT.
-    """
+    """It lost contact with another rank; the cause is elsewhere. If native code notices that, as in Paddle's gloo and
+    NCCL's watchdog, the process ends by SIGABRT."""
     ERROR = "error"
     """The script raised, or ended with a nonzero exit code. A failed assertion in a kernel counts too."""
     HARDWARE = "hardware"
@@ -227,12 +223,7 @@ class RecoveryDecision:
 
 
 def find_exit_cause(status: int, text: str) -> ExitCause:
-    """Return why a worker ended.
-
-    Args:
-        status: The worker's exit code, negative for a signal.
-        text: The exception's type and message, preferably with its traceback; empty if unknown.
-    """
+    """Return why a worker ended, by its exit code (negative for a signal) and its traceback, if it left one."""
     if status == -signal.SIGABRT:
         return ExitCause.PEER_LOST
     if status < 0 or (
@@ -353,16 +344,11 @@ def read_error_file(path: Path) -> str:
 
 
 _FRUITLESS: Final = 10
-"""This many restarts in a row without progress end a job.
-
-A flapping node may need several before it is excluded; a script that cannot get further would otherwise hold its GPUs
-for ever.
-"""
+"""This many restarts in a row without progress end a job. A flapping node may need several before it is excluded; a
+script that cannot get further would otherwise hold its GPUs for ever."""
 _FRUITFUL_S: Final = 60.0
-"""Workers that ran for longer than this made progress, as far as can be told of a script that reports no steps.
-
-It takes less to start, connect and fail again.
-"""
+"""Workers that ran for longer than this made progress, as far as can be told of a script that reports no steps. It
+takes less to start, connect and fail again."""
 
 HANGING = "the workers hang"
 """Beginning of a restart's reason that makes every node log the stacks of its workers."""
@@ -385,13 +371,7 @@ class RestartPolicy:
         self._hung_after: list[int] = []  # the last steps before workers were killed because they hung
 
     def apply_limits(self, decision: RecoveryDecision, forgiven: int, step: int) -> RecoveryDecision:
-        """Return the decision, changed where earlier failures and restarts require it.
-
-        Args:
-            decision: What follows from the latest failures alone.
-            forgiven: How many errors of the script itself the job has survived.
-            step: The last step that any worker finished; -1 for none.
-        """
+        """Return the decision, changed where earlier failures and restarts require it."""
         if decision.unclear and self._unclear_faults:
             return replace(decision, leave_out=True)
         if decision.fatal and forgiven < self._max_forgiven:
@@ -418,13 +398,7 @@ class RestartPolicy:
         self._unclear_faults += 1
 
     def record_restart(self, step: int, lived_s: float, *, hung: bool = False) -> None:
-        """Record that the workers are started again.
-
-        Args:
-            step: The last step that any worker finished; -1 for none.
-            lived_s: How long the workers had run, in seconds.
-            hung: Whether they were killed because they hung.
-        """
+        """Record that the workers are started again, after `step` (-1 for none) and `lived_s` seconds."""
         if hung and step not in self._hung_after[-1:]:
             self._hung_after.append(step)
         self._fruitless = 0 if step > self._best_step or lived_s > _FRUITFUL_S else self._fruitless + 1
@@ -435,11 +409,8 @@ class RestartPolicy:
 
 
 _PEER_FAILURE_GRACE_S = 0.5
-"""How long a traceback may come after the death of the peer that caused it.
-
-With less, a lost peer would count as an error of the script, which ends the job; more delays the end of a job whose
-script is wrong.
-"""
+"""How long a traceback may come after the death of the peer that caused it. With less, a lost peer would count as an
+error of the script, which ends the job; more delays the end of a job whose script is wrong."""
 _LEASE_GRACE_S = 1.0
 """How long, beyond a lease's length, other agents may need to see that a node is gone."""
 
@@ -525,19 +496,11 @@ class GenerationOutcome:
         step: int,
         known_at: float = math.inf,
     ) -> RecoveryDecision | None:
-        """Decide what follows from the failures.
+        """Decide what follows from the failures; None if nothing has failed, or while the cause is not clear.
 
-        Args:
-            forgiven: How many errors of the script itself the job has survived.
-            others_ended: Ranks of other nodes that ended with exit code 0, which may explain lost contact.
-            missing: Whether a node of the generation is gone or may be, which may explain it too.
-            trained: Whether the job has trained before.
-            step: The last step that any worker here finished; -1 if they report none.
-            known_at: When `missing` and `others_ended` were read (`time.monotonic()`); infinity means now. Information
-                from before this machine was paused says nothing about leases that have expired since.
-
-        Returns:
-            The decision; None if nothing has failed, or while the cause is not clear.
+        The arguments are those of the function of this name. `known_at` is when `missing` and `others_ended` were read
+        (`time.monotonic()`), infinity means now: what was read before this machine was paused says nothing about leases
+        that have expired since.
         """
         if not self._failures:
             return None

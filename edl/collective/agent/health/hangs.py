@@ -27,43 +27,28 @@ from typing import Final
 from edl.collective.worker_status import Phase, WorkerStatus
 
 _CPU_SHARE: Final = 0.1
-"""Share of one core, over all threads that talk to the kernel, that counts as work.
-
-Watchdogs, heartbeats and loops that sleep use about 1% to 5%. Evaluations that use less mostly wait for a disk or
-network, which shows in bytes.
-"""
+"""Share of one core, over all threads that talk to the kernel, that counts as work. Watchdogs, heartbeats and loops
+that sleep use about 1% to 5%. Evaluations that use less mostly wait for a disk or network, which shows in bytes."""
 _LEAST_SHARE: Final = 0.01
-"""Share of one core below which a thread does not count at all.
-
-This matters on a machine so busy that threads hardly get a core: a thread that wakes up now and then spends most of its
-time there waiting for one.
-"""
+"""Share of one core below which a thread does not count at all. This matters on a machine so busy that threads hardly
+get a core: a thread that wakes up now and then spends most of its time there waiting for one."""
 _CALLS_PER_S: Final = 5.0
-"""Requests to the kernel per second that a thread must make for its CPU time to count.
-
-A spinning thread makes none by itself; the kernel's balancing of memory between NUMA nodes adds about one page fault a
-second.
-"""
+"""Requests to the kernel per second that a thread must make for its CPU time to count. A spinning thread makes none by
+itself; the kernel's balancing of memory between NUMA nodes adds about one page fault a second."""
 _BYTES_PER_S: Final = 256 * 1024
-"""Bytes per second, read and written, that count as work.
-
-A log, a metrics exporter and a monitor that reads `/proc` stay well below.
-"""
+"""Bytes per second, read and written, that count as work. A log, a metrics exporter and a monitor that reads `/proc`
+stay well below."""
 _SPINNING: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "libmpi", "libuct", "libhccl")
 """Names in the memory map of a process that may wait by spinning: devices, MPI, UCX."""
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _SAMPLES: Final = 10
-"""Measurements in the second half of a limit.
-
-Fewer would miss short bursts of work; more would cost time without telling more.
-"""
+"""Measurements in the second half of a limit. Fewer would miss short bursts of work; more would cost time without
+telling more."""
 _SHORTEST_S: Final = 0.5
 """Least seconds between two measurements: the kernel counts CPU time in hundredths of a second."""
 _LONGEST_S: Final = 15.0
-"""Most seconds between two measurements.
-
-More would notice late that a worker works again; a measurement costs milliseconds.
-"""
+"""Most seconds between two measurements. More would notice late that a worker works again; a measurement costs
+milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +130,7 @@ class ActivityMonitor:
     def last_active(self, pid: int, limit_s: float, now_s: float) -> float | None:
         """Return when a process was last seen to work (`time.monotonic()`), or None if it never was.
 
-        Args:
-            pid: The process.
-            limit_s: The limit in seconds that it is about to reach; it is measured about ten times in half of that.
-            now_s: The time now (`time.monotonic()`).
+        It is about to reach a limit, and is measured about ten times in half of that.
         """
         every_s = min(max(limit_s / 2 / _SAMPLES, _SHORTEST_S), _LONGEST_S)
         before = self._usages.get(pid)
@@ -225,10 +207,8 @@ def _read_text(path: Path) -> str:
 _ENOUGH_STEPS: Final = 3
 """Number of measured steps from which on their median counts: the first two still compile and open files."""
 _LATER_S: Final = 60.0
-"""Extra seconds that ranks may wait beyond the limit of a rank that hangs, so that it is named as the cause.
-
-It is more than the time between two checks by an agent on a busy machine.
-"""
+"""Extra seconds that ranks may wait beyond the limit of a rank that hangs, so that it is named as the cause. It is more
+than the time between two checks by an agent on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -319,13 +299,7 @@ def find_progress_limit(status: WorkerStatus, limits: HangLimits, *, forked_s: f
 
 
 def is_working(found: ProgressLimit, now_s: float, active_s: float | None) -> bool:
-    """Return whether a worker was seen to work within the last half of its limit.
-
-    Args:
-        found: The worker's `find_progress_limit`.
-        now_s: The time now (`time.monotonic()`).
-        active_s: When its process was last seen to work (`time.monotonic()`); None for never.
-    """
+    """Return whether a worker was seen to work within the last half of its limit."""
     return not found.declared and active_s is not None and now_s - active_s <= found.limit_s / 2
 
 
@@ -334,12 +308,8 @@ def describe_hang(
 ) -> str | None:
     """Return why a worker counts as hung, or None if it does not.
 
-    Args:
-        found: The worker's `find_progress_limit`.
-        now_s: The time now (`time.monotonic()`).
-        limits: How long workers may go without progress.
-        active_s: When its process was last seen to work (`time.monotonic()`); None for never.
-        awaited_s: Until when another rank was known to work, which this rank may have waited for (`time.monotonic()`).
+    Its process was last seen to work at `active_s`, and until `awaited_s` another rank worked, for which this one may
+    have waited (`time.monotonic()`).
     """
     limit_s = found.limit_s
     since_s = found.since_s
@@ -365,18 +335,11 @@ def _step_limit_s(status: WorkerStatus, limits: HangLimits) -> float:
 
 _BUSY_S: Final = 1.0
 """Seconds for which a worker must be busy before other nodes are told, since each change costs a write to the store.
-
-With less, every short evaluation would cause one; with more, ranks that wait with a short limit could count as hung.
-"""
+With less, every short evaluation would cause one; with more, ranks that wait with a short limit could count as hung."""
 
 
 class HangDetector:
-    """Watches the workers of one generation on one node.
-
-    Args:
-        limits: How long workers may go without progress.
-        activity: Measures their processes.
-    """
+    """Watches the workers of one generation on one node."""
 
     def __init__(self, limits: HangLimits, activity: ActivityMonitor | None = None) -> None:
         self._limits = limits

@@ -65,12 +65,7 @@ class CheckRoundResult:
 
 @dataclass(frozen=True)
 class NodeCheckResult:
-    """The nodes that are not fit to train; all others are.
-
-    Attributes:
-        faulty: Why nodes are faulty, by node.
-        slow: Why nodes are slow, by node.
-    """
+    """The nodes that are not fit to train; all others are."""
 
     faulty: dict[str, str] = field(default_factory=dict)
     slow: dict[str, str] = field(default_factory=dict)
@@ -118,11 +113,6 @@ def summarize_rounds(
     A node is faulty if it passed no round, unless in a failed round a partner was silent or could not compute, which
     explains the failure. A node is slow if even its best time is more than `factor` times the median of all nodes' best
     times.
-
-    Args:
-        nodes: All nodes of the check.
-        rounds: Groups and results by node, for every round; silent nodes are missing.
-        factor: How many times the median counts as slow.
     """
     faulty = {}
     for node in nodes:
@@ -170,10 +160,8 @@ def _slow(rounds: Sequence[Mapping[str, CheckRoundResult]], factor: float) -> di
 _POLL_S: Final = 0.05
 """Pause between two looks into the Store. A check takes seconds; with less, many nodes would load the Store."""
 _LATE_SHARE: Final = 0.1
-"""Extra time for results of nodes that began a little later, as a share of a round's and at least a second.
-
-Those wait for silent partners until their own deadline.
-"""
+"""Extra time for results of nodes that began a little later, as a share of a round's and at least a second. Those wait
+for silent partners until their own deadline."""
 
 
 @dataclass(frozen=True)
@@ -193,15 +181,7 @@ class NodeCheckSettings:
 
 @dataclass(frozen=True)
 class _OwnNode:
-    """This node in a check.
-
-    Attributes:
-        store: The store that all nodes share.
-        prefix: Prefix of the check's keys, without a trailing slash.
-        node: This node's id.
-        host: Address at which the others reach it.
-        settings: How to check.
-    """
+    """This node in a check, whose keys begin with `prefix`, without a trailing slash."""
 
     store: Store
     prefix: str
@@ -217,10 +197,6 @@ def check_nodes(
 
     Returns:
         The result, which is the same on every node that stays until the end.
-
-    Raises:
-        DiscoveryError: The store cannot be reached.
-        ProtocolError: What other nodes wrote is invalid.
     """
     own = _OwnNode(store, prefix.rstrip("/"), node, host, settings)
     groups = _agree_on_groups(own, "1/groups", first_groups(sorted(nodes)))
@@ -386,10 +362,8 @@ def _parsed(value: bytes, where: str) -> Any:
 
 
 _LEASE_S: Final = 10.0
-"""Lease of a node that waits.
-
-With more, a check waits longer for a node that died; with less, a busy node misses its check.
-"""
+"""Lease of a node that waits. With more, a check waits longer for a node that died; with less, a busy node misses its
+check."""
 
 
 def check_before_joining(
@@ -399,10 +373,6 @@ def check_before_joining(
 
     Returns:
         The unfit nodes, the same on every node of the check.
-
-    Raises:
-        DiscoveryError: The store cannot be reached.
-        ProtocolError: What other nodes wrote is invalid.
     """
     folder = prefix(job) + "check/"
     with store.lease(_LEASE_S) as lease:

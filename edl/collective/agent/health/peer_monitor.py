@@ -34,25 +34,17 @@ Address = tuple[str, int]
 
 _BACKLOG: Final = 128  # connections waiting to be accepted: eight come from the ring, the rest is for others
 _MAX_PEERS: Final = 8
-"""Agents that an agent connects to. A death is noticed while any of the eight nodes before it is alive.
-
-More would give all agents more connections, for deaths that leases report too.
-"""
+"""Agents that an agent connects to. A death is noticed while any of the eight nodes before it is alive. More would give
+all agents more connections, for deaths that leases report too."""
 _MAX_ACCEPTED: Final = 1024
-"""Most connections from others that are kept, since they cost file descriptors.
-
-Eight come from the ring; the rest are strangers' or left over.
-"""
+"""Most connections from others that are kept, since they cost file descriptors. Eight come from the ring; the rest are
+strangers' or left over."""
 _REFUSALS: Final = 3
-"""Refusals in a row that count as a death.
-
-A single one proves nothing: a proxy in between refuses for a moment while it restarts.
-"""
+"""Refusals in a row that count as a death. A single one proves nothing: a proxy in between refuses for a moment while
+it restarts."""
 _REFUSED_RETRY_S: Final = 0.03
-"""Pause after a refusal.
-
-With the number of refusals above, a death is known within 0.1 s, and a port has that long to be opened again.
-"""
+"""Pause after a refusal. With the number of refusals above, a death is known within 0.1 s, and a port has that long to
+be opened again."""
 _CONNECT_TIMEOUT_S: Final = 2.0
 """How long a connection may take including its handshake. A slower network is left to the lease."""
 _UNREACHED_RETRY_S: Final = 10.0
@@ -65,11 +57,7 @@ _KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 def choose_peers(world: World, position: int) -> dict[str, Address]:
-    """Choose the agents that a node's agent connects to: the next members around the ring, eight at most.
-
-    Returns:
-        Their addresses, by node.
-    """
+    """Choose the agents that a node's agent connects to: the next members around the ring, eight at most."""
     around = [*world.nodes[position + 1 :], *world.nodes[:position]][:_MAX_PEERS]
     return {member.id: (member.addr, member.tether_port) for member in around if member.tether_port}
 
@@ -322,9 +310,6 @@ def _continue_handshake(connection: socket.socket) -> int:
 
     Returns:
         The event of `selectors` that it waits for; 0 if it is over.
-
-    Raises:
-        OSError: The handshake failed.
     """
     if isinstance(connection, ssl.SSLSocket):
         try:

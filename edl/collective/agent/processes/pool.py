@@ -35,10 +35,8 @@ logger = logging.getLogger(__name__)
 GPU_DEVICES: Final = ("/dev/nvidia[0-9]*", "/dev/kfd")
 """Patterns of the files that a process opens to use a GPU of NVIDIA or AMD."""
 _RELEASE_POLL_S: Final = 0.005
-"""Pause between two checks of processes that are about to end.
-
-Recovery waits for them, and a check takes a tenth of this.
-"""
+"""Pause between two checks of processes that are about to end. Recovery waits for them, and a check takes a tenth of
+this."""
 _INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux; NVML uses the process ids of this namespace
 
 
@@ -133,41 +131,26 @@ def _ask_nvml(nvml: Any) -> set[int]:
 
 
 _FORK_TIMEOUT_S: Final = 10.0
-"""How long a zygote may take to answer.
-
-A fork takes milliseconds, or a second or two on a machine without a free core. A zygote that takes longer hangs; with
-less, a busy machine would lose a zygote, whose successor imports everything again.
-"""
+"""How long a zygote may take to answer. A fork takes milliseconds, or a second or two on a machine without a free core.
+A zygote that takes longer hangs; with less, a busy machine would lose a zygote, whose successor imports everything
+again."""
 _POLL_S: Final = 0.05
 """Pause between checks that no event triggers: of signals during imports, and of processes about to die."""
 _DEATH_TIMEOUT_S: Final = 30.0
-"""How long processes may take to disappear after SIGKILL.
-
-Each needs a turn on a processor for that, and ten seconds were too few on a machine kept busy by others. With more, a
-node whose worker hangs in the kernel ends that much later.
-"""
+"""How long processes may take to disappear after SIGKILL. Each needs a turn on a processor for that, and ten seconds
+were too few on a machine kept busy by others. With more, a node whose worker hangs in the kernel ends that much
+later."""
 _ZYGOTE_END_TIMEOUT_S: Final = 1.0
-"""How long a zygote may take to end after its socket closed, which happens when it ends.
-
-Only a message depends on it.
-"""
+"""How long a zygote may take to end after its socket closed, which happens when it ends. Only a message depends on
+it."""
 _ATTEMPTS: Final = 4
-"""Attempts to import ahead of time; the last imports nothing.
-
-Each leaves out the modules that earlier ones found unfit.
-"""
+"""Attempts to import ahead of time; the last imports nothing. Each leaves out the modules that earlier ones found
+unfit."""
 
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """The end of a worker.
-
-    Attributes:
-        generation: Generation that it belonged to.
-        local_rank: Its rank on this node.
-        pid: Its process id.
-        status: Exit code; for a worker that a signal killed, the negative signal number.
-    """
+    """The end of a worker. The status is an exit code; if a signal killed the worker, the negative signal number."""
 
     generation: int
     local_rank: int
@@ -190,11 +173,7 @@ class ZygoteLost:
 class WorkerProcesses:
     """The zygote of a node and the workers that it forked.
 
-    Args:
-        program: What the workers run.
-        report: Called from a thread of this object with every `WorkerExit` and `ZygoteLost`.
-        environ: Environment of the zygote; by default this process's.
-        gpu_devices: Patterns of the files that a process opens to use a GPU.
+    A thread of this object calls `report` with every `WorkerExit` and `ZygoteLost`.
     """
 
     def __init__(
@@ -241,9 +220,6 @@ class WorkerProcesses:
             timeout_s: How long the imports may take, in seconds. If they take longer, or kill the process, another one
                 imports nothing.
             raise_if_stopping: Called repeatedly during the wait; if it raises, only `close` may be called afterwards.
-
-        Raises:
-            EDLError: The zygote died, or was not ready in time, although it imported nothing.
         """
         unfit: dict[str, str] = {}
         lost = ""
@@ -318,14 +294,6 @@ class WorkerProcesses:
         process of several gigabytes. That is safe because a process that got SIGKILL no longer runs its own code. The
         exception is a process with a GPU open: the new workers would find its memory taken, so they are forked when
         the old workers have released it, or when the time is up.
-
-        Args:
-            generation: The generation of all workers from now on.
-            forks: The workers to fork, by local rank.
-            timeout_s: How long the old workers may take to die, in seconds.
-
-        Raises:
-            EDLError: The zygote has died, or a worker does not die.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -354,9 +322,6 @@ class WorkerProcesses:
         """Kill all workers and their children, and wait up to `timeout_s` until they are gone.
 
         Stopped processes die as well.
-
-        Raises:
-            EDLError: A worker does not die, for instance because it hangs in the kernel.
         """
         self._reap(timeout_s)
 
@@ -375,11 +340,7 @@ class WorkerProcesses:
                 self._lock.wait(_POLL_S)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Kill the workers and the zygote, and wait for them.
-
-        Args:
-            timeout_s: How long the workers may take to die, in seconds; after that they are left to the kernel.
-        """
+        """Kill the workers and the zygote, and wait for them."""
         with self._lock:
             self._closing = True
         if self._process is None:

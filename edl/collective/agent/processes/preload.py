@@ -327,10 +327,8 @@ _OF_A_WORKER: Final = {
 _FIX_THEIR_RANK: Final = {"lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"}
 """Packages that are known to be unfit: to find that out, this process would be started, and torch imported, again."""
 _TEST_FORK_S: Final = 10.0
-"""How long a test fork may take to compute a sum. It takes milliseconds, unless it waits for its parent's threads.
-
-With less, a fork on a busy machine would count as unfit, and every worker would import torch by itself.
-"""
+"""How long a test fork may take to compute a sum. It takes milliseconds, unless it waits for its parent's threads. With
+less, a fork on a busy machine would count as unfit, and every worker would import torch by itself."""
 _TEST_FORK_POLL_S: Final = 0.001
 """Pause between two checks of whether that fork has ended. Every prewarmed module waits for it."""
 _PARALLEL_ELEMENTS: Final = 1 << 18
@@ -341,12 +339,7 @@ _UNKNOWN: Final = 3  # exit code of the test fork if the test itself failed; any
 
 @dataclass
 class PreloadResult:
-    """Which modules workers cannot get from a fork, and which could not be imported.
-
-    Attributes:
-        unfit: Why every worker must import a module itself, by module.
-        failed: What could not be imported, as text.
-    """
+    """Which modules workers cannot get from a fork, and which could not be imported."""
 
     unfit: dict[str, str] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)

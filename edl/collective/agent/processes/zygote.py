@@ -59,10 +59,8 @@ _OPTIMIZER: Final = "torch.optim"
 _COMMON: Final = {"CI", "HOME", "LNAME", "LOGNAME", "PATH", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME"}
 """Variables that every environment has. Libraries look them up again whenever they use their values."""
 _JOB_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that Ctrl-C, Slurm and systemd send to all processes of a job.
-
-The agent acts on them, and so do the workers.
-"""
+"""Signals that Ctrl-C, Slurm and systemd send to all processes of a job. The agent acts on them, and so do the
+workers."""
 _COMMAND: Final = (
     # Neither the current folder nor this file's may hide a module of the standard library. The last entry of `sys.path`
     # is where the agent found this package.

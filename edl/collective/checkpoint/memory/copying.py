@@ -288,9 +288,6 @@ class SlotWriter:
 
         Returns:
             The ranks that hold the same shards as this one; empty if the state is not sharded.
-
-        Raises:
-            SettingsError: The state cannot be saved, or there is not enough shared memory.
         """
         captured = state.capture()
         nbytes = captured.data_nbytes

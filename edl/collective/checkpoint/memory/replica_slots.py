@@ -53,11 +53,7 @@ def newest_common_state(held: Sequence[Iterable[CompleteSlot]]) -> list[Complete
 
 @dataclass(frozen=True)
 class ReplicaFolder:
-    """A node's folder of replicas.
-
-    Attributes:
-        path: Path of the folder, in memory.
-    """
+    """A node's folder of replicas."""
 
     path: Path
 

@@ -204,12 +204,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RestoredState:
-    """A state that was restored.
-
-    Attributes:
-        step: Last finished step.
-        world: Number of ranks that saved it.
-    """
+    """A state that was restored."""
 
     step: int
     world: int
@@ -394,11 +389,7 @@ def _byte_tensor(data: bytearray | memoryview) -> torch.Tensor:
 
 
 def _require_unchanged(read: T | None, found: CompleteSlot) -> T:
-    """Return data that was read from a slot, to which no other process should write.
-
-    Raises:
-        ProtocolError: Another process wrote to the slot.
-    """
+    """Return data that was read from a slot, to which no other process should write."""
     if read is None:
         raise ProtocolError(f"{found.path} was overwritten while it was read: is another process using it?")
     return read

@@ -89,15 +89,7 @@ class SlotHeader:
 
 @dataclass(frozen=True)
 class SlotPage:
-    """Contents of the first page of a complete slot.
-
-    Attributes:
-        header: The state in the slot.
-        sequence: Sequence number, which grows with every save.
-        data_nbytes: Bytes of tensors.
-        meta_nbytes: Bytes of metadata.
-        meta_crc: CRC32 of the metadata.
-    """
+    """Contents of the first page of a complete slot."""
 
     header: SlotHeader
     sequence: int
@@ -166,20 +158,12 @@ def _crc(sequence: int, fields: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class CompleteSlot(SlotPage):
-    """A slot that was complete when it was found.
-
-    Attributes:
-        path: The slot's file.
-    """
+    """A slot that was complete when it was found."""
 
     path: Path
 
     def map_file(self) -> mmap.mmap:
-        """Map the file so that writing to the mapping does not change the file.
-
-        Raises:
-            OSError: The file is gone.
-        """
+        """Map the file so that writing to the mapping does not change the file."""
         with self.path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -231,13 +215,7 @@ class CompleteSlot(SlotPage):
 
 @dataclass(frozen=True)
 class SlotCopy:
-    """A slot's contents in memory to which no other process writes.
-
-    Attributes:
-        header: The state.
-        meta: The metadata.
-        data: The bytes of the tensors.
-    """
+    """A slot's contents in memory to which no other process writes."""
 
     header: SlotHeader
     meta: bytes
@@ -442,11 +420,7 @@ class SlotPair:
         return number, memory
 
     def commit_write(self, header: SlotHeader, data_nbytes: int, meta: bytes) -> None:
-        """Add the metadata after the tensors were written, and make the slot the newest complete one.
-
-        Raises:
-            ClosedError: `begin_write` was not called.
-        """
+        """Add the metadata after the tensors were written, and make the slot the newest complete one."""
         if self._writing is None:
             raise ClosedError("commit_write() without begin_write()")
         memory, path = self._maps[self._writing], self._paths[self._writing]

@@ -20,11 +20,7 @@ from edl.errors import SettingsError
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """Return a module and what it wraps, from the outside in; the module that the user wrote is the last.
-
-    Raises:
-        SettingsError: The module is wrapped in FSDP's first version, which alone can name its parts.
-    """
+    """Return a module and what it wraps, from the outside in; the module that the user wrote is the last."""
     found = [module]
     while True:
         outer = found[-1]
@@ -41,11 +37,7 @@ def layers(module: nn.Module) -> list[nn.Module]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module that the user wrote, without wrappers.
-
-    Raises:
-        SettingsError: The module is wrapped in FSDP's first version, which alone can name its parts.
-    """
+    """Return the module that the user wrote, without wrappers."""
     return layers(module)[-1]
 
 
@@ -139,11 +131,7 @@ def optimizer_parameters(field: str, value: Any, names: Names) -> dict[str, torc
 
 
 def load_field(field: str, value: Any, form: Any, names: Names) -> Any:
-    """Load a restored form into a field. Returns the new value of the field.
-
-    Raises:
-        SettingsError: The form does not fit the field. The message says why.
-    """
+    """Load a restored form into a field. Returns the new value of the field."""
     if isinstance(value, nn.Module):
         _load_module(field, unwrapped(value), form)
     elif isinstance(value, torch.optim.Optimizer):
@@ -172,11 +160,7 @@ def _load_module(field: str, module: nn.Module, form: Any) -> None:
 
 
 def check_loadable(field: str, value: Any) -> None:
-    """Check, without calling it, that an object's `load_state_dict` accepts a single argument, the saved state.
-
-    Raises:
-        SettingsError: It accepts no argument, or requires more than one.
-    """
+    """Check, without calling it, that an object's `load_state_dict` accepts a single argument, the saved state."""
     if field_kind(value) != "object":
         return
     try:

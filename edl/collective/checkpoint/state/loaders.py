@@ -79,11 +79,7 @@ def prepare_loader(loader: Any) -> None:
 
 
 def loader_position(loader: Any) -> dict[str, Any]:
-    """Return the position of a `StatefulDataLoader` as plain values and tensors; {} if it was not iterated over.
-
-    Raises:
-        SettingsError: The loader could not resume from there exactly.
-    """
+    """Return the position of a `StatefulDataLoader` as plain values and tensors; {} if it was not iterated over."""
     _check_samplers(loader)
     prepare_loader(loader)
     maker: _IteratorMaker = loader._get_iterator
@@ -109,9 +105,6 @@ def resume_loader(loader: Any, place: dict[str, Any]) -> None:
 
     The iterator is made only when the loop asks for it, so that `set_epoch` is called before. That of a finished epoch
     is made at once, since the next `set_epoch` is that of the next epoch.
-
-    Raises:
-        SettingsError: An earlier version of EDL saved the position.
     """
     maker = _IteratorMaker(loader, place)
     if place and maker.source is not None and place.get("form") != _FORM:
@@ -265,11 +258,7 @@ class _Reader:
         return sample
 
     def _finish_first_read(self, resumed: bool) -> None:
-        """Check that the source does not begin every epoch at the place where one was resumed.
-
-        Raises:
-            SettingsError: It does.
-        """
+        """Check that the source does not begin every epoch at the place where one was resumed."""
         source, loaded = self._source, self._loaded
         self._read, self._loaded = True, None
         if not resumed and source.first is None:
@@ -298,11 +287,7 @@ class _Reader:
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another reader was.
-
-        Raises:
-            SettingsError: The epoch of a `datasets.IterableDataset` is another one now.
-        """
+        """Go on where another reader was."""
         source = self._source
         inner = source.inner
         self._loaded, self._ended, source.seen = state, state["ended"], state["seen"]

@@ -141,20 +141,12 @@ def _join(fields: dict[str, bytes]) -> bytes:
 
 
 def parse_meta(data: bytes) -> StateMetadata:
-    """Parse metadata.
-
-    Raises:
-        ProtocolError: The metadata has another format, or contradicts itself.
-    """
+    """Parse metadata."""
     return read_meta(from_json(data))
 
 
 def read_meta(form: Any) -> StateMetadata:
-    """Parse metadata whose JSON is already parsed.
-
-    Raises:
-        ProtocolError: The metadata has another format, or contradicts itself.
-    """
+    """Parse metadata whose JSON is already parsed."""
     if not isinstance(form, dict) or form.get("format") != _FORMAT:
         raise ProtocolError(f"metadata of a state of another format than {_FORMAT}: another version of EDL saved it")
     try:

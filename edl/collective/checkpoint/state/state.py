@@ -308,11 +308,7 @@ class StateRestore:
         return self._targets
 
     def fill_tensor(self, entry: TensorEntry, part: torch.Tensor) -> None:
-        """Copy what this rank needs of a tensor, or of a rank's part of it.
-
-        Raises:
-            ProtocolError: The saved tensor has another shape than the live one.
-        """
+        """Copy what this rank needs of a tensor, or of a rank's part of it."""
         target = self._targets.get(entry.key)
         if target is not None:
             if tuple(entry.whole) != tuple(target.value.shape):
@@ -326,12 +322,7 @@ class StateRestore:
                 self.fill_tensor(entry, view_of(data, entry))
 
     def finish(self) -> None:
-        """Load the restored values into all fields.
-
-        Raises:
-            ProtocolError: Some tensors were not filled completely.
-            SettingsError: The saved state does not fit the live one.
-        """
+        """Load the restored values into all fields."""
         lacking = [target.key for target in self._targets.values() if target.missing]
         if lacking:
             raise ProtocolError(f"{len(lacking)} tensors are incomplete in the saved state, among them {lacking[0]}")

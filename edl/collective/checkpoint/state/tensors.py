@@ -48,11 +48,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:
-    """Return the part of a tensor that this rank holds, and the indices in the whole at which it begins.
-
-    Raises:
-        SettingsError: The ranks' parts do not make up the whole.
-    """
+    """Return the part of a tensor that this rank holds, and the indices in the whole at which it begins."""
     if not is_sharded(tensor):
         return tensor.detach(), (0,) * tensor.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -234,11 +230,7 @@ class TensorCollector:
 
 
 def _check_plain(key: str, tensor: torch.Tensor, made_anew: bool) -> None:
-    """Check that a tensor consists of nothing but its bytes.
-
-    Raises:
-        SettingsError: It does not, so it could be saved but not restored.
-    """
+    """Check that a tensor consists of nothing but its bytes."""
     if is_lazy(tensor):
         raise SettingsError(f"{key} has no shape yet: run a batch through its module before the state is saved")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
@@ -263,11 +255,7 @@ def _bytes_of(array: Any) -> torch.Tensor:
 
 
 def view_of(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    """Return the tensor that `entry` describes in `data` (uint8, flat), sharing its memory.
-
-    Raises:
-        ProtocolError: The tensor lies outside the data, or its size contradicts its dtype and shape.
-    """
+    """Return the tensor that `entry` describes in `data` (uint8, flat), sharing its memory."""
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype) or entry.nbytes != entry.numel * dtype.itemsize:
         raise ProtocolError(f"{entry.key}: {entry.nbytes} bytes of {entry.dtype} for the shape {entry.shape}")
@@ -334,13 +322,7 @@ class LiveTensors:
     meshes: LiveMeshes
 
     def restore_target(self, entry: TensorEntry, layout: ShardLayout | None) -> RestoreTarget:
-        """Return the target for the tensor that `entry` describes.
-
-        Raises:
-            SettingsError: It was sharded over a mesh that the live state does not use, or its target is on the meta
-                device.
-            ProtocolError: Its dtype is unknown.
-        """
+        """Return the target for the tensor that `entry` describes."""
         return RestoreTarget.for_tensor(entry.key, self._value(entry, layout))
 
     def _value(self, entry: TensorEntry, layout: ShardLayout | None) -> torch.Tensor:

@@ -175,9 +175,6 @@ def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.T
     """Return the tensor in an item of a file, sharing the item's memory if its alignment allows.
 
     `check` compares the item's checksums.
-
-    Raises:
-        ProtocolError: The tensor is missing or damaged, or contradicts `entry`.
     """
     try:
         with zipfile.ZipFile(_ViewFile(item)) as archive:

@@ -114,12 +114,7 @@ def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Digest of a file.
-
-    Attributes:
-        size: Size in bytes.
-        crc32: CRC32 of the contents.
-    """
+    """Digest of a file."""
 
     size: int
     crc32: int
@@ -166,11 +161,7 @@ class RankManifest:
 
     @classmethod
     def parse(cls, data: bytes) -> RankManifest:
-        """Parse a rank's manifest.
-
-        Raises:
-            ProtocolError: The data is not a rank's manifest.
-        """
+        """Parse a rank's manifest."""
         form = _form(data)
         try:
             return cls(
@@ -190,12 +181,7 @@ class RankManifest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Manifest of a complete checkpoint.
-
-    Attributes:
-        step, generation, world, run: The state that the checkpoint contains.
-        files: Digests of its files, by name.
-    """
+    """Manifest of a complete checkpoint: its state, and the digests of its files by name."""
 
     step: int
     generation: int
@@ -209,11 +195,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """Parse a manifest.
-
-        Raises:
-            ProtocolError: The data is not a manifest.
-        """
+        """Parse a manifest."""
         form = _form(data)
         try:
             files = {str(name): FileDigest(**digest) for name, digest in form["files"].items()}
@@ -258,11 +240,7 @@ class ChecksumWriter(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write all of `data`. Returns its number of bytes.
-
-        Raises:
-            OSError: The file system refused the data.
-        """
+        """Write all of `data`. Returns its number of bytes."""
         view = memoryview(data).cast("B")
         for begin in range(0, len(view), _CHUNK_NBYTES):  # torch writes a whole tensor at once, however large
             chunk = view[begin : begin + _CHUNK_NBYTES]
@@ -324,11 +302,7 @@ class CheckpointFolder:
         self._local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
     def check_writable(self) -> None:
-        """Write a file, and remove it.
-
-        Raises:
-            OSError: Nothing can be written here.
-        """
+        """Write a file, and remove it."""
         path = f"{self._root.rstrip('/')}/.edl-{secrets.token_hex(4)}"
         with _translated():
             self._fs.makedirs(self._root, exist_ok=True)

@@ -115,9 +115,6 @@ def newest_stored(url: str, group: Group = None, *, run: str = "") -> tuple[int,
 
     Returns:
         The checkpoint's generation and step, or (-1, -1) if there is none.
-
-    Raises:
-        TemporaryError: The storage cannot be read.
     """
     try:
         names = (name for name in _share_names(CheckpointFolder(url), group) if name.run == run or not run)

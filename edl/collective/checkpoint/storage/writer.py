@@ -83,9 +83,6 @@ class CheckpointWriter:
     as the name is not known, and then nothing is stored; it may raise a TemporaryError. `keep` is the number of
     complete checkpoints to keep. `fence` is called before a checkpoint is completed, and returns whether this node's
     world is still current.
-
-    Raises:
-        SettingsError: None of fsspec's file systems can reach the URL.
     """
 
     def __init__(
@@ -103,11 +100,7 @@ class CheckpointWriter:
         return self._folder.written_nbytes
 
     def check_storage(self) -> None:
-        """Check that the storage can be written to, before a state has to be stored.
-
-        Raises:
-            SettingsError: It cannot be written to.
-        """
+        """Check that the storage can be written to, before a state has to be stored."""
         try:
             self._folder.check_writable()
         except OSError as exc:
@@ -194,9 +187,6 @@ class CheckpointWriter:
 
         All slots are pinned before the first is written, because their workers go on with training. They are then
         written together.
-
-        Raises:
-            _OverwrittenError: A slot has another state by now.
         """
         try:
             if self._folder.is_published(name):

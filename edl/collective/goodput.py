@@ -80,16 +80,11 @@ class Span:
     """A stretch of time with a counter for every category, which lasts as long as their sum.
 
     So nothing can be counted twice or left out. Spans follow one another without gaps.
-
-    Attributes:
-        amounts: Microseconds by `TimeCategory`, in its order.
-        workers: Largest number of workers that the node (or the job) had in it.
-        running: Whether workers ran; False while an agent waited without any.
     """
 
-    amounts: tuple[int, ...]
-    workers: int = 0
-    running: bool = False
+    amounts: tuple[int, ...]  # microseconds by `TimeCategory`, in its order
+    workers: int = 0  # largest number of workers that the node (or the job) had in it
+    running: bool = False  # whether workers ran; False while an agent waited without any
 
     @property
     def length_us(self) -> int:

@@ -58,40 +58,24 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """A reading of a worker's status page.
+    """A reading of a worker's status page."""
 
-    Attributes:
-        generation: Generation of the world that the worker belongs to; -1 before it began.
-        pid: Process id of the worker; 0 before it began.
-        phase: The current phase.
-        phase_since: When the current phase began, by `time.monotonic()`.
-        totals_s: Seconds spent in every phase until now, over all workers that wrote to this page.
-        step: The last finished step; -1 for none.
-        step_at: When that step was finished, by `time.monotonic()`.
-        saved: The newest step whose state is complete in shared memory; -1 for none.
-        paused: The step after which the worker paused; -1 if it is not paused.
-        samples: Number of samples that this rank processed, over all workers that wrote to this page.
-        durations_s: Seconds that recent steps took, in no particular order.
-        finished: Number of steps finished, over all workers that wrote to this page; a step done again counts again.
-        busy_with: What the worker does in phase BUSY, in the script's words; in other phases, the last such
-            description.
-        busy_limit_s: How long that may take, in seconds.
-    """
-
-    generation: int
-    pid: int
-    phase: Phase
-    phase_since: float
-    totals_s: dict[Phase, float]
-    step: int
-    step_at: float
-    saved: int
-    paused: int
-    samples: int
-    durations_s: tuple[float, ...]
+    generation: int  # generation of the world that the worker belongs to; -1 before it began
+    pid: int  # process id of the worker; 0 before it began
+    phase: Phase  # the current phase
+    phase_since: float  # when the current phase began, by `time.monotonic()`
+    totals_s: dict[Phase, float]  # seconds spent in every phase until now, over all workers that wrote to this page
+    step: int  # the last finished step; -1 for none
+    step_at: float  # when that step was finished, by `time.monotonic()`
+    saved: int  # the newest step whose state is complete in shared memory; -1 for none
+    paused: int  # the step after which the worker paused; -1 if it is not paused
+    samples: int  # number of samples that this rank processed, over all workers that wrote to this page
+    durations_s: tuple[float, ...]  # seconds that recent steps took, in no particular order
+    # Number of steps finished, over all workers that wrote to this page; a step done again counts again
     finished: int = 0
+    # What the worker does in phase BUSY, in the script's words; in other phases, the last such description
     busy_with: str = ""
-    busy_limit_s: float = 0.0
+    busy_limit_s: float = 0.0  # how long that may take, in seconds
 
 
 class WorkerStatusPage:

@@ -28,7 +28,7 @@ from edl.collective.agent.status_publisher import StatusPublisher
 from edl.collective.agent.worker_group import WorkerGroup
 from edl.collective.checkpoint.storage.folder import new_run_id, run_name
 from edl.collective.checkpoint.storage.writer import POLL_S, CheckpointPersister
-from edl.collective.job_records import JobState, Node, World, prefix
+from edl.collective.job_records import JobState, Node, prefix
 from edl.collective.replica.replicator import JobSecret, Replicator
 from edl.discovery.store import Store
 from edl.errors import ClosedError, DiscoveryError, ProtocolError
@@ -75,20 +75,13 @@ _SILENT_S = 1.0  # most states are stored sooner, which needs no message
 
 @dataclass
 class ShutdownState:
-    """State that decides how an agent releases everything.
+    """State that decides how an agent releases everything."""
 
-    Attributes:
-        code: The exit code; None while there is none.
-        joined: Whether the other nodes have seen this node.
-        is_last_node: Whether, when last seen, no other node was going to stay.
-        stored: Whether nothing is left to be stored.
-        end: Why this node's part ended, as far as is known; it lacks the exit code.
-    """
-
-    code: int | None = None
-    joined: bool = False
-    is_last_node: bool = True
-    stored: bool = True
+    code: int | None = None  # the exit code; None while there is none
+    joined: bool = False  # whether the other nodes have seen this node
+    is_last_node: bool = True  # whether, when last seen, no other node was going to stay
+    stored: bool = True  # whether nothing is left to be stored
+    # Why this node's part ended, as far as is known; it lacks the exit code
     end: TerminationMessage = field(default_factory=TerminationMessage)
 
     @property
@@ -274,11 +267,6 @@ def open_agent_context(
         )
 
 
-def is_member(world: World, node: str) -> bool:
-    """Return whether a node is in a world."""
-    return world.position(node) is not None
-
-
 def _close_status(status: StatusPublisher, signals: StopSignals) -> None:
     status.close(timeout_s=_URGENT_PUBLISH_TIMEOUT_S if signals.urgent else _PUBLISH_TIMEOUT_S)
 
@@ -295,4 +283,4 @@ def _may_complete_checkpoint(membership: Membership, signals: StopSignals) -> bo
         world = membership.read_world()
     except ClosedError:
         return False
-    return signals.stopping or world.state is not JobState.RUNNING or is_member(world, membership.node.id)
+    return signals.stopping or world.state is not JobState.RUNNING or world.position(membership.node.id) is not None

@@ -92,64 +92,41 @@ class MasterEndpoint(Protocol):
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """One node's part of a job.
+    """One node's part of a job."""
 
-    Attributes:
-        job: The name that all nodes share (torchrun's `--rdzv-id`).
-        store: URL of the store in which the job has its name.
-        program: What the workers run.
-        workers: Number of workers on this node.
-        rendezvous: How a world is formed.
-        addr: Address at which other nodes' workers reach this node.
-        ttl_s: Seconds without a sign of life after which the others continue without this node.
-        join_timeout_s: Seconds to wait for enough nodes.
-        grace_s: Seconds that workers may take to end after the signal that asked this node to leave, before SIGKILL.
-        max_restarts: How many errors of the script itself, on any node, the job survives.
-        checkpoint: fsspec URL of the storage, empty for none.
-        checkpoint_interval_s: Seconds between stored checkpoints.
-        hang: How long workers may go without a step before they are restarted.
-        readmit: Whether to join although the job excludes this host because one of its GPUs failed.
-        check: How to test the node before it joins; None to skip that.
-        logs: Where the workers' output goes: a `torch.distributed.elastic.multiprocessing.LogsSpecs`.
-        environ: Variables added to the workers' environment.
-        tls: TLS for connections between agents; None for plain TCP.
-        resumable: Whether the job has a name under which it can be started again; only then is its state kept in
-            memory. Without a name no other node can join, so this one continues however long the store does not answer.
-        command: Digest of the script and its arguments if the job has no name, to recognize states in memory that
-            another command left; empty if the name identifies the job.
-        framework: What the workers train with, `torch` or `paddle`.
-        role: torchrun's `--role`, with which the lines of `--tee` begin.
-        slurm: Whether this node is a task of a Slurm step, so that signals come from Slurm.
-        leave_on_oom: Whether this node leaves the job, for a start with more memory, when the kernel killed one of its
-            workers for lack of memory, instead of restarting its workers.
-        termination_log: File for the message that says why this node ended; empty for none.
-    """
-
-    job: str
-    program: ProgramSpec
-    workers: int
-    rendezvous: RendezvousSettings
-    addr: str
-    store: str = ""
-    ttl_s: float = 1.5
-    join_timeout_s: float = 600.0
+    job: str  # the name that all nodes share (torchrun's `--rdzv-id`)
+    program: ProgramSpec  # what the workers run
+    workers: int  # number of workers on this node
+    rendezvous: RendezvousSettings  # how a world is formed
+    addr: str  # address at which other nodes' workers reach this node
+    store: str = ""  # URL of the store in which the job has its name
+    ttl_s: float = 1.5  # seconds without a sign of life after which the others continue without this node
+    join_timeout_s: float = 600.0  # seconds to wait for enough nodes
+    # Seconds that workers may take to end after the signal that asked this node to leave, before SIGKILL
     grace_s: float = 30.0
-    max_restarts: int = 0
-    checkpoint: str = ""
-    checkpoint_interval_s: float = 300.0
-    role: str = "default"
+    max_restarts: int = 0  # how many errors of the script itself, on any node, the job survives
+    checkpoint: str = ""  # fsspec URL of the storage, empty for none
+    checkpoint_interval_s: float = 300.0  # seconds between stored checkpoints
+    role: str = "default"  # torchrun's `--role`, with which the lines of `--tee` begin
+    # How long workers may go without a step before they are restarted
     hang: HangLimits = field(default_factory=HangLimits)
-    readmit: bool = False
-    check: NodeCheckSettings | None = None
-    logs: Any = None
-    environ: Mapping[str, str] = field(default_factory=dict)
-    tls: PeerTLS | None = None
-    framework: str = "torch"
+    readmit: bool = False  # whether to join although the job excludes this host because one of its GPUs failed
+    check: NodeCheckSettings | None = None  # how to test the node before it joins; None to skip that
+    logs: Any = None  # where the workers' output goes: a `torch.distributed.elastic.multiprocessing.LogsSpecs`
+    environ: Mapping[str, str] = field(default_factory=dict)  # variables added to the workers' environment
+    tls: PeerTLS | None = None  # TLS for connections between agents; None for plain TCP
+    framework: str = "torch"  # what the workers train with, `torch` or `paddle`
+    # Whether the job has a name under which it can be started again; only then is its state kept in memory. Without a
+    # name no other node can join, so this one continues however long the store does not answer.
     resumable: bool = True
+    # Digest of the script and its arguments if the job has no name, to recognize states in memory that another command
+    # left; empty if the name identifies the job
     command: str = ""
-    slurm: bool = False
+    slurm: bool = False  # whether this node is a task of a Slurm step, so that signals come from Slurm
+    # Whether this node leaves the job, for a start with more memory, when the kernel killed one of its workers for lack
+    # of memory, instead of restarting its workers
     leave_on_oom: bool = False
-    termination_log: str = ""
+    termination_log: str = ""  # file for the message that says why this node ended; empty for none
 
 
 def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:

@@ -86,22 +86,14 @@ exists."""
 
 @dataclass(frozen=True)
 class JobRecords:
-    """The records of a job as an agent read them at one moment.
+    """The records of a job as an agent read them at one moment."""
 
-    Attributes:
-        world: The job's record.
-        version: Version of that record in the Store; None if there is none.
-        nodes: Records of all live nodes by id, read after `world`.
-        late: Members of `world` for which the store has no record, so `nodes` has their last known one: they are late,
-            or gone.
-        asked_at: When the store was asked (`time.monotonic()`); changes since then are not included.
-    """
-
-    world: World
-    version: int | None
-    nodes: dict[str, Node]
+    world: World  # the job's record
+    version: int | None  # version of that record in the Store; None if there is none
+    nodes: dict[str, Node]  # records of all live nodes by id, read after `world`
+    # Members of `world` for which the store has no record, so `nodes` has their last known one: they are late, or gone
     late: frozenset[str]
-    asked_at: float
+    asked_at: float  # when the store was asked (`time.monotonic()`); changes since then are not included
 
 
 class Membership:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edl.collective.agent.context import AgentContext, is_member
+from edl.collective.agent.context import AgentContext
 from edl.collective.agent.ending import ExitCode, TerminationMessage
 from edl.collective.agent.health.failures import HANGING, ExitCause, RecoveryDecision
 from edl.collective.agent.health.peer_monitor import choose_peers
@@ -473,7 +473,7 @@ class NodeReconciler:
         """
         same = world.state is JobState.RUNNING and world.generation == self._worker_group.generation
         over = self._worker_group.running or self._membership.node.finished == world.generation
-        stopped = same and is_member(world, self._context.id) and not over
+        stopped = same and world.position(self._context.id) is not None and not over
         return "its workers were stopped while the store was away" if stopped else ""
 
     def _observe(self, decision: RecoveryDecision) -> LocalObservation:

@@ -28,48 +28,32 @@ _MESSAGE_CHARS: Final = 16_000
 
 @dataclass(frozen=True)
 class RendezvousSettings:
-    """How many nodes train together, and how long a rendezvous waits.
+    """How many nodes train together, and how long a rendezvous waits."""
 
-    Attributes:
-        min_nodes: Least number of nodes to begin a world or continue it.
-        max_nodes: Largest number of nodes in a world; more wait until a place is free.
-        last_call_s: Seconds to wait for more nodes after the last one came, once there are enough.
-        pause_timeout_s: Seconds to wait for all workers to pause before they are stopped as they are.
-        takeover_s: Seconds before nodes that were not members continue a job whose members are all gone. Within that
-            time an agent that cannot reach the Store has stopped its workers, so there are never two worlds.
-    """
-
-    min_nodes: int
-    max_nodes: int
-    last_call_s: float = 1.0
-    pause_timeout_s: float = 10.0
+    min_nodes: int  # least number of nodes to begin a world or continue it
+    max_nodes: int  # largest number of nodes in a world; more wait until a place is free
+    last_call_s: float = 1.0  # seconds to wait for more nodes after the last one came, once there are enough
+    pause_timeout_s: float = 10.0  # seconds to wait for all workers to pause before they are stopped as they are
+    # Seconds before nodes that were not members continue a job whose members are all gone. Within that time an agent
+    # that cannot reach the Store has stopped its workers, so there are never two worlds.
     takeover_s: float = 10.0
 
 
 @dataclass(frozen=True)
 class LocalObservation:
-    """An agent's own observations, in addition to the records.
+    """An agent's own observations, in addition to the records."""
 
-    Attributes:
-        node: The agent's node; may be empty for a member. Only members know whether workers can pause, so a node that
-            waits to join leaves that decision to them.
-        quiet_s: For how many seconds it has seen no node come or go.
-        pausing_s: For how many seconds it has seen the current `pause_at`.
-        pause_needs_s: How many seconds the steps until a pause may take, if more than `pause_timeout_s`.
-        pause_step: A step that all workers can still pause after; None if they report no steps.
-        restart: Why its workers need a new generation; empty if they do not.
-        forgives: Whether the reason is an error of the script itself, of which a job survives a limited number.
-        dead: Nodes that are certainly gone, with their workers.
-    """
-
+    # The agent's node; may be empty for a member. Only members know whether workers can pause, so a node that waits to
+    # join leaves that decision to them.
     node: str = ""
-    quiet_s: float = 0.0
-    pausing_s: float = 0.0
-    pause_needs_s: float = 0.0
-    pause_step: int | None = None
-    restart: str = ""
+    quiet_s: float = 0.0  # for how many seconds it has seen no node come or go
+    pausing_s: float = 0.0  # for how many seconds it has seen the current `pause_at`
+    pause_needs_s: float = 0.0  # how many seconds the steps until a pause may take, if more than `pause_timeout_s`
+    pause_step: int | None = None  # a step that all workers can still pause after; None if they report no steps
+    restart: str = ""  # why its workers need a new generation; empty if they do not
+    # Whether the reason is an error of the script itself, of which a job survives a limited number
     forgives: bool = False
-    dead: frozenset[str] = frozenset()
+    dead: frozenset[str] = frozenset()  # nodes that are certainly gone, with their workers
 
 
 class ChangeTimer(Generic[T]):

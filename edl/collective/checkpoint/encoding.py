@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import importlib
 import json
 import math
 import struct
@@ -52,11 +53,6 @@ def encode(value: Any, store_tensor: StoreTensor, path: Path = ()) -> bytes:
         SettingsError: The value contains another type. The message says where.
     """
     return to_json(_encode(value, store_tensor, path))
-
-
-def decode(form: Any, load_tensor: LoadTensor) -> Any:
-    """Decode the parsed JSON of an encoded value."""
-    return _decode(form, load_tensor)
 
 
 def to_json(value: Any) -> bytes:
@@ -170,9 +166,14 @@ def _refuse(value: Any, path: Path) -> Any:
     )
 
 
-def _decode(form: Any, load_tensor: LoadTensor) -> Any:
+def decode(form: Any, load_tensor: LoadTensor) -> Any:
+    """Decode the parsed JSON of an encoded value.
+
+    Raises:
+        ProtocolError: The form was not made by `encode`.
+    """
     if isinstance(form, list):
-        return [_decode(item, load_tensor) for item in form]
+        return [decode(item, load_tensor) for item in form]
     if not isinstance(form, dict):
         return form
     if len(form) != 1:
@@ -185,11 +186,11 @@ def _decode(form: Any, load_tensor: LoadTensor) -> Any:
 
 
 def _decoder(load_tensor: LoadTensor) -> Callable[[Any], Any]:
-    return lambda form: _decode(form, load_tensor)
+    return lambda form: decode(form, load_tensor)
 
 
 def _decode_items(items: Any, load_tensor: LoadTensor) -> dict[Any, Any]:
-    return {_decode(key, load_tensor): _decode(item, load_tensor) for key, item in items}
+    return {decode(key, load_tensor): decode(item, load_tensor) for key, item in items}
 
 
 def _decode_scalar(content: Any, load_tensor: LoadTensor) -> Any:
@@ -224,18 +225,6 @@ def _decode_dtype(content: Any, load_tensor: LoadTensor) -> Any:
     return dtype
 
 
-def _decode_size(content: Any, load_tensor: LoadTensor) -> Any:
-    import torch
-
-    return torch.Size(content)
-
-
-def _decode_device(content: Any, load_tensor: LoadTensor) -> Any:
-    import torch
-
-    return torch.device(content)
-
-
 def _decode_parameter(content: Any, load_tensor: LoadTensor) -> Any:
     import torch
 
@@ -259,9 +248,9 @@ _DECODERS: Final[dict[str, Callable[[Any, LoadTensor], Any]]] = {
     "frozenset": lambda content, load_tensor: frozenset(map(_decoder(load_tensor), content)),
     "deque": lambda content, load_tensor: collections.deque(map(_decoder(load_tensor), content[1]), content[0]),
     "scalar": _decode_scalar,
-    "size": _decode_size,
+    "size": lambda content, load_tensor: importlib.import_module("torch").Size(content),
     "dtype": _decode_dtype,
-    "device": _decode_device,
+    "device": lambda content, load_tensor: importlib.import_module("torch").device(content),
     _ARRAY: _decode_array,
     _TENSOR: lambda content, load_tensor: load_tensor(content),
     _LEAF: lambda content, load_tensor: load_tensor(content).requires_grad_(),

@@ -72,25 +72,18 @@ _NODE: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 
 @dataclass(frozen=True)
 class ReplicaAnnouncement:
-    """Announces the next transfer: the state of a worker.
+    """Announces the next transfer: the state of a worker."""
 
-    Attributes:
-        node: Name of the sending node.
-        local_rank: Local rank of the worker on that node.
-        generation, step, world, rank: Header of the worker's slot.
-        data_nbytes, meta_nbytes: How many bytes of tensors and of metadata follow.
-        before: Generation, step and world of the other state that the sender holds. Newer ones that the receiver has
-            were abandoned.
-    """
-
-    node: str
-    local_rank: int
-    generation: int
+    node: str  # name of the sending node
+    local_rank: int  # local rank of the worker on that node
+    generation: int  # header of the worker's slot
     step: int
     world: int
     rank: int
-    data_nbytes: int
+    data_nbytes: int  # how many bytes of tensors and of metadata follow
     meta_nbytes: int
+    # Generation, step and world of the other state that the sender holds. Newer ones that the receiver has were
+    # abandoned.
     before: tuple[int, int, int]
 
     def encode(self) -> bytes:

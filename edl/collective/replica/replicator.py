@@ -36,20 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplicaPace:
-    """How often states are sent.
+    """How often states are sent."""
 
-    Attributes:
-        interval_s: Least seconds from the start of one transfer to the start of the next.
-        share: Largest share of the time that transfers may take. Transfers of T seconds begin T / share apart, so a
-            replica is at most T / share + T old: 3 T with a share of a half.
-        retry_s: Seconds to wait before trying a peer again that did not take a state.
-        patience_s: Seconds to wait for workers of this node that have not kept a state that others have. After that the
-            state is skipped: those workers died, or saved elsewhere.
-    """
-
-    interval_s: float = 10.0
+    interval_s: float = 10.0  # least seconds from the start of one transfer to the start of the next
+    # Largest share of the time that transfers may take. Transfers of T seconds begin T / share apart, so a replica is
+    # at most T / share + T old: 3 T with a share of a half.
     share: float = 0.5
-    retry_s: float = 10.0
+    retry_s: float = 10.0  # seconds to wait before trying a peer again that did not take a state
+    # Seconds to wait for workers of this node that have not kept a state that others have. After that the state is
+    # skipped: those workers died, or saved elsewhere.
     patience_s: float = 30.0
 
     @classmethod

@@ -364,19 +364,12 @@ _MEMORY_STEPS = 100.0  # fewer steps give too noisy an estimate; the noise itsel
 
 @dataclass(frozen=True)
 class GradientGroups:
-    """Squared norms of the gradients in an optimizer step.
+    """Squared norms of the gradients in an optimizer step."""
 
-    Attributes:
-        count: Groups with at least one sample, k.
-        samples: Samples in all groups, n.
-        weighted_square: Σ n_i |g_i|².
-        square: |g|², for the mean over all samples.
-    """
-
-    count: int
-    samples: int
-    weighted_square: float
-    square: float
+    count: int  # groups with at least one sample, k
+    samples: int  # samples in all groups, n
+    weighted_square: float  # the sum of n_i |g_i|²
+    square: float  # |g|², for the mean over all samples
 
     @property
     def usable(self) -> bool:
@@ -391,17 +384,11 @@ class GradientGroups:
 
 @dataclass
 class GradientNoise:
-    """Averages of the estimates over recent steps. Uses the ratio of averages, since the average of ratios is biased.
+    """Averages of the estimates over recent steps. Their ratio is used, since the average of ratios is biased."""
 
-    Attributes:
-        variance: tr Σ, for a single sample's gradient.
-        square: |G|², for the true gradient.
-        steps: Steps that the averages cover, at most 100.
-    """
-
-    variance: float = 0.0
-    square: float = 0.0
-    steps: float = 0.0
+    variance: float = 0.0  # tr Σ, for a single sample's gradient
+    square: float = 0.0  # |G|², for the true gradient
+    steps: float = 0.0  # steps that the averages cover, at most 100
 
     def add_step(self, groups: GradientGroups) -> None:
         """Add a step to the averages if it allows an estimate."""

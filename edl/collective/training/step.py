@@ -29,54 +29,32 @@ ONE_ROW: Final = (
 
 @dataclass(frozen=True)
 class StepRequirements:
-    """Requirements of the module and the policy for a step on this rank.
+    """Requirements of the module and the policy for a step on this rank."""
 
-    Attributes:
-        most: Largest number of rows in a micro-batch, None for no limit.
-        parts: Groups of samples that the step must have over all ranks, if there are enough samples.
-        all_backward: Whether every rank needs a backward pass, even without a sample.
-        lockstep: Whether all ranks need the same number of micro-batches.
-        least: Fewest rows that a micro-batch should have.
-        strict: Whether the module fails with fewer rows than `least`.
-    """
-
-    most: int | None
-    parts: int
-    all_backward: bool
-    lockstep: bool
-    least: int = 1
-    strict: bool = False
+    most: int | None  # largest number of rows in a micro-batch, None for no limit
+    parts: int  # groups of samples that the step must have over all ranks, if there are enough samples
+    all_backward: bool  # whether every rank needs a backward pass, even without a sample
+    lockstep: bool  # whether all ranks need the same number of micro-batches
+    least: int = 1  # fewest rows that a micro-batch should have
+    strict: bool = False  # whether the module fails with fewer rows than `least`
 
 
 @dataclass
 class TrainingStep:
-    """A step in progress.
+    """A step in progress."""
 
-    Attributes:
-        samples: Samples of the global batch.
-        world: Number of ranks.
-        sizes: Rows of this rank's micro-batches. A size of 0 stands for a backward pass without weight.
-        stand_in: Rows of the batch with which a micro-batch of size 0 is computed.
-        weights: Weights of this rank's micro-batches, by default their rows. Over all ranks they add up to `samples`.
-        left: Micro-batches whose backward pass is still to come.
-        due: Rows of the micro-batch that the user is working on, None if there is none.
-        mark: `ElasticSampler.mark` when the step began, None without a sampler.
-        begun: Whether a backward pass has begun.
-        synchronized: Whether the gradients are those of the global batch.
-        began_at: `time.perf_counter()` when the step began.
-    """
-
-    samples: int
-    world: int
-    sizes: list[int]
-    left: int = field(init=False)
+    samples: int  # samples of the global batch
+    world: int  # number of ranks
+    sizes: list[int]  # rows of this rank's micro-batches. A size of 0 stands for a backward pass without weight.
+    left: int = field(init=False)  # micro-batches whose backward pass is still to come
+    # Weights of this rank's micro-batches, by default their rows. Over all ranks they add up to `samples`.
     weights: list[float] = field(init=False)
-    due: int | None = None
-    mark: tuple[int, int, int] | None = None
-    begun: bool = False
-    synchronized: bool = False
-    stand_in: int = 1
-    began_at: float = field(default_factory=time.perf_counter)
+    due: int | None = None  # rows of the micro-batch that the user is working on, None if there is none
+    mark: tuple[int, int, int] | None = None  # `ElasticSampler.mark` when the step began, None without a sampler
+    begun: bool = False  # whether a backward pass has begun
+    synchronized: bool = False  # whether the gradients are those of the global batch
+    stand_in: int = 1  # rows of the batch with which a micro-batch of size 0 is computed
+    began_at: float = field(default_factory=time.perf_counter)  # `time.perf_counter()` when the step began
 
     def __post_init__(self) -> None:
         self.left = len(self.sizes)

@@ -47,21 +47,13 @@ _NO_WAIT = 0.02
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """How long steps took in one setting.
+    """How long steps took in one setting."""
 
-    Attributes:
-        world: Number of ranks.
-        rows: Rows of a micro-batch, on the rank that has most.
-        parts: Micro-batches of a step, on the rank that has most.
-        seconds: Seconds of a step, on the slowest rank; the median of several steps.
-        waited_s: Seconds between two steps, waiting for the next batch, on the rank that waits longest.
-    """
-
-    world: int
-    rows: int
-    parts: int
-    seconds: float
-    waited_s: float = 0.0
+    world: int  # number of ranks
+    rows: int  # rows of a micro-batch, on the rank that has most
+    parts: int  # micro-batches of a step, on the rank that has most
+    seconds: float  # seconds of a step, on the slowest rank; the median of several steps
+    waited_s: float = 0.0  # seconds between two steps, waiting for the next batch, on the rank that waits longest
 
     @property
     def share(self) -> int:
@@ -71,21 +63,13 @@ class StepMeasurement:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The fitted step time, with the numbers of the module's formula.
+    """The fitted step time, with the numbers of the module's formula."""
 
-    Attributes:
-        fixed_s: a, in seconds.
-        row_s: b, in seconds per row.
-        sync_s: c, in seconds.
-        rank_s: d, in seconds per rank.
-        gamma: g.
-    """
-
-    fixed_s: float
-    row_s: float
-    sync_s: float = 0.0
-    rank_s: float = 0.0
-    gamma: float = 1.0
+    fixed_s: float  # a, in seconds
+    row_s: float  # b, in seconds per row
+    sync_s: float = 0.0  # c, in seconds
+    rank_s: float = 0.0  # d, in seconds per rank
+    gamma: float = 1.0  # g
 
     def seconds(self, world: int, rows: float, parts: int) -> float:
         """Return the seconds of an optimizer step with `parts` micro-batches of `rows` rows on each rank."""
@@ -95,17 +79,11 @@ class StepTime:
 
 @dataclass(frozen=True)
 class LoaderTime:
-    """How long a rank's loader needs for its share of a batch: p and q of the module's formula.
+    """How long a rank's loader needs for its share of a batch: p and q of the module's formula."""
 
-    Attributes:
-        fixed_s: p, in seconds.
-        row_s: q, in seconds per row.
-        ahead: Whether the loader reads while a step computes.
-    """
-
-    fixed_s: float = 0.0
-    row_s: float = 0.0
-    ahead: bool = False
+    fixed_s: float = 0.0  # p, in seconds
+    row_s: float = 0.0  # q, in seconds per row
+    ahead: bool = False  # whether the loader reads while a step computes
 
     def waited_s(self, share: float, step_s: float) -> float:
         """Return the seconds that a rank waits for a share of `share` rows, with steps of `step_s` seconds."""
@@ -263,19 +241,6 @@ def statistical_efficiency(noise_scale: float, batch: int, base_batch: int) -> f
     return (noise_scale + base_batch) / (noise_scale + batch)
 
 
-@dataclass(frozen=True)
-class BatchSizeDecision:
-    """A decision about the global batch.
-
-    Attributes:
-        batch: Samples per step from now on.
-        reason: One line for the log.
-    """
-
-    batch: int
-    reason: str
-
-
 def choose_batch_size(
     settings: AutoBatch,
     measured: Sequence[StepMeasurement],
@@ -285,8 +250,8 @@ def choose_batch_size(
     base_batch: int,
     world: int,
     max_micro_batch: int | None = None,
-) -> BatchSizeDecision:
-    """Choose the global batch with the largest goodput that the model predicts.
+) -> tuple[int, str]:
+    """Choose the global batch with the largest goodput that the model predicts. Returns it with a line for the log.
 
     A batch outside the bounds moves to the nearest bound. Otherwise it at most doubles at once (or grows to one sample
     per rank), because the model is fitted to what was measured. If only one micro-batch shape was measured, a step's
@@ -296,23 +261,17 @@ def choose_batch_size(
     """
     inside = min(max(batch, settings.least), settings.most)
     if inside != batch:
-        return BatchSizeDecision(
-            inside, f"batch {batch} -> {inside}: the bounds are {settings.least} to {settings.most}"
-        )
+        return (inside, f"batch {batch} -> {inside}: the bounds are {settings.least} to {settings.most}")
     if noise_scale is None or not measured:
         missing = "gradient noise" if noise_scale is None else "step times"
-        return BatchSizeDecision(batch, f"batch {batch} stays: no {missing} measured yet")
+        return (batch, f"batch {batch} stays: no {missing} measured yet")
     limit = min(settings.most, max(int(batch * _GROWTH), world))
     phi = f"noise scale {noise_scale:.4g}"
     if len({(step.rows, step.parts) for step in measured}) < 2 and limit > batch:
         worth = statistical_efficiency(noise_scale, limit, batch)
         if worth < _LEAST_EFFICIENCY:
-            return BatchSizeDecision(
-                batch, f"batch {batch} stays: {limit} would train {worth:.0%} as well per sample ({phi})"
-            )
-        return BatchSizeDecision(
-            limit, f"batch {batch} -> {limit}: to measure a second size; {worth:.0%} as efficient ({phi})"
-        )
+            return (batch, f"batch {batch} stays: {limit} would train {worth:.0%} as well per sample ({phi})")
+        return (limit, f"batch {batch} -> {limit}: to measure a second size; {worth:.0%} as efficient ({phi})")
     model, loader = fit_step_time(measured), fit_loader_time(measured)
 
     def seconds(size: int) -> float:
@@ -329,10 +288,11 @@ def choose_batch_size(
     share = statistical_efficiency(noise_scale, best, batch)
     if best == batch or gain < settings.margin:
         why = f"best is {best}, {gain:+.1%} goodput, below the margin of {settings.margin:.0%}"
-        return BatchSizeDecision(batch, f"batch {batch} stays: {why if best != batch else 'nothing is better'} ({phi})")
+        return (batch, f"batch {batch} stays: {why if best != batch else 'nothing is better'} ({phi})")
     faster = (best / seconds(best)) / (batch / seconds(batch))
-    return BatchSizeDecision(
-        best, f"batch {batch} -> {best}: {gain:+.1%} goodput = {faster:.2f}x samples/s x {share:.2f} efficiency ({phi})"
+    return (
+        best,
+        f"batch {batch} -> {best}: {gain:+.1%} goodput = {faster:.2f}x samples/s x {share:.2f} efficiency ({phi})",
     )
 
 
@@ -369,19 +329,12 @@ _KEPT = 32  # settings whose times are kept: older ones are of batches no longer
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at one step.
+    """A run at one step."""
 
-    Attributes:
-        world: Number of ranks.
-        batch: Samples of a step.
-        max_micro_batch: Samples that fit into this rank's memory, None for no limit.
-        noise: Gradient noise until now.
-    """
-
-    world: int
-    batch: int
-    max_micro_batch: int | None
-    noise: GradientNoise
+    world: int  # number of ranks
+    batch: int  # samples of a step
+    max_micro_batch: int | None  # samples that fit into this rank's memory, None for no limit
+    noise: GradientNoise  # gradient noise until now
 
 
 class BatchSizeTuner:
@@ -428,17 +381,17 @@ class BatchSizeTuner:
         whole_s = max(micros + waited for micros, waited, _ in everyone) / 1e6
         slowest_s = max(whole_s - waited_s, min(micros for micros, _, _ in everyone) / 1e6)
         tightest = min((most for _, _, most in everyone if most), default=None)
-        decision = self._decide(replace(now, max_micro_batch=tightest), slowest_s, waited_s)
-        logger.info("%s", decision.reason)
+        chosen, reason = self._decide(replace(now, max_micro_batch=tightest), slowest_s, waited_s)
+        logger.info("%s", reason)
         # Rounding may differ between kinds of machines, so all ranks use the first rank's decision.
-        (batch,) = exchange([decision.batch], group, device)[0]
+        (batch,) = exchange([chosen], group, device)[0]
         return batch
 
     def _clear(self) -> None:
         self._seconds.clear()
         self._waits.clear()
 
-    def _decide(self, now: RunState, seconds: float, waited_s: float) -> BatchSizeDecision:
+    def _decide(self, now: RunState, seconds: float, waited_s: float) -> tuple[int, str]:
         if seconds > 0:
             setting = (now.world, *micro_batch_shape(now.batch, now.world, now.max_micro_batch))
             self._measured.pop(setting, None)  # so that the newest comes last

@@ -107,14 +107,11 @@ _FALSE = ("0", "false", "f", "no", "n")
 
 @dataclass(frozen=True)
 class RendezvousEndpoint:
-    """A host and port that all nodes name alike; the agent on that host serves the store.
-
-    Attributes:
-        is_host: Whether this is that host, if the user says so (`--rdzv-conf is_host=1`, as for torch's c10d).
-    """
+    """A host and port that all nodes name alike; the agent on that host serves the store."""
 
     host: str
     port: int
+    # Whether this is that host, if the user says so (`--rdzv-conf is_host=1`, as for torch's c10d)
     is_host: bool | None = None
 
     @classmethod

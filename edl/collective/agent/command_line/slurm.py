@@ -37,43 +37,24 @@ _SPECIAL_STEPS = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class SlurmStep:
-    """A task of a step of a Slurm job.
+    """A task of a step of a Slurm job."""
 
-    Attributes:
-        cluster: Slurm's name of the cluster; empty if it is not set.
-        job: Id of the job, which stays the same when the job is requeued.
-        step: Id of the step in the job, which starts again after a requeue.
-        restarts: How often the job was requeued or restarted.
-        tasks: Number of tasks of the step, on all hosts.
-        rank: Number of this task among them, from 0.
-        task_pid: Process that Slurm started for this task; 0 if it is not set.
-        tasks_here: Number of the step's tasks on this host.
-        hosts: Number of hosts of the step.
-        host: Number of this task's host among them, from 0.
-        host_name: Slurm's name of that host, as in `host_list`; empty if it is not set.
-        host_list: Names of the hosts in Slurm's notation, such as `gpu[003-004,7],login1`.
-        cpus: Number of CPUs of this task.
-        gpus: Number of this host's GPUs that the step may use; 0 if Slurm gave it none.
-        visible_gpus: Number of those that this task may use; None if no variable limits that.
-        run: Number of jobs of `edl run` that have ended in this task before (`TaskRuns`).
-    """
-
-    cluster: str
-    job: int
-    step: int
-    restarts: int
-    tasks: int
-    rank: int
-    task_pid: int
-    tasks_here: int
-    hosts: int
-    host: int
-    host_name: str
-    host_list: str
-    cpus: int
-    gpus: int
-    visible_gpus: int | None
-    run: int = 0
+    cluster: str  # slurm's name of the cluster; empty if it is not set
+    job: int  # id of the job, which stays the same when the job is requeued
+    step: int  # id of the step in the job, which starts again after a requeue
+    restarts: int  # how often the job was requeued or restarted
+    tasks: int  # number of tasks of the step, on all hosts
+    rank: int  # number of this task among them, from 0
+    task_pid: int  # process that Slurm started for this task; 0 if it is not set
+    tasks_here: int  # number of the step's tasks on this host
+    hosts: int  # number of hosts of the step
+    host: int  # number of this task's host among them, from 0
+    host_name: str  # slurm's name of that host, as in `host_list`; empty if it is not set
+    host_list: str  # names of the hosts in Slurm's notation, such as `gpu[003-004,7],login1`
+    cpus: int  # number of CPUs of this task
+    gpus: int  # number of this host's GPUs that the step may use; 0 if Slurm gave it none
+    visible_gpus: int | None  # number of those that this task may use; None if no variable limits that
+    run: int = 0  # number of jobs of `edl run` that have ended in this task before (`TaskRuns`)
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None = None) -> SlurmStep | None:

@@ -166,19 +166,12 @@ _MAX_NAMED: Final = 4  # ranks in a message: of thousands, a few are enough
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """A worker that failed.
+    """A worker that failed."""
 
-    Attributes:
-        rank: Its rank in the job.
-        status: Its exit code; if a signal killed it, the negative signal number.
-        text: Its traceback; empty if it left none.
-        description: How it ended, in one line.
-    """
-
-    rank: int
-    status: int
-    text: str
-    description: str
+    rank: int  # its rank in the job
+    status: int  # its exit code; if a signal killed it, the negative signal number
+    text: str  # its traceback; empty if it left none
+    description: str  # how it ended, in one line
 
     @property
     def cause(self) -> ExitCause:
@@ -195,30 +188,19 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class RecoveryDecision:
-    """What follows from failures: a new generation, or the end of the job.
+    """What follows from failures: a new generation, or the end of the job."""
 
-    Attributes:
-        restart: Why a new generation is needed; empty if none is.
-        fatal: Why the job must end; empty if it need not.
-        after_error: Whether the restart forgives an error of the script itself.
-        unclear: Whether a GPU or a kernel of the script failed, and it is unknown which.
-        leave_out: Whether the node's GPU is to blame, so that the job continues without the node.
-        traceback: The whole error, if a GPU may have failed or no cause was found.
-        rank: Rank of the worker that led to the decision; -1 for none.
-        cause: Why that worker ended; None for none.
-        oom_kills: How many processes the kernel killed for lack of memory in this generation; None if unknown.
-        needs_memory: Whether the kernel killed a worker that way and the node must leave rather than try again.
-    """
-
-    restart: str = ""
-    fatal: str = ""
-    after_error: bool = False
-    unclear: bool = False
-    leave_out: bool = False
-    traceback: str = ""
-    rank: int = -1
-    cause: ExitCause | None = None
+    restart: str = ""  # why a new generation is needed; empty if none is
+    fatal: str = ""  # why the job must end; empty if it need not
+    after_error: bool = False  # whether the restart forgives an error of the script itself
+    unclear: bool = False  # whether a GPU or a kernel of the script failed, and it is unknown which
+    leave_out: bool = False  # whether the node's GPU is to blame, so that the job continues without the node
+    traceback: str = ""  # the whole error, if a GPU may have failed or no cause was found
+    rank: int = -1  # rank of the worker that led to the decision; -1 for none
+    cause: ExitCause | None = None  # why that worker ended; None for none
+    # How many processes the kernel killed for lack of memory in this generation; None if unknown
     oom_kills: int | None = 0
+    # Whether the kernel killed a worker that way and the node must leave rather than try again
     needs_memory: bool = False
 
 

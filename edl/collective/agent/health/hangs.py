@@ -53,35 +53,25 @@ milliseconds."""
 
 @dataclass(frozen=True)
 class ThreadUsage:
-    """The resources that a thread has used since it began.
+    """The resources that a thread has used since it began."""
 
-    Attributes:
-        cpu_s: CPU time in seconds, user and system.
-        calls: Number of voluntary context switches, page faults, and calls of read and write.
-        queued_s: Seconds in which it could have run but another thread had the core. On a busy machine, such time says
-            nothing about the thread.
-    """
-
-    cpu_s: float
-    calls: int
+    cpu_s: float  # CPU time in seconds, user and system
+    calls: int  # number of voluntary context switches, page faults, and calls of read and write
+    # Seconds in which it could have run but another thread had the core. On a busy machine, such time says nothing
+    # about the thread.
     queued_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """The resources that a process and its descendants have used.
+    """The resources that a process and its descendants have used."""
 
-    Attributes:
-        at_s: When this was measured (`time.monotonic()`).
-        threads: Usage by (thread id, start time in ticks); no later thread has the same key.
-        nbytes: Bytes that each process read and wrote, by (process id, start time in ticks).
-        may_spin: Whether the process has a GPU or a library that waits by spinning in user space.
-    """
-
-    at_s: float
+    at_s: float  # when this was measured (`time.monotonic()`)
+    # Usage by (thread id, start time in ticks); no later thread has the same key
     threads: dict[tuple[int, int], ThreadUsage] = field(default_factory=dict)
+    # Bytes that each process read and wrote, by (process id, start time in ticks)
     nbytes: dict[tuple[int, int], int] = field(default_factory=dict)
-    may_spin: bool = False
+    may_spin: bool = False  # whether the process has a GPU or a library that waits by spinning in user space
 
 
 def read_usage(pid: int) -> ProcessUsage:
@@ -213,49 +203,33 @@ than the time between two checks by an agent on a busy machine."""
 
 @dataclass(frozen=True)
 class HangLimits:
-    """How long a worker may go without progress. Times are in seconds.
+    """How long a worker may go without progress. Times are in seconds."""
 
-    Attributes:
-        floor_s: Least limit between two steps; it also bounds evaluation between two steps.
-        factor: The limit in medians of recent steps, if that is longer.
-        first_step_s: Limit for the first steps of a world, which compile, open files and connect.
-        start_s: Limit from the fork to the first step or load, for a script that has reported steps before.
-        load_s: Limit for reading a checkpoint.
-        begin_s: Limit from the fork to the script's first line. A fork that takes longer waits for something that
-            another thread of its parent held, and another process replaces it.
-        save_s: Limit for copying the state. A rank that waits to agree on a save has a longer limit than the rank
-            it waits for, which may be evaluating or making a long step.
-        working_factor: Factor by which all of these limits are longer for a worker whose process was seen to work
-            within the last half of the limit. It is finite because an endless loop works too.
-    """
-
-    floor_s: float = 300.0
-    factor: float = 20.0
-    first_step_s: float = 900.0
-    start_s: float = 900.0
-    load_s: float = 1800.0
+    floor_s: float = 300.0  # least limit between two steps; it also bounds evaluation between two steps
+    factor: float = 20.0  # the limit in medians of recent steps, if that is longer
+    first_step_s: float = 900.0  # limit for the first steps of a world, which compile, open files and connect
+    start_s: float = 900.0  # limit from the fork to the first step or load, for a script that has reported steps before
+    load_s: float = 1800.0  # limit for reading a checkpoint
+    # Limit from the fork to the script's first line. A fork that takes longer waits for something that another thread
+    # of its parent held, and another process replaces it.
     begin_s: float = 30.0
+    # Limit for copying the state. A rank that waits to agree on a save has a longer limit than the rank it waits for,
+    # which may be evaluating or making a long step.
     save_s: float = 900.0
+    # Factor by which all of these limits are longer for a worker whose process was seen to work within the last half of
+    # the limit. It is finite because an endless loop works too.
     working_factor: float = 10.0
 
 
 @dataclass(frozen=True)
 class ProgressLimit:
-    """How long a worker has gone without progress, and how long it may.
+    """How long a worker has gone without progress, and how long it may."""
 
-    Attributes:
-        since_s: When it last made progress (`time.monotonic()`).
-        limit_s: Seconds after which a worker that does not work counts as hung.
-        what: What the worker has been doing, as text.
-        of: What the limit is derived from, as text.
-        declared: Whether the script itself set the limit.
-    """
-
-    since_s: float
-    limit_s: float
-    what: str
-    of: str = ""
-    declared: bool = False
+    since_s: float  # when it last made progress (`time.monotonic()`)
+    limit_s: float  # seconds after which a worker that does not work counts as hung
+    what: str  # what the worker has been doing, as text
+    of: str = ""  # what the limit is derived from, as text
+    declared: bool = False  # whether the script itself set the limit
 
     def is_suspect(self, now_s: float) -> bool:
         """Return whether half of the limit has passed at `now_s`; from then on the worker's process is measured."""

@@ -20,17 +20,16 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, Final
 
-from edl.background import start_call
 from edl.collective.job_records import prefix
 from edl.discovery.store import Lease, Store
 from edl.errors import DiscoveryError, ProtocolError
@@ -43,19 +42,12 @@ Groups = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class CheckRoundResult:
-    """The findings of a node in one round.
+    """The findings of a node in one round."""
 
-    Attributes:
-        device: "cpu" or "cuda"; times are compared only among nodes with the same device.
-        compute_s: Seconds for the fixed work; None if it failed.
-        reduce_s: Seconds for the all-reduce with the partners; 0 without partners, None if it failed.
-        error: Why something failed, as text.
-    """
-
-    device: str = "cpu"
-    compute_s: float | None = None
-    reduce_s: float | None = None
-    error: str = ""
+    device: str = "cpu"  # "cpu" or "cuda"; times are compared only among nodes with the same device
+    compute_s: float | None = None  # seconds for the fixed work; None if it failed
+    reduce_s: float | None = None  # seconds for the all-reduce with the partners; 0 without partners, None if it failed
+    error: str = ""  # why something failed, as text
 
     @property
     def passed(self) -> bool:
@@ -164,18 +156,16 @@ _LATE_SHARE: Final = 0.1
 for silent partners until their own deadline."""
 
 
+_OUTPUT_NBYTES: Final = 1 << 20  # a probe prints three lines; an error that tells more is cut
+
+
 @dataclass(frozen=True)
 class NodeCheckSettings:
-    """How nodes are checked.
+    """How nodes are checked."""
 
-    Attributes:
-        timeout_s: Seconds that a node's round may take; the check takes at most about twice that.
-        factor: How many times the median of all nodes counts as slow.
-        raise_if_stopping: Called repeatedly while waiting; may raise to leave the check.
-    """
-
-    timeout_s: float = 60.0
-    factor: float = 2.0
+    timeout_s: float = 60.0  # seconds that a node's round may take; the check takes at most about twice that
+    factor: float = 2.0  # how many times the median of all nodes counts as slow
+    # Called repeatedly while waiting; may raise to leave the check
     raise_if_stopping: Callable[[], object] = lambda: None
 
 
@@ -287,57 +277,34 @@ def _run_process(own: _OwnNode, task: Mapping[str, Any], deadline: float, meet_k
     """Run the probe's process, and kill it at the deadline. Returns everything that the probe reported."""
     command = [sys.executable, "-m", "edl.collective.agent.health.node_probe", json.dumps(dict(task))]
     reported: dict[str, Any] = {}
-    errors: list[str] = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-    ) as process:
-        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        readers = [
-            start_call("edl-node-check-output", partial(_read_lines, process.stdout, lines.put)),
-            start_call("edl-node-check-errors", partial(_read_lines, process.stderr, errors.append)),
-        ]
+    done = 0
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, stdout=output, stderr=errors)
         try:
-            _follow_process(
-                own, lambda: process.poll() is not None and readers[0].done(), lines, reported, deadline, meet_key
-            )
+            while True:
+                ended = process.poll() is not None  # before the file is read, since the last lines precede the end
+                # Read at a position, because the process writes where the file object is.
+                *lines, _ = os.pread(output.fileno(), _OUTPUT_NBYTES, 0).split(b"\n")
+                for words in map(json.loads, lines[done:]):
+                    if "port" in words:
+                        own.store.put(meet_key, json.dumps({"host": own.host, "port": words.pop("port")}).encode())
+                    reported |= words
+                done = len(lines)
+                if ended or "reduce_s" in reported or time.monotonic() > deadline:
+                    break
+                own.settings.raise_if_stopping()
+                time.sleep(_POLL_S)
         finally:
             late = process.poll() is None
             process.kill()
             process.wait()
-            for reader in readers:
-                reader.result()
-    if process.returncode and "reduce_s" not in reported:
-        step = "meet and reduce" if "compute_s" in reported else "compute"
-        last = errors[-1].strip() if errors and not late else f"not done within {task['timeout_s']:.3g} s"
-        reported["error"] = f"could not {step}: {last}"
+        if process.returncode and "reduce_s" not in reported:
+            step = "meet and reduce" if "compute_s" in reported else "compute"
+            said = os.pread(errors.fileno(), _OUTPUT_NBYTES, max(0, os.fstat(errors.fileno()).st_size - _OUTPUT_NBYTES))
+            last = said.decode(errors="replace").strip().rpartition("\n")[2]
+            what = last if last and not late else f"not done within {task['timeout_s']:.3g} s"
+            reported["error"] = f"could not {step}: {what}"
     return reported
-
-
-def _follow_process(
-    own: _OwnNode,
-    ended: Callable[[], bool],
-    lines: queue.SimpleQueue[str],
-    reported: dict[str, Any],
-    deadline: float,
-    meet_key: str,
-) -> None:
-    """Add the probe's output to `reported` until it is done, has ended and all is read, or the deadline passes."""
-    while "reduce_s" not in reported and (left_s := deadline - time.monotonic()) > 0:
-        own.settings.raise_if_stopping()
-        try:
-            words = json.loads(lines.get(timeout=min(left_s, _POLL_S)))
-        except queue.Empty:
-            if ended() and lines.empty():  # in this order, since the last lines arrive a moment after the end
-                return
-            continue
-        if "port" in words:
-            own.store.put(meet_key, json.dumps({"host": own.host, "port": words.pop("port")}).encode())
-        reported |= words
-
-
-def _read_lines(pipe: Any, record: Callable[[str], object]) -> None:
-    for line in pipe:
-        record(line)
 
 
 def _result(value: bytes, where: str) -> CheckRoundResult:

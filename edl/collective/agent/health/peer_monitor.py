@@ -64,25 +64,16 @@ def choose_peers(world: World, position: int) -> dict[str, Address]:
 
 @dataclass(eq=False)
 class _PeerConnection:
-    """A connection to an agent, or the attempt to make one.
+    """A connection to an agent, or the attempt to make one."""
 
-    Attributes:
-        node: The agent's node.
-        address: Where the agent listens.
-        socket: Socket of the connection or attempt; None between two attempts.
-        proven: Whether the agent has said its name at this address. A refusal from any other address means nothing.
-        refusals: Number of refusals in a row.
-        retry_at: When to connect; None while connected, or when nothing more can be learnt.
-        deadline: When to give up connecting; None if not connecting.
-    """
-
-    node: str
-    address: Address
-    socket: socket.socket | None = None
+    node: str  # the agent's node
+    address: Address  # where the agent listens
+    socket: socket.socket | None = None  # socket of the connection or attempt; None between two attempts
+    # Whether the agent has said its name at this address. A refusal from any other address means nothing.
     proven: bool = False
-    refusals: int = 0
-    retry_at: float | None = 0.0
-    deadline: float | None = None
+    refusals: int = 0  # number of refusals in a row
+    retry_at: float | None = 0.0  # when to connect; None while connected, or when nothing more can be learnt
+    deadline: float | None = None  # when to give up connecting; None if not connecting
 
 
 class PeerConnections:

@@ -66,20 +66,13 @@ _VARIABLE: Final = re.compile("[A-Z][A-Z0-9_]+")
 
 @dataclass(frozen=True)
 class ProgramImports:
-    """The imports of a program that may happen ahead of time.
+    """The imports of a program that may happen ahead of time."""
 
-    Attributes:
-        modules: Pairs of a module and a name in it (or ""), in the program's order.
-        framework: Whether the first of the roots may be imported.
-        obstacle: The statement because of which `missed` is left to the workers, such as "train.py, line 3".
-        missed: Packages that the program imports after that statement.
-        variables: String constants of the program that may be names of environment variables.
-    """
-
-    modules: tuple[tuple[str, str], ...] = ()
-    framework: bool = True
-    obstacle: str = ""
-    missed: tuple[str, ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()  # pairs of a module and a name in it (or ""), in the program's order
+    framework: bool = True  # whether the first of the roots may be imported
+    obstacle: str = ""  # the statement because of which `missed` is left to the workers, such as "train.py, line 3"
+    missed: tuple[str, ...] = ()  # packages that the program imports after that statement
+    # String constants of the program that may be names of environment variables
     variables: frozenset[str] = frozenset()
 
 

@@ -71,25 +71,17 @@ _COMMAND: Final = (
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """The program that workers run.
+    """The program that workers run."""
 
-    Attributes:
-        kind: `script` (a Python file), `module` (as for `python -m`) or `program` (anything else, run by exec).
-        target: The file, module or program.
-        arguments: The arguments that follow it on the command line.
-        prewarm: Whether to import ahead of time what the program imports first (see
-            `edl.collective.agent.processes.preload`), and `preload`.
-        framework: What the workers train with, `torch` or `paddle`.
-        preload: Further modules to import ahead of time.
-        without: Modules that workers must import themselves (see `edl.collective.agent.processes.preload`).
-    """
-
-    kind: str
-    target: str
-    arguments: tuple[str, ...] = ()
+    kind: str  # `script` (a Python file), `module` (as for `python -m`) or `program` (anything else, run by exec)
+    target: str  # the file, module or program
+    arguments: tuple[str, ...] = ()  # the arguments that follow it on the command line
+    # Whether to import ahead of time what the program imports first (see `edl.collective.agent.processes.preload`), and
+    # `preload`
     prewarm: bool = True
-    framework: str = "torch"
-    preload: tuple[str, ...] = ()
+    framework: str = "torch"  # what the workers train with, `torch` or `paddle`
+    preload: tuple[str, ...] = ()  # further modules to import ahead of time
+    # Modules that workers must import themselves (see `edl.collective.agent.processes.preload`)
     without: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
@@ -99,16 +91,12 @@ class ProgramSpec:
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """A request to fork a worker.
+    """A request to fork a worker."""
 
-    Attributes:
-        environ: Environment variables of the worker, added to the zygote's. `EDL_STDOUT` and `EDL_STDERR` are files for
-            its output.
-        stacks: File for its stacks, when SIGUSR2 asks for them; empty for none.
-    """
-
+    # Environment variables of the worker, added to the zygote's. `EDL_STDOUT` and `EDL_STDERR` are files for its
+    # output.
     environ: dict[str, str] = field(default_factory=dict)
-    stacks: str = ""
+    stacks: str = ""  # file for its stacks, when SIGUSR2 asks for them; empty for none
 
     def encode(self) -> bytes:
         """Return the message that makes a zygote fork."""

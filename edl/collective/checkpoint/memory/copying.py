@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -213,52 +213,33 @@ class TensorCopier:
         self._copy_pieces([part for piece in pieces for part in _cut_pieces(*piece)])
 
     def _copy_pieces(self, pieces: Sequence[CopyPiece]) -> None:
-        job = _Job(pieces)
+        """Copy pieces, which helpers take one after another together with this thread, which waits for none to begin.
+
+        If a piece cannot be copied, no further piece is begun.
+        """
+        waiting = deque(pieces)
+
+        def work() -> None:
+            try:
+                while waiting:
+                    np.copyto(*waiting.popleft())
+            except IndexError:
+                pass  # another thread took the last one
+            except BaseException:
+                waiting.clear()
+                raise
+
+        helpers: list[Future[None]] = []
         if self._helpers and sum(to.nbytes for to, _ in pieces) > _PIECE_NBYTES:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="edl-copy")
-            for _ in range(self._helpers):
-                self._pool.submit(job.work)
-        job.work()
-        job.done.result()
-
-
-class _Job:
-    """Pieces that any number of threads copy. The thread that finishes the last piece sets the result of `done`.
-
-    If a piece cannot be copied, no further piece is started, and `done` gets the error.
-    """
-
-    def __init__(self, pieces: Sequence[CopyPiece]) -> None:
-        self.done: Future[None] = Future()
-        self._waiting = iter(pieces)
-        self._unfinished = len(pieces)
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        if not pieces:
-            self.done.set_result(None)
-
-    def work(self) -> None:
-        """Copy pieces until none is left to start."""
-        while True:
-            with self._lock:
-                piece = next(self._waiting, None) if self._error is None else None
-            if piece is None:
-                return
-            error: BaseException | None = None
-            try:
-                np.copyto(*piece)
-            except BaseException as exc:  # noqa: BLE001 - raised again in the thread that waits for `done`
-                error = exc
-            with self._lock:
-                self._unfinished -= 1
-                first = error is not None and self._error is None
-                self._error = self._error or error
-                last = self._unfinished == 0 and self._error is None
-            if first and error is not None:
-                self.done.set_exception(error)
-            elif last:
-                self.done.set_result(None)
+            helpers = [self._pool.submit(work) for _ in range(self._helpers)]
+        try:
+            work()
+        finally:
+            for helper in helpers:
+                if not helper.cancel():
+                    helper.result()
 
 
 def _tensor_pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[CopyPiece]:

@@ -58,25 +58,19 @@ ShardHolders = Mapping[SlotHeader, Collection[int]]
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Plan by which a world of `len(sources)` ranks resumes.
+    """Plan by which a world of `len(sources)` ranks resumes."""
 
-    Attributes:
-        generation, step, world: The state; `world` is the number of ranks that saved it.
-        holders: For each rank of that world, the present rank whose slot has its part; -1 if the part is not needed,
-            because another rank of that world held the same.
-        sources: For each present rank, the rank from whose slot it takes its state: itself if it has it. Empty if the
-            parts must be reassembled, because the state is sharded and that world had another size.
-        parts: For each present rank, the rank of that world whose part it takes.
-        from_replicas: Whether some part is in no rank's own slots, but only in a replica, which may be old.
-    """
-
-    generation: int
+    generation: int  # the state; `world` is the number of ranks that saved it
     step: int
     world: int
+    # For each rank of that world, the present rank whose slot has its part; -1 if the part is not needed, because
+    # another rank of that world held the same
     holders: tuple[int, ...]
+    # For each present rank, the rank from whose slot it takes its state: itself if it has it. Empty if the parts must
+    # be reassembled, because the state is sharded and that world had another size.
     sources: tuple[int, ...]
-    parts: tuple[int, ...]
-    from_replicas: bool = False
+    parts: tuple[int, ...]  # for each present rank, the rank of that world whose part it takes
+    from_replicas: bool = False  # whether some part is in no rank's own slots, but only in a replica, which may be old
 
     def matches_slot(self, header: SlotHeader, part: int) -> bool:
         """Return whether a slot holds the part of rank `part` of this state."""

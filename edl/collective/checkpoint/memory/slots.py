@@ -63,23 +63,14 @@ StateVersion = tuple[int, int, int]
 
 @dataclass(frozen=True, order=True)
 class SlotHeader:
-    """Identifies the state in a slot. Headers sort from old to new.
+    """Identifies the state in a slot. Headers sort from old to new."""
 
-    Attributes:
-        generation: Generation of the world that saved the state.
-        step: Last finished step, counted from 0.
-        world: Number of ranks.
-        rank: Rank of the worker that saved the state.
-        persist: Whether the worker wants it on storage.
-        sharded: Whether other ranks' slots hold parts of the same tensors.
-    """
-
-    generation: int
-    step: int
-    world: int
-    rank: int
-    persist: bool = False
-    sharded: bool = False
+    generation: int  # generation of the world that saved the state
+    step: int  # last finished step, counted from 0
+    world: int  # number of ranks
+    rank: int  # rank of the worker that saved the state
+    persist: bool = False  # whether the worker wants it on storage
+    sharded: bool = False  # whether other ranks' slots hold parts of the same tensors
 
     @property
     def version(self) -> StateVersion:
@@ -224,13 +215,9 @@ class SlotCopy:
 
 @dataclass(frozen=True)
 class PinnedSlot(SlotCopy):
-    """A slot's contents in place, in a file that is not reused for another state as long as it has this second name.
+    """A slot's contents in place, in a file that is not reused for another state as long as it has this second name."""
 
-    Attributes:
-        slot: The slot, under its second name.
-    """
-
-    slot: CompleteSlot
+    slot: CompleteSlot  # the slot, under its second name
 
     def is_unchanged(self) -> bool:
         """Return whether everything read so far is the slot's state, because no write began before it was pinned."""

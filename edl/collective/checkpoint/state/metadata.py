@@ -24,50 +24,32 @@ Scope = Literal["replicated", "shard", "local"]
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a sharded tensor was distributed over the ranks that saved it.
+    """How a sharded tensor was distributed over the ranks that saved it."""
 
-    Attributes:
-        names: Names of the mesh's dimensions, None if they have none.
-        mesh_shape: Shape of the mesh.
-        ranks: Ranks in the mesh, row-major.
-        placements: One tuple for each dimension of the mesh. It is empty for a replica; otherwise it has the tensor
-            dimension that is sharded and, if shards are not in the order of ranks, torch's split factor.
-    """
-
-    names: tuple[str, ...] | None
-    mesh_shape: tuple[int, ...]
-    ranks: tuple[int, ...]
+    names: tuple[str, ...] | None  # names of the mesh's dimensions, None if they have none
+    mesh_shape: tuple[int, ...]  # shape of the mesh
+    ranks: tuple[int, ...]  # ranks in the mesh, row-major
+    # One tuple for each dimension of the mesh. It is empty for a replica; otherwise it has the tensor dimension that is
+    # sharded and, if shards are not in the order of ranks, torch's split factor.
     placements: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor, or a rank's part of a sharded tensor.
+    """A tensor, or a rank's part of a sharded tensor."""
 
-    Attributes:
-        key: Where it is in the state, with dots: `model.layer.weight`.
-        dtype: Torch's name of the dtype, without `torch.`.
-        shape: Shape of this part.
-        whole: Shape of the whole tensor; the same as `shape` unless this is a shard.
-        starts: Indices in the whole tensor at which this part begins.
-        scope: `replicated` if it is the same on all ranks, `shard` for a rank's part of a whole, `local` if it belongs
-            to one rank alone.
-        offset: Offset of its bytes in the data; they are row-major.
-        nbytes: Number of its bytes.
-        device: Type of the device that it was on.
-        layout: Number of its `ShardLayout` in the metadata, -1 for a tensor that is not sharded.
-    """
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    starts: tuple[int, ...]
+    key: str  # where it is in the state, with dots: `model.layer.weight`
+    dtype: str  # torch's name of the dtype, without `torch.`
+    shape: tuple[int, ...]  # shape of this part
+    whole: tuple[int, ...]  # shape of the whole tensor; the same as `shape` unless this is a shard
+    starts: tuple[int, ...]  # indices in the whole tensor at which this part begins
+    # `replicated` if it is the same on all ranks, `shard` for a rank's part of a whole, `local` if it belongs to one
+    # rank alone
     scope: Scope
-    offset: int
-    nbytes: int
-    device: str = "cpu"
-    layout: int = -1
+    offset: int  # offset of its bytes in the data; they are row-major
+    nbytes: int  # number of its bytes
+    device: str = "cpu"  # type of the device that it was on
+    layout: int = -1  # number of its `ShardLayout` in the metadata, -1 for a tensor that is not sharded
 
     @property
     def numel(self) -> int:
@@ -77,24 +59,15 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class StateMetadata:
-    """Parsed metadata.
+    """Parsed metadata."""
 
-    Attributes:
-        kinds: Kind of each field: `module`, `optimizer`, `object` or `value`.
-        tree: Encoded fields that all ranks share, by name.
-        local: Encoded fields that belong to one rank alone, by name.
-        entries: Tensors; the encoded fields refer to them by number.
-        layouts: Layouts of the sharded tensors.
-        holders: Global ranks that hold the same shards as the rank that saved this.
-        per_rank: Names of fields that belong to one rank alone and must not be lost, such as a position in a stream.
-    """
-
-    kinds: dict[str, str]
-    tree: dict[str, Any]
-    local: dict[str, Any]
-    entries: tuple[TensorEntry, ...]
-    layouts: tuple[ShardLayout, ...] = ()
-    holders: tuple[int, ...] = ()
+    kinds: dict[str, str]  # kind of each field: `module`, `optimizer`, `object` or `value`
+    tree: dict[str, Any]  # encoded fields that all ranks share, by name
+    local: dict[str, Any]  # encoded fields that belong to one rank alone, by name
+    entries: tuple[TensorEntry, ...]  # tensors; the encoded fields refer to them by number
+    layouts: tuple[ShardLayout, ...] = ()  # layouts of the sharded tensors
+    holders: tuple[int, ...] = ()  # global ranks that hold the same shards as the rank that saved this
+    # Names of fields that belong to one rank alone and must not be lost, such as a position in a stream
     per_rank: frozenset[str] = frozenset()
 
     @property

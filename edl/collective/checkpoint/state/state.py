@@ -69,19 +69,13 @@ Adjust = Callable[[WorldChange], object]
 
 @dataclass(frozen=True)
 class CapturedState:
-    """A state at one moment: metadata, and the live tensors, which the next step will change.
+    """A state at one moment: metadata, and the live tensors, which the next step will change."""
 
-    Attributes:
-        meta: Metadata, in the form that `edl.collective.checkpoint.state.metadata.parse_meta` reads.
-        entries: Positions of the tensors in the data.
-        tensors: This rank's parts, on their devices.
-        holders: Ranks that hold the same shards, including this one. With `per_rank` fields, only this one; empty if
-            nothing is sharded.
-    """
-
-    meta: bytes
-    entries: tuple[TensorEntry, ...]
-    tensors: list[torch.Tensor]
+    meta: bytes  # metadata, in the form that `edl.collective.checkpoint.state.metadata.parse_meta` reads
+    entries: tuple[TensorEntry, ...]  # positions of the tensors in the data
+    tensors: list[torch.Tensor]  # this rank's parts, on their devices
+    # Ranks that hold the same shards, including this one. With `per_rank` fields, only this one; empty if nothing is
+    # sharded.
     holders: frozenset[int] = frozenset()
 
     @property

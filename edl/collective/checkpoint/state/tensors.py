@@ -167,21 +167,16 @@ _Row = tuple[str, str, Shape, Shape, Shape, Scope, int, str, int]
 
 @dataclass
 class TensorCollector:
-    """Collects the tensors that the encoding of a state leaves out.
+    """Collects the tensors that the encoding of a state leaves out."""
 
-    Attributes:
-        tensors: This rank's parts, in the order in which they were collected.
-        scope: Scope of the tensors that are collected next.
-        made_anew: Whether a restore creates the tensors that are collected next, instead of filling a module's tensor
-            in place. Then nothing is known of them except what is saved.
-        layouts: Layouts of the sharded tensors.
-        holders: Ranks that hold the same parts of all sharded tensors; empty if none is sharded.
-    """
-
+    # This rank's parts, in the order in which they were collected
     tensors: list[torch.Tensor] = field(default_factory=list)
-    scope: Scope = "replicated"
+    scope: Scope = "replicated"  # scope of the tensors that are collected next
+    # Whether a restore creates the tensors that are collected next, instead of filling a module's tensor in place. Then
+    # nothing is known of them except what is saved.
     made_anew: bool = True
-    layouts: list[ShardLayout] = field(default_factory=list)
+    layouts: list[ShardLayout] = field(default_factory=list)  # layouts of the sharded tensors
+    # Ranks that hold the same parts of all sharded tensors; empty if none is sharded
     holders: frozenset[int] = frozenset()
     _rows: list[_Row] = field(default_factory=list)
     _keys: set[str] = field(default_factory=set)
@@ -268,21 +263,13 @@ def view_of(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 
 @dataclass
 class RestoreTarget:
-    """A tensor to fill, part by part.
+    """A tensor to fill, part by part."""
 
-    Attributes:
-        key: Name of the tensor in the state.
-        value: Tensor that the state gets in the end; a `DTensor` if `local` is a part of it.
-        local: Tensor to which parts are copied; never memory of a slot.
-        starts: Indices in the whole tensor at which `local` begins.
-        missing: Number of elements that are not filled yet.
-    """
-
-    key: str
-    value: torch.Tensor
-    local: torch.Tensor
-    starts: Shape
-    missing: int
+    key: str  # name of the tensor in the state
+    value: torch.Tensor  # tensor that the state gets in the end; a `DTensor` if `local` is a part of it
+    local: torch.Tensor  # tensor to which parts are copied; never memory of a slot
+    starts: Shape  # indices in the whole tensor at which `local` begins
+    missing: int  # number of elements that are not filled yet
 
     @classmethod
     def for_tensor(cls, key: str, value: torch.Tensor) -> RestoreTarget:
@@ -307,19 +294,13 @@ class RestoreTarget:
 
 @dataclass(frozen=True)
 class LiveTensors:
-    """Live tensors of a state into which another is restored, by key.
+    """Live tensors of a state into which another is restored, by key."""
 
-    Attributes:
-        in_place: Tensors that are filled in place.
-        alike: Tensors that are replaced by new ones like them.
-        parameters: Parameters that an optimizer's state is sharded like, by its keys without the last part.
-        meshes: Meshes over which any of these is sharded.
-    """
-
-    in_place: Mapping[str, torch.Tensor]
-    alike: Mapping[str, torch.Tensor]
+    in_place: Mapping[str, torch.Tensor]  # tensors that are filled in place
+    alike: Mapping[str, torch.Tensor]  # tensors that are replaced by new ones like them
+    # Parameters that an optimizer's state is sharded like, by its keys without the last part
     parameters: Mapping[str, torch.Tensor]
-    meshes: LiveMeshes
+    meshes: LiveMeshes  # meshes over which any of these is sharded
 
     def restore_target(self, entry: TensorEntry, layout: ShardLayout | None) -> RestoreTarget:
         """Return the target for the tensor that `entry` describes."""

@@ -42,13 +42,9 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 
 @dataclass
 class RankFileItems:
-    """Positions of the items in a rank's file, collected while it is written.
+    """Positions of the items in a rank's file, collected while it is written."""
 
-    Attributes:
-        tensors, values, paths: See `RankManifest`.
-    """
-
-    tensors: dict[str, tuple[int, int]] = field(default_factory=dict)
+    tensors: dict[str, tuple[int, int]] = field(default_factory=dict)  # see `RankManifest`
     values: dict[str, tuple[int, int]] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 

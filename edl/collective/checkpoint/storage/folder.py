@@ -62,19 +62,12 @@ _NAME: Final = re.compile(r"step-(\d+)\.g-(-?\d+)(?:\.r-([0-9a-f]{16}))?(\.tmp)?
 
 @dataclass(frozen=True, order=True)
 class CheckpointName:
-    """Name of a checkpoint. Names sort from old to new: by step, then by when the run began.
+    """Name of a checkpoint. Names sort from old to new: by step, then by when the run began."""
 
-    Attributes:
-        step: Last finished step.
-        run: Name of the run, 16 hexadecimal digits; empty for checkpoints that older versions wrote.
-        generation: Generation of the world, counted within the run.
-        temporary: Whether this is a folder that is renamed when the checkpoint is complete.
-    """
-
-    step: int
-    run: str
-    generation: int
-    temporary: bool = False
+    step: int  # last finished step
+    run: str  # name of the run, 16 hexadecimal digits; empty for checkpoints that older versions wrote
+    generation: int  # generation of the world, counted within the run
+    temporary: bool = False  # whether this is a folder that is renamed when the checkpoint is complete
 
     def __str__(self) -> str:
         run = f".r-{self.run}" if self.run else ""
@@ -127,28 +120,17 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class RankManifest:
-    """Manifest of one rank's part of a checkpoint.
+    """Manifest of one rank's part of a checkpoint."""
 
-    Attributes:
-        rank, world: The rank and the number of ranks.
-        file: Name of the file with the rank's data.
-        summed: Digest of that file.
-        tensors: Offset and length in bytes of each tensor in the file, by key.
-        values: Offset and length of each plain value (rank 0 only), by key.
-        paths: Path in the nested state of each tensor and value (rank 0 only), by key.
-        meta: Metadata of the rank's state, as parsed JSON.
-        run: Name of the run.
-    """
-
-    rank: int
+    rank: int  # the rank and the number of ranks
     world: int
-    file: str
-    summed: FileDigest
-    tensors: dict[str, tuple[int, int]]
-    values: dict[str, tuple[int, int]]
-    paths: dict[str, tuple[Any, ...]]
-    meta: Any
-    run: str = ""
+    file: str  # name of the file with the rank's data
+    summed: FileDigest  # digest of that file
+    tensors: dict[str, tuple[int, int]]  # offset and length in bytes of each tensor in the file, by key
+    values: dict[str, tuple[int, int]]  # offset and length of each plain value (rank 0 only), by key
+    paths: dict[str, tuple[Any, ...]]  # path in the nested state of each tensor and value (rank 0 only), by key
+    meta: Any  # metadata of the rank's state, as parsed JSON
+    run: str = ""  # name of the run
 
     @staticmethod
     def file_name(rank: int) -> str:

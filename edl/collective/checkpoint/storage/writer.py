@@ -59,17 +59,12 @@ for a slow one, where each further rank delays the first to be complete."""
 
 @dataclass(frozen=True)
 class WriteOutcome:
-    """Result of an attempt to store a state.
+    """Result of an attempt to store a state."""
 
-    Attributes:
-        step, generation, world: The state.
-        committed: Whether the checkpoint is complete now. If not, other nodes have not written their parts yet.
-    """
-
-    step: int
+    step: int  # the state
     generation: int
     world: int
-    committed: bool
+    committed: bool  # whether the checkpoint is complete now. If not, other nodes have not written their parts yet.
 
 
 class _OverwrittenError(TemporaryError):

@@ -184,12 +184,14 @@ class Broken:
         raise RuntimeError("the copy failed")
 
 
-def test_failed_copy_is_an_error() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_failed_copy_is_an_error(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_PIECE_NBYTES", 0)
     whole = [(np.zeros(8), np.ones(8)) for _ in range(20)]
-    job = copying._Job([*whole[:5], (np.zeros(3), Broken()), *whole[5:]])
-    job.work()
+    copier = TensorCopier(threads)
     with pytest.raises(RuntimeError, match="the copy failed"):
-        job.done.result()
+        copier._copy_pieces([*whole[:5], (np.zeros(3), Broken()), *whole[5:]])
+    copier.close()
 
 
 DEVICE = torch.device("cuda", 0)

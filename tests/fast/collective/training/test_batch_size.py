@@ -85,10 +85,10 @@ def test_choices_end_near_the_best_batch(phi: float, world: int, most: int | Non
     batch, seen, settled = 64, measured(TRUTH), 0
     for _ in range(12):
         seen += measured(TRUTH, [(world, *micro_batch_shape(batch, world, most))])
-        decision = choose_batch_size(bounds, seen, phi, batch=batch, base_batch=64, world=world, max_micro_batch=most)
-        assert decision.batch <= 2 * batch
-        settled = settled + 1 if decision.batch == batch else 0
-        batch = decision.batch
+        chosen, _ = choose_batch_size(bounds, seen, phi, batch=batch, base_batch=64, world=world, max_micro_batch=most)
+        assert chosen <= 2 * batch
+        settled = settled + 1 if chosen == batch else 0
+        batch = chosen
     assert settled >= 2
     assert goodput(batch) >= 0.9 * max(map(goodput, range(32, upper + 1, 7)))
 
@@ -109,12 +109,12 @@ def test_choices_end_near_the_best_batch(phi: float, world: int, most: int | Non
 def test_each_decision_says_why(
     batch: int, phi: float | None, seen: list[tuple[int, int, int]], wanted: int, reason: str
 ) -> None:
-    decision = choose_batch_size(
+    chosen, why = choose_batch_size(
         AutoBatch(32, 1024), measured(TRUTH, seen), phi, batch=batch, base_batch=64, world=4, max_micro_batch=512
     )
-    assert decision.batch == wanted
-    assert reason in decision.reason
-    assert decision.reason.startswith(f"batch {batch} ")
+    assert chosen == wanted
+    assert reason in why
+    assert why.startswith(f"batch {batch} ")
 
 
 @pytest.mark.parametrize("values", [(0, 5), (6, 5), (1, 5, 0), (1, 5, 1, -0.1)])

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -196,17 +196,26 @@ def test_devices_are_compared_with_alike() -> None:
     assert summarize_rounds("abc", [(first_groups("abc"), results)], FACTOR) == NodeCheckResult()
 
 
-def test_last_words_are_waited_for() -> None:
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    reported: dict[str, Any] = {}
+def test_last_words_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probe:
+        returncode = 0
 
-    def ended() -> bool:
-        lines.put('{"reduce_s": 0.5}')  # they come between the look for more and this one
-        return True
+        def __init__(self, command: object, stdout: IO[bytes], stderr: object) -> None:
+            self.output = stdout
 
+        def poll(self) -> int:
+            self.output.write(b'{"reduce_s": 0.5}\n')  # just before its end is seen
+            self.output.flush()
+            return 0
+
+        def kill(self) -> None:
+            pass
+
+        wait = kill
+
+    monkeypatch.setattr(node_check.subprocess, "Popen", Probe)
     own = node_check._OwnNode(None, "check", "a", "127.0.0.1", NodeCheckSettings())
-    node_check._follow_process(own, ended, lines, reported, math.inf, "")
-    assert reported == {"reduce_s": 0.5}
+    assert node_check._run_process(own, {}, math.inf, "") == {"reduce_s": 0.5}
 
 
 @pytest.mark.parametrize("silent", [True, False])

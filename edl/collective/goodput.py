@@ -154,35 +154,20 @@ class ProgressMark(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """The record of one life of a node's agent, for others to read.
+    """The record of one life of a node's agent, for others to read."""
 
-    Attributes:
-        node: Name of the agent.
-        began_us: Wall clock at which the ledger began, in microseconds since 1970.
-        workers: Number of workers that it has or wants.
-        spans: All the time from then until the last observation.
-        marks: Progress over time, oldest first, thinned out as marks accumulate.
-        generation: Generation of the workers' world; -1 before the first.
-        step: The last finished step; -1 for none.
-        steps_per_s: Steps per second over the last 15 seconds; 0 if nothing moved.
-        samples_per_s: Samples per second over the last 15 seconds; 0 if nothing moved.
-        ended: Whether the agent ended its ledger. If not, it is alive or was killed.
-        reached: The last step that the job is known to have finished before `generation`; -1 for none.
-        replicated_us: Wall clock of the newest state of this node that another node has a replica of; 0 for none.
-    """
-
-    node: str
-    began_us: int
-    workers: int
-    spans: tuple[Span, ...] = ()
-    marks: tuple[ProgressMark, ...] = ()
-    generation: int = -1
-    step: int = -1
-    steps_per_s: float = 0.0
-    samples_per_s: float = 0.0
-    ended: bool = False
-    reached: int = -1
-    replicated_us: int = 0
+    node: str  # name of the agent
+    began_us: int  # wall clock at which the ledger began, in microseconds since 1970
+    workers: int  # number of workers that it has or wants
+    spans: tuple[Span, ...] = ()  # all the time from then until the last observation
+    marks: tuple[ProgressMark, ...] = ()  # progress over time, oldest first, thinned out as marks accumulate
+    generation: int = -1  # generation of the workers' world; -1 before the first
+    step: int = -1  # the last finished step; -1 for none
+    steps_per_s: float = 0.0  # steps per second over the last 15 seconds; 0 if nothing moved
+    samples_per_s: float = 0.0  # samples per second over the last 15 seconds; 0 if nothing moved
+    ended: bool = False  # whether the agent ended its ledger. If not, it is alive or was killed.
+    reached: int = -1  # the last step that the job is known to have finished before `generation`; -1 for none
+    replicated_us: int = 0  # wall clock of the newest state of this node that another node has a replica of; 0 for none
 
     @property
     def samples_known(self) -> bool:
@@ -226,24 +211,16 @@ class NodeRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a job.
+    """Something that happened to a job."""
 
-    Attributes:
-        at: Wall clock in seconds since 1970.
-        node: The node that it happened to, or that saw it.
-        kind: "join", "leave", "kill", "exit", "hang", "faulty", "restart", "generation" or "error"; any other kind is
-            shown as it is.
-        text: What happened, in a few words.
-        generation: Generation of the world in which it happened; -1 before the first.
-        cause: In a summary, what led to it, in words; empty where that is not known.
-    """
-
-    at: float
-    node: str
+    at: float  # wall clock in seconds since 1970
+    node: str  # the node that it happened to, or that saw it
+    # "join", "leave", "kill", "exit", "hang", "faulty", "restart", "generation" or "error"; any other kind is shown as
+    # it is
     kind: str
-    text: str = ""
-    generation: int = -1
-    cause: str = ""
+    text: str = ""  # what happened, in a few words
+    generation: int = -1  # generation of the world in which it happened; -1 before the first
+    cause: str = ""  # in a summary, what led to it, in words; empty where that is not known
 
 
 def encode_events(events: Iterable[Event]) -> bytes:
@@ -312,40 +289,25 @@ def _checked(value: Any, kind: type[_T], least: int = 0) -> _T:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A life of a node of a job.
+    """A life of a node of a job."""
 
-    Attributes:
-        node: Name of the agent.
-        ranks: Ranks of its workers in the current world; None if it is not a member.
-        workers: Number of workers that it has or wants.
-        state: Category of its last span: "train", "load", ...; "left" if its agent ended the ledger or the job has
-            ended, "lost" if it fell silent.
-        silent_s: Seconds since its last sign of life.
-        began: Wall clock in seconds; with `node` the key of this life.
-        generation: Generation of its workers' world; -1 before the first.
-        step: The last finished step; -1 for none.
-        steps_per_s: Steps per second over the last 15 seconds.
-        samples_per_s: Samples per second over the last 15 seconds; None if samples were never reported.
-        goodput: Goodput of this node's own time; None if no time has passed.
-        replica_age_s: Age in seconds of the newest state that another node has a replica of; None if there is none.
-        seconds: Seconds of this node by category.
-        record: What its agent wrote; not in the JSON.
-    """
-
-    node: str
-    ranks: list[int] | None
-    workers: int
+    node: str  # name of the agent
+    ranks: list[int] | None  # ranks of its workers in the current world; None if it is not a member
+    workers: int  # number of workers that it has or wants
+    # Category of its last span: "train", "load", ...; "left" if its agent ended the ledger or the job has ended, "lost"
+    # if it fell silent
     state: str
-    silent_s: float
-    began: float
-    generation: int
-    step: int
-    steps_per_s: float
-    samples_per_s: float | None
-    goodput: float | None
+    silent_s: float  # seconds since its last sign of life
+    began: float  # wall clock in seconds; with `node` the key of this life
+    generation: int  # generation of its workers' world; -1 before the first
+    step: int  # the last finished step; -1 for none
+    steps_per_s: float  # steps per second over the last 15 seconds
+    samples_per_s: float | None  # samples per second over the last 15 seconds; None if samples were never reported
+    goodput: float | None  # goodput of this node's own time; None if no time has passed
+    # Age in seconds of the newest state that another node has a replica of; None if there is none
     replica_age_s: float | None
-    seconds: Mapping[str, float]
-    record: NodeRecord = field(metadata={"json": False})
+    seconds: Mapping[str, float]  # seconds of this node by category
+    record: NodeRecord = field(metadata={"json": False})  # what its agent wrote; not in the JSON
 
     @property
     def gone(self) -> bool:
@@ -355,47 +317,34 @@ class NodeStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSummary:
-    """A job at one moment. `edl status --json` and the dashboard's page have the same names.
+    """A job at one moment. `edl status --json` and the dashboard's page have the same names."""
 
-    Attributes:
-        job: Name of the job.
-        state: "forming", "running", "done" or "failed"; "down" if it has not ended but no agent gave a recent sign of
-            life; "gave up" if its last node gave up, or none was there for a day; "unknown" without a world.
-        message: Why the current world was made; for a job that failed, the traceback.
-        generation: Generation of the current world; -1 before the first.
-        world_size: Number of ranks.
-        step: The last finished step. If it is -1, the script uses nothing of EDL that reports steps: all of its time
-            looks like "load", and its goodput is not known.
-        steps_per_s: Steps per second of the slowest member over the last 15 seconds.
-        samples_per_s: Samples per second of all members over the last 15 seconds; None if samples were never reported.
-        began: Wall clock at which its first agent began, in seconds since 1970; 0 for a job without a ledger.
-        elapsed_s: Seconds since then, until now or until the job ended.
-        seconds: Seconds by category: train, save, load, rollback, rendezvous, idle, down; their sum is `elapsed_s`.
-        goodput: train / elapsed, from 0 to 1; None if no step was reported.
-        worker_goodput: Share of its workers' seconds that trained. Nodes that wait to join, or for slower nodes, lower
-            it. None if no step was reported.
-        nodes: The current members by rank, then other live nodes, then nodes that are gone, the latest first.
-        left_out: Hosts that the job excludes because a GPU of theirs failed, in that order.
-        events: What happened, oldest first.
-        spans: The time since `began`; `workers` is the number that ran, over all nodes. Not in the JSON.
-    """
-
-    job: str
+    job: str  # name of the job
+    # "forming", "running", "done" or "failed"; "down" if it has not ended but no agent gave a recent sign of life;
+    # "gave up" if its last node gave up, or none was there for a day; "unknown" without a world
     state: str
-    message: str
-    generation: int
-    world_size: int
+    message: str  # why the current world was made; for a job that failed, the traceback
+    generation: int  # generation of the current world; -1 before the first
+    world_size: int  # number of ranks
+    # The last finished step. If it is -1, the script uses nothing of EDL that reports steps: all of its time looks like
+    # "load", and its goodput is not known.
     step: int
-    steps_per_s: float
+    steps_per_s: float  # steps per second of the slowest member over the last 15 seconds
+    # Samples per second of all members over the last 15 seconds; None if samples were never reported
     samples_per_s: float | None
-    began: float
-    elapsed_s: float
+    began: float  # wall clock at which its first agent began, in seconds since 1970; 0 for a job without a ledger
+    elapsed_s: float  # seconds since then, until now or until the job ended
+    # Seconds by category: train, save, load, rollback, rendezvous, idle, down; their sum is `elapsed_s`
     seconds: Mapping[str, float]
-    goodput: float | None
+    goodput: float | None  # train / elapsed, from 0 to 1; None if no step was reported
+    # Share of its workers' seconds that trained. Nodes that wait to join, or for slower nodes, lower it. None if no
+    # step was reported.
     worker_goodput: float | None
+    # The current members by rank, then other live nodes, then nodes that are gone, the latest first
     nodes: tuple[NodeStatus, ...]
-    left_out: tuple[Exclusion, ...]
-    events: tuple[Event, ...]
+    left_out: tuple[Exclusion, ...]  # hosts that the job excludes because a GPU of theirs failed, in that order
+    events: tuple[Event, ...]  # what happened, oldest first
+    # The time since `began`; `workers` is the number that ran, over all nodes. Not in the JSON.
     spans: tuple[Span, ...] = field(metadata={"json": False})
 
 

@@ -39,33 +39,22 @@ class JobState(str, Enum):
 
 @dataclass(frozen=True)
 class Node:
-    """An agent's record of itself, which disappears with its lease.
+    """An agent's record of itself, which disappears with its lease."""
 
-    Attributes:
-        id: Unique name of the agent's process.
-        addr: Address at which the workers of other nodes reach this node.
-        port: Port of a `torch.distributed.TCPStore` that the agent holds ready and that no generation has used yet.
-        workers: Number of workers that the node runs.
-        replica_port: Port at which its agent takes replicas of other nodes' states; 0 if it takes none.
-        tether_port: Port to which peers connect, to learn at once when its agent's process dies; 0 if there is none.
-        slot_nbytes: Size of a worker's slot of shared memory in bytes, for nodes that join; 0 while there is none.
-        leaving: Whether it wants to leave and must not be a member of the next world.
-        paused: The generation in which all of its workers paused; -1 for none.
-        finished: The generation in which all of its workers ended with exit code 0; -1 for none.
-        busy: The generation in which one of its workers does something long between two steps; -1 for none. A rank that
-            waits for it does not count as hung, and a node that wants to join waits until it is done.
-    """
-
-    id: str
-    addr: str
-    port: int
-    workers: int
-    replica_port: int = 0
+    id: str  # unique name of the agent's process
+    addr: str  # address at which the workers of other nodes reach this node
+    port: int  # port of a `torch.distributed.TCPStore` that the agent holds ready and that no generation has used yet
+    workers: int  # number of workers that the node runs
+    replica_port: int = 0  # port at which its agent takes replicas of other nodes' states; 0 if it takes none
+    # Port to which peers connect, to learn at once when its agent's process dies; 0 if there is none
     tether_port: int = 0
+    # Size of a worker's slot of shared memory in bytes, for nodes that join; 0 while there is none
     slot_nbytes: int = 0
-    leaving: bool = False
-    paused: int = -1
-    finished: int = -1
+    leaving: bool = False  # whether it wants to leave and must not be a member of the next world
+    paused: int = -1  # the generation in which all of its workers paused; -1 for none
+    finished: int = -1  # the generation in which all of its workers ended with exit code 0; -1 for none
+    # The generation in which one of its workers does something long between two steps; -1 for none. A rank that waits
+    # for it does not count as hung, and a node that wants to join waits until it is done.
     busy: int = -1
 
     def encode(self) -> bytes:
@@ -105,26 +94,16 @@ class Member:
 
 @dataclass(frozen=True)
 class World:
-    """The record of a job.
+    """The record of a job."""
 
-    Attributes:
-        generation: Number of the world, which grows by 1 with each new one; the first that runs is 0.
-        nodes: The members; a member's position is its node's rank (torchrun's GROUP_RANK).
-        message: Why this world was made; for a job that failed, the traceback.
-        pause_at: The step after which all workers pause; None if no pause is requested.
-        forgiven: How many errors of the script itself the job has survived.
-        cause: For a job that failed, the cause: a value of `edl.collective.agent.health.failures.ExitCause`.
-        failed_rank: For a job that failed, the rank that failed first; -1 if none did.
-    """
-
-    generation: int = -1
+    generation: int = -1  # number of the world, which grows by 1 with each new one; the first that runs is 0
     state: JobState = JobState.FORMING
-    nodes: tuple[Member, ...] = ()
-    message: str = ""
-    pause_at: int | None = None
-    forgiven: int = 0
-    cause: str = ""
-    failed_rank: int = -1
+    nodes: tuple[Member, ...] = ()  # the members; a member's position is its node's rank (torchrun's GROUP_RANK)
+    message: str = ""  # why this world was made; for a job that failed, the traceback
+    pause_at: int | None = None  # the step after which all workers pause; None if no pause is requested
+    forgiven: int = 0  # how many errors of the script itself the job has survived
+    cause: str = ""  # for a job that failed, the cause: a value of `edl.collective.agent.health.failures.ExitCause`
+    failed_rank: int = -1  # for a job that failed, the rank that failed first; -1 if none did
 
     @property
     def size(self) -> int:
@@ -162,21 +141,13 @@ class World:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A host that a job excludes because one of its GPUs failed. The record has no lease.
+    """A host that a job excludes because one of its GPUs failed. The record has no lease."""
 
-    Attributes:
-        node: The agent that found the fault.
-        reason: What failed, in one line.
-        clear: Whether the GPU is certainly at fault, rather than possibly a kernel of the script.
-        step: The last step that the node's workers finished; -1 if they report none.
-        at_s: Wall clock, in seconds since 1970.
-    """
-
-    node: str
-    reason: str
-    clear: bool = True
-    step: int = -1
-    at_s: float = 0.0
+    node: str  # the agent that found the fault
+    reason: str  # what failed, in one line
+    clear: bool = True  # whether the GPU is certainly at fault, rather than possibly a kernel of the script
+    step: int = -1  # the last step that the node's workers finished; -1 if they report none
+    at_s: float = 0.0  # wall clock, in seconds since 1970
 
     def encode(self) -> bytes:
         """Return the record as JSON, for the Store."""

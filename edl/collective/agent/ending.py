@@ -130,24 +130,16 @@ _FIRST_COLUMN: Final = re.compile(r"^\S", re.MULTILINE)
 
 @dataclass(frozen=True)
 class TerminationMessage:
-    """Why an agent ended.
+    """Why an agent ended."""
 
-    Attributes:
-        cause: A value of `edl.collective.agent.health.failures.ExitCause`; empty if no worker failed.
-        exit_code: Exit code of the agent.
-        rank: The rank that failed first; -1 for none.
-        node: Name in the job of the node that ran this rank; of this node if no worker failed.
-        oom_kills: How many processes of this node the kernel killed for lack of memory since the workers were started,
-            if a worker here failed, else 0; None if the kernel does not tell.
-        message: Text for a person: as much of the traceback as there is room for.
-    """
-
-    cause: str = ""
-    exit_code: int = 0
-    rank: int = -1
-    node: str = ""
+    cause: str = ""  # a value of `edl.collective.agent.health.failures.ExitCause`; empty if no worker failed
+    exit_code: int = 0  # exit code of the agent
+    rank: int = -1  # the rank that failed first; -1 for none
+    node: str = ""  # name in the job of the node that ran this rank; of this node if no worker failed
+    # How many processes of this node the kernel killed for lack of memory since the workers were started, if a worker
+    # here failed, else 0; None if the kernel does not tell
     oom_kills: int | None = 0
-    message: str = ""
+    message: str = ""  # text for a person: as much of the traceback as there is room for
 
     def encode(self) -> bytes:
         """Return the message as a UTF-8 JSON object of at most 4,096 bytes, cutting a long text."""

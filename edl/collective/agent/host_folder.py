@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from edl.collective.checkpoint.memory.slots import find_slots
 from edl.errors import EDLError
@@ -30,6 +31,18 @@ stopped, and all others would wait for it."""
 _LOCK_POLL_S = 0.01  # agents that start together take turns
 
 
+def _text_file(name: str, doc: str) -> Any:
+    """Return a property of a folder that is kept in a file; "" without the file."""
+
+    def replace_text(folder: HostFolder, text: str) -> None:
+        """Replace the file in one step: another agent may read it at any moment, even if this agent is killed here."""
+        draft = folder.path / f"{name}.new"
+        draft.write_text(text)
+        draft.rename(folder.path / name)
+
+    return property(lambda folder: _read_text(folder.path / name), replace_text, doc=doc)
+
+
 class HostFolder:
     """A folder that belongs to this process until `close`.
 
@@ -39,13 +52,17 @@ class HostFolder:
         dead: Nodes whose agents have died on this host, including the previous owner.
     """
 
+    run: str = _text_file("run", "The run of the job that left the state here.")
+    command: str = _text_file("command", "The command that left it (`LaunchSpec.command`), if the job has no name.")
+    _node: str = _text_file("node", "The node that owns this folder, or owned it last.")
+
     def __init__(self, job: str, node: str) -> None:
         root = _root()
         digest = hashlib.sha256(job.encode()).hexdigest()[:16]
         _remove_abandoned(root, kept=digest)
         with _locked_folder(root / digest):
             left = _take_abandoned(root / digest)
-            self.dead = frozenset(filter(None, map(_owner, left)))
+            self.dead = frozenset(filter(None, (_read_text(path / "node") for path in left)))
             if left:
                 self.path = _newest(left)
                 self._lock = left.pop(self.path)
@@ -55,27 +72,8 @@ class HostFolder:
                 self._lock = lock
             for lock in left.values():
                 os.close(lock)
-        self.previous_owner = _owner(self.path)
-        self._set_owner(node)
-
-    @property
-    def run(self) -> str:
-        """The run of the job that left the state here; "" if unknown."""
-        return _run_of(self.path)
-
-    @run.setter
-    def run(self, name: str) -> None:
-        _replace_text(self.path / "run", name)
-
-    @property
-    def command(self) -> str:
-        """The command that left the state here (`LaunchSpec.command`); "" if the job's name identifies it."""
-        file = self.path / "command"
-        return file.read_text() if file.exists() else ""
-
-    @command.setter
-    def command(self, digest: str) -> None:
-        _replace_text(self.path / "command", digest)
+        self.previous_owner = self._node
+        self._node = node
 
     @property
     def unstored(self) -> bool:
@@ -141,12 +139,8 @@ class HostFolder:
                 with contextlib.suppress(OSError):
                     self.path.parent.rmdir()
             elif self.previous_owner and not used:
-                self._set_owner(self.previous_owner)
+                self._node = self.previous_owner
             os.close(self._lock)
-
-    def _set_owner(self, node: str) -> None:
-        """Record which node owns this folder."""
-        _replace_text(self.path / "node", node)
 
 
 def _root() -> Path:
@@ -202,12 +196,12 @@ def _take_abandoned(job: Path) -> dict[Path, int]:
 
 def _newest(folders: Iterable[Path]) -> Path:
     """Return the folder with the newest state: the highest step of the run whose agent died last."""
-    died = {path: (path / "node").stat().st_mtime if _owner(path) else 0.0 for path in folders}
+    died = {path: (path / "node").stat().st_mtime if _read_text(path / "node") else 0.0 for path in folders}
     newest = {path: max(labels) for path in died if (labels := _labels(path))}
     if not newest:
         return max(died, key=lambda path: died[path])
-    run = _run_of(max(newest, key=lambda path: died[path]))
-    return max(newest, key=lambda path: (_run_of(path) == run, newest[path], died[path]))
+    run = _read_text(max(newest, key=lambda path: died[path]) / "run")
+    return max(newest, key=lambda path: (_read_text(path / "run") == run, newest[path], died[path]))
 
 
 def _labels(path: Path) -> list[tuple[int, int]]:
@@ -244,15 +238,8 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _owner(path: Path) -> str:
-    """Return the node that owns a folder, or owned it last; "" if that was not recorded."""
-    file = path / "node"
-    return file.read_text() if file.exists() else ""
-
-
-def _run_of(path: Path) -> str:
-    file = path / "run"
-    return file.read_text() if file.exists() else ""
+def _read_text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _locked(file: int) -> bool:
@@ -261,13 +248,6 @@ def _locked(file: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Replace a file in one step: another agent may read it at any moment, even if this agent is killed here."""
-    draft = path.with_name(path.name + ".new")
-    draft.write_text(text)
-    draft.rename(path)
 
 
 def _is(path: Path, file: int) -> bool:

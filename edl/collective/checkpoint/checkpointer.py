@@ -38,18 +38,12 @@ class SaveSchedule:
     """Counts steps to the next save. All ranks of a world must agree on the next step, or they save different steps.
 
     Set exactly one of `overhead`, `interval_s` and `interval_steps`.
-
-    Attributes:
-        overhead: Largest fraction of the time that saving may cost.
-        interval_s: Seconds between two saves.
-        interval_steps: Steps between two saves.
-        next_step: Step after which to save next; None to save after the next step that finishes.
     """
 
-    overhead: float | None = None
-    interval_s: float | None = None
-    interval_steps: int | None = None
-    next_step: int | None = None
+    overhead: float | None = None  # largest fraction of the time that saving may cost
+    interval_s: float | None = None  # seconds between two saves
+    interval_steps: int | None = None  # steps between two saves
+    next_step: int | None = None  # step after which to save next; None to save after the next step that finishes
     _warm: bool = False
 
     def __post_init__(self) -> None:

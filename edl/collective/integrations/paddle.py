@@ -29,7 +29,7 @@ import torch.distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from edl.collective.checkpoint import checkpointer as checkpoint
-from edl.collective.checkpoint.state.metadata import StateMetadata
+from edl.collective.checkpoint.encoding import StateMetadata
 from edl.collective.checkpoint.state.state import CapturedState, State, StateRestore
 from edl.errors import SettingsError, TemporaryError
 from edl.settings import read

@@ -26,8 +26,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from edl.collective.checkpoint.encoding import TensorEntry
 from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, SlotHeader, SlotPair
-from edl.collective.checkpoint.state.metadata import TensorEntry
 from edl.collective.checkpoint.state.state import State
 from edl.collective.checkpoint.state.tensors import view_of
 from edl.settings import positive_int, read

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from edl.collective.checkpoint.encoding import from_json, to_json
+from edl.collective.checkpoint.encoding import from_json, parse_meta, to_json
 from edl.collective.checkpoint.memory.copying import slot_bytes
 from edl.collective.checkpoint.memory.replica_slots import ReplicaSlots
 from edl.collective.checkpoint.memory.slots import (
@@ -32,7 +32,6 @@ from edl.collective.checkpoint.memory.slots import (
     SlotPair,
     StateVersion,
 )
-from edl.collective.checkpoint.state.metadata import parse_meta
 from edl.collective.checkpoint.state.state import State
 from edl.collective.ranks import (
     Group,

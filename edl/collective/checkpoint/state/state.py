@@ -16,7 +16,15 @@ from typing import Any, Final
 
 import torch
 
-from edl.collective.checkpoint.encoding import decode, encode
+from edl.collective.checkpoint.encoding import (
+    ShardLayout,
+    StateMetadata,
+    TensorEntry,
+    decode,
+    encode,
+    pack_meta,
+    pack_table,
+)
 from edl.collective.checkpoint.state.fields import (
     check_loadable,
     field_form,
@@ -32,7 +40,6 @@ from edl.collective.checkpoint.state.loaders import (
     prepare_loader,
     restore_random_states,
 )
-from edl.collective.checkpoint.state.metadata import ShardLayout, StateMetadata, TensorEntry, pack_meta, pack_table
 from edl.collective.checkpoint.state.tensors import (
     LiveMeshes,
     LiveTensors,
@@ -71,7 +78,7 @@ Adjust = Callable[[WorldChange], object]
 class CapturedState:
     """A state at one moment: metadata, and the live tensors, which the next step will change."""
 
-    meta: bytes  # metadata, in the form that `edl.collective.checkpoint.state.metadata.parse_meta` reads
+    meta: bytes  # metadata, in the form that `edl.collective.checkpoint.encoding.parse_meta` reads
     entries: tuple[TensorEntry, ...]  # positions of the tensors in the data
     tensors: list[torch.Tensor]  # this rank's parts, on their devices
     # Ranks that hold the same shards, including this one. With `per_rank` fields, only this one; empty if nothing is

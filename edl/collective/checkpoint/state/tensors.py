@@ -21,8 +21,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
-from edl.collective.checkpoint.encoding import MAX_DEPTH, Path, dotted
-from edl.collective.checkpoint.state.metadata import Scope, ShardLayout, TensorEntry, box_overlap, tensor_offsets
+from edl.collective.checkpoint.encoding import (
+    MAX_DEPTH,
+    Path,
+    Scope,
+    ShardLayout,
+    TensorEntry,
+    box_overlap,
+    dotted,
+    tensor_offsets,
+)
 from edl.errors import ProtocolError, SettingsError
 
 Shape = tuple[int, ...]

@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from edl.collective.checkpoint.encoding import decode, from_json
+from edl.collective.checkpoint.encoding import StateMetadata, TensorEntry, decode, from_json, parse_meta, read_meta
 from edl.collective.checkpoint.memory.slots import SlotCopy
-from edl.collective.checkpoint.state.metadata import StateMetadata, TensorEntry, parse_meta, read_meta
 from edl.collective.checkpoint.state.tensors import view_of
 from edl.collective.checkpoint.storage.folder import ChecksumWriter, FileDigest, RankManifest
 from edl.errors import ProtocolError

@@ -16,9 +16,8 @@ from typing import Any, Final
 
 import torch
 
-from edl.collective.checkpoint.encoding import from_json, to_json
+from edl.collective.checkpoint.encoding import StateMetadata, TensorEntry, box_overlap, from_json, read_meta, to_json
 from edl.collective.checkpoint.memory.restore import RestoredState
-from edl.collective.checkpoint.state.metadata import StateMetadata, TensorEntry, box_overlap, read_meta
 from edl.collective.checkpoint.state.state import State, StateRestore
 from edl.collective.checkpoint.storage.folder import (
     CheckpointFolder,

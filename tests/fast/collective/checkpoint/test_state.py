@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from edl.collective.checkpoint.encoding import decode, encode, from_json
-from edl.collective.checkpoint.state.metadata import TensorEntry, parse_meta
+from edl.collective.checkpoint.encoding import TensorEntry, decode, encode, from_json, parse_meta
 from edl.collective.checkpoint.state.state import CapturedState, State, WorldChange
 from edl.collective.checkpoint.state.tensors import LiveMeshes, LiveTensors, view_of
 from edl.errors import ProtocolError, SettingsError

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, get_w
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # noqa: E402
 
 from edl.collective import ElasticSampler, State  # noqa: E402
-from edl.collective.checkpoint.state.metadata import parse_meta  # noqa: E402
+from edl.collective.checkpoint.encoding import parse_meta  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 from tests.fast.collective.checkpoint.test_state import pack, restore  # noqa: E402
 

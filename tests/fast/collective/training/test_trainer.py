@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from edl.collective.checkpoint.state.metadata import parse_meta
+from edl.collective.checkpoint.encoding import parse_meta
 from edl.collective.checkpoint.state.state import State
 from edl.collective.training import step as steps
 from edl.collective.training.learning_rate import AdaScale, SampleSchedule, SquareRoot

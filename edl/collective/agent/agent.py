@@ -140,7 +140,6 @@ class Agent:
             return woken
 
     def _delete_lost_peers(self, context: AgentContext) -> None:
-        """Delete the records of nodes whose agents are gone."""
         for node in list(self._lost_peers):
             context.membership.delete_node(node)
             self._lost_peers.discard(node)
@@ -150,11 +149,7 @@ class Agent:
 
 
 def _join_job(context: AgentContext) -> int | None:
-    """Join the job.
-
-    Returns:
-        The exit code if this node takes no part in the job; None once it has joined.
-    """
+    """Join the job."""
     code = _check_job_state(context)
     if code == ExitCode.DONE:
         _store_leftover_state(context)
@@ -247,7 +242,6 @@ def _is_excluded(context: AgentContext) -> bool:
 
 
 def _note_fault(context: AgentContext, reason: str) -> None:
-    """Note why this node cannot take part, for its termination message."""
     cause = ExitCause.HARDWARE.value
     context.shutdown.end = TerminationMessage(cause=cause, node=context.id, message=reason)
 

@@ -173,8 +173,7 @@ def write_termination_message(path: str, message: TerminationMessage) -> None:
 def cut_traceback(text: str, max_bytes: int) -> str:
     """Return the first line, the last calls and the exception of a traceback, joined by `[...]`.
 
-    Returns:
-        The parts, at most `max_bytes` long as JSON; a text that fits is returned as it is.
+    Returns the parts, at most `max_bytes` long as JSON; a text that fits is returned as it is.
     """
     if _count_bytes(text) <= max_bytes:
         return text
@@ -212,7 +211,6 @@ def _keep_end(text: str, max_bytes: int) -> str:
 
 
 def _count_fitting(characters: Iterable[str], max_bytes: int) -> int:
-    """Return how many of the characters fit."""
     used = count = 0
     for character in characters:
         used += _count_bytes(character)

@@ -205,7 +205,6 @@ def _newest(folders: Iterable[Path]) -> Path:
 
 
 def _labels(path: Path) -> list[tuple[int, int]]:
-    """Return generation and step of the complete states in a folder's slots."""
     prefixes = {file.with_suffix("") for file in path.glob("slots-*")}
     return [(found.header.generation, found.header.step) for prefix in prefixes for found in find_slots(prefix)]
 

@@ -132,10 +132,8 @@ class LaunchSpec:
 def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:
     """Open a meeting place for the ranks of a single generation.
 
-    An earlier generation's addresses must not be found there.
-
-    Returns:
-        A store for torch; for Paddle, whose first trainer opens a store, ports that are kept free.
+    An earlier generation's addresses must not be found there. Returns a store for torch; for Paddle, whose first
+    trainer opens a store, ports that are kept free.
     """
     if spec.framework == "paddle":
         return ReservedPorts(spec.workers + 1)

@@ -113,8 +113,7 @@ class NodeReconciler:
     def reconcile(self, records: JobRecords) -> int | None:
         """Act on the records, and repeat that as long as this node itself changes the job's record.
 
-        Returns:
-            The exit code if this node's part is over, else None.
+        Returns the exit code if this node's part is over, else None.
         """
         if self._store_away.record(False, time.monotonic()):
             logger.info("the store answers again")
@@ -173,8 +172,7 @@ class NodeReconciler:
     def handle_store_outage(self, exc: DiscoveryError) -> int | None:
         """Let the workers continue without the store, but stop them before others may have taken the job over.
 
-        Returns:
-            The exit code if this node must leave or has waited too long for the store; else None.
+        Returns the exit code if this node must leave or has waited too long for the store; else None.
         """
         if self._store_away.record(True, time.monotonic()):
             logger.warning("the store does not answer (%s): going on without it for a while", exc)
@@ -213,7 +211,6 @@ class NodeReconciler:
         return self._give_up(f"no store for {away_s:.0f} s")
 
     def _give_up(self, reason: str) -> int:
-        """Return the exit code of a node that has waited too long."""
         code = int(ExitCode.TRY_AGAIN)
         logger.error(
             "%s (--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code %d",
@@ -323,7 +320,6 @@ class NodeReconciler:
         return "every step until now is saved, in this host's memory for an hour (--checkpoint URL keeps it for longer)"
 
     def _end_job(self, world: World) -> int:
-        """Stop the workers of a job that has ended. Returns the exit code."""
         self._worker_group.stop_workers()
         self._context.shutdown.end = self._describe_end(world)
         if world.state is JobState.DONE:

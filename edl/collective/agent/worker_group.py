@@ -320,8 +320,7 @@ class WorkerGroup:
     def terminate_workers(self, number: int) -> bool:
         """Pass a signal on to the workers on the first call; later calls only check whether they have ended.
 
-        Returns:
-            Whether they have ended, or `LaunchSpec.grace_s` has passed; then call `stop_workers`.
+        Returns whether they have ended, or `LaunchSpec.grace_s` has passed; then call `stop_workers`.
         """
         now = time.monotonic()
         if self._terminated_at is None:

@@ -422,8 +422,7 @@ def box_overlap(
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Intersect two boxes of a tensor.
 
-    Returns:
-        The common part as slices of the first and of the second box, or None if they do not overlap.
+    Returns the common part as slices of the first and of the second box, or None if they do not overlap.
     """
     mine, theirs = [], []
     for start, size, other_start, other_size in zip(starts, shape, other_starts, other_shape, strict=True):

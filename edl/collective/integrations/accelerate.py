@@ -148,7 +148,6 @@ class ElasticLoop:
         return iter(loader)
 
     def _go_on(self, loader: Any) -> Iterator[Any]:
-        """Return an iterator that begins after the batches that were trained."""
         place = self._place
         place.go_on(loader)
         iterator: Iterator[Any] = iter(loader)
@@ -230,7 +229,6 @@ class _Place:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore a position; the loader's settings are compared later, when the script passes the loader."""
         self.epoch = saved["epoch"]
         self.batches = saved["batches"]
         self.steps = saved["steps"]
@@ -246,7 +244,6 @@ class _Place:
                 make_workers_without_a_draw(loader)
 
     def begin(self, loader: Any) -> None:
-        """Remember what the order of the epoch that begins is drawn from."""
         order, samples, accumulated = self._describe(loader)
         self._order = order
         self._samples = samples
@@ -258,7 +255,6 @@ class _Place:
         self._draws = {"numbers": capture_random_states(), "generator": own, "workers": has_workers(loader)}
 
     def go_on(self, loader: Any) -> None:
-        """Make the loader begin the epoch as it did before the restart."""
         order, samples, accumulated = self._describe(loader)
         check_samples(
             self._samples,

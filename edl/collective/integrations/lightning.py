@@ -389,7 +389,6 @@ class LoopProgress:
         fetcher.combined_loader._iterator._idx = self.batches
 
     def _generators(self) -> list[Any]:
-        """Return the generators of the loaders and of their samplers, None where there is none."""
         found: list[Any] = []
         for loader in self.loaders:
             sampler = getattr(loader, "sampler", None)
@@ -582,7 +581,6 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
 
 
 def _check(trainer: Any) -> None:
-    """Check that this trainer can resume exactly."""
     loop = trainer.fit_loop
     loops = {"fit_loop": loop, "epoch_loop": getattr(loop, "epoch_loop", None)}
     if any(not hasattr(loops[name], method) for name, methods in _WRAPPED.items() for method in methods):

@@ -168,7 +168,6 @@ def _as_torch(tensor: Any, name: str) -> torch.Tensor:
 
 
 def _as_paddle(tensor: Any, name: str) -> Any:
-    """Return a Paddle tensor of this name that shares the torch tensor's memory."""
     made = paddle.utils.dlpack.from_dlpack(tensor)
     made.name = name
     return made

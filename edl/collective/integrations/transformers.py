@@ -151,7 +151,6 @@ class ElasticCallback(transformers.TrainerCallback):
         return loader
 
     def _train_epoch(self, **kwargs: Any) -> None:
-        """Train an epoch, or what is left of it."""
         epoch, (first, updates) = kwargs["epoch"], self._begin
         if self._progress.finished or epoch < first:
             return
@@ -214,7 +213,6 @@ class _Progress:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Resume from a saved position."""
         trainer = self._trainer
         check_samples(
             saved["samples"],

@@ -501,7 +501,6 @@ class ReplicaServer:
             self._folder.drop_older_than(both[1].header.version)
 
     def _refusal_reason(self, announcement: ReplicaAnnouncement) -> str:
-        """Return why the state is refused, "" if it is accepted."""
         nbytes = 2 * (HEADER_NBYTES + announcement.data_nbytes + announcement.meta_nbytes)
         prefix = self._folder.slot_prefix(announcement.node, announcement.local_rank)
         there = sum(path.stat().st_size for path in self._folder.path.glob(f"{prefix.name}.[01]"))

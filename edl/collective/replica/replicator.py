@@ -255,7 +255,6 @@ class Replicator:
         return _POLL_S
 
     def _follow_schedule(self, peer: Member, world: int) -> None:
-        """Do what the schedule says is next."""
         held = [find_slots(kept_prefix(slots)) for slots in self._slots]
         states = newest_common_state(held)
         common = states[0].header.version if states else NO_VERSION

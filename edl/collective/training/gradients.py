@@ -155,7 +155,6 @@ def _is_sharded_over(parameter: DTensor, ranks: list[int]) -> bool:
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the global ranks of a group, torch's default group if None."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 

@@ -80,10 +80,8 @@ def micro_batch_sizes(samples: int, most: int | None = None, parts: int = 1, lea
 
     Sizes other than 0 differ by at most one sample. `most` is the number of samples that fit into memory at once, None
     for no limit. There are at least `parts` micro-batches; if there are too few samples for that, some have 0. A
-    micro-batch that is not empty has at least `least` samples if `most` allows it.
-
-    Returns:
-        The sizes, the largest first. An empty list if `samples` is 0, unless `parts` is above 1.
+    micro-batch that is not empty has at least `least` samples if `most` allows it. Returns the sizes, the largest
+    first. An empty list if `samples` is 0, unless `parts` is above 1.
     """
     if most is not None and most < 1:
         raise SettingsError(f"max_micro_batch={most}: must be at least 1, or None for no limit")

@@ -526,7 +526,6 @@ class ElasticTrainer:
         return self._parameters[0].device
 
     def _updated(self) -> list[Tensor]:
-        """Return the parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _check_least_rows(self) -> None:

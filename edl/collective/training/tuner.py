@@ -359,10 +359,7 @@ class BatchSizeTuner:
         """Record a finished step, and every `every_steps` steps decide on the batch.
 
         Collective: all ranks call it after every step. `seconds` is the time of the step on this rank, or None if the
-        step should not be counted.
-
-        Returns:
-            The global batch from now on, the same on every rank.
+        step should not be counted. Returns the global batch from now on, the same on every rank.
         """
         if self._setting != (now.world, now.batch):
             self._setting = (now.world, now.batch)

@@ -98,7 +98,6 @@ def _is_old(folder: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder."""
     file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -192,7 +191,6 @@ def _run_agent(argv: Sequence[str]) -> int:
 def _open_store(
     options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str, spec: LaunchSpec
 ) -> AbstractContextManager[Store]:
-    """Open the store, which a node of the job may serve."""
     credentials = Credentials.of(
         ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key, server_name=options.tls_server_name
     )
@@ -374,7 +372,6 @@ def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:
 
 
 def _any(streams: Std | dict[int, Std]) -> bool:
-    """Return whether any worker's output goes to files."""
     return any(stream != Std.NONE for stream in (streams.values() if isinstance(streams, dict) else [streams]))
 
 

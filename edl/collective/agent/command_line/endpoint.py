@@ -118,8 +118,7 @@ class RendezvousEndpoint:
     def of(cls, options: argparse.Namespace, conf: Mapping[str, str], max_nodes: int) -> RendezvousEndpoint | None:
         """Read torchrun's options.
 
-        Returns:
-            The endpoint; None if torchrun's options name none, or EDL's options name a store.
+        Returns the endpoint; None if torchrun's options name none, or EDL's options name a store.
         """
         backend = options.rdzv_backend.strip().lower()
         if options.standalone or options.store or max_nodes < 2 or "://" in options.rdzv_endpoint:

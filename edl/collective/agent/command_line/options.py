@@ -198,6 +198,5 @@ def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Names
 
 
 def _names_store(options: argparse.Namespace, usual_address: str) -> bool:
-    """Return whether an option or the environment says where nodes meet."""
     named = options.store or options.rdzv_endpoint or options.standalone or read("EDL_DISCOVERY", str)
     return bool(named) or options.master_addr != usual_address

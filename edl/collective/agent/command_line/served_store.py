@@ -90,7 +90,6 @@ class _Serving:
         self.close()
 
     def leave(self) -> None:
-        """Stop serving as soon as that harms no other node."""
         if self.host is not None:
             self.host.leave(logger.info, _PATIENCE_S)
 

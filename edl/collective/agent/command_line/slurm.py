@@ -60,9 +60,8 @@ class SlurmStep:
     def of(cls, environ: Mapping[str, str] | None = None) -> SlurmStep | None:
         """Read the environment of a task; by default this process's.
 
-        Returns:
-            The task; None outside of a step and in a shell that `srun --pty` opened, where a person's commands are not
-                tasks of one job.
+        Returns the task; None outside of a step and in a shell that `srun --pty` opened, where a person's commands are
+        not tasks of one job.
         """
         environ = os.environ if environ is None else environ
         if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:

@@ -303,7 +303,6 @@ def _last_line(text: str) -> str:
 
 
 def _ranks(ranks: Collection[int]) -> str:
-    """Return a few ranks as text."""
     named = ", ".join(str(rank) for rank in sorted(ranks)[:_MAX_NAMED])
     more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"

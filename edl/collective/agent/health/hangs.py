@@ -142,7 +142,6 @@ class ActivityMonitor:
 
 
 def _with_descendants(pid: int) -> Iterator[int]:
-    """Yield `pid` and all of its descendants."""
     waiting = [pid]
     seen = {pid}
     while waiting:
@@ -300,7 +299,6 @@ def describe_hang(
 
 
 def _step_limit_s(status: WorkerStatus, limits: HangLimits) -> float:
-    """Return how many seconds a step may take, after the first steps."""
     return max(limits.floor_s, limits.factor * statistics.median(status.durations_s or (0.0,)))
 
 
@@ -333,11 +331,7 @@ class HangDetector:
         self._activity.clear()
 
     def find_hung(self, workers: Mapping[int, tuple[int, WorkerStatus]], now_s: float) -> tuple[int, str] | None:
-        """Find a worker that hangs.
-
-        Returns:
-            Its local rank, and why it counts as hung; None if no worker does.
-        """
+        """Find a worker that hangs. Returns its local rank, and why it counts as hung; None if no worker does."""
         waiting: list[tuple[int, str]] = []
         hung: list[tuple[int, str]] = []
         busy = False

@@ -76,10 +76,8 @@ def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], f
     """Pair every suspect with a node that passed, as long as there are such nodes.
 
     Suspects are all members of a group in which a node failed or was slow. If partners run out, the suspects that
-    answered are paired with each other. The silent ones then work alone, as do nodes that no suspect needs.
-
-    Returns:
-        The groups of the second round; every node is in exactly one.
+    answered are paired with each other. The silent ones then work alone, as do nodes that no suspect needs. Returns the
+    groups of the second round; every node is in exactly one.
     """
     slow = _slow([first], factor)
     bad = [node for node in nodes if node not in slow and node in first and not first[node].passed] + list(slow)
@@ -185,8 +183,7 @@ def check_nodes(
 ) -> NodeCheckResult:
     """Take part in a check. All of its nodes call this at about the same time, with the same list.
 
-    Returns:
-        The result, which is the same on every node that stays until the end.
+    Returns the result, which is the same on every node that stays until the end.
     """
     own = _OwnNode(store, prefix.rstrip("/"), node, host, settings)
     groups = _agree_on_groups(own, "1/groups", first_groups(sorted(nodes)))
@@ -210,7 +207,6 @@ def _agree_on_groups(own: _OwnNode, key: str, proposed: Groups) -> Groups:
 
 
 def _agree(own: _OwnNode, key: str, proposed: Any) -> Any:
-    """Return what the first node to get here wrote."""
     key = f"{own.prefix}/{key}"
     own.store.compare_and_set(key, json.dumps(proposed).encode(), None)
     entry = own.store.get(key)
@@ -338,8 +334,7 @@ def check_before_joining(
 ) -> NodeCheckResult:
     """Wait for other nodes that want to be checked, then check all of them.
 
-    Returns:
-        The unfit nodes, the same on every node of the check.
+    Returns the unfit nodes, the same on every node of the check.
     """
     folder = prefix(job) + "check/"
     with store.lease(_LEASE_S) as lease:

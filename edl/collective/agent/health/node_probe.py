@@ -43,11 +43,7 @@ def find_devices() -> list[torch.device]:
 
 
 def check_products(device: torch.device) -> float:
-    """Multiply matrices on a device.
-
-    Returns:
-        Seconds of the fastest measurement.
-    """
+    """Multiply matrices on a device. Returns seconds of the fastest measurement."""
     size = _SIZE[device.type]
     numbers = torch.arange(size, device=device)
     rows, columns = (numbers % 7 + 1).float(), (numbers % 5 + 1).float()
@@ -82,8 +78,7 @@ def check_copies(devices: Sequence[torch.device]) -> None:
 def agree_on_gpus(store: Store, rank: int, world_size: int, mine: int) -> int:
     """Agree with the other ranks on how many GPUs all of them have, which is how many NCCL all-reduces are made.
 
-    Returns:
-        The number; 0 without NCCL.
+    Returns the number; 0 without NCCL.
     """
     store.set(f"gpus/{rank}", str(mine if dist.is_nccl_available() else 0))
     return min(int(store.get(f"gpus/{other}")) for other in range(world_size))
@@ -92,8 +87,7 @@ def agree_on_gpus(store: Store, rank: int, world_size: int, mine: int) -> int:
 def check_sum(make: Callable[[str, Store, torch.device], None], store: Store, devices: Sequence[torch.device]) -> float:
     """Compute a sum with all ranks of a group, once per device.
 
-    Returns:
-        Seconds of the slowest device's fastest measurement.
+    Returns seconds of the slowest device's fastest measurement.
     """
     times = []
     for number, device in enumerate(devices or [torch.device("cpu")]):

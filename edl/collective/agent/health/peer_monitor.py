@@ -186,7 +186,6 @@ class PeerConnections:
         connection.close()
 
     def _connect_wanted(self) -> None:
-        """Open the wanted connections and close all others."""
         wanted = self._wanted
         for node, peer in list(self._connections.items()):
             if wanted.get(node) != peer.address:
@@ -223,7 +222,6 @@ class PeerConnections:
         self._end_attempt(peer, peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
     def _end_attempt(self, peer: _PeerConnection, code: int) -> None:
-        """Handle the end of an attempt to connect."""
         if code == 0 and peer.socket is not None:
             self._selector.register(peer.socket, selectors.EVENT_READ, lambda _: self._receive(peer))
             if self._tls is None:
@@ -299,8 +297,7 @@ class PeerConnections:
 def _continue_handshake(connection: socket.socket) -> int:
     """Continue the TLS handshake, if there is one.
 
-    Returns:
-        The event of `selectors` that it waits for; 0 if it is over.
+    Returns the event of `selectors` that it waits for; 0 if it is over.
     """
     if isinstance(connection, ssl.SSLSocket):
         try:

@@ -43,8 +43,7 @@ _INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux; NVML u
 def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) -> dict[int, str]:
     """Find the processes in some process groups that have a GPU open. Returns at once on a host without a GPU.
 
-    Returns:
-        Their start times in the kernel's ticks, by process id. No later process has the same pair.
+    Returns their start times in the kernel's ticks, by process id. No later process has the same pair.
     """
     if not groups or not any(_exists(pattern) for pattern in devices):
         return {}
@@ -244,7 +243,6 @@ class WorkerProcesses:
         self.import_failures = "; ".join(filter(None, [*failures, *ready.failed, lost]))
 
     def _describe_zygote_end(self) -> str:
-        """Return which signal or exit code ended the zygote."""
         try:
             code = self._process.wait(_ZYGOTE_END_TIMEOUT_S) if self._process is not None else None
         except subprocess.TimeoutExpired:
@@ -374,7 +372,6 @@ class WorkerProcesses:
         ours.send(self._program.encode())
 
     def _read_messages(self) -> None:
-        """Handle the zygote's messages until it has ended."""
         while True:
             try:
                 message = self._socket.recv(MESSAGE_NBYTES)

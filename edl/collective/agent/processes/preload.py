@@ -103,8 +103,7 @@ def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequen
 def sources_of(name: str, folders: Iterable[Path]) -> list[Path]:
     """Find the files that `import NAME` runs, without importing anything.
 
-    Returns:
-        The files in the order in which they run; empty if the module is not in these folders.
+    Returns the files in the order in which they run; empty if the module is not in these folders.
     """
     parts = name.split(".")
     for folder in folders:
@@ -144,7 +143,6 @@ class _Scan:
         self._run(tree.body, path, set(_HARMLESS_BUILTINS))
 
     def imports_later(self, root: str) -> bool:
-        """Return whether any file that was read imports `root` anywhere."""
         nodes = (node for tree in self._trees for node in ast.walk(tree))
         return any(
             name.split(".")[0] == root or name.startswith(_IMPORT_TORCH)
@@ -359,8 +357,7 @@ def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]
 def find_fork_hazard() -> str:
     """Find out why a fork of this process, as it is now, would be unusable, by making one and waiting for it.
 
-    Returns:
-        The reason; empty if the fork can compute in parallel and use CUDA.
+    Returns the reason; empty if the fork can compute in parallel and use CUDA.
     """
     pid = os.fork()
     if pid == 0:

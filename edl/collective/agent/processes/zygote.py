@@ -197,7 +197,6 @@ def _serve(agent: socket.socket) -> ForkRequest:
 
 
 def _reap() -> Iterator[tuple[int, int]]:
-    """Yield the process id and wait status of each child that has ended."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -207,7 +206,6 @@ def _reap() -> Iterator[tuple[int, int]]:
 
 
 def _warm_up(program: ProgramSpec) -> PreloadResult:
-    """Import what may be imported ahead of time."""
     if program.kind == "program":
         return PreloadResult()
     first = _first_in_path(program)
@@ -546,7 +544,6 @@ def _write_error_file(exc: BaseException, text: str) -> None:
 
 
 def _call_excepthook(exc: BaseException) -> None:
-    """Report an exception through `sys.excepthook`, which scripts and libraries replace."""
     sys.last_type = type(exc)
     sys.last_value = exc
     sys.last_traceback = exc.__traceback__

@@ -267,8 +267,7 @@ class SlotWriter:
     def write_state(self, state: State, slots: SlotPair, header: SlotHeader) -> frozenset[int]:
         """Copy `state` into the older of two slots.
 
-        Returns:
-            The ranks that hold the same shards as this one; empty if the state is not sharded.
+        Returns the ranks that hold the same shards as this one; empty if the state is not sharded.
         """
         captured = state.capture()
         nbytes = captured.data_nbytes

@@ -46,7 +46,8 @@ NO_VERSION: StateVersion = (-1, -1, -1)
 
 def newest_common_state(held: Sequence[Iterable[CompleteSlot]]) -> list[CompleteSlot]:
     """Return the slots of the newest state of which every worker holds its part, in the order of workers; else []."""
-    parts = [{slot.header.version: slot for slot in found} for found in held]
+    # Of two slots with the same step, as around an evaluation, the later one counts.
+    parts = [{slot.header.version: slot for slot in sorted(found, key=lambda slot: slot.sequence)} for found in held]
     common = set.intersection(*map(set, parts)) if parts else set()
     return [by_version[max(common)] for by_version in parts] if common else []
 

@@ -211,7 +211,6 @@ class _LocalSlots:
     replicas: list[CompleteSlot]
 
     def find_slot(self, plan: RestorePlan, part: int) -> CompleteSlot | None:
-        """Return the slot with a part, preferably one of this rank's own."""
         return next((slot for slot in (*self.own, *self.replicas) if plan.matches_slot(slot.header, part)), None)
 
 
@@ -228,10 +227,8 @@ def restore_from_memory(
 
     `stored` returns the generation and step of the newest state on storage. All ranks call it if a part of the state in
     memory comes only from a replica, or if the state is older than every agent here, because nodes that are gone may
-    have stored a newer one. `since` is the generation in which this rank's agent joined.
-
-    Returns:
-        The restored state, or None if there is none in memory, or a newer one on storage.
+    have stored a newer one. `since` is the generation in which this rank's agent joined. Returns the restored state, or
+    None if there is none in memory, or a newer one on storage.
     """
     held = _read_local_slots(slots, replica_slots)
     own, replicas, same, first = _gather_offers(held, since, group)
@@ -276,9 +273,8 @@ def _gather_offers(
 ) -> tuple[list[list[SlotHeader]], list[list[SlotHeader]], dict[SlotHeader, list[int]], int]:
     """Gather what the ranks hold.
 
-    Returns:
-        The headers in each rank's own slots; the headers of the replicas that each rank finds; the ranks that held the
-        same shards as a slot; and the earliest generation in which an agent of this world joined.
+    Returns the headers in each rank's own slots; the headers of the replicas that each rank finds; the ranks that held
+    the same shards as a slot; and the earliest generation in which an agent of this world joined.
     """
     mine: list[Any] = [
         *([_header_row(found.header) for found in kind] for kind in (held.own, held.replicas)),

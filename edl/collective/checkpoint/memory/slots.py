@@ -185,10 +185,8 @@ class CompleteSlot(SlotPage):
         """Give the slot's file a second name, and map it. From then on, `begin_write` does not write to it again.
 
         A write that began a moment earlier is detected only by `PinnedSlot.is_unchanged`, after the contents were read.
-        The memory is held until that name is removed and the mapping is gone.
-
-        Returns:
-            The contents as they were when the slot was found, without a copy; None if it was overwritten since.
+        The memory is held until that name is removed and the mapping is gone. Returns the contents as they were when
+        the slot was found, without a copy; None if it was overwritten since.
         """
         name.unlink(missing_ok=True)  # left behind by a killed process; it may even be this file
         try:
@@ -545,10 +543,8 @@ def new_private_prefix() -> Path:
 def lock_private_slots(owner: object, prefix: Path) -> Callable[[], object]:
     """Lock `prefix`.lock until the owner is collected or the process exits; then remove the slots.
 
-    Processes forked in the meantime hold the lock too, for as long as they live.
-
-    Returns:
-        A function that removes the slots and releases the lock now.
+    Processes forked in the meantime hold the lock too, for as long as they live. Returns a function that removes the
+    slots and releases the lock now.
     """
     return weakref.finalize(owner, _remove_slots, slot_files(prefix), *_open_lock(prefix), os.getpid())
 

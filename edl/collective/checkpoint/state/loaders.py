@@ -287,7 +287,6 @@ class _Reader:
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another reader was."""
         source = self._source
         inner = source.inner
         self._loaded, self._ended, source.seen = state, state["ended"], state["seen"]

@@ -249,7 +249,6 @@ def _check_plain(key: str, tensor: torch.Tensor, made_anew: bool) -> None:
 
 
 def _bytes_of(array: Any) -> torch.Tensor:
-    """Copy a numpy array's bytes, row-major, to uint8."""
     return (
         torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
         if array.nbytes
@@ -344,7 +343,6 @@ class LiveTensors:
 
 
 def _fitting(entry: TensorEntry, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return `tensor` if it has the shape of the saved tensor, else None."""
     fits = tensor is not None and not is_lazy(tensor) and tuple(tensor.shape) == entry.whole
     return tensor if fits else None
 

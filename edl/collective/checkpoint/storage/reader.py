@@ -51,8 +51,6 @@ _READS: Final = 8
 
 @dataclass(frozen=True)
 class _Item:
-    """A tensor in a rank's file."""
-
     piece: RankManifest
     entry: TensorEntry
 
@@ -110,10 +108,8 @@ def restore_from_storage(state: State, url: str, group: Group = None) -> Restore
 def newest_stored(url: str, group: Group = None, *, run: str = "") -> tuple[int, int]:
     """Find the newest checkpoint under `url`, which may turn out to be damaged later. Collective.
 
-    If `run` is given, only checkpoints of this run count.
-
-    Returns:
-        The checkpoint's generation and step, or (-1, -1) if there is none.
+    If `run` is given, only checkpoints of this run count. Returns the checkpoint's generation and step, or (-1, -1) if
+    there is none.
     """
     try:
         names = (name for name in _share_names(CheckpointFolder(url), group) if name.run == run or not run)
@@ -236,7 +232,6 @@ def _stored_items(pieces: Sequence[RankManifest], metas: Sequence[StateMetadata]
 
 
 def _group_items(items: Iterable[_Item]) -> list[_Span]:
-    """Group items into spans that are read together."""
     spans: list[_Span] = []
     for item in sorted(items, key=lambda item: (item.piece.rank, item.begin)):
         last = spans[-1] if spans else None
@@ -299,7 +294,6 @@ def _read_spans(folder: CheckpointFolder, name: CheckpointName, spans: Sequence[
 
 
 def _fill_from_span(loading: StateRestore, span: _Span) -> None:
-    """Copy a span's tensors to their targets, and release its memory."""
     for item in span.items:
         loading.fill_tensor(item.entry, span.tensor(item))
     span.data = bytearray()

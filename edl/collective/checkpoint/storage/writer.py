@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from edl.background import BackgroundLoop, start_call
 from edl.backoff import Backoff
-from edl.collective.checkpoint.memory.replica_slots import NO_VERSION
+from edl.collective.checkpoint.memory.replica_slots import NO_VERSION, newest_common_state
 from edl.collective.checkpoint.memory.slots import (
     CompleteSlot,
     PinnedSlot,
@@ -87,7 +87,7 @@ class CheckpointWriter:
         self._run = run
         self._keep = max(1, keep)
         self._fence = fence or (lambda: True)
-        self._done: StateVersion | None = None
+        self._done: StateVersion = NO_VERSION
 
     @property
     def written_nbytes(self) -> int:
@@ -101,13 +101,11 @@ class CheckpointWriter:
         except OSError as exc:
             raise SettingsError(f"checkpoints cannot be stored at {self._folder.url}: {exc}") from exc
 
-    def write_newest(
-        self, slots: Sequence[Path], *, step: int | None = None, generation: int | None = None, marked: bool = False
-    ) -> WriteOutcome | None:
+    def write_newest(self, slots: Sequence[Path], *, marked: bool = False) -> WriteOutcome | None:
         """Store the newest state that all of `slots` hold and that was not stored yet.
 
-        `slots` are the `EDL_SLOTS` prefixes of this node's workers. `step` and `generation` restrict the choice, and so
-        does `marked`, to states that the workers have marked for storage, which they do at the same steps on all nodes.
+        `slots` are the `EDL_SLOTS` prefixes of this node's workers. With `marked`, only states count that the workers
+        have marked for storage, which they do at the same steps on all nodes.
 
         Returns:
             The outcome, or None if nothing was stored: there was nothing to store, the run has no name yet, the fence
@@ -117,13 +115,15 @@ class CheckpointWriter:
             TemporaryError: The storage failed, there was too little memory, or the state was overwritten too soon. What
                 was stored before is unchanged.
         """
-        chosen = self._choose_state(slots, step, generation, marked)
-        if chosen is None and marked:
-            self._remove_dead_marks(slots)
-        run = self._run() if chosen is not None else ""
-        if chosen is None or not run:
+        found = newest_common_state([find_marked_slots(slot) if marked else find_slots(slot) for slot in slots])
+        state = found[0].header.version if found else NO_VERSION
+        if state <= self._done:
+            if marked:
+                self._remove_dead_marks(slots)
             return None
-        state, found = chosen
+        run = self._run()
+        if not run:
+            return None
         generation, step, world = state
         name = self._folder.working_name(step, run, generation)
         try:
@@ -145,24 +145,6 @@ class CheckpointWriter:
             raise TemporaryError(f"no memory for a copy of step {step}, from which it would be stored") from exc
         return None if committed is None else WriteOutcome(step, generation, world, committed)
 
-    def _choose_state(
-        self, slots: Sequence[Path], step: int | None, generation: int | None, marked: bool
-    ) -> tuple[StateVersion, list[CompleteSlot]] | None:
-        """Return the newest state that is in all slots, and its slots."""
-        held: list[dict[StateVersion, CompleteSlot]] = []
-        for prefix in slots:
-            here = find_marked_slots(prefix) if marked else find_slots(prefix)
-            held.append({found.header.version: found for found in reversed(here)})
-        common = set.intersection(*map(set, held)) if held else set()
-        wanted = [
-            state
-            for state in common
-            if (step is None or state[1] == step)
-            and (generation is None or state[0] == generation)
-            and (self._done is None or state > self._done)
-        ]
-        return (max(wanted), [headers[max(wanted)] for headers in held]) if wanted else None
-
     def _remove_dead_marks(self, slots: Sequence[Path]) -> None:
         """Unmark states that will never be stored: while a mark exists, workers mark no other state by themselves.
 
@@ -172,7 +154,7 @@ class CheckpointWriter:
         for prefix in slots:
             state = next((mark.header.version for mark in find_marked_slots(prefix)), NO_VERSION)
             given_up = state == NO_VERSION and marked_path(prefix).exists()
-            stored = self._done is not None and state <= self._done
+            stored = state <= self._done
             passed = any(_has_passed_by(other, state) for other in slots if other != prefix)
             if given_up or (state != NO_VERSION and (stored or passed)):
                 unmark_slot(prefix, state)
@@ -455,10 +437,7 @@ class CheckpointPersister:
 
         Use `patient` at the end of a job, whose last state is its result. It retries any failure, and gives up only
         after the storage has made no progress for `timeout_s` seconds. Otherwise failures are retried for `retry_s`
-        seconds.
-
-        Returns:
-            Whether everything is stored.
+        seconds. Returns whether everything is stored.
         """
         if self._loop is None or self._writer is None:
             return True

@@ -477,7 +477,7 @@ def test_next_state_is_stored_after_errors(
     storage.put(1)
     with monkeypatch.context() as broken:
         if error is None:
-            broken.setattr(CheckpointWriter, "_choose_state", lambda *arguments: 1 / 0)
+            broken.setattr(CheckpointWriter, "_store_slots", lambda *arguments: 1 / 0)
         else:
             storage.before = fail(error)
         persister = storage.persister()

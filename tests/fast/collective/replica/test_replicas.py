@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.replica_slots import NO_VERSION, ReplicaFolder, ReplicaSlots
+from edl.collective.checkpoint.memory.replica_slots import NO_VERSION, ReplicaFolder, ReplicaSlots, newest_common_state
 from edl.collective.checkpoint.memory.restore import choose_state
 from edl.collective.checkpoint.memory.slots import (
     HEADER_NBYTES,
@@ -108,6 +108,13 @@ def test_workers_keep_wanted_states(tmp_path: Path) -> None:
     folder.request_newer_than(None)
     assert not replica_slots.is_state_requested()
     replica_slots.close()
+
+
+def test_later_slot_of_a_step_counts(tmp_path: Path) -> None:
+    """An evaluation saves its step again, with the result."""
+    keep(tmp_path / "slots", 4)
+    later = keep(tmp_path / "slots", 4)
+    assert newest_common_state([find_slots(tmp_path / "slots")]) == [later]
 
 
 def memory_of(folder: Path) -> int:

@@ -562,19 +562,9 @@ class _AnswerHandler:
             return 0
         surplus_nbytes = _count_answer_nbytes(self.chunk, self.slot, whole, self.size_estimator)
         self.chunk.outputs[self.slot] = whole
-        self._keep(outputs, version)
+        if self.missing is not None and self.cache_queue is not None:
+            self.cache_queue.put(self.missing, outputs, version)
         return surplus_nbytes
-
-    def _keep(self, outputs: Outputs, version: str) -> None:
-        if self.missing is None or self.cache_queue is None:
-            return
-        missing = self.missing
-        if not version:
-            self.cache_queue.count_dropped(int((~missing.found.row_mask).sum()))
-        elif version == missing.spec.version:
-            self.cache_queue.put(missing.view, missing.ids, outputs)
-        else:
-            self.cache_queue.put(None, missing.ids, outputs, (missing.cache, missing.key(version)))
 
 
 def _count_answer_nbytes(

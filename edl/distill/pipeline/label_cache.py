@@ -228,9 +228,26 @@ class CacheMiss:
     labels: CacheKeyTemplate  # key of the labels without the version
     spec: ModelSpec  # the model for whose version the rows were looked up; labels of another version are kept apart
 
-    def key(self, version: str) -> CacheKey:
-        """Return the key under which an answer of this version is stored."""
-        return self.labels.key(self.spec, version)
+    @property
+    def rows(self) -> int:
+        """Rows that are missing."""
+        return int((~self.found.row_mask).sum())
+
+    def store(self, outputs: Outputs, version: str) -> None:
+        """Store the outputs of the missing rows under the version of their answer; rows that are there are left out.
+
+        They are there if that version is not the one that was looked up: they would be written again in every epoch.
+        """
+        ids = self.ids
+        if self.view is not None and version == self.spec.version:
+            self.view.put(ids, outputs)
+            return
+        view = self.cache.view(self.labels.key(self.spec, version))
+        is_new = ~view.contains(ids)
+        if is_new.any():
+            lengths = ids.lengths if isinstance(ids, SequenceIds) else None
+            rows = np.flatnonzero(Found(is_new, {}, lengths).row_mask)
+            view.put(select_ids(ids, is_new), {name: output[rows] for name, output in outputs.items()})
 
     def completed(self, answer: Outputs) -> Outputs:
         """Return the outputs of all rows, from the cache and the answer."""
@@ -246,18 +263,6 @@ _IDLE_S = 3600.0
 """How long the thread waits without work; `put` and `close` wake it."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Entry:
-    """Rows to store in a view."""
-
-    view: CacheView | None  # None with `of`
-    ids: Sequence[Any] | SequenceIds
-    outputs: Outputs
-    nbytes: int
-    # cache and key of another view in which to store the rows that it lacks
-    of: tuple[SoftLabelCache, CacheKey] | None
-
-
 class CacheQueue:
     """A thread that stores answers in the cache, and its queue, which holds `limit_bytes` or a single larger answer."""
 
@@ -266,33 +271,27 @@ class CacheQueue:
         self.queued_bytes = 0  # bytes of the queued answers, including the one being stored
         self.dropped_rows = 0  # rows that were not stored, for any reason
         self._changed = threading.Condition()
-        self._entries: deque[_Entry] = deque()
+        self._entries: deque[tuple[CacheMiss, Outputs, str, int]] = deque()  # with the version and bytes of each answer
         self._closing = False
         self._reported: set[str] = set()
         self._loop = BackgroundLoop("edl-cache", self._store_next)
 
-    def put(
-        self,
-        view: CacheView | None,
-        ids: Sequence[Any] | SequenceIds,
-        outputs: Outputs,
-        of: tuple[SoftLabelCache, CacheKey] | None = None,
-    ) -> None:
-        """Queue rows for the cache, without waiting.
+    def put(self, missing: CacheMiss, outputs: Outputs, version: str) -> None:
+        """Queue the outputs of missing rows, without waiting. An answer without a version cannot be stored.
 
         If the disk cannot keep up, rows are dropped and requested again later.
-
-        `of` is the cache and key of another view to store them in, if their version is not the one looked up.
-        Rows that this view already has are skipped, because they would be written again in every epoch.
         """
-        entry = _Entry(view, ids, outputs, _ENTRY_NBYTES + outputs_nbytes(outputs), of)
+        if not version:
+            self.count_dropped(missing.rows)
+            return
+        nbytes = _ENTRY_NBYTES + outputs_nbytes(outputs)
         with self._changed:
-            is_full = self.queued_bytes > 0 and self.queued_bytes + entry.nbytes > self.limit_bytes
+            is_full = self.queued_bytes > 0 and self.queued_bytes + nbytes > self.limit_bytes
             if is_full or self._closing:
-                self.dropped_rows += _rows(ids)
+                self.dropped_rows += missing.rows
             else:
-                self.queued_bytes += entry.nbytes
-                self._entries.append(entry)
+                self.queued_bytes += nbytes
+                self._entries.append((missing, outputs, version, nbytes))
         self._loop.wake()
         if is_full:
             self._report(
@@ -329,33 +328,18 @@ class CacheQueue:
         with self._changed:
             if not self._entries:
                 return None if self._closing else _IDLE_S
-            entry = self._entries.popleft()
+            missing, outputs, version, nbytes = self._entries.popleft()
         try:
-            self._store(entry)
+            missing.store(outputs, version)
         except Exception as exc:  # noqa: BLE001 - an answer that cannot be stored must not cost those behind it
-            self.count_dropped(_rows(entry.ids))
+            self.count_dropped(missing.rows)
             self._report(
                 f"labels are not kept in the cache: {exc}", None if isinstance(exc, EDLError | OSError) else exc
             )
         with self._changed:
-            self.queued_bytes -= entry.nbytes
+            self.queued_bytes -= nbytes
             self._changed.notify_all()
         return 0.0
-
-    def _store(self, entry: _Entry) -> None:
-        view, ids, outputs = entry.view, entry.ids, entry.outputs
-        if entry.of is not None:
-            cache, key = entry.of
-            view = cache.view(key)
-            is_new = ~view.contains(ids)
-            if not is_new.any():
-                return
-            lengths = ids.lengths if isinstance(ids, SequenceIds) else None
-            rows = np.flatnonzero(Found(is_new, {}, lengths).row_mask)
-            ids = select_ids(ids, is_new)
-            outputs = {name: output[rows] for name, output in outputs.items()}
-        assert view is not None
-        view.put(ids, outputs)
 
     def _report(self, words: str, exc: Exception | None = None) -> None:
         if words not in self._reported and len(self._reported) < 64:  # more would not be read
@@ -369,7 +353,3 @@ def select_ids(ids: Sequence[Any] | SequenceIds, mask: Array) -> Sequence[Any] |
         return ids[mask]
     found = [sample for sample, wanted in zip(ids, mask, strict=True) if wanted]
     return RowIds(found, ids.fingerprints) if isinstance(ids, RowIds) else found
-
-
-def _rows(ids: Sequence[Any] | SequenceIds) -> int:
-    return ids.rows if isinstance(ids, SequenceIds) else len(ids)

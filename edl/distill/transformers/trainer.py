@@ -17,11 +17,21 @@ import transformers
 
 from edl.distill.compress import TopK
 from edl.distill.loader import Inputs, Route, TeachersLike, no_teachers
+from edl.distill.mixture import NO_LABEL
 from edl.distill.options import Options
 from edl.distill.stats import ReaderStats
 from edl.distill.torch import TorchLoader, distill
-from edl.distill.transformers.student_loss import DistillArguments, all_classes, check_head, logits_of, student_loss
-from edl.distill.transformers.texts import IGNORED, check_token_types, find_texts, learned_rows, text_bytes
+from edl.distill.transformers.student_loss import (
+    DistillArguments,
+    all_classes,
+    check_head,
+    check_token_types,
+    find_texts,
+    learned_rows,
+    logits_of,
+    student_loss,
+    text_bytes,
+)
 from edl.errors import SettingsError
 from edl.protocol.names import IDS
 from edl.tokenizer_hash import hash_tokenizer
@@ -244,7 +254,7 @@ class DistillTrainer(transformers.Trainer):
         if not self.distill_args.hard_weight:
             return torch.tensor(sum(rows))
         own = [batch["labels"] for batch in batches if isinstance(batch.get("labels"), torch.Tensor)]
-        return torch.tensor([sum(rows), sum(int((labels != IGNORED).sum()) for labels in own)])
+        return torch.tensor([sum(rows), sum(int((labels != NO_LABEL).sum()) for labels in own)])
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = super()._prepare_inputs(
@@ -302,19 +312,19 @@ class DistillTrainer(transformers.Trainer):
         # Its labels are the input without each padding token; those of collators derived from it may be others.
         if type(collator) is transformers.DataCollatorForLanguageModeling and not collator.mlm:
             if collator.tokenizer.pad_token_id == collator.tokenizer.eos_token_id:
-                return {**batch, "labels": batch["input_ids"].masked_fill(attended == 0, IGNORED)}
+                return {**batch, "labels": batch["input_ids"].masked_fill(attended == 0, NO_LABEL)}
         elif not self._ends_are_checked and batch.get("labels") is not None and not attended.all():
             self._ends_are_checked = True  # the first batch with padding is enough, and a GPU is waited for
             ids, labels = batch["input_ids"], batch["labels"]
             token = ids[attended == 0][0]
-            ends = (ids[:, 1:] == token) & (attended[:, 1:] != 0) & (labels[:, :-1] != IGNORED)
-            if ends.any() and (labels[:, 1:][ends] == IGNORED).all():
+            ends = (ids[:, 1:] == token) & (attended[:, 1:] != 0) & (labels[:, :-1] != NO_LABEL)
+            if ends.any() and (labels[:, 1:][ends] == NO_LABEL).all():
                 logger.warning(
                     "token %d pads texts and also ends them, and its labels are all %d: the student never learns to "
                     "end a text. Have the collator leave out the labels where attention_mask is 0, or give the "
                     "tokenizer a padding token of its own",
                     token,
-                    IGNORED,
+                    NO_LABEL,
                 )
         return batch
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.distill.cache import CacheKey, SoftLabelCache
+from edl.distill.cache import CacheKey, Found, SoftLabelCache
 from edl.distill.pipeline import label_cache as module
-from edl.distill.pipeline.label_cache import CacheConfig, CacheKeyTemplate, CacheQueue, offline_view
+from edl.distill.pipeline.label_cache import CacheConfig, CacheKeyTemplate, CacheMiss, CacheQueue, offline_view
 from edl.distill.teachers import Teachers, service_identities
 from edl.distill.transport.schema import ModelSpec, OutputSpec
 from edl.errors import SettingsError
@@ -40,14 +40,17 @@ def cache_queue(stack: ExitStack) -> CacheQueue:
     return stack.enter_context(closing(CacheQueue(4 * MIB)))
 
 
-def answer(nbytes: int) -> dict[str, Any]:
-    return {"y": np.zeros((1, nbytes // 4), np.float32)}
+def put(cache_queue: CacheQueue, view: Any, number: int, nbytes: int = 64) -> None:
+    """Queue a label of so many bytes for a sample that the view lacks."""
+    unused: Any = None
+    missing = CacheMiss(Found(np.zeros(1, bool), {}), view, [number], unused, unused, ModelSpec("m", "1", {}, {}))
+    cache_queue.put(missing, {"y": np.zeros((1, nbytes // 4), np.float32)}, "1")
 
 
 def test_queue_is_bounded_in_bytes(cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
     view: Any = View()
     for number in range(100):
-        cache_queue.put(view, [number], answer(MIB))
+        put(cache_queue, view, number, MIB)
     assert cache_queue.queued_bytes <= 4 * MIB, "100 answers of 1 MiB wait behind a slow disk, and 4 MiB are allowed"
     assert cache_queue.dropped_rows == 97, "with what is around an array, three fit"
     view.go_on.set()
@@ -61,8 +64,8 @@ def test_queue_is_bounded_in_bytes(cache_queue: CacheQueue, caplog: pytest.LogCa
 
 def test_answer_above_the_bound_goes_alone(cache_queue: CacheQueue) -> None:
     view: Any = View()
-    cache_queue.put(view, [1], answer(16 * MIB))
-    cache_queue.put(view, [2], answer(64))
+    put(cache_queue, view, 1, 16 * MIB)
+    put(cache_queue, view, 2)
     view.go_on.set()
     assert cache_queue.drain()
     assert view.ids == [1]
@@ -77,8 +80,8 @@ def test_errors_cost_their_own_rows_only(
     bad.go_on.set()
     good.go_on.set()
     for number in range(50):
-        cache_queue.put(bad, [number], answer(64))
-    cache_queue.put(good, [50], answer(64))
+        put(cache_queue, bad, number)
+    put(cache_queue, good, 50)
     assert cache_queue.drain()
     assert good.ids == [50]
     assert cache_queue.dropped_rows == 50
@@ -92,7 +95,7 @@ def test_settle_gives_up_in_the_end(
 ) -> None:
     monkeypatch.setattr(module, "_SETTLE_S", 0.05)
     view: Any = View()
-    cache_queue.put(view, [1], answer(64))
+    put(cache_queue, view, 1)
     assert not cache_queue.drain()
     assert "are still on their way into the soft-label cache" in " ".join(caplog.messages)
     view.go_on.set()
@@ -101,12 +104,12 @@ def test_settle_gives_up_in_the_end(
 def test_close_keeps_what_waits(cache_queue: CacheQueue) -> None:
     view: Any = View()
     for number in range(3):
-        cache_queue.put(view, [number], answer(64))
+        put(cache_queue, view, number)
     view.go_on.set()
     cache_queue.close()
     cache_queue.close()
     assert view.ids == [0, 1, 2]
-    cache_queue.put(view, [3], answer(64))
+    put(cache_queue, view, 3)
     assert cache_queue.dropped_rows == 1
 
 

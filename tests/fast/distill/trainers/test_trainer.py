@@ -18,8 +18,14 @@ from edl.distill import Options  # noqa: E402
 from edl.distill.compress import top_k  # noqa: E402
 from edl.distill.losses import kl_divergence, token_loss  # noqa: E402
 from edl.distill.transformers import DistillArguments, DistillTrainer  # noqa: E402
-from edl.distill.transformers.student_loss import all_classes, hard_labels, student_loss  # noqa: E402
-from edl.distill.transformers.texts import find_texts, learned_rows, next_tokens  # noqa: E402
+from edl.distill.transformers.student_loss import (  # noqa: E402
+    all_classes,
+    find_texts,
+    hard_labels,
+    learned_rows,
+    next_tokens,
+    student_loss,
+)
 from edl.errors import EDLError, NoTeacherError, SettingsError  # noqa: E402
 from edl.testing.models import prefix_scores_of  # noqa: E402
 from edl_serving.backends import open_backends  # noqa: E402

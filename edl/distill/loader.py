@@ -8,7 +8,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
 
 from edl.distill.cache import SoftLabelCache
 from edl.distill.compress import TopK
@@ -31,6 +31,7 @@ from edl.settings import is_count
 from edl.tokenizer_hash import resolve_tokenizer
 
 __all__ = [
+    "BatchArguments",
     "DistillLoader",
     "Inputs",
     "Route",
@@ -224,25 +225,49 @@ class DistillLoader(Generic[B], abc.ABC):
         return self.move(value, self._device)
 
 
+class _Required(TypedDict):
+    inputs: Inputs
+    outputs: str | Sequence[str]
+
+
+class BatchArguments(_Required, total=False):
+    """Arguments of each framework's `distill`; `edl.distill.torch.distill` describes them."""
+
+    discovery: str | None
+    route: Route
+    tokens: Route
+    tokenizer: str | os.PathLike[str]
+    batch_rows: int | None
+    combine: Combine
+    top_k: int | None
+    temperature: float
+    dtype: Literal["float16", "float32"] | None
+    version: str
+    cache: SoftLabelCache | None
+    ids: Route
+    dataset: str
+    options: Options | None
+
+
 def batch_request(
     teachers: TeachersLike,
     *,
     inputs: Inputs,
     outputs: str | Sequence[str],
-    discovery: str | None,
-    route: Route,
-    tokens: Route,
-    tokenizer: str | os.PathLike[str],
-    batch_rows: int | None,
-    combine: Combine,
-    top_k: int | None,
-    temperature: float,
-    dtype: Literal["float16", "float32"] | None,
-    version: str,
-    cache: SoftLabelCache | None,
-    ids: Route,
-    dataset: str,
-    options: Options | None,
+    discovery: str | None = None,
+    route: Route = None,
+    tokens: Route = None,
+    tokenizer: str | os.PathLike[str] = "",
+    batch_rows: int | None = None,
+    combine: Combine = "each",
+    top_k: int | None = None,
+    temperature: float = 1.0,
+    dtype: Literal["float16", "float32"] | None = None,
+    version: str = "",
+    cache: SoftLabelCache | None = None,
+    ids: Route = None,
+    dataset: str = "",
+    options: Options | None = None,
 ) -> LabelRequest | None:
     """Return what the arguments of a framework's `distill` ask for, None if there are no teachers to ask."""
     if isinstance(outputs, bytes) or not isinstance(outputs, Sequence):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import paddle
+from typing_extensions import Unpack
 
-from edl.distill.cache import SoftLabelCache
-from edl.distill.loader import DistillLoader, Inputs, TeachersLike, batch_request
-from edl.distill.options import Options
-from edl.distill.pipeline.answers import Combine
+from edl.distill.loader import BatchArguments, DistillLoader, TeachersLike, batch_request
 from edl.protocol.tensors import Array
 
 __all__ = ["PaddleLoader", "distill"]
@@ -19,51 +16,14 @@ __all__ = ["PaddleLoader", "distill"]
 B = TypeVar("B")
 
 
-def distill(
-    loader: Iterable[B],
-    teachers: TeachersLike = None,
-    *,
-    inputs: Inputs,
-    outputs: str | Sequence[str],
-    discovery: str | None = None,
-    route: str | int | Callable[[B], Any] | None = None,
-    tokens: str | int | Callable[[B], Any] | None = None,
-    tokenizer: str | os.PathLike[str] = "",
-    batch_rows: int | None = None,
-    combine: Combine = "each",
-    top_k: int | None = None,
-    temperature: float = 1.0,
-    dtype: Literal["float16", "float32"] | None = None,
-    version: str = "",
-    cache: SoftLabelCache | None = None,
-    ids: str | int | Callable[[B], Any] | None = None,
-    dataset: str = "",
-    options: Options | None = None,
-) -> PaddleLoader[B]:
+def distill(loader: Iterable[B], teachers: TeachersLike = None, **arguments: Unpack[BatchArguments]) -> PaddleLoader[B]:
     """Wrap a `paddle.io.DataLoader` so that it yields `(batch, soft labels)`.
-
-    The arguments are those of `edl.distill.torch.distill`, but for `device`: Paddle makes the tensors of labels on its
-    current device. They are described there.
 
     Args:
         loader: Yields batches, such as a `paddle.io.DataLoader`.
-        teachers: Teachers to ask; an empty list for none: `(batch, None)`.
-        inputs: See there.
-        outputs: See there.
-        discovery: See there.
-        route: See there.
-        tokens: See there.
-        tokenizer: See there.
-        batch_rows: See there.
-        combine: See there.
-        top_k: See there.
-        temperature: See there.
-        dtype: See there.
-        version: See there.
-        cache: See there.
-        ids: See there.
-        dataset: See there.
-        options: See there.
+        teachers: Teachers to ask, as in `edl.distill.torch.distill`; an empty list for none: `(batch, None)`.
+        **arguments: The other arguments of `edl.distill.torch.distill`, which describes them, `inputs` and `outputs`
+            first. There is no `device`, since Paddle makes the tensors of labels on its current device, and no `ahead`.
 
     Returns:
         An iterable with the loader's length, of batches and their labels as Paddle's tensors.
@@ -71,26 +31,7 @@ def distill(
     Raises:
         SettingsError: An argument is invalid.
     """
-    request = batch_request(
-        teachers,
-        inputs=inputs,
-        outputs=outputs,
-        discovery=discovery,
-        route=route,
-        tokens=tokens,
-        tokenizer=tokenizer,
-        batch_rows=batch_rows,
-        combine=combine,
-        top_k=top_k,
-        temperature=temperature,
-        dtype=dtype,
-        version=version,
-        cache=cache,
-        ids=ids,
-        dataset=dataset,
-        options=options,
-    )
-    return PaddleLoader(loader, request)
+    return PaddleLoader(loader, batch_request(teachers, **arguments))
 
 
 class PaddleLoader(DistillLoader[B]):

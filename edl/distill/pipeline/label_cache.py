@@ -42,8 +42,8 @@ logger = logging.getLogger("edl.distill")
 
 _MOST_SEEN = 1 << 16
 """Ids whose inputs are remembered, in about 8 MB. Ids that stand for several samples repeat among the first of them."""
-_MOST_ELEMENTS = 1024
-"""Elements of a row that are looked at: microseconds, and other images differ in most of them."""
+_MOST_ELEMENTS = 512
+"""Elements of a row that are looked at: this takes a tenth of the time that hashing one row in 16 does."""
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 from typing_extensions import Self
 
 from edl.distill.cache import SoftLabelCache
-from edl.distill.compress import TopK
 from edl.distill.loader import TeachersLike, field_getter, input_getters, resolve_routes
 from edl.distill.options import Options
-from edl.distill.pipeline.answers import Combine
+from edl.distill.pipeline.answers import Combine, copied
 from edl.distill.pipeline.epoch import Epoch, EpochIterator
 from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.request import LabelRequest
@@ -430,11 +428,7 @@ def _sequence_list(item: Item, predictions: list[Any]) -> list[tuple[Any, ...]]:
     if len(item.parts) == 1:
         return [(*item.value[0], *predictions)]
     # Arrays of their own: a user may keep a sequence of each list.
-    return [(*sample, *(_copied(values[start:stop]) for values in predictions)) for sample, start, stop in places]
-
-
-def _copied(values: Any) -> Any:
-    return values.map(np.copy) if isinstance(values, TopK) else np.copy(values)
+    return [(*sample, *(copied(values[start:stop]) for values in predictions)) for sample, start, stop in places]
 
 
 _SHAPES: dict[_Kind, Callable[[Item, list[Any]], Any]] = {

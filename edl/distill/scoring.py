@@ -26,6 +26,7 @@ from edl.background import BackgroundLoop
 from edl.distill.compress import TopK
 from edl.distill.loader import Route, TeachersLike, field_getter, resolve_routes, resolve_teachers
 from edl.distill.options import Options
+from edl.distill.pipeline.answers import copied
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession, open_session
@@ -304,11 +305,7 @@ def _outputs(chunk: Chunk, start: int, stop: int) -> Mapping[str, Array | TopK]:
     """Return a sequence's outputs as arrays of its own: the user may keep a sequence, and not all of its request."""
     outputs = chunk.outputs[0]
     assert outputs is not None
-    return {name: _copied(output[start:stop]) for name, output in outputs.items()}
-
-
-def _copied(output: Array | TopK) -> Array | TopK:
-    return output.map(lambda array: array.copy()) if isinstance(output, TopK) else output.copy()
+    return {name: copied(output[start:stop]) for name, output in outputs.items()}
 
 
 class Scorer:

@@ -20,6 +20,7 @@ __all__ = [
     "AnswerSizeEstimator",
     "Combine",
     "Combiner",
+    "copied",
     "empty_like",
     "empty_outputs",
     "item_outputs",
@@ -131,7 +132,12 @@ def item_outputs(item: Item, service: int) -> Outputs:
     chunk, start, stop = item.parts[0]
     if not chunk.longest_sequence or len(pieces) > 1 or stop - start == chunk.rows or item.mask is not None:
         return joined  # concatenated, or all of a request, or copied when it is padded
-    return {name: output.map(np.copy) if isinstance(output, TopK) else output for name, output in joined.items()}
+    return {name: copied(output) if isinstance(output, TopK) else output for name, output in joined.items()}
+
+
+def copied(output: Array | TopK) -> Array | TopK:
+    """Return an output as arrays of its own, which do not keep those of a whole request alive."""
+    return output.map(np.copy) if isinstance(output, TopK) else np.copy(output)
 
 
 def _joined(name: str, pieces: Sequence[Array | TopK]) -> Array | TopK:

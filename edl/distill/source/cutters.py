@@ -432,7 +432,7 @@ class SampleCutter(Cutter):
         fingerprint, arrays = self._read_fields(sample, what)
         if not self.of_sequences:
             arrays = {name: array[None] for name, array in arrays.items()}
-        rows = _sequence_rows(arrays, what) if self.of_sequences else 1
+        rows = _common_rows(arrays, what, "sequence", "tokens") if self.of_sequences else 1
         sample_id = self._get_id(sample, what) if self.ids is not None else None
         return _Unit(what, arrays, rows, route, sample_id, fingerprint.rest_nbytes, fingerprint)
 
@@ -544,7 +544,7 @@ class SequenceColumnsCutter(SequenceCutter):
             sample_id = ids[row] if ids is not None else None
             what = f"sample {sample_id!r}" if ids is not None else f"{batch}, sequence {row}"
             arrays = {name: as_array(part, what) for name, part in zip(columns, found, strict=True)}
-            units.append(_Unit(what, arrays, _sequence_rows(arrays, what), None, sample_id))
+            units.append(_Unit(what, arrays, _common_rows(arrays, what, "sequence", "tokens"), None, sample_id))
         return _reading(value, units)
 
     def _count(self, units: Sequence[_Unit]) -> int:
@@ -571,27 +571,15 @@ def _merged(places: Iterable[tuple[Chunk, int, int]]) -> list[tuple[Chunk, int, 
     return parts
 
 
-def _common_rows(fields: Mapping[str, Array], what: str) -> int:
-    alone = next((name for name, array in fields.items() if not array.ndim), None)
+def _common_rows(arrays: Mapping[str, Array], what: str, kind: str = "batch", of: str = "rows") -> int:
+    """Return how many rows a batch has, or how many tokens a sequence."""
+    alone = next((name for name, array in arrays.items() if not array.ndim), None)
     if alone is not None:
-        raise SourceError(f"{what}: input {alone!r} is a single number; a batch has rows first")
-    counts = {name: len(array) for name, array in fields.items()}
-    if len(set(counts.values())) > 1:
-        raise SourceError(f"{what}: inputs have different numbers of rows: {counts}")
-    rows = next(iter(counts.values()))
-    if rows == 0:
-        raise SourceError(f"{what} has no rows")
-    return rows
-
-
-def _sequence_rows(arrays: Mapping[str, Array], what: str) -> int:
-    scalar = next((name for name, array in arrays.items() if not array.ndim), None)
-    if scalar is not None:
-        raise SourceError(f"{what}: input {scalar!r} is one value, where a sequence has an array [tokens, ...]")
+        raise SourceError(f"{what}: input {alone!r} is a single number, where a {kind} has an array [{of}, ...]")
     counts = {name: len(array) for name, array in arrays.items()}
     if len(set(counts.values())) > 1:
-        raise SourceError(f"{what}: the inputs of a sequence have different numbers of tokens: {counts}")
+        raise SourceError(f"{what}: inputs have different numbers of {of}: {counts}")
     rows = next(iter(counts.values()))
     if not rows:
-        raise SourceError(f"{what} is a sequence without tokens: leave it out in your source")
+        raise SourceError(f"{what} is a {kind} without {of}: leave it out in your source")
     return rows

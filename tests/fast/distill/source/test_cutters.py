@@ -67,7 +67,7 @@ def test_requests_fit_teachers_by_default(cutter: Cutter, max_rows: int, sizes: 
 @pytest.mark.parametrize(
     ("cutter", "value", "words"),
     [
-        (BatchCutter(X, 2, 1), (np.zeros((0, 2)),), "batch 0 has no rows"),
+        (BatchCutter(X, 2, 1), (np.zeros((0, 2)),), "batch 0 is a batch without rows"),
         (BatchCutter(X, 2, 1), (np.float32(1),), "single number"),
         (BatchCutter(X, 2, 1), (), "no field for input 'x'"),
         (BatchCutter({**X, "y": itemgetter(1)}, 2, 1), (np.zeros(2), np.zeros(3)), "different numbers of rows"),
@@ -167,7 +167,7 @@ def test_bytes_bound_a_request_too() -> None:
 @pytest.mark.parametrize(
     ("before", "sample", "words"),
     [
-        ([], (np.int32(3), []), "sample 0: input 'ids' is one value"),
+        ([], (np.int32(3), []), "sample 0: input 'ids' is a single number"),
         ([], (np.zeros(0, np.int32), []), "sample 0 is a sequence without tokens"),
         ([], (["a", 3], []), "sample 0, input 'ids'"),
         ([20], (np.arange(21), np.zeros(21)), r"sample 1 is a sequence of 21 tokens, .* at most 20: cut it"),

@@ -16,7 +16,7 @@ import pytest
 from tests.lint.test_public_names import PUBLIC
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(420)
 
 NOWHERE = "http://127.0.0.1:9"  # the port that discards: nothing listens there
 PRIVATE = {"edl", "edl.cli", "edl.protocol"}
@@ -53,7 +53,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
         env={**os.environ, "http_proxy": NOWHERE, "https_proxy": NOWHERE, "all_proxy": NOWHERE},
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     pages = {}

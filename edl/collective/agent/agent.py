@@ -229,7 +229,7 @@ def _is_excluded(context: AgentContext) -> bool:
         return False
     if context.spec.readmit:
         exclusions.remove()
-        logger.info("this host is left out no more (%s)", exclusion.reason)
+        logger.info("this host is no longer left out (%s)", exclusion.reason)
         return False
     code = int(ExitCode.FAULTY_NODE)
     logger.error(

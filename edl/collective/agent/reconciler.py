@@ -179,9 +179,7 @@ class NodeReconciler:
         cut_s = self._membership.without_lease_s
         if self._worker_group.finished and not self._spec.resumable and cut_s > self._outage_s:
             self._worker_group.stop_workers()
-            logger.info(
-                "job %s has ended: the script ended, and nobody else waits for the store to know", self._spec.job
-            )
+            logger.info("job %s has ended: the script ended, and no other node waits for it", self._spec.job)
             return ExitCode.DONE
         # Failed workers cannot restart without the store; a signal to leave is followed after the same time.
         if (self._worker_group.failing or self._signals.stopping) and self._outage_s < cut_s <= self._alone_s:

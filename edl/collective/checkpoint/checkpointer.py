@@ -325,7 +325,7 @@ class Checkpointer:
         self._check_open()
         if not any(evaluator is field for field in self._evaluators()):
             raise SettingsError(
-                f"{evaluator.name}: the Evaluator is no field of the State, so its results would be lost with the "
+                f"{evaluator.name}: the Evaluator is not a field of the State, so its results would be lost with the "
                 "worker: State(..., evaluator=evaluator)"
             )
         return self._evaluate(evaluator, self._step)
@@ -452,7 +452,7 @@ class Checkpointer:
         except SettingsError as exc:
             if self._replica_slots is None or not self._replica_slots.stop_keeping():
                 raise
-            logger.warning("no state is kept for replicas any more, in none of the ranks: %s", exc)
+            logger.warning("no rank keeps states for replicas from here on: %s", exc)
             self._holders = self._writer.write_state(self.state, self._slots, header)
         self._status_page.record_saved_step(step)
         saved = self._slots.newest_slot() if replica_slots is not None else None
@@ -511,7 +511,9 @@ class Checkpointer:
         deadline = time.monotonic() + self._pause_s
         while self._status_page.is_pause_requested(step):
             if time.monotonic() > deadline:
-                logger.warning("paused after step %d for %.0f s, and nobody came: going on", step, self._pause_s)
+                logger.warning(
+                    "paused after step %d for %.0f s, and the agent did nothing: going on", step, self._pause_s
+                )
                 break
             time.sleep(_POLL_S)
         self._status_page.record_resume()

@@ -597,7 +597,7 @@ def _check(trainer: Any) -> None:
     if trainer.reload_dataloaders_every_n_epochs > 1:
         raise SettingsError(
             f"reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}: a restart in between "
-            "would load them anew; 0 and 1 are supported"
+            "would load them again; 0 and 1 are supported"
         )
 
 

@@ -165,7 +165,7 @@ def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:
         )
     if not (_is_function_of_epoch(sampler) or (redrawn and _is_drawn(sampler))):
         raise SettingsError(
-            f"{type(sampler).__name__} orders the data anew after a restart: use the trainer's own random or "
+            f"{type(sampler).__name__} orders the data differently after a restart: use the trainer's own random or "
             "sequential order, or a sampler whose order depends on its seed and set_epoch() alone"
         )
     samples: Any = loader.dataset

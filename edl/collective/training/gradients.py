@@ -85,7 +85,7 @@ def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> N
     strangers = set(map(id, updated)) - set(map(id, parameters))
     if strangers:
         raise SettingsError(
-            f"the optimizer has {len(strangers)} parameters that the model has not: nobody averages them. Make it "
+            f"the optimizer has {len(strangers)} parameters that the model lacks: they are not averaged. Make it "
             "after fully_shard, and give ElasticTrainer a module that holds all of them, such as an nn.ModuleList"
         )
 

@@ -451,5 +451,5 @@ class ElasticSampler(Sampler[list[int]]):
             if self._order[2] != state["order_crc"]:
                 raise ProtocolError(
                     f"the order of epoch {self.epoch} is not that of the state: shuffle={self.shuffle} is new, or "
-                    "PyTorch is of another version. Restore what differs, or begin the epoch anew"
+                    "PyTorch is of another version. Restore what differs, or start the epoch again"
                 )

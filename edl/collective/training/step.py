@@ -98,7 +98,7 @@ def begin_sampled_step(
     if given != sampler.handed_rows or not samples:
         raise SettingsError(
             f"a batch of {given} rows, but this rank's share is {mine} of {samples}: use DataLoader(batch_sampler="
-            "sampler), and let nobody but step() advance it"
+            "sampler), and let only step() advance it"
         )
     _check_rows([samples], how)
     sizes = _sizes(mine, world, how)
@@ -177,7 +177,7 @@ def weight_micro_batches(
     ranks = [rank for rank, total in enumerate(sums) if math.isnan(total)]
     if ranks:
         raise SettingsError(
-            f"weights= of rank {ranks[0]}: wanted is one finite number from 0 on for each row of the batch"
+            f"weights= of rank {ranks[0]}: expected one finite number from 0 on for each row of the batch"
             + (f"; here are {len(rows)} for {given} rows" if len(rows) != given else "")
         )
     total = sum(sums)

@@ -162,7 +162,7 @@ class OptionScaling:
             self._warned = True
             logger.warning(
                 "a batch of %.4g times the base batch is more than the square root rule is for: 1 - %g times that is "
-                "above 1, and 0 is taken for the decay. Choose a larger base_batch, or SquareRoot(moments=False)",
+                "above 1, so the decay is 0. Choose a larger base_batch, or SquareRoot(moments=False)",
                 scale,
                 decay,
             )
@@ -362,8 +362,8 @@ class ElasticTrainer:
         step.begun = True
         if not rows and not bool(torch.isfinite(loss)):
             raise SettingsError(
-                f"the loss of a micro-batch without weight is {float(loss)}: it takes part for no weight, and 0 times "
-                "that is no number. A mean over no token is not finite: divide a sum by max(tokens, 1)"
+                f"the loss of a micro-batch without weight is {float(loss)}: its weight is 0, and 0 times that is NaN. "
+                "A mean over no token is not finite: divide a sum by max(tokens, 1)"
             )
         weight = step.world * rows / step.samples
         scaled = self._scale.scale_loss(loss * weight)

@@ -130,7 +130,7 @@ def test_order_that_is_lost_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="train samples again"):
         trainer_of(tmp_path, ignore_data_skip=True)
     drawn = trainer_of(tmp_path, accelerator_config={"use_seedable_sampler": False})
-    with pytest.raises(SettingsError, match="RandomSampler orders the data anew"):
+    with pytest.raises(SettingsError, match="RandomSampler orders the data differently"):
         drawn.train()
     trainer = trainer_of(tmp_path)
     trainer._run_epoch = lambda: None

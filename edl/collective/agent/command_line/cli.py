@@ -220,7 +220,7 @@ def _conf(options: argparse.Namespace) -> dict[str, str]:
     try:
         return _parse_rendezvous_config(options.rdzv_conf)
     except ValueError as exc:
-        raise SettingsError(f"--rdzv-conf {options.rdzv_conf}: wanted is NAME=VALUE,NAME=VALUE") from exc
+        raise SettingsError(f"--rdzv-conf {options.rdzv_conf}: expected NAME=VALUE,NAME=VALUE") from exc
 
 
 def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: ExitStack) -> LaunchSpec:
@@ -332,7 +332,7 @@ def _program(options: argparse.Namespace) -> ProgramSpec:
     # Paddle's GPU build initializes GPUs when it is imported, which no fork survives.
     preload = tuple(name.strip() for name in options.preload.split(",") if name.strip())
     if wrong := [name for name in preload if not all(part.isidentifier() for part in name.split("."))]:
-        raise SettingsError(f"--preload {wrong[0]}: wanted are names of modules, such as transformers,torchvision")
+        raise SettingsError(f"--preload {wrong[0]}: expected names of modules, such as transformers,torchvision")
     prewarm = not options.no_prewarm and not (options.framework == "paddle" and has_gpu_build())
     if options.no_python and options.module:
         raise SettingsError("--no-python and --module exclude each other")
@@ -379,9 +379,9 @@ def _nodes(text: str) -> tuple[int, int]:
     try:
         minimum, maximum = torchrun.parse_min_max_nnodes(text)
     except (ValueError, RuntimeError) as exc:
-        raise SettingsError(f"--nnodes {text}: wanted are MIN:MAX or one number, such as 1:4 or 2") from exc
+        raise SettingsError(f"--nnodes {text}: expected MIN:MAX or one number, such as 1:4 or 2") from exc
     if not 0 < minimum <= maximum:
-        raise SettingsError(f"--nnodes {text}: wanted is 0 < MIN <= MAX")
+        raise SettingsError(f"--nnodes {text}: expected 0 < MIN <= MAX")
     return minimum, maximum
 
 
@@ -391,5 +391,5 @@ def _number(conf: dict[str, str], name: str, default: float) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise SettingsError(f"--rdzv-conf {name}={conf[name]}: wanted are seconds, such as 30")
+        raise SettingsError(f"--rdzv-conf {name}={conf[name]}: expected seconds, such as 30")
     return value

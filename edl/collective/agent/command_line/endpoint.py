@@ -139,7 +139,7 @@ class RendezvousEndpoint:
         try:
             host, port = parse_rendezvous_endpoint(text, default)
         except ValueError as exc:
-            raise SettingsError(f"{given} {text}: wanted is HOST or HOST:PORT, such as node0:{DEFAULT_PORT}") from exc
+            raise SettingsError(f"{given} {text}: expected HOST or HOST:PORT, such as node0:{DEFAULT_PORT}") from exc
         if port == 0:
             raise SettingsError(f"{given} {text}: other nodes cannot know the port: name one, such as {DEFAULT_PORT}")
         return cls(host, port, _is_host(conf))
@@ -176,5 +176,5 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
     if value is None:
         return None
     if value.lower() not in (*_TRUE, *_FALSE):
-        raise SettingsError(f"--rdzv-conf is_host={value}: wanted is 1 or 0")
+        raise SettingsError(f"--rdzv-conf is_host={value}: expected 1 or 0")
     return value.lower() in _TRUE

@@ -165,7 +165,9 @@ def _tasks_on(environ: Mapping[str, str], host: int) -> int:
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if found is None:
-            raise SettingsError(f"environment variable SLURM_STEP_TASKS_PER_NODE={text!r}: wanted is 2(x3),1 or alike")
+            raise SettingsError(
+                f"environment variable SLURM_STEP_TASKS_PER_NODE={text!r}: expected something like 2(x3),1"
+            )
         host -= int(found[2] or 1)
         if host < 0:
             return int(found[1])

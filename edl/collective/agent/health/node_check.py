@@ -195,7 +195,7 @@ def check_nodes(
     try:
         return NodeCheckResult(dict(agreed["faulty"]), dict(agreed["slow"]))
     except (KeyError, TypeError, ValueError) as exc:
-        raise ProtocolError(f"{own.prefix}/verdict is no verdict: {agreed!r:.100}") from exc
+        raise ProtocolError(f"{own.prefix}/verdict is not a verdict: {agreed!r:.100}") from exc
 
 
 def _agree_on_groups(own: _OwnNode, key: str, proposed: Groups) -> Groups:
@@ -203,7 +203,7 @@ def _agree_on_groups(own: _OwnNode, key: str, proposed: Groups) -> Groups:
     try:
         return tuple(tuple(str(name) for name in group) for group in found)
     except TypeError as exc:
-        raise ProtocolError(f"{own.prefix}/{key} is no list of groups: {found!r:.100}") from exc
+        raise ProtocolError(f"{own.prefix}/{key} is not a list of groups: {found!r:.100}") from exc
 
 
 def _agree(own: _OwnNode, key: str, proposed: Any) -> Any:
@@ -265,7 +265,7 @@ def _wait_for_address(own: _OwnNode, key: str, deadline: float) -> Mapping[str, 
         time.sleep(_POLL_S)
     address = _parsed(entry.value, key)
     if not isinstance(address, dict) or not isinstance(address.get("port"), int) or "host" not in address:
-        raise ProtocolError(f"{key} is no place to meet: {address!r:.100}")
+        raise ProtocolError(f"{key} is not a place to meet: {address!r:.100}")
     return address
 
 
@@ -311,7 +311,7 @@ def _result(value: bytes, where: str) -> CheckRoundResult:
             raise TypeError("a time is not a number")
         return CheckRoundResult(str(fields.get("device", "cpu")), times[0], times[1], str(fields.get("error", "")))
     except (TypeError, ValueError) as exc:
-        raise ProtocolError(f"{where} is no result: {value!r:.100}") from exc
+        raise ProtocolError(f"{where} is not a result: {value!r:.100}") from exc
 
 
 def _parsed(value: bytes, where: str) -> Any:

@@ -232,7 +232,7 @@ class PeerConnections:
         self._disconnect(peer)
         peer.refusals = peer.refusals + 1 if code == errno.ECONNREFUSED and peer.proven else 0
         if peer.refusals >= _REFUSALS:
-            logger.debug("nobody listens at %s:%d any more, where the agent of %s did", *peer.address, peer.node)
+            logger.debug("nothing listens at %s:%d now, where the agent of %s did", *peer.address, peer.node)
             self._on_gone(peer.node)
         else:
             peer.retry_at = time.monotonic() + (_REFUSED_RETRY_S if peer.refusals else _UNREACHED_RETRY_S)

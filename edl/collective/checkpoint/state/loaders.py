@@ -347,7 +347,7 @@ def _check_samplers(loader: Any) -> None:
         stateless = not hasattr(sampler, "state_dict")
         if stateless and isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
             raise SettingsError(
-                f"torch's {type(sampler).__name__} shuffles anew after a restart: give the StatefulDataLoader "
+                f"torch's {type(sampler).__name__} shuffles differently after a restart: give the StatefulDataLoader "
                 "shuffle=True, or a sampler with state_dict() and load_state_dict(), or use ElasticSampler"
             )
     if loader.batch_size is None and has_state(inner) and not has_state(loader.batch_sampler):

@@ -254,7 +254,7 @@ def test_loader_that_cannot_say_is_refused() -> None:
     for words, made in {
         "give the State the sampler": loader(range(12), batch_sampler=ElasticSampler(12, global_batch=4)),
         "in_order=True": loader_of("seeded", num_workers=1, in_order=False),
-        "shuffles anew after a restart": loader(range(9), sampler=RandomSampler(range(9))),
+        "shuffles differently after a restart": loader(range(9), sampler=RandomSampler(range(9))),
         "inside another batch_sampler": loader(range(9), batch_sampler=BatchSampler(Again(), 2, False)),
     }.items():
         with pytest.raises(SettingsError, match=words):

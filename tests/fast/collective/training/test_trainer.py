@@ -185,7 +185,7 @@ def test_batch_norm_never_sees_one_row() -> None:
 def test_foreign_parameters_are_refused() -> None:
     model, stranger = nn.Linear(4, 1), nn.Linear(4, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *stranger.parameters()], lr=0.1)
-    with pytest.raises(SettingsError, match=r"2 parameters that the model has not.*nn\.ModuleList"):
+    with pytest.raises(SettingsError, match=r"2 parameters that the model lacks.*nn\.ModuleList"):
         ElasticTrainer(model, optimizer, global_batch=8)
     ElasticTrainer(nn.ModuleList([model, stranger]), optimizer, global_batch=8)
 

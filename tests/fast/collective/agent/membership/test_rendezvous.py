@@ -481,7 +481,7 @@ def test_lost_job_is_believed_after_a_while(store: FakeStore, members: tuple[Mem
     store.delete("jobs/job/world")
     for wait_s in (0.0, 7.9):
         store.now_s += wait_s
-        with pytest.raises(DiscoveryError, match="does not know the job any more"):
+        with pytest.raises(DiscoveryError, match="no longer knows the job"):
             one.read_records()
     store.now_s += 0.2
     records = one.read_records()

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Final
 from urllib.parse import quote
 
+from edl.background import BackgroundLoop
 from edl.collective.agent.worker_group import WorkerGroup
 from edl.collective.goodput import (
     MAX_SPANS,
@@ -231,13 +232,12 @@ class StatusPublisher:
         self._finished_before = -1
         self._queried_generation: int | None = None
         self._queried_at = 0.0
-        self._handed_over = threading.Event()
         self._lock = threading.Lock()
         self._record: NodeRecord | None = None
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._written: tuple[Event, ...] = ()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="edl-status", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop("edl-status", self._publish)
 
     def follow_workers(self, worker_group: WorkerGroup) -> None:
         """Charge time by these workers' status pages from now on. Without workers, `close` writes no record."""
@@ -268,7 +268,7 @@ class StatusPublisher:
         event = Event(time.time(), self._ledger.node, kind, text, generation)
         with self._lock:
             self._events.append(event)
-        self._handed_over.set()
+        self._loop.wake()
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Write what is left, with the workers' last status, for at most `timeout_s` seconds."""
@@ -276,12 +276,11 @@ class StatusPublisher:
             self._observe_workers(self._worker_group, time.monotonic())
             self._hand_over(self._ledger.record(ended=True, replicated_us=self._replicated_us))
         self._closing = True
-        self._handed_over.set()
-        self._thread.join(timeout_s)
+        self._loop.wake()
+        self._loop.wait_ended(timeout_s)
 
     def _observe_workers(self, worker_group: WorkerGroup, now: float) -> None:
-        statuses = worker_group.read_statuses()
-        self._ledger.observe(now, self._doing, statuses, self._finished_before)
+        self._ledger.observe(now, self._doing, worker_group.read_statuses(), self._finished_before)
 
     def _query_new_generation(self, generation: int, now: float) -> None:
         """When this node enters a generation without the one before, find out which steps were finished before it.
@@ -295,33 +294,29 @@ class StatusPublisher:
         with self._lock:
             self._queried_generation = generation
         self._queried_at = now
-        self._handed_over.set()
+        self._loop.wake()
 
     def _hand_over(self, record: NodeRecord) -> None:
         with self._lock:
             self._record = record
-        self._handed_over.set()
+        self._loop.wake()
 
-    def _run(self) -> None:
+    def _publish(self) -> float | None:
+        closing = self._closing  # read first: then this round writes everything that there will be
+        with self._lock:
+            queried = self._queried_generation
+            record, self._record = self._record, None
+            events = tuple(self._events)
+        if queried is not None:
+            self._query_finished_steps(queried)
         life = f"{quote(self._ledger.node, safe='')}/{self._ledger.began_us}"
-        written: tuple[Event, ...] = ()
-        closing = False
-        while not closing:
-            self._handed_over.wait(_WRITE_EVERY_S)
-            self._handed_over.clear()
-            closing = self._closing
-            with self._lock:
-                queried = self._queried_generation
-                record, self._record = self._record, None
-                events = tuple(self._events)
-            if queried is not None:
-                self._query_finished_steps(queried)
-            with contextlib.suppress(DiscoveryError, ClosedError):
-                if events != written:
-                    self._store.put(f"{prefix(self._job)}events/{life}", encode_events(events))
-                    written = events
-                if record is not None:
-                    self._store.put(f"{prefix(self._job)}ledger/{life}", record.encode())
+        with contextlib.suppress(DiscoveryError, ClosedError):
+            if events != self._written:
+                self._store.put(f"{prefix(self._job)}events/{life}", encode_events(events))
+                self._written = events
+            if record is not None:
+                self._store.put(f"{prefix(self._job)}ledger/{life}", record.encode())
+        return None if closing else _WRITE_EVERY_S
 
     def _query_finished_steps(self, generation: int) -> None:
         """Ask the store which steps were finished before a generation; without an answer, the next round asks again."""

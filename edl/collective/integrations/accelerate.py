@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Final
 
 import accelerate
 import torch
@@ -198,6 +198,12 @@ def _chain(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
     yield from rest
 
 
+_SAVED: Final = (
+    *("epoch", "batches", "steps", "iteration", "finished"),
+    *("accumulated", "draws", "order", "samples"),  # what the order and size of batches depend on
+)
+
+
 class _Place:
     """Position of a loop, the same on all ranks: a field of the `State`."""
 
@@ -205,84 +211,64 @@ class _Place:
         self._accelerator = accelerator
         self.epoch = self.batches = self.steps = self.iteration = 0
         self.finished = False
-        self._draws: dict[str, Any] = {}
-        self._order: dict[str, Any] = {}
-        self._samples = 0
-        self._accumulated = 1
+        self.draws: dict[str, Any] = {}
+        self.order: dict[str, Any] = {}
+        self.samples = 0
+        self.accumulated = 1
         self._loader: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "batches": self.batches,
-            "steps": self.steps,
-            "iteration": self.iteration,
-            "finished": self.finished,
-            "accumulation": self._accelerator.step,
-            "accumulated": self._accumulated,
-            "draws": self._draws,
-            "order": self._order,
-            "samples": self._samples,
-            "workers": [
-                has_workers(loader) and loader is not self._loader for loader in self._accelerator._dataloaders
-            ],
-        }
+        loaders = self._accelerator._dataloaders
+        workers = [has_workers(loader) and loader is not self._loader for loader in loaders]
+        own = {name: getattr(self, name) for name in _SAVED}
+        return own | {"accumulation": self._accelerator.step, "workers": workers}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.epoch = saved["epoch"]
-        self.batches = saved["batches"]
-        self.steps = saved["steps"]
-        self.iteration = saved["iteration"]
-        self.finished = saved["finished"]
+        # The loader's settings are compared later, when the script passes the loader.
+        for name in _SAVED:
+            setattr(self, name, saved[name])
         self._accelerator.step = saved["accumulation"]
-        self._accumulated = saved["accumulated"]
-        self._draws = saved["draws"]
-        self._order = saved["order"]
-        self._samples = saved["samples"]
         for loader, made in zip(self._accelerator._dataloaders, saved["workers"], strict=False):
             if made and not has_workers(loader):
                 make_workers_without_a_draw(loader)
 
     def begin(self, loader: Any) -> None:
-        order, samples, accumulated = self._describe(loader)
-        self._order = order
-        self._samples = samples
-        self._accumulated = accumulated
+        self.order, self.samples, self.accumulated = self._describe(loader)
         self.iteration = getattr(loader, "iteration", 0)
         self._loader = loader
         generator = _generator_of(loader)
         own = generator.get_state() if generator is not None else None
-        self._draws = {"numbers": capture_random_states(), "generator": own, "workers": has_workers(loader)}
+        self.draws = {"numbers": capture_random_states(), "generator": own, "workers": has_workers(loader)}
 
     def go_on(self, loader: Any) -> None:
         order, samples, accumulated = self._describe(loader)
         check_samples(
-            self._samples,
+            self.samples,
             samples,
             self._accelerator.num_processes,
             "Set gradient_accumulation_steps by WORLD_SIZE so that batch_size * gradient_accumulation_steps * "
             "WORLD_SIZE stays the same",
         )
-        check_order(self._order, order)
-        if accumulated != self._accumulated:
-            if self.batches % self._accumulated and not self._accelerator.gradient_state.sync_with_dataloader:
+        check_order(self.order, order)
+        if accumulated != self.accumulated:
+            if self.batches % self.accumulated and not self._accelerator.gradient_state.sync_with_dataloader:
                 raise SettingsError(
                     "sync_with_dataloader=False: a step goes on across epochs, and cannot with another "
-                    f"gradient_accumulation_steps than {self._accumulated}: leave one of the two as it was"
+                    f"gradient_accumulation_steps than {self.accumulated}: leave one of the two as it was"
                 )
             # An epoch's last step may be a short one. It is followed by no batches, however they are counted.
-            self.batches = -(-self.batches // self._accumulated) * accumulated
+            self.batches = -(-self.batches // self.accumulated) * accumulated
             self._accelerator.step = 0  # this counts batches, and the next one begins a step
-        self._accumulated = accumulated
+        self.accumulated = accumulated
         self._loader = loader
-        if self._draws["workers"]:
+        if self.draws["workers"]:
             make_workers_without_a_draw(loader)
         if hasattr(loader, "iteration"):
             loader.iteration = self.iteration
-        restore_random_states(self._draws["numbers"])
+        restore_random_states(self.draws["numbers"])
         generator = _generator_of(loader)
-        if generator is not None and self._draws["generator"] is not None:
-            generator.set_state(self._draws["generator"])
+        if generator is not None and self.draws["generator"] is not None:
+            generator.set_state(self.draws["generator"])
 
     def _describe(self, loader: Any) -> tuple[dict[str, Any], int, int]:
         """Return the order of the data, the samples of a step, and the batches of a step."""

@@ -214,13 +214,11 @@ class Draws:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the global generators and of the loaders' own, and which loaders had workers."""
-        return {"numbers": self.numbers, "own": self.own, "workers": self.workers}
+        return dict(vars(self))
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Hold the saved states for `LoopProgress.read_on`."""
-        self.numbers = saved["numbers"]
-        self.own = saved["own"]
-        self.workers = saved["workers"]
+        vars(self).update(saved)
 
 
 class LoopProgress:

@@ -22,7 +22,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -426,7 +426,7 @@ class GradientNoise:
 
     def state_dict(self) -> dict[str, float]:
         """Return the state as plain numbers."""
-        return {"variance": self.variance, "square": self.square, "steps": self.steps}
+        return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Resume from saved averages. They describe a single sample's gradient, so any batch and world size will do."""

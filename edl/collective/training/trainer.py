@@ -67,29 +67,26 @@ class LossScale:
     """The loss scale of mixed precision, and whether this step's gradients were unscaled. Without a scaler it is 1."""
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
-        self._scaler = scaler
+        self._scaler = scaler or torch.amp.GradScaler(enabled=False)
         self._unscaled = False
 
     @property
     def factor(self) -> float:
         """The number that losses are multiplied by."""
-        return 1.0 if self._scaler is None else self._scaler.get_scale()
+        return self._scaler.get_scale()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss from which to compute gradients."""
-        return loss if self._scaler is None else self._scaler.scale(loss)
+        return self._scaler.scale(loss)
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the factor, once per step."""
-        if self._scaler is not None and not self._unscaled:
+        if not self._unscaled:
             self._unscaled = True  # set even if unscaling fails half-way: `discard_step` must undo it
             self._scaler.unscale_(optimizer)
 
     def step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step the optimizer. Returns False if the scaler skips the step because of infinite or NaN gradients."""
-        if self._scaler is None:
-            optimizer.step()
-            return True
         before = self._scaler.get_scale()
         self._scaler.step(optimizer)
         self._scaler.update()
@@ -98,17 +95,17 @@ class LossScale:
 
     def discard_step(self) -> None:
         """Go back to the state before a step that is not made."""
-        if self._scaler is not None and self._unscaled:
+        if self._unscaled:
             self._scaler.update(self._scaler.get_scale())  # forget the unscaling, keep the scale
             self._unscaled = False
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the scaler's state, or None without a scaler."""
-        return self._scaler.state_dict() if self._scaler is not None else None
+        return self._scaler.state_dict() or None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Resume from a saved state, if there is a scaler now and there was one then."""
-        if self._scaler is not None and state is not None:
+        if state:
             self._scaler.load_state_dict(state)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from edl.errors import ProtocolError
 
@@ -28,6 +28,39 @@ def exclusions_prefix(job: str) -> str:
     return f"{prefix(job)}left-out/"
 
 
+_R = TypeVar("_R", bound="_Record")
+_TYPES: Final = {"str": (str,), "bool": (bool,), "int": (int,), "float": (float, int)}
+
+
+@dataclass(frozen=True)
+class _Record:
+    def encode(self) -> bytes:
+        """Return the record as JSON, for the Store."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls: type[_R], data: bytes) -> _R:
+        """Read a record that `encode` wrote.
+
+        Raises:
+            ProtocolError: The bytes are not such a record.
+        """
+        try:
+            return cls.from_values(json.loads(data))
+        except (ValueError, TypeError, KeyError, RecursionError) as exc:
+            what = f"not the record of a job's {cls.__name__.lower()}"
+            raise ProtocolError(f"{what}: {data[:100]!r} ({exc!r})") from exc
+
+    @classmethod
+    def from_values(cls: type[_R], values: dict[str, Any]) -> _R:
+        """Make a record from JSON values. Fields that a later version of EDL added are ignored."""
+        known = {field.name: str(field.type) for field in fields(cls) if field.name in dict(values)}
+        wrong = [name for name, kind in known.items() if kind in _TYPES and type(values[name]) not in _TYPES[kind]]
+        if wrong:
+            raise TypeError(f"{', '.join(wrong)} of another type")
+        return cls(**{name: values[name] for name in known})
+
+
 class JobState(str, Enum):
     """The states of a job."""
 
@@ -38,7 +71,7 @@ class JobState(str, Enum):
 
 
 @dataclass(frozen=True)
-class Node:
+class Node(_Record):
     """An agent's record of itself, which disappears with its lease."""
 
     id: str  # unique name of the agent's process
@@ -57,21 +90,9 @@ class Node:
     # for it does not count as hung, and a node that wants to join waits until it is done.
     busy: int = -1
 
-    def encode(self) -> bytes:
-        """Return the record as JSON, for the Store."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Node:
-        """Read a record that `encode` wrote, and ignore fields that a later version of EDL added."""
-        try:
-            return cls(**_known(cls, json.loads(data)))
-        except (ValueError, TypeError) as exc:
-            raise ProtocolError(f"not a node's record: {data[:100]!r} ({exc})") from exc
-
 
 @dataclass(frozen=True)
-class Member:
+class Member(_Record):
     """A node in a world; its workers have the ranks from `first_rank` on. All ranks meet at the first node's `port`.
 
     Its agent takes replicas of other nodes' states at `replica_port`, and peers connect to `tether_port`; 0 means
@@ -93,7 +114,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class World:
+class World(_Record):
     """The record of a job."""
 
     generation: int = -1  # number of the world, which grows by 1 with each new one; the first that runs is 0
@@ -119,28 +140,15 @@ class World:
         """Return the rank of a node, or None if it is not a member."""
         return next((place for place, member in enumerate(self.nodes) if member.id == node), None)
 
-    def encode(self) -> bytes:
-        """Return the record as JSON, for the Store."""
-        return json.dumps(asdict(self)).encode()
-
     @classmethod
-    def decode(cls, data: bytes) -> World:
-        """Read a record that `encode` wrote, and ignore fields that a later version of EDL added."""
-        try:
-            values = _known(cls, json.loads(data))
-            values["state"] = JobState(values["state"])
-            values["nodes"] = tuple(Member(**_known(Member, member)) for member in values["nodes"])
-            world = cls(**values)
-            _check_types(world, ("message", "cause"), ("generation", "forgiven", "failed_rank"))
-            for member in world.nodes:
-                _check_types(member, ("id", "addr"), ("port", "local_world_size", "first_rank"))
-            return world
-        except (ValueError, TypeError, KeyError) as exc:
-            raise ProtocolError(f"not a world's record: {data[:100]!r} ({exc})") from exc
+    def from_values(cls, values: dict[str, Any]) -> World:
+        """Make a record from JSON values."""
+        members = tuple(Member.from_values(member) for member in values["nodes"])
+        return super().from_values({**values, "state": JobState(values["state"]), "nodes": members})
 
 
 @dataclass(frozen=True)
-class Exclusion:
+class Exclusion(_Record):
     """A host that a job excludes because one of its GPUs failed. The record has no lease."""
 
     node: str  # the agent that found the fault
@@ -148,39 +156,3 @@ class Exclusion:
     clear: bool = True  # whether the GPU is certainly at fault, rather than possibly a kernel of the script
     step: int = -1  # the last step that the node's workers finished; -1 if they report none
     at_s: float = 0.0  # wall clock, in seconds since 1970
-
-    def encode(self) -> bytes:
-        """Return the record as JSON, for the Store."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Exclusion:
-        """Read a record that `encode` wrote, and ignore fields that a later version of EDL added."""
-        try:
-            values = _known(cls, json.loads(data))
-            exclusion = cls(**values)
-            wrong = [name for name in ("node", "reason") if not isinstance(values[name], str)]
-            if wrong or not isinstance(exclusion.step, int) or not isinstance(exclusion.at_s, (int, float)):
-                raise TypeError(f"{wrong or 'step or at_s'} of another type")
-        except (ValueError, TypeError, KeyError) as exc:
-            raise ProtocolError(f"not the record of a host that is left out: {data[:100]!r} ({exc})") from exc
-        return exclusion
-
-
-def _check_types(record: object, texts: tuple[str, ...], numbers: tuple[str, ...]) -> None:
-    """Raise TypeError if an attribute has the wrong type.
-
-    Only those that programs other than agents read are checked.
-    """
-    wrong = [name for name in texts if not isinstance(getattr(record, name), str)]
-    wrong += [name for name in numbers if type(getattr(record, name)) is not int]
-    if wrong:
-        raise TypeError(f"{', '.join(wrong)} of another type")
-
-
-def _known(cls: type, values: Any) -> dict[str, Any]:
-    """Return the attributes of a dataclass among `values`: a node of a later version may join, and break nothing."""
-    if not isinstance(values, dict):
-        raise TypeError("no JSON object")
-    names = {attribute.name for attribute in fields(cls)}
-    return {name: value for name, value in values.items() if name in names}

@@ -1,7 +1,7 @@
 """Automatic batch sizes: measures a run's steps, chooses the batch with the best goodput, and logs the decision.
 
 Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021, section 3: with a
-step time T, a noise scale of phi samples (`noise`) and the base batch B0 that the learning rate was chosen for, the
+step time T, a noise scale of phi samples (`gradients`) and the base batch B0 that the learning rate was chosen for, the
 goodput of a batch B is B/T · (phi + B0)/(phi + B). Here, T includes the wait for the loader.
 
 The step time follows section 3.2 of the same paper. With m rows in each of s + 1 micro-batches on each of W ranks, a

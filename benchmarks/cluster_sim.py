@@ -38,7 +38,7 @@ from benchmarks._cluster.simulation import Placements, Policy, Result, Sample, s
 from benchmarks._cluster.trace import ClusterSize, make_trace
 from benchmarks._harness import Goal, Options, Spread, main, note, progress
 from edl.master.scaling.arbitration import JobRequest, arbitrate
-from edl.master.scaling.throughput import ThroughputModel
+from edl.master.scaling.workers import ThroughputModel
 
 GOALS = [
     Goal("decision_s", 1.0, "at most"),

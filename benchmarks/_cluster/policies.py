@@ -9,10 +9,36 @@ from dataclasses import dataclass, field
 from benchmarks._cluster.simulation import TEACHERS, ClusterView, Placements, RunningJob
 from benchmarks._cluster.trace import Submission
 from edl.master.scaling.arbitration import JobRequest, arbitrate
-from edl.master.scaling.throughput import ThroughputHistory, ThroughputModel, fit_throughput
-from edl.master.scaling.workers import WorkerObservation, find_useful_limit
+from edl.master.scaling.workers import (
+    ThroughputHistory,
+    ThroughputModel,
+    WorkerObservation,
+    WorkerScalingSettings,
+    fit_throughput,
+)
 
 __all__ = ["AncestorAutoscaler", "EdlArbiter", "GangScheduler", "scale_all_jobs"]
+
+
+def find_useful_limit(observation: WorkerObservation) -> int:
+    """The most workers that a job may be given now: what is known to be of use, and a step of what is unknown."""
+    settings = WorkerScalingSettings()
+    low, now, high = observation.min_workers, observation.workers, observation.max_workers
+    known = observation.history.list_known_sizes(observation.now_s)
+    model = fit_throughput(observation.history, observation.now_s)
+    if model is None:
+        return min(high, max(now, low))
+    record = observation.history.sizes.get(now)
+    measured = record is not None and now in known and record.samples >= settings.min_samples
+    reach = max(max(known) + 1, int(max(known) * settings.explore_factor))
+    limit = float(reach if measured else max(known))
+    if len(known) > 1:
+        if model.b:  # up to the size at which a worker does `min_efficiency` of what it does alone
+            useful = ((model.a + model.b) / settings.min_efficiency - model.a) / model.b + 1e-9
+            limit = min(limit, max(1.0, useful))
+        if model.compute_efficiency(max(now, 1)) >= settings.min_efficiency * (1 - settings.efficiency_band):
+            limit = max(limit, now)
+    return min(high, max(low, 1, int(limit), 0 if measured else now))
 
 
 class FreeGpus:

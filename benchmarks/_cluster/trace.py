@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from edl.master.scaling.throughput import ThroughputModel
+from edl.master.scaling.workers import ThroughputModel
 
 __all__ = ["DAY_S", "ClusterSize", "Submission", "Trace", "make_trace"]
 

@@ -30,10 +30,8 @@ from edl.log_output import log_to_stderr
 from edl.master.client import MasterClient
 from edl.master.reports import read_report
 from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor, WorkerAdvice
-from edl.master.scaling.teacher_demand import TeacherScalingSettings
-from edl.master.scaling.throughput import ThroughputHistory
-from edl.master.scaling.work_left import WorkLeft
-from edl.master.scaling.workers import WorkerObservation, decide_workers
+from edl.master.scaling.teachers import TeacherScalingSettings
+from edl.master.scaling.workers import ThroughputHistory, WorkerObservation, WorkLeft, decide_workers
 from edl.master.server import MasterServer, MasterSettings
 from edl.protocol.master import DatasetSpec
 from edl.settings import Credentials, DiscoverySettings

@@ -26,7 +26,7 @@ from edl.discovery.records import check_service
 from edl.discovery.registry import Instance, Registry, Snapshot, Watch
 from edl.errors import DiscoveryError
 from edl.load_reporting import ServiceLoad, read_service, read_wanted
-from edl.master.scaling.teacher_demand import describe_load, observe_teachers, required_teachers
+from edl.master.scaling.teachers import TeacherScalingSettings, observe_teachers, required_teachers
 from edl.quoting import clip, did_you_mean
 from edl.settings import DiscoverySettings
 
@@ -328,7 +328,7 @@ class LoadView:
         """The load in a line: "3 live; 2 students wait 31% of their time; 5 would do"."""
         if self.load is None:
             return f"{self.live} live; what students ask is not known: {self.trouble}"
-        return describe_load(self.load, live=self.live)
+        return _describe_load(self.load, self.live)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the view as JSON shows it."""
@@ -361,6 +361,27 @@ def look(url: str, service: str, live: int, lapsed: frozenset[str] = frozenset()
             return LoadView(read_service(store, service), wanted, live, lapsed=lapsed)
     except DiscoveryError as exc:
         return LoadView(None, None, live, str(exc), lapsed)
+
+
+def _describe_load(load: ServiceLoad, live: int) -> str:
+    parts = [f"{live} live" + (f", {load.starting} starting" if load.starting else "")]
+    active, share = load.waiting, load.wait_share
+    if active and share is not None:
+        students = "1 student waits" if len(active) == 1 else f"{len(active)} students wait"
+        parts.append(f"{students} {share:.0%} of {'its' if len(active) == 1 else 'their'} time")
+    elif load.students:
+        parts.append("1 student asks for nothing" if len(load.students) == 1 else "no student asks for anything")
+    else:
+        parts.append("no student publishes what it asks")
+    observation = observe_teachers(load, 0.0)
+    required = required_teachers(observation)
+    if required is None:
+        why = "no teacher's rate is known yet" if observation.demand else "no student could ask for anything yet"
+        parts.append(f"how many would do cannot be told: {why}")
+    elif observation.demand:
+        at_least = observation.least_busy_share < TeacherScalingSettings().least_busy_share
+        parts.append(f"{required} or more would do" if at_least else f"{required} would do")
+    return "; ".join(parts)
 
 
 def _wanted_line(wanted: Mapping[str, Any]) -> str:

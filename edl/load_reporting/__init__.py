@@ -13,8 +13,7 @@ What does not belong here: what follows from these figures (`edl.master.scaling`
 from __future__ import annotations
 
 from edl.load_reporting.publisher import LoadPublisher, LoadSource
-from edl.load_reporting.rates import ServiceLoad, StudentRate, TeacherRate
-from edl.load_reporting.reading import read_service, read_services
+from edl.load_reporting.records import ServiceLoad, StudentRate, TeacherRate, read_service, read_services
 from edl.load_reporting.wanted import read_all_wanted, read_wanted
 
 __all__ = [

@@ -8,21 +8,21 @@ import os
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
 from edl.discovery import Store, open_store
 from edl.discovery.store import Lease
 from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError, SettingsError
-from edl.load_reporting.counter_window import Counters, CounterWindow
 from edl.load_reporting.records import VERSION, RecordKind, record_key
 from edl.quoting import shown
 from edl.settings import LoadSettings
 
-__all__ = ["LoadPublisher", "LoadSource"]
+__all__ = ["Counters", "LoadPublisher", "LoadSource"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +35,19 @@ _LONGEST_TEXT = 512
 _LAST_RETRY_S = 60.0
 """Between attempts while the Store is away: a thousand students then ask it 17 times a second."""
 
+Counters: TypeAlias = Mapping[str, float | None]
+"""Cumulative figures by name; None for a figure that is not known."""
+
 
 @dataclass(frozen=True)
 class LoadSource:
     """Where a record's figures come from.
 
     Attributes:
-        service: the service that they are of.
+        service: Service that they belong to.
         kind: "students" or "teachers".
-        read: returns the counters. Called in the publisher's thread, about every two seconds.
-        describe: returns the record's other fields; likewise.
+        read: Returns the counters. Called in the publisher's thread, about every two seconds.
+        describe: Returns the record's other fields; called likewise.
     """
 
     service: str
@@ -56,26 +59,24 @@ class LoadSource:
 class LoadPublisher:
     """Writes the records of a process into a Store, until it is closed.
 
-    The first record is written after an interval: what lives shorter publishes nothing. While nothing changes nothing
-    is written; the lease says that the process lives. A Store that does not answer, or refuses, is logged once and
-    asked again at growing intervals. A forked child of the process publishes nothing.
+    The first record is written after one interval, so a process that ends sooner publishes nothing. While nothing
+    changes nothing is written; the lease says that the process lives. A Store that does not answer, or refuses, is
+    logged once and asked again at growing intervals. A forked child of the process publishes nothing.
 
     Args:
-        url: of the Store.
-        sources: of the records.
-        settings: how often, and over which time.
+        url: URL of the Store.
+        sources: Where the figures of each record come from.
+        settings: How often records are written, and over how many seconds they count.
     """
 
     def __init__(self, url: str, sources: Sequence[LoadSource], settings: LoadSettings) -> None:
         self._url = url
         self._settings = settings
         self._pid = os.getpid()
-        host = re.sub(r"[^A-Za-z0-9.-]+", "-", socket.gethostname()).strip("-.")[:100] or "host"
-        self._host = host
+        self._host = re.sub(r"[^A-Za-z0-9.-]+", "-", socket.gethostname()).strip("-.")[:100] or "host"
         self._begun = time.monotonic()
         self._records = [
-            _Record(source, f"{host}-{self._pid}-{os.urandom(4).hex()}", CounterWindow(settings.window_s))
-            for source in sources
+            _Record(source, f"{self._host}-{self._pid}-{os.urandom(4).hex()}", settings.window_s) for source in sources
         ]
         self._backoff = Backoff(settings.interval_s, max(_LAST_RETRY_S, settings.interval_s), jitter=0.5)
         self._store: Store | None = None
@@ -87,11 +88,6 @@ class LoadPublisher:
             self._loop = BackgroundLoop("edl-load", self._step)
         except RuntimeError as exc:  # the process may have no more threads: the caller has better use for its last
             logger.warning("load is not published: %s", exc)
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """The publisher's ids, by source."""
-        return tuple(record.publisher for record in self._records)
 
     def publish_soon(self) -> None:
         """Write what has changed now rather than after the interval. Returns at once."""
@@ -107,7 +103,7 @@ class LoadPublisher:
         """Have the records removed. May be called twice, and by signal handlers; does nothing in a forked child.
 
         Args:
-            timeout_s: how long to wait, in seconds; records of a Store that does not answer lapse with their lease.
+            timeout_s: Seconds to wait for it; records of a Store that does not answer lapse with their lease.
         """
         self.begin_close()
         if self._loop is not None and os.getpid() == self._pid:
@@ -162,21 +158,41 @@ class LoadPublisher:
 
 
 class _Record:
-    """A record and what was written of it last."""
+    """A record, what was written of it last, and the samples of its counters over the last seconds."""
 
-    def __init__(self, source: LoadSource, publisher: str, window: CounterWindow) -> None:
+    def __init__(self, source: LoadSource, publisher: str, window_s: float) -> None:
         self.source = source
         self.publisher = publisher
         self.written: Mapping[str, Any] | None = None
-        self._window = window
+        self._window_s = window_s
+        self._samples: deque[tuple[float, Counters]] = deque()
 
     def sample(self, t: float) -> Mapping[str, Any]:
-        """Read the counters; return the record's fields."""
-        counters = dict(self.source.read())
-        since_t, since = self._window.add(t, counters)
+        """Read the counters; return the record's fields.
+
+        They are compared with the newest sample that is at least `window_s` old, or else the oldest there is. A counter
+        that falls has been started again (Triton was restarted behind `edl register`): the samples before are dropped.
+        """
+        counters, samples = dict(self.source.read()), self._samples
+        if samples and _has_restarted(samples[-1][1], counters):
+            samples.clear()
+        samples.append((t, counters))
+        while len(samples) > 2 and samples[1][0] <= t - self._window_s:
+            samples.popleft()
+        since_t, since = samples[0]
         times = {"t": round(t, 3), "since": {"t": round(since_t, 3), **_rounded(since)}}
         words = {name: _printable(value) for name, value in self.source.describe().items()}
         return {**words, **_rounded(counters), **times}
+
+
+def _has_restarted(before: Counters, after: Counters) -> bool:
+    for name, value in after.items():
+        earlier = before.get(name)
+        if (value is None) != (earlier is None):
+            return True
+        if value is not None and earlier is not None and value < earlier:
+            return True
+    return False
 
 
 def _rounded(counters: Counters) -> dict[str, float | None]:

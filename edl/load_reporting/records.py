@@ -1,116 +1,123 @@
-"""The records of load in the Store: their keys, their JSON, and which of them can be believed.
+"""The records of load in the Store: their keys and JSON, which of them can be believed, and the rates they hold.
 
-A key is `load/SERVICE/students/ID` or `load/SERVICE/teachers/ID`. Records come from any process that may write to the
-Store, of any version: a field that is missing or makes no sense is a `ValueError`, and the record is left out.
+A key is `load/SERVICE/students/ID` or `load/SERVICE/teachers/ID`. A record has a process's counters twice: now, and
+some seconds before. Every rate comes from a single record, between its two times. Rates are DS2's true rates (Kalavri
+et al., OSDI 2018): rows by the time that a student or teacher was at work, rather than by the time that passed. So they
+say what students would ask if they never waited, and what teachers could compute.
+
+Any process that may write to the Store writes records, of any version: a record with a field that is missing or makes
+no sense is left out, and logged once.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from edl.discovery import Store
 from edl.discovery.records import check_service, is_service
+from edl.quoting import shown
 
 __all__ = [
     "MAX_TEACHERS",
     "VERSION",
     "RecordKind",
-    "StudentCounters",
-    "StudentRecord",
-    "TeacherCounters",
-    "TeacherRecord",
+    "ServiceLoad",
+    "StudentRate",
+    "TeacherRate",
     "parse_record",
+    "read_service",
+    "read_services",
     "record_key",
-    "service_prefix",
-    "split_key",
 ]
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 """Of the format: a record of another version is left out, since its fields may mean something else."""
 MAX_TEACHERS = 64
-"""Teachers that a student's record names: who serves whom is shown to people, and a record has to stay small."""
+"""Teachers that a student's record names: people read who serves whom, and a record has to stay small."""
 _MAX_TEXT = 1024
 """Characters of a text: a registry takes ids of 512, and what does not print is written with escapes."""
 _MAX_BYTES = 256 * 1024
 """Of a record: what a store takes."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_IDLE_SHARE = 0.01
+"""A student that asks for nothing, and waits for less of its time, is idle by its own choice."""
+_LEAST_BUSY_SHARE = 0.001
+"""Of a student's time, in its demand: with less, a demand would be as large as a clock is coarse."""
+_SHORTEST_S = 0.001
+"""Seconds of a record below which it has no rates: nobody publishes so often, and a quotient might be infinite."""
+_LEAST_COMPUTE_S = 1e-6
+"""Seconds of computing below which there is no rate: records have microseconds."""
+_PRESENT = ("starting", "ready")
+"""States of teachers that count as there: an unhealthy or draining one takes no work."""
+_MOST_LOGGED = 1000
+"""Unusable records that are remembered as logged: a writer of more of them has them logged again."""
+_logged: set[tuple[str, str]] = set()
 
 RecordKind = Literal["students", "teachers"]
 
 
 @dataclass(frozen=True)
-class StudentCounters:
-    """What a student has done since it began.
+class StudentRate:
+    """A student's load over the time of its record.
 
     Attributes:
-        t: seconds since its publisher began, by its own monotonic clock.
-        rows_asked: rows that it asked teachers for.
-        wait_s: seconds that its training loop waited for labels.
-        source_wait_s: seconds that its training loop waited for its own data source.
-    """
-
-    t: float
-    rows_asked: float
-    wait_s: float
-    source_wait_s: float
-
-
-@dataclass(frozen=True)
-class StudentRecord:
-    """A reader's record, of one service.
-
-    Attributes:
-        id: of the publisher.
-        job: the job that the student belongs to; empty if none is known.
-        host: name of its machine.
-        teachers: ids in the registry of the teachers that it uses.
-        now: its counters.
-        since: its counters some seconds before.
+        id: Publisher id of the student.
+        job: Job that it belongs to; empty if none is known.
+        host: Name of its machine.
+        rows_per_s: Rows per second that it asked for.
+        demand: Rows per second that it would ask for if it never waited for labels; None if that cannot be told,
+            because the record is new, or the student waited and asked for nothing.
+        wait_share: Share of its time that it waited for labels, 0 to 1.
+        source_wait_share: Share of its time that it waited for its own data source, 0 to 1.
+        teachers: Registry ids of the teachers that it uses.
+        idle: Whether it neither asked nor waited: it is paused, evaluates, or has all labels in its cache.
+        seconds: Length of the time over which it was counted.
+        rows_asked: Rows that it has asked for since it began.
+        wait_s: Seconds that it has waited for labels since it began.
     """
 
     id: str
     job: str
     host: str
+    rows_per_s: float
+    demand: float | None
+    wait_share: float
+    source_wait_share: float
     teachers: tuple[str, ...]
-    now: StudentCounters
-    since: StudentCounters
+    idle: bool
+    seconds: float
+    rows_asked: float = 0.0
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class TeacherCounters:
-    """What a teacher has done since it began.
+class TeacherRate:
+    """A teacher's load over the time of its record.
 
     Attributes:
-        t: seconds since its publisher began, by its own monotonic clock.
-        rows: rows that it computed; None if it cannot tell.
-        compute_s: seconds that its workers computed, summed over them; None if it cannot tell.
-    """
-
-    t: float
-    rows: float | None
-    compute_s: float | None
-
-
-@dataclass(frozen=True)
-class TeacherRecord:
-    """A teacher's record.
-
-    Attributes:
-        id: of the publisher.
-        teacher: id in the registry; empty until the teacher is registered.
-        model: name of the model.
-        version: of the model; empty if unknown.
+        id: Publisher id of the teacher.
+        teacher: Its id in the registry; empty until it is registered.
+        model: Name of the model.
+        version: Version of the model; empty if unknown.
         endpoint: `host:port`; empty for a Unix socket.
         state: "starting", "ready", "unhealthy" or "draining".
-        workers: batches that it computes at the same time.
-        queue_rows: rows that wait; None if it cannot tell.
-        note: why rows are unknown; empty if they are known.
-        now: its counters.
-        since: its counters some seconds before.
+        workers: Number of batches that it computes at the same time.
+        rows_per_s: Rows per second that it computed; None if unknown.
+        rate: Rows per second that it computes while all of its workers have work; None if unknown.
+        compute_share: Share of its workers' time in which they computed, 0 to 1; None if unknown.
+        queue_rows: Rows that wait; None if unknown.
+        note: Why rows are unknown; empty if they are known.
+        rows: Rows that it has computed since it began; None if unknown.
+        compute_s: Seconds that it has computed since it began, summed over its workers; None if unknown.
     """
 
     id: str
@@ -120,65 +127,173 @@ class TeacherRecord:
     endpoint: str
     state: str
     workers: int
+    rows_per_s: float | None
+    rate: float | None
+    compute_share: float | None
     queue_rows: int | None
     note: str
-    now: TeacherCounters
-    since: TeacherCounters
+    rows: float | None = None
+    compute_s: float | None = None
 
 
-def service_prefix(service: str = "") -> str:
-    """Return the prefix of a service's records; of all services' without a name.
+@dataclass(frozen=True)
+class ServiceLoad:
+    """The load of a service.
 
-    Raises:
-        SettingsError: no service can have that name.
+    Attributes:
+        service: Name of the service.
+        students: Students that publish, by id.
+        teachers: Teachers that publish, by id.
     """
-    return f"load/{check_service(service)}/" if service else "load/"
+
+    service: str
+    students: tuple[StudentRate, ...] = ()
+    teachers: tuple[TeacherRate, ...] = ()
+
+    @property
+    def live(self) -> int:
+        """Teachers that are ready; one that publishes nothing counts if a student uses it."""
+        published = {teacher.teacher for teacher in self.teachers}
+        used = {teacher for student in self.students for teacher in student.teachers}
+        return sum(teacher.state == "ready" for teacher in self.teachers) + len(used - published)
+
+    @property
+    def starting(self) -> int:
+        """Teachers that will be ready."""
+        return sum(teacher.state == "starting" for teacher in self.teachers)
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows per second that students asked for."""
+        return sum(student.rows_per_s for student in self.students)
+
+    @property
+    def demand(self) -> float:
+        """Rows per second that teachers should be able to compute.
+
+        The sum over students; at least what teachers compute now, since some students publish nothing: those with
+        fixed endpoints, and programs that do not use EDL.
+        """
+        asked = sum(student.demand or 0.0 for student in self.students)
+        computed = sum(teacher.rows_per_s or 0.0 for teacher in self.teachers if teacher.state in _PRESENT)
+        return max(asked, computed)
+
+    @property
+    def rate(self) -> float | None:
+        """Rows per second that a ready teacher computes, averaged over those whose rate is known; None if none is."""
+        rates = [teacher.rate for teacher in self.teachers if teacher.state == "ready" and teacher.rate is not None]
+        return sum(rates) / len(rates) if rates else None
+
+    @property
+    def waiting(self) -> tuple[StudentRate, ...]:
+        """Students that are not idle."""
+        return tuple(student for student in self.students if not student.idle)
+
+    @property
+    def wait_share(self) -> float | None:
+        """The share of their time that students waited, of those that are not idle; None if all are."""
+        seconds = sum(student.seconds for student in self.waiting)
+        return sum(student.wait_share * student.seconds for student in self.waiting) / seconds if seconds else None
+
+    @property
+    def least_busy_share(self) -> float:
+        """The smallest share of its time that a student did not wait; 1 without students."""
+        return min((1.0 - student.wait_share for student in self.waiting), default=1.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the load as JSON shows it."""
+        names = ("service", "live", "starting", "demand", "rate", "rows_per_s", "wait_share")
+        students = [{**asdict(student), "teachers": list(student.teachers)} for student in self.students]
+        teachers = [asdict(teacher) for teacher in self.teachers]
+        return {**{name: getattr(self, name) for name in names}, "students": students, "teachers": teachers}
 
 
 def record_key(service: str, kind: RecordKind, publisher: str) -> str:
-    """Return the key of a record.
-
-    Args:
-        service: the service's name.
-        kind: of the record.
-        publisher: id of the publisher.
+    """Return the key of a publisher's record.
 
     Raises:
         SettingsError: no service can have that name.
     """
-    return f"{service_prefix(service)}{kind}/{publisher}"
+    return f"load/{check_service(service)}/{kind}/{publisher}"
 
 
-def split_key(key: str) -> tuple[str, RecordKind, str]:
-    """Return service, kind and publisher of a key.
-
-    Raises:
-        ValueError: it is no key of a record.
-    """
-    parts = key.split("/")
-    if len(parts) != 4 or parts[0] != "load" or not is_service(parts[1]) or not _ID.fullmatch(parts[3]):
-        raise ValueError("its key is none of a load record")
-    if parts[2] == "students":
-        return parts[1], "students", parts[3]
-    if parts[2] == "teachers":
-        return parts[1], "teachers", parts[3]
-    raise ValueError("its key is none of a load record")
-
-
-def parse_record(key: str, value: bytes) -> StudentRecord | TeacherRecord:
-    """Read a record.
+def read_service(store: Store, service: str) -> ServiceLoad:
+    """Read the load of a service.
 
     Args:
-        key: under which it lies in the Store.
-        value: its JSON.
+        store: Store where students and teachers publish.
+        service: Name of the service.
 
     Returns:
-        The record.
+        Its load; empty if nothing is published. Records that cannot be used are left out, and logged once.
+
+    Raises:
+        DiscoveryError: the store cannot be reached.
+        SettingsError: no service can have that name.
+    """
+    return _read_loads(store, f"load/{check_service(service)}/").get(service, ServiceLoad(service))
+
+
+def read_services(store: Store) -> dict[str, ServiceLoad]:
+    """Read the load of all services.
+
+    Args:
+        store: Store where students and teachers publish.
+
+    Returns:
+        Loads by service, of each service that has at least one usable record.
+
+    Raises:
+        DiscoveryError: the store cannot be reached.
+    """
+    return _read_loads(store, "load/")
+
+
+def _read_loads(store: Store, prefix: str) -> dict[str, ServiceLoad]:
+    students: dict[str, list[StudentRate]] = defaultdict(list)
+    teachers: dict[str, list[TeacherRate]] = defaultdict(list)
+    for entry in store.list(prefix):
+        try:
+            rate = parse_record(entry.key, entry.value)
+        except ValueError as exc:
+            _log_once(entry.key, str(exc))
+            continue
+        service = entry.key.split("/")[1]
+        if isinstance(rate, StudentRate):
+            students[service].append(rate)
+        else:
+            teachers[service].append(rate)
+    return {
+        service: ServiceLoad(
+            service,
+            tuple(sorted(students[service], key=lambda student: student.id)),
+            tuple(sorted(teachers[service], key=lambda teacher: teacher.id)),
+        )
+        for service in sorted(students.keys() | teachers.keys())
+    }
+
+
+def _log_once(key: str, reason: str) -> None:
+    if (key, reason) in _logged:
+        return
+    if len(_logged) >= _MOST_LOGGED:
+        _logged.clear()
+    _logged.add((key, reason))
+    logger.warning("load record %s is left out: %s", shown(key), reason)
+
+
+def parse_record(key: str, value: bytes) -> StudentRate | TeacherRate:
+    """Return the load that a record holds.
 
     Raises:
         ValueError: it cannot be used; the message says why.
     """
-    _, kind, publisher = split_key(key)
+    parts = key.split("/")
+    if len(parts) != 4 or parts[0] != "load" or not is_service(parts[1]) or not _ID.fullmatch(parts[3]):
+        raise ValueError("its key is none of a load record")
+    kind, publisher = parts[2:]
+    if kind not in ("students", "teachers"):
+        raise ValueError("its key is none of a load record")
     if len(value) > _MAX_BYTES:
         raise ValueError(f"it has {len(value):,} bytes, more than {_MAX_BYTES:,}")
     try:
@@ -193,67 +308,99 @@ def parse_record(key: str, value: bytes) -> StudentRecord | TeacherRecord:
     since = fields.get("since")
     if not isinstance(since, dict):
         raise ValueError("its field 'since' is no object")
-    return _student(publisher, fields, since) if kind == "students" else _teacher(publisher, fields, since)
+    return _student_rate(publisher, fields, since) if kind == "students" else _teacher_rate(publisher, fields, since)
 
 
-def _student(publisher: str, fields: Mapping[str, Any], since: Mapping[str, Any]) -> StudentRecord:
+def _student_rate(publisher: str, fields: Mapping[str, Any], since: Mapping[str, Any]) -> StudentRate:
     teachers = fields.get("teachers", [])
     if not isinstance(teachers, list) or len(teachers) > MAX_TEACHERS:
         raise ValueError(f"its field 'teachers' is no list of at most {MAX_TEACHERS}")
-    now, before = (
-        StudentCounters(
-            _number(part, "t"), _number(part, "rows_asked"), _number(part, "wait_s"), _number(part, "source_wait_s")
-        )
-        for part in (fields, since)
-    )
-    _check_order(now.t - before.t, now.rows_asked - before.rows_asked, now.wait_s - before.wait_s)
-    _check_order(now.source_wait_s - before.source_wait_s)
-    return StudentRecord(
+    seconds = _read_seconds(fields, since)
+    rows_asked, rows = _read_counter(fields, since, "rows_asked")
+    waited_s, wait_s = _read_counter(fields, since, "wait_s")
+    _, source_wait_s = _read_counter(fields, since, "source_wait_s")
+    wait_s = min(wait_s, seconds)
+    source_wait_s = min(source_wait_s, seconds - wait_s)
+    wait_share = wait_s / seconds if seconds else 0.0
+    idle = not rows and wait_share < _IDLE_SHARE
+    demand: float | None = None
+    if idle and seconds:
+        demand = 0.0
+    elif rows and seconds:
+        demand = rows / max(seconds - wait_s, _LEAST_BUSY_SHARE * seconds)
+    return StudentRate(
         id=publisher,
-        job=_text(fields, "job"),
-        host=_text(fields, "host"),
-        teachers=tuple(_text({"teachers": teacher}, "teachers") for teacher in teachers),
-        now=now,
-        since=before,
+        job=_read_text(fields, "job"),
+        host=_read_text(fields, "host"),
+        rows_per_s=rows / seconds if seconds else 0.0,
+        demand=demand,
+        wait_share=wait_share,
+        source_wait_share=source_wait_s / seconds if seconds else 0.0,
+        teachers=tuple(_read_text({"teachers": teacher}, "teachers") for teacher in teachers),
+        idle=idle,
+        seconds=seconds,
+        rows_asked=rows_asked,
+        wait_s=waited_s,
     )
 
 
-def _teacher(publisher: str, fields: Mapping[str, Any], since: Mapping[str, Any]) -> TeacherRecord:
+def _teacher_rate(publisher: str, fields: Mapping[str, Any], since: Mapping[str, Any]) -> TeacherRate:
     workers = fields.get("workers")
     if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= 1_000_000:
         raise ValueError("its field 'workers' is no count")
-    now, before = (
-        TeacherCounters(_number(part, "t"), _number_or_none(part, "rows"), _number_or_none(part, "compute_s"))
-        for part in (fields, since)
-    )
-    known = [
-        (after, earlier)
-        for after, earlier in ((now.rows, before.rows), (now.compute_s, before.compute_s))
-        if after is not None and earlier is not None
-    ]
-    _check_order(now.t - before.t, *(after - earlier for after, earlier in known))
-    queue_rows = _number_or_none(fields, "queue_rows")
-    return TeacherRecord(
+    seconds = _read_seconds(fields, since)
+    all_rows, rows = _read_optional_counter(fields, since, "rows")
+    all_compute_s, compute_s = _read_optional_counter(fields, since, "compute_s")
+    rate = _compute_rate(workers, rows, compute_s)
+    if rate is None:  # it had nothing to do: the rate of its life
+        rate = _compute_rate(workers, all_rows, all_compute_s)
+    queue_rows = None if fields.get("queue_rows") is None else _read_number(fields, "queue_rows")
+    return TeacherRate(
         id=publisher,
-        teacher=_text(fields, "teacher"),
-        model=_text(fields, "model"),
-        version=_text(fields, "version"),
-        endpoint=_text(fields, "endpoint"),
-        state=_text(fields, "state"),
+        teacher=_read_text(fields, "teacher"),
+        model=_read_text(fields, "model"),
+        version=_read_text(fields, "version"),
+        endpoint=_read_text(fields, "endpoint"),
+        state=_read_text(fields, "state"),
         workers=workers,
+        rows_per_s=rows / seconds if rows is not None and seconds else None,
+        rate=rate,
+        compute_share=min(compute_s / seconds / workers, 1.0) if compute_s is not None and seconds else None,
         queue_rows=None if queue_rows is None else int(queue_rows),
-        note=_text(fields, "note"),
-        now=now,
-        since=before,
+        note=_read_text(fields, "note"),
+        rows=all_rows,
+        compute_s=all_compute_s,
     )
 
 
-def _check_order(*differences: float) -> None:
-    if min(differences) < 0:
+def _compute_rate(workers: int, rows: float | None, compute_s: float | None) -> float | None:
+    return workers * rows / compute_s if rows and compute_s and compute_s >= _LEAST_COMPUTE_S else None
+
+
+def _read_seconds(fields: Mapping[str, Any], since: Mapping[str, Any]) -> float:
+    """Return the time between the record's two samples, 0 where it is too short for a rate."""
+    _, seconds = _read_counter(fields, since, "t")
+    return seconds if seconds >= _SHORTEST_S else 0.0
+
+
+def _read_counter(fields: Mapping[str, Any], since: Mapping[str, Any], name: str) -> tuple[float, float]:
+    """Return what a counter is now, and by how much it has grown since the sample before."""
+    now = _read_number(fields, name)
+    grown = now - _read_number(since, name)
+    if grown < 0:
         raise ValueError("its counters fall from 'since' to now")
+    return now, grown
 
 
-def _number(fields: Mapping[str, Any], name: str) -> float:
+def _read_optional_counter(
+    fields: Mapping[str, Any], since: Mapping[str, Any], name: str
+) -> tuple[float | None, float | None]:
+    if fields.get(name) is None:
+        return None, None
+    return (_read_number(fields, name), None) if since.get(name) is None else _read_counter(fields, since, name)
+
+
+def _read_number(fields: Mapping[str, Any], name: str) -> float:
     value = fields.get(name)
     # Finite, and small enough that a sum over thousands of records is finite as well.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e18 or math.isnan(value):
@@ -261,11 +408,7 @@ def _number(fields: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
-def _number_or_none(fields: Mapping[str, Any], name: str) -> float | None:
-    return None if fields.get(name) is None else _number(fields, name)
-
-
-def _text(fields: Mapping[str, Any], name: str) -> str:
+def _read_text(fields: Mapping[str, Any], name: str) -> str:
     value = fields.get(name, "")
     if not isinstance(value, str) or not value.isprintable() or len(value) > _MAX_TEXT:
         raise ValueError(f"its field {name!r} is no printable text of at most {_MAX_TEXT} characters")

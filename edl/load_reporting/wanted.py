@@ -1,7 +1,7 @@
 """How many teachers or workers are wanted, as a master writes it: `wanted/teachers/SERVICE`, `wanted/workers/JOB`.
 
 A key has no lease: what was wanted last is still the best that is known while masters are away. `time` says when it was
-written last; an advisor that lives writes at least every ten seconds, so that a reader sees whether one does.
+written last; a live advisor writes at least every ten seconds, so a reader can tell whether there is one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ WANTED_VERSION = 1
 
 
 def wanted_key(kind: WantedKind, name: str) -> str:
-    """Return the key of what is wanted.
-
-    Args:
-        kind: "teachers" of a service, or "workers" of a job.
-        name: of the service or job.
-    """
+    """Return the key of what is wanted: teachers of the service `name`, or workers of the job `name`."""
     return f"wanted/{kind}/{name}"
 
 
@@ -37,9 +32,9 @@ def read_wanted(store: Store, kind: WantedKind, name: str) -> dict[str, Any] | N
     """Read how many are wanted.
 
     Args:
-        store: where masters write it.
+        store: Store where masters write it.
         kind: "teachers" of a service, or "workers" of a job.
-        name: of the service or job.
+        name: Name of the service or job.
 
     Returns:
         `count` (how many), `now` (how many there were), `reason`, `since` (when it changed last, Unix time), `time`
@@ -57,7 +52,7 @@ def read_all_wanted(store: Store) -> dict[tuple[str, str], dict[str, Any]]:
     """Read all that is wanted.
 
     Args:
-        store: where masters write it.
+        store: Store where masters write it.
 
     Returns:
         What `read_wanted` returns, by kind and name.
@@ -75,12 +70,7 @@ def read_all_wanted(store: Store) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def parse_wanted(key: str, value: bytes) -> dict[str, Any] | None:
-    """Return what a key says is wanted; None for what cannot be used, which is logged at level DEBUG.
-
-    Args:
-        key: for the log.
-        value: the JSON.
-    """
+    """Return what a record says is wanted; None if it cannot be used, which is logged with its key at level DEBUG."""
     try:
         fields = json.loads(value)
     except (ValueError, RecursionError):

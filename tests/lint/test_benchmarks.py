@@ -15,7 +15,7 @@ from benchmarks._elastic_churn import GOODPUT_LIMIT, goodput, surviving_line
 from benchmarks._harness import Options, main, note, take_turns
 from benchmarks._step_logs import FinishedStep, StepLogs
 from edl.master.scaling.arbitration import JobRequest, arbitrate
-from edl.master.scaling.throughput import ThroughputModel
+from edl.master.scaling.workers import ThroughputModel
 
 
 def test_sides_take_turns_at_starting() -> None:

@@ -2,7 +2,7 @@
 
 Kubernetes keeps the last 4,096 bytes of the file that `terminationMessagePath` names in the container's status
 (https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/). `edl.master` may not import
-this module, so it reads the message with `edl.master.scaling.termination_messages`; a test compares the two.
+this module, so it reads the message with `edl.master.scaling.terminations`; a test compares the two.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`ScalingAdvisor`: the loop that reads loads, decides, and writes how many teachers and workers are wanted.
 
 Of all advisors of a Store a single one leads (the election `advisor`) and writes `wanted/teachers/SERVICE`; the others
-stand by, and warn where they were given other bounds, which do not apply then. How many workers a job wants is written
-by the advisor that is given a function for it, which is the advisor of that job's master while that leads.
+stand by, and warn if they were given other bounds, which have no effect then. How many workers a job wants is written
+by the advisor that is given a function for it: the advisor of that job's master, while that leads.
 
 It only says what is wanted: an operator, or a person, starts and ends teachers. What does not belong here: what follows
 from the figures (`teachers`, `workers`), and what the figures are (`edl.load_reporting`).
@@ -29,17 +29,15 @@ from edl.discovery.store import Election
 from edl.errors import ClosedError, DiscoveryError
 from edl.load_reporting import ServiceLoad, read_services, read_wanted
 from edl.load_reporting.wanted import WANTED_VERSION, WantedKind, wanted_key
-from edl.master.scaling.teacher_demand import TeacherScalingSettings, observe_teachers
-from edl.master.scaling.teachers import TeacherScalingState, decide_teachers
+from edl.master.scaling.teachers import TeacherScalingSettings, TeacherScalingState, decide_teachers, observe_teachers
 from edl.master.scaling.workers import WorkerDecision
 from edl.quoting import shown
 
-__all__ = ["ADVISOR_ELECTION", "AdvisorSettings", "ScalingAdvisor", "WorkerAdvice"]
+__all__ = ["AdvisorSettings", "ScalingAdvisor", "WorkerAdvice"]
 
 logger = logging.getLogger(__name__)
 
-ADVISOR_ELECTION = "advisor"
-"""The name that advisors of a Store compete for."""
+_ELECTION = "advisor"
 _MOST_DECISIONS = 20
 """Decisions that a record keeps: what a person looks back at, some kilobytes."""
 _LAST_RETRY_S = 10.0
@@ -53,11 +51,11 @@ class AdvisorSettings:
     """What an advisor goes by.
 
     Attributes:
-        teachers: what its decisions about teachers go by.
-        interval_s: seconds between two looks at all loads.
-        refresh_s: how often a record is written that says nothing new, so that others see that the advisor lives; its
-            reason and figures are as old at most.
-        ttl_s: seconds after which another advisor leads where the leader was lost.
+        teachers: What its decisions about teachers go by.
+        interval_s: Seconds between two looks at all loads.
+        refresh_s: Seconds after which a record is written again that says nothing new, so that others see that the
+            advisor lives; its reason and figures are as old at most.
+        ttl_s: Seconds after which another advisor leads if the leader was lost.
     """
 
     teachers: TeacherScalingSettings = field(default_factory=TeacherScalingSettings)
@@ -68,13 +66,7 @@ class AdvisorSettings:
 
 @dataclass(frozen=True)
 class WorkerAdvice:
-    """How many workers a job should have.
-
-    Attributes:
-        job: the job's name.
-        now: workers that it has.
-        decision: how many it should have, and why.
-    """
+    """How many workers a job should have, and how many it has now."""
 
     job: str
     now: int
@@ -87,9 +79,9 @@ class ScalingAdvisor:
     A Store that is away is logged once and asked again; what was wanted last stays.
 
     Args:
-        store: where loads are published and what is wanted is written; stays open when this is closed.
-        settings: what decisions go by; None for the defaults.
-        workers: returns how many workers a job should have, or None if that cannot be told yet; called in the thread.
+        store: Store where loads are published and what is wanted is written; stays open when this is closed.
+        settings: What decisions go by; None for the defaults.
+        workers: Returns how many workers a job should have, or None if that cannot be told yet; called in the thread.
             None for an advisor of teachers only.
     """
 
@@ -104,14 +96,14 @@ class ScalingAdvisor:
         self._settings = settings or AdvisorSettings()
         self._workers = workers
         self._pid = os.getpid()
-        self._services: dict[str, _Service] = {}
+        self._services: dict[str, _Wanted] = {}
         self._jobs: dict[str, _Wanted] = {}
         self._backoff = Backoff(self._settings.interval_s, max(_LAST_RETRY_S, self._settings.interval_s), jitter=0.2)
         self._compare_at_s = 0.0
         self._other: tuple[object, ...] = ()
         teachers = self._settings.teachers
         name = {"host": socket.gethostname(), "pid": self._pid, "least": teachers.least, "most": teachers.most}
-        self._election: Election = store.elect(ADVISOR_ELECTION, json.dumps(name).encode(), self._settings.ttl_s)
+        self._election: Election = store.elect(_ELECTION, json.dumps(name).encode(), self._settings.ttl_s)
         self._loop = BackgroundLoop("edl-advisor", self._step)
 
     @property
@@ -121,7 +113,7 @@ class ScalingAdvisor:
 
     def wanted(self) -> dict[str, dict[str, Any]]:
         """Return what this advisor has written last, by key in the Store. From any thread."""
-        found = [service.wanted for service in list(self._services.values())] + list(self._jobs.values())
+        found = [*list(self._services.values()), *list(self._jobs.values())]
         return {wanted.key: dict(wanted.record) for wanted in found if wanted.record}
 
     def close(self) -> None:
@@ -163,19 +155,25 @@ class ScalingAdvisor:
         for name in sorted(loads.keys() | self._services.keys()):
             service = self._services.get(name)
             if service is None:
-                service = self._services[name] = self._restore(name)
+                service = self._services[name] = self._restore("teachers", name)
             load = loads.get(name, ServiceLoad(name))
             if load.students or load.teachers:
                 service.seen_s = now_s
             elif now_s - service.seen_s > self._settings.teachers.down_s:
                 if self._election.is_leader:
-                    self._store.delete(service.wanted.key)
+                    self._store.delete(service.key)
                 del self._services[name]
                 continue
-            self._advise_service(service, load, now_s)
+            observation = observe_teachers(load, now_s)
+            state, decision = decide_teachers(service.state, observation, self._settings.teachers)
+            if not self._election.is_leader:
+                continue
+            figures = {"demand": observation.demand, "rate": observation.rate}
+            self._write(service, decision.count, decision.before, load.live + load.starting, decision.reason, figures)
+            service.state = state  # only now: a decision that could not be written is made again
 
     def _compare_bounds(self) -> None:
-        """Say once of each advisor that leads with other bounds that these apply to nothing."""
+        """Say once of each advisor that leads with other bounds that this one's have no effect."""
         now_s = time.monotonic()
         if now_s < self._compare_at_s:
             return
@@ -189,47 +187,20 @@ class ScalingAdvisor:
             return
         self._other = other
         logger.warning(
-            "this advisor stands by: services have not the %s teachers that it was given, but %s, as the one that "
-            "leads was (process %s on %s); give all masters of a store the same bounds",
+            "this advisor stands by, so its bounds of %s teachers have no effect: the advisor that leads (process %s "
+            "on %s) was given %s; give all masters of a store the same bounds",
             _describe_bounds(own.least, own.most),
-            _describe_bounds(other[2], other[3]),
             shown(str(other[1])),
             shown(str(other[0])),
+            _describe_bounds(other[2], other[3]),
         )
 
-    def _restore(self, name: str) -> _Service:
+    def _restore(self, kind: WantedKind, name: str) -> _Wanted:
         """Go on from what another advisor wrote, unless it is older than any window."""
-        found = read_wanted(self._store, "teachers", name)
-        wanted = _Wanted("teachers", name)
-        state = TeacherScalingState()
-        if found is not None and time.time() - found["time"] <= self._settings.teachers.down_s:
-            state = TeacherScalingState(wanted=int(found["count"]))
-            wanted.since = found["since"]
-            wanted.decisions = found["decisions"][-_MOST_DECISIONS:]
-        return _Service(wanted, state, time.monotonic())
-
-    def _restore_job(self, name: str) -> _Wanted:
-        """Go on from what the advisor of another master of the job wrote lately."""
-        found = read_wanted(self._store, "workers", name)
-        wanted = _Wanted("workers", name)
-        if found is not None and time.time() - found["time"] <= self._settings.teachers.down_s:
-            wanted.record = found
-            wanted.since = found["since"]
-            wanted.decisions = found["decisions"][-_MOST_DECISIONS:]
-        return wanted
-
-    def _advise_service(self, service: _Service, load: ServiceLoad, now_s: float) -> None:
-        observation = observe_teachers(load, now_s)
-        state, decision = decide_teachers(service.state, observation, self._settings.teachers)
-        if not self._election.is_leader:
-            return
-        figures = {"demand": observation.demand, "rate": observation.rate}
-        there = load.live + load.starting
-        wanted = service.wanted
-        self._write(wanted, decision.count, decision.before, there, decision.reason, figures)
-        service.state = state  # only now: a decision that could not be written is made again
-        if decision.moved:
-            logger.info("%s: %d -> %d teachers: %s", wanted.name, decision.before, decision.count, decision.reason)
+        found = read_wanted(self._store, kind, name)
+        if found is None or time.time() - found["time"] > self._settings.teachers.down_s:
+            return _Wanted(kind, name, {}, TeacherScalingState(), time.monotonic())
+        return _Wanted(kind, name, found, TeacherScalingState(wanted=int(found["count"])), time.monotonic())
 
     def _advise_workers(self) -> None:
         advice = self._workers() if self._workers is not None else None
@@ -238,12 +209,9 @@ class ScalingAdvisor:
             return
         wanted = self._jobs.get(advice.job)
         if wanted is None:
-            wanted = self._jobs[advice.job] = self._restore_job(advice.job)
+            wanted = self._jobs[advice.job] = self._restore("workers", advice.job)
         before = int(wanted.record["count"]) if wanted.record else advice.now
-        count, reason = advice.decision.count, advice.decision.reason
-        self._write(wanted, count, before, advice.now, reason, {})
-        if count != before:
-            logger.info("%s: %d -> %d workers: %s", advice.job, before, count, reason)
+        self._write(wanted, advice.decision.count, before, advice.now, advice.decision.reason, {})
 
     def _write(
         self, wanted: _Wanted, count: int, before: int, there: int, reason: str, figures: Mapping[str, Any]
@@ -252,26 +220,24 @@ class ScalingAdvisor:
         moved = count != before
         if not moved and wanted.record and now_s - wanted.written_s < self._settings.refresh_s:
             return
-        decisions = wanted.decisions
+        decisions = list(wanted.record.get("decisions", ()))
         if moved:
-            decisions = [*decisions, {"time": clock, "from": before, "count": count, "reason": reason}]
-        since = clock if moved or wanted.since is None else wanted.since
+            decisions.append({"time": clock, "from": before, "count": count, "reason": reason})
         record = {
             "v": WANTED_VERSION,
             "service" if wanted.kind == "teachers" else "job": wanted.name,
             "count": count,
             "now": there,
             "reason": reason,
-            "since": since,
+            "since": clock if moved else wanted.record.get("since", clock),
             "time": clock,
             **figures,
             "decisions": decisions[-_MOST_DECISIONS:],
         }
         self._store.put(wanted.key, json.dumps(record, allow_nan=False).encode())
-        wanted.record = record
-        wanted.since = since
-        wanted.decisions = decisions[-_MOST_DECISIONS:]
-        wanted.written_s = now_s
+        wanted.record, wanted.written_s = record, now_s
+        if moved:
+            logger.info("%s: %d -> %d %s: %s", wanted.name, before, count, wanted.kind, reason)
 
 
 def _decode(value: bytes | None) -> dict[str, Any]:
@@ -288,24 +254,15 @@ def _describe_bounds(least: object, most: object) -> str:
 
 @dataclass
 class _Wanted:
-    """What is wanted of a service or job, as it was written last."""
+    """What is wanted of a service or job: the record as it was written last, and what the next decision needs."""
 
     kind: WantedKind
     name: str
-    record: Mapping[str, Any] = field(default_factory=dict)
-    since: float | None = None
-    decisions: list[dict[str, Any]] = field(default_factory=list)
+    record: Mapping[str, Any]
+    state: TeacherScalingState  # of a service
+    seen_s: float  # when somebody of the service last published
     written_s: float = 0.0
 
     @property
     def key(self) -> str:
         return wanted_key(self.kind, self.name)
-
-
-@dataclass
-class _Service:
-    """What is remembered of a service."""
-
-    wanted: _Wanted
-    state: TeacherScalingState
-    seen_s: float

@@ -1,11 +1,19 @@
-"""When another number of teachers is wanted: a band in which nothing moves, and steps that are judged.
+"""How many teachers a service should have: what its load asks for, and when the wanted number moves.
+
+With d the demand of all students and mu the rate of a teacher (`edl.load_reporting`), the number that keeps teachers at
+a utilization u is
+
+    N* = ceil(sum d / (u mu))
+
+which is DS2's rule (Kalavri et al., "Three steps is all you need: fast, accurate, automatic scaling decisions for
+distributed streaming dataflows", OSDI 2018): true rates, measured by the time at work, give the number in one step,
+without trying.
 
 Between the loads at which the number moves up or down lies a band in which nothing moves, and a move down waits for the
-largest N* (`edl.master.scaling.teacher_demand`) of a long window: the tolerance and the stabilization window of
-Kubernetes' HorizontalPodAutoscaler.
-
-The number wanted is moved rather than the number there: a teacher that is wanted and has not come yet counts, as one
-that starts does, so that no teacher is asked for twice.
+largest N* of a long window: the tolerance and the stabilization window of Kubernetes' HorizontalPodAutoscaler. What
+moves is the number that is wanted, not the number that is there: a teacher that is wanted and has not come yet counts,
+as one that starts does, so that no teacher is asked for twice. A step up is judged once its teachers are ready, and is
+taken back if it gained too little.
 
 From any state, constant d and mu lead to three moves at most: a step that is taken back, a step up or down, and none
 after it. Where students wait nearly all the time, d is little more than noise over next to nothing, and the number is
@@ -19,12 +27,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edl.master.scaling.teacher_demand import TeacherObservation, TeacherScalingSettings, required_teachers
+from edl.errors import SettingsError
+from edl.load_reporting import ServiceLoad
 
-__all__ = ["ScalingStep", "StepPenalty", "TeacherDecision", "TeacherScalingState", "decide_teachers"]
+__all__ = [
+    "ScalingStep",
+    "StepPenalty",
+    "TeacherDecision",
+    "TeacherObservation",
+    "TeacherScalingSettings",
+    "TeacherScalingState",
+    "decide_teachers",
+    "observe_teachers",
+    "required_teachers",
+]
 
 _ROUNDING = 1e-9
-"""By which a change may exceed a share through rounding, without being above it."""
+"""Share by which a quotient or a change may exceed a limit through rounding alone."""
 _RECENT_SHARE = 1 / 3
 """Of the time that a demand has to be high: the largest N* of this last part is what is moved to. A single look may be
 low by noise, which another step would follow; and the first looks may be high by what a student asks ahead."""
@@ -39,75 +58,157 @@ _NO_TIMES: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class ScalingStep:
-    """A step up that is not judged yet.
+class TeacherScalingSettings:
+    """What the decision about teachers goes by. Durations in seconds.
 
     Attributes:
-        before: teachers that were wanted before.
-        count: teachers that are wanted since.
-        rows_per_s: rows that were computed before, a second.
-        ready_since_s: when all of its teachers were ready; None while they are not.
+        utilization: u, the share of teachers' time in which they compute once there are N* of them.
+        up_above: More teachers are wanted where the demand is above this share of what they can compute,
+        up_s: for at least this long.
+        down_below: Fewer are wanted where it is below this share of what one teacher less can compute,
+        down_s: for at least this long.
+        least_busy_share: The demand of a student that waits for more than all but this share of its time is noise:
+        most_growth: then the number of teachers grows by this factor at most.
+        least_gain: A step up that gains less than this share of the rows that it should gain is taken back.
+        rates_s: Time over which rates are taken: for so long they hold what was before a change. While they fall, the
+            window of a move down begins anew.
+        judge_s: Time from when a step's teachers are ready until the step is judged; longer than `rates_s`.
+        least_expected: A step is judged only if it should gain this share of the demand: less is within noise.
+        retry_s: A step that was taken back is tried again after this time, then after twice that, and so on,
+        most_retry_s: and at least this often;
+        changed_share: sooner, where demand or rate have changed by this share.
+        gap_s: After this long without an observation all times are counted anew.
+        least: Teachers that are wanted in any case.
+        most: Teachers that are wanted at most; None for no limit.
+
+    Raises:
+        SettingsError: the shares leave no band between a move up and a move down, or a value is out of range.
     """
+
+    utilization: float = 0.8
+    up_above: float = 0.9
+    up_s: float = 15.0
+    down_below: float = 0.7
+    down_s: float = 300.0
+    least_busy_share: float = 0.05
+    most_growth: float = 2.0
+    least_gain: float = 0.2
+    rates_s: float = 15.0
+    judge_s: float = 30.0
+    least_expected: float = 0.15
+    retry_s: float = 60.0
+    most_retry_s: float = 3600.0
+    changed_share: float = 0.2
+    gap_s: float = 30.0
+    least: int = 1
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.down_below < self.utilization < self.up_above <= 1:
+            raise SettingsError(
+                f"down_below={self.down_below!r}, utilization={self.utilization!r}, up_above={self.up_above!r}:"
+                " expected to grow in this order, between 0 and 1; else a move up would be followed by a move down"
+            )
+        if self.least < 0 or (self.most is not None and self.most < max(self.least, 1)):
+            raise SettingsError(f"least={self.least!r}, most={self.most!r}: expected 0 <= least <= most, and 1 <= most")
+        if self.most_growth <= 1 or self.retry_s <= 0 or self.most_retry_s < self.retry_s:
+            raise SettingsError(
+                f"most_growth={self.most_growth!r}, retry_s={self.retry_s!r}, most_retry_s={self.most_retry_s!r}:"
+                " expected a growth above 1, and retries after more than no time, the longest last"
+            )
+
+    def clamp(self, count: int) -> int:
+        """Return the number of teachers nearest to `count` that the bounds allow."""
+        count = max(count, self.least)
+        return count if self.most is None else min(count, self.most)
+
+
+@dataclass(frozen=True)
+class TeacherObservation:
+    """What is known of a service when its number of teachers is decided. Rates are in rows per second."""
+
+    now_s: float  # of a monotonic clock
+    live: int  # teachers that are ready
+    starting: int  # teachers that will be
+    demand: float  # sum of d
+    rate: float | None  # mu
+    rows_per_s: float  # that are computed
+    least_busy_share: float = 1.0  # the smallest share of its time that a student does not wait
+    complete: bool = True  # every student's demand is known: one that waits and can ask for nothing has none
+
+
+def observe_teachers(load: ServiceLoad, now_s: float) -> TeacherObservation:
+    """Return a service's load as the decision takes it."""
+    computed = sum(teacher.rows_per_s or 0.0 for teacher in load.teachers)
+    return TeacherObservation(
+        now_s=now_s,
+        live=load.live,
+        starting=load.starting,
+        demand=load.demand,
+        rate=load.rate,
+        rows_per_s=max(load.rows_per_s, computed),
+        least_busy_share=load.least_busy_share,
+        complete=all(student.demand is not None for student in load.students),
+    )
+
+
+def required_teachers(observation: TeacherObservation, settings: TeacherScalingSettings | None = None) -> int | None:
+    """Return N*, the number of teachers that would do now, whatever `least` and `most` of the settings are.
+
+    Returns:
+        N*, at most `most_growth` times the teachers that are ready where students wait nearly all the time; None if
+        there is a demand, and no teacher's rate is known.
+    """
+    settings = settings or TeacherScalingSettings()
+    if not observation.demand:
+        return 0 if observation.complete else None
+    if not observation.rate:
+        return None
+    needed = observation.demand / (settings.utilization * observation.rate)
+    count = math.ceil(min(needed, 1e9) * (1 - _ROUNDING))
+    if observation.least_busy_share < settings.least_busy_share:
+        return min(count, max(observation.live + 1, math.floor(settings.most_growth * observation.live)))
+    return count
+
+
+@dataclass(frozen=True)
+class ScalingStep:
+    """A step up that is not judged yet."""
 
     before: int
     count: int
-    rows_per_s: float
-    ready_since_s: float | None = None
+    rows_per_s: float  # that were computed before
+    ready_since_s: float | None = None  # None while not all of its teachers are ready
 
 
 @dataclass(frozen=True)
 class StepPenalty:
-    """A step up that gained too little and was taken back.
+    """A step up that gained too little and was taken back, with the demand and the rate of then."""
 
-    Attributes:
-        until_s: no step up is made before.
-        failures: how many steps in a row were taken back.
-        demand: sum of d then.
-        rate: mu then.
-    """
-
-    until_s: float
-    failures: int
+    until_s: float  # no step up is made before
+    failures: int  # steps in a row that were taken back
     demand: float
     rate: float
 
 
 @dataclass(frozen=True)
 class TeacherScalingState:
-    """What a decision remembers for the next.
-
-    Attributes:
-        wanted: teachers that are wanted; None before the first decision.
-        at_s: when the decision was made.
-        high_since_s: since when the demand is above the band; None if it is not.
-        high_recent: when and what N* was lately, while it is.
-        low_began_s: since when the demand is below the band; None if it is not.
-        low_since_s: since when, and after the rates had stopped to fall.
-        low_most: the largest N* since then.
-        step: the step up that is not judged yet.
-        penalty: of the steps that were taken back.
-    """
+    """What a decision remembers for the next."""
 
     wanted: int | None = None
-    at_s: float | None = None
-    high_since_s: float | None = None
-    high_recent: tuple[tuple[float, int], ...] = ()
-    low_began_s: float | None = None
-    low_since_s: float | None = None
-    low_most: int = 0
+    at_s: float | None = None  # when it was made
+    high_since_s: float | None = None  # since when the demand is above the band
+    high_recent: tuple[tuple[float, int], ...] = ()  # when and what N* was lately, while it is
+    low_began_s: float | None = None  # since when the demand is below the band
+    low_since_s: float | None = None  # the same, counted from when the rates had stopped to fall
+    low_most: int = 0  # the largest N* since then
     step: ScalingStep | None = None
     penalty: StepPenalty | None = None
 
 
 @dataclass(frozen=True)
 class TeacherDecision:
-    """How many teachers a service should have, and why.
-
-    Attributes:
-        count: wanted teachers.
-        before: teachers that were wanted before; the same where nothing is moved.
-        reason: in a line for a person.
-    """
+    """How many teachers are wanted, how many were wanted before, and why, in a line for a person."""
 
     count: int
     before: int
@@ -125,204 +226,176 @@ def decide_teachers(
     """Decide how many teachers a service should have. To be called every few seconds.
 
     Args:
-        state: as the decision before returned it; `TeacherScalingState()` at first.
-        observation: what is known of the service.
-        settings: what the decision goes by; None for the defaults.
+        state: As the decision before returned it; `TeacherScalingState()` at first.
+        observation: What is known of the service.
+        settings: What the decision goes by; None for the defaults.
 
     Returns:
         The state for the next decision, and this decision.
     """
-    settings = settings or TeacherScalingSettings()
-    state = _follow_clock(state, observation, settings)
-    before = state.wanted
-    if before is None:
-        before = _clamped(observation.live + observation.starting, settings)
-        state = replace(state, wanted=before)
-    required = required_teachers(observation, settings)
-    if required is None:
-        return _decide_blindly(state, observation, before)
-    rate = observation.rate or 0.0  # without a demand the rate plays no part
-    state = _lift_penalty(state, observation, rate, settings)
-    state, failed = _judge(state, observation, rate, settings)
-    if failed:
-        assert state.wanted is not None
-        return state, TeacherDecision(state.wanted, before, failed)
-    required = _clamped(required, settings)
-    state = _watch_band(state, observation, rate, before, required, settings)
-    if _is_over(state.high_since_s, observation, settings.up_s) and _recent_most(state) > before:
-        return _step_up(state, observation, rate, before, settings)
-    if _is_over(state.low_since_s, observation, settings.down_s) and state.low_most < before:
-        return _step_down(state, observation, before, settings)
-    return state, TeacherDecision(before, before, _describe_rest(state, observation, rate, before, settings))
+    decider = _Decider(state, observation, settings or TeacherScalingSettings())
+    count, reason = decider.decide()
+    return replace(decider.state, wanted=count), TeacherDecision(count, decider.before, reason)
 
 
-def _follow_clock(
-    state: TeacherScalingState, observation: TeacherObservation, settings: TeacherScalingSettings
-) -> TeacherScalingState:
-    """Count times anew where nothing was observed for long: what the load was meanwhile is not known."""
-    now_s = observation.now_s
-    if state.at_s is not None and 0 <= now_s - state.at_s <= settings.gap_s:
-        return replace(state, at_s=now_s)
-    step = state.step and replace(state.step, ready_since_s=None)
-    return replace(state, at_s=now_s, **_NO_TIMES, step=step)
+class _Decider:
+    """One decision in the making: `state` becomes what the next one remembers."""
 
+    def __init__(
+        self, state: TeacherScalingState, observation: TeacherObservation, settings: TeacherScalingSettings
+    ) -> None:
+        self.state = state
+        self.before = settings.clamp(observation.live + observation.starting) if state.wanted is None else state.wanted
+        self._seen = observation
+        self._settings = settings
+        self._rate = observation.rate or 0.0  # without a demand the rate plays no part
 
-def _decide_blindly(
-    state: TeacherScalingState, observation: TeacherObservation, before: int
-) -> tuple[TeacherScalingState, TeacherDecision]:
-    """Decide without a demand or a rate: a first teacher is the only way to learn more."""
-    state = replace(state, **_NO_TIMES)
-    if not before:
-        return replace(state, wanted=1), TeacherDecision(1, 0, "students wait, and there is no teacher")
-    unknown = "students wait, and can ask for nothing" if not observation.demand else "no teacher's rate is known yet"
-    return state, TeacherDecision(before, before, unknown)
+    def decide(self) -> tuple[int, str]:
+        """Return how many teachers are wanted, and why."""
+        self._follow_clock()
+        required = required_teachers(self._seen, self._settings)
+        if required is None:
+            return self._decide_blindly()
+        self._lift_penalty()
+        if reason := self._take_step_back():
+            return self.state.wanted or 0, reason
+        self._watch_band(self._settings.clamp(required))
+        if self._lasts(self.state.high_since_s, self._settings.up_s) and self._recent_most() > self.before:
+            return self._step_up()
+        if self._lasts(self.state.low_since_s, self._settings.down_s) and self.state.low_most < self.before:
+            return self._step_down()
+        return self.before, self._describe_rest()
 
+    def _change(self, **fields: Any) -> None:
+        self.state = replace(self.state, **fields)
 
-def _lift_penalty(
-    state: TeacherScalingState, observation: TeacherObservation, rate: float, settings: TeacherScalingSettings
-) -> TeacherScalingState:
-    """Forget steps that were taken back under another demand or rate."""
-    penalty = state.penalty
-    if penalty is None:
-        return state
-    share = settings.changed_share * (1 + _ROUNDING)
-    changed = abs(observation.demand - penalty.demand) > share * penalty.demand
-    if changed or abs(rate - penalty.rate) > share * penalty.rate:
-        return replace(state, penalty=None)
-    return state
+    def _follow_clock(self) -> None:
+        """Count times anew where nothing was observed for long: what the load was meanwhile is not known."""
+        at_s, now_s, step = self.state.at_s, self._seen.now_s, self.state.step
+        if at_s is not None and 0 <= now_s - at_s <= self._settings.gap_s:
+            self._change(at_s=now_s)
+        else:
+            self._change(at_s=now_s, **_NO_TIMES, step=step and replace(step, ready_since_s=None))
 
+    def _decide_blindly(self) -> tuple[int, str]:
+        """Decide without a demand or a rate: a first teacher is the only way to learn more."""
+        self._change(**_NO_TIMES)
+        if not self.before:
+            return 1, "students wait, and there is no teacher"
+        if not self._seen.demand:
+            return self.before, "students wait, and can ask for nothing"
+        return self.before, "no teacher's rate is known yet"
 
-def _judge(
-    state: TeacherScalingState, observation: TeacherObservation, rate: float, settings: TeacherScalingSettings
-) -> tuple[TeacherScalingState, str]:
-    """Take back a step up whose teachers are ready for a while and gained too little; return why, in words."""
-    step = state.step
-    if step is None:
-        return state, ""
-    if observation.live < step.count:
-        return replace(state, step=replace(step, ready_since_s=None)), ""
-    if step.ready_since_s is None:
-        return replace(state, step=replace(step, ready_since_s=observation.now_s)), ""
-    if observation.now_s - step.ready_since_s < settings.judge_s:
-        return state, ""
-    expected = min(observation.demand, step.count * rate) - step.rows_per_s
-    gained = observation.rows_per_s - step.rows_per_s
-    state = replace(state, step=None)
-    if expected < settings.least_expected * observation.demand or not expected:
-        return state, ""
-    if gained >= settings.least_gain * expected:
-        return replace(state, penalty=None), ""
-    failures = state.penalty.failures + 1 if state.penalty is not None else 1
-    wait_s = min(settings.retry_s * 2.0 ** min(failures - 1, 60), settings.most_retry_s)
-    penalty = StepPenalty(observation.now_s + wait_s, failures, observation.demand, rate)
-    state = replace(state, wanted=step.before, penalty=penalty, **_NO_TIMES)
-    return state, (
-        f"{step.count} teachers instead of {step.before} gained {_rows(max(gained, 0.0))} of {_rows(expected)} rows/s"
-        f" that they should: taken back, and tried again in {wait_s:,.0f} s"
-    )
+    def _lift_penalty(self) -> None:
+        """Forget steps that were taken back under another demand or rate."""
+        penalty, share = self.state.penalty, self._settings.changed_share * (1 + _ROUNDING)
+        if penalty is not None and (
+            abs(self._seen.demand - penalty.demand) > share * penalty.demand
+            or abs(self._rate - penalty.rate) > share * penalty.rate
+        ):
+            self._change(penalty=None)
 
-
-def _watch_band(
-    state: TeacherScalingState,
-    observation: TeacherObservation,
-    rate: float,
-    wanted: int,
-    required: int,
-    settings: TeacherScalingSettings,
-) -> TeacherScalingState:
-    """Note since when the demand lies above or below the band."""
-    now_s, demand = observation.now_s, observation.demand
-    high = demand > settings.up_above * wanted * rate
-    if high:
-        since_s = state.high_since_s if state.high_since_s is not None else now_s
-        recent = [(at_s, count) for at_s, count in state.high_recent if now_s - at_s <= settings.up_s * _RECENT_SHARE]
-        state = replace(state, high_since_s=since_s, high_recent=(*recent, (now_s, required)))
-    else:
-        state = replace(state, high_since_s=None, high_recent=())
-    idle = not demand and wanted > 0
-    if not observation.complete or not (idle or demand < settings.down_below * (wanted - 1) * rate):
-        return replace(state, low_began_s=None, low_since_s=None, low_most=0)
-    began_s, low_s = state.low_began_s, state.low_since_s
-    if began_s is None or low_s is None or (now_s - low_s >= settings.down_s and state.low_most >= wanted):
-        return replace(state, low_began_s=now_s, low_since_s=now_s, low_most=required)
-    if required < state.low_most and now_s - began_s <= settings.rates_s:
-        return replace(state, low_since_s=now_s, low_most=required)
-    return replace(state, low_most=max(state.low_most, required))
-
-
-def _recent_most(state: TeacherScalingState) -> int:
-    return max((count for _, count in state.high_recent), default=0)
-
-
-def _is_over(since_s: float | None, observation: TeacherObservation, seconds: float) -> bool:
-    return since_s is not None and observation.now_s - since_s >= seconds
-
-
-def _step_up(
-    state: TeacherScalingState,
-    observation: TeacherObservation,
-    rate: float,
-    before: int,
-    settings: TeacherScalingSettings,
-) -> tuple[TeacherScalingState, TeacherDecision]:
-    count, penalty = _recent_most(state), state.penalty
-    if penalty is not None and observation.now_s < penalty.until_s:
-        left_s = penalty.until_s - observation.now_s
-        reason = f"{count} would do, but more teachers gained too little: tried again in {left_s:,.0f} s"
-        return state, TeacherDecision(before, before, reason)
-    if state.step is not None and state.step.count == before:  # not judged yet: both steps are judged together
-        step = replace(state.step, count=count, ready_since_s=None)
-    else:
-        step = ScalingStep(before, count, observation.rows_per_s)
-    state = replace(state, wanted=count, step=step, **_NO_TIMES)
-    if observation.least_busy_share < settings.least_busy_share:
-        reason = (
-            f"students wait {1 - observation.least_busy_share:.0%} of their time, so that their demand cannot be told:"
-            f" at most {settings.most_growth:g} times the teachers that are ready"
+    def _take_step_back(self) -> str:
+        """Take back a step up whose teachers are ready for a while and gained too little; return why."""
+        step, seen, settings = self.state.step, self._seen, self._settings
+        if step is None:
+            return ""
+        if seen.live < step.count:
+            self._change(step=replace(step, ready_since_s=None))
+            return ""
+        if step.ready_since_s is None:
+            self._change(step=replace(step, ready_since_s=seen.now_s))
+            return ""
+        if seen.now_s - step.ready_since_s < settings.judge_s:
+            return ""
+        expected = min(seen.demand, step.count * self._rate) - step.rows_per_s
+        gained = seen.rows_per_s - step.rows_per_s
+        self._change(step=None)
+        if expected < settings.least_expected * seen.demand or not expected:
+            return ""
+        if gained >= settings.least_gain * expected:
+            self._change(penalty=None)
+            return ""
+        failures = self.state.penalty.failures + 1 if self.state.penalty is not None else 1
+        wait_s = min(settings.retry_s * 2.0 ** min(failures - 1, 60), settings.most_retry_s)
+        penalty = StepPenalty(seen.now_s + wait_s, failures, seen.demand, self._rate)
+        self._change(wanted=step.before, penalty=penalty, **_NO_TIMES)
+        return (
+            f"{step.count} teachers instead of {step.before} gained {_rows(max(gained, 0.0))} of {_rows(expected)} "
+            f"rows/s that they should: taken back, and tried again in {wait_s:,.0f} s"
         )
-    else:
-        reason = (
-            f"students would ask for {_rows(observation.demand)} rows/s, and a teacher computes {_rows(rate)}:"
-            f" {count} would be at work for {observation.demand / (count * rate):.0%} of the time"
+
+    def _watch_band(self, required: int) -> None:
+        """Note since when the demand lies above or below the band."""
+        now_s, demand, settings = self._seen.now_s, self._seen.demand, self._settings
+        since_s, recent = None, ()
+        if demand > settings.up_above * self.before * self._rate:
+            since_s = self.state.high_since_s if self.state.high_since_s is not None else now_s
+            young_s = settings.up_s * _RECENT_SHARE
+            recent = (*(look for look in self.state.high_recent if now_s - look[0] <= young_s), (now_s, required))
+        self._change(high_since_s=since_s, high_recent=recent)
+        idle = not demand and self.before > 0
+        if not self._seen.complete or not (idle or demand < settings.down_below * (self.before - 1) * self._rate):
+            self._change(low_began_s=None, low_since_s=None, low_most=0)
+            return
+        began_s, low_s, most = self.state.low_began_s, self.state.low_since_s, self.state.low_most
+        if began_s is None or low_s is None or (now_s - low_s >= settings.down_s and most >= self.before):
+            self._change(low_began_s=now_s, low_since_s=now_s, low_most=required)
+        elif required < most and now_s - began_s <= settings.rates_s:
+            self._change(low_since_s=now_s, low_most=required)
+        else:
+            self._change(low_most=max(most, required))
+
+    def _recent_most(self) -> int:
+        return max((count for _, count in self.state.high_recent), default=0)
+
+    def _lasts(self, since_s: float | None, seconds: float) -> bool:
+        return since_s is not None and self._seen.now_s - since_s >= seconds
+
+    def _step_up(self) -> tuple[int, str]:
+        count, step, seen = self._recent_most(), self.state.step, self._seen
+        if self.state.penalty is not None and seen.now_s < self.state.penalty.until_s:
+            left_s = self.state.penalty.until_s - seen.now_s
+            return self.before, f"{count} would do, but more teachers gained too little: tried again in {left_s:,.0f} s"
+        if step is not None and step.count == self.before:  # not judged yet: both steps are judged together
+            step = replace(step, count=count, ready_since_s=None)
+        else:
+            step = ScalingStep(self.before, count, seen.rows_per_s)
+        self._change(step=step, **_NO_TIMES)
+        if seen.least_busy_share < self._settings.least_busy_share:
+            return count, (
+                f"students wait {1 - seen.least_busy_share:.0%} of their time, so that their demand cannot be told:"
+                f" at most {self._settings.most_growth:g} times the teachers that are ready"
+            )
+        return count, (
+            f"students would ask for {_rows(seen.demand)} rows/s, and a teacher computes {_rows(self._rate)}:"
+            f" {count} would be at work for {seen.demand / (count * self._rate):.0%} of the time"
         )
-    return state, TeacherDecision(count, before, reason)
 
+    def _step_down(self) -> tuple[int, str]:
+        count, demand = self.state.low_most, self._seen.demand
+        self._change(step=None, penalty=None, **_NO_TIMES)
+        asked = f"would ask for {_rows(demand)} rows/s" if demand else "ask for nothing"
+        return count, f"students {asked}; for {self._settings.down_s:,.0f} s no more than {count} would have done"
 
-def _step_down(
-    state: TeacherScalingState, observation: TeacherObservation, before: int, settings: TeacherScalingSettings
-) -> tuple[TeacherScalingState, TeacherDecision]:
-    count = state.low_most
-    state = replace(state, wanted=count, step=None, penalty=None, **_NO_TIMES)
-    asked = f"would ask for {_rows(observation.demand)} rows/s" if observation.demand else "ask for nothing"
-    reason = f"students {asked}; for {settings.down_s:,.0f} s no more than {count} would have done"
-    return state, TeacherDecision(count, before, reason)
-
-
-def _describe_rest(
-    state: TeacherScalingState,
-    observation: TeacherObservation,
-    rate: float,
-    wanted: int,
-    settings: TeacherScalingSettings,
-) -> str:
-    """Return why nothing is moved."""
-    if not observation.demand and not rate:
-        return "students ask for nothing"
-    share = observation.demand / (wanted * rate) if wanted and rate else math.inf
-    load = f"the demand is {share:.0%} of what {wanted} compute" if share < math.inf else "no teacher is wanted"
-    if state.high_since_s is not None:
-        most = f", and {settings.most} are the most" if settings.most is not None and wanted >= settings.most else ""
-        return f"{load}, for {observation.now_s - state.high_since_s:,.0f} of {settings.up_s:,.0f} s{most}"
-    if state.low_since_s is not None and state.low_most < wanted:
-        left = f"{observation.now_s - state.low_since_s:,.0f} of {settings.down_s:,.0f} s"
-        return f"{load}: {state.low_most} would have done, for {left}"
-    return load
+    def _describe_rest(self) -> str:
+        """Return why nothing is moved."""
+        now_s, demand, state, settings = self._seen.now_s, self._seen.demand, self.state, self._settings
+        wanted = self.before
+        if not demand and not self._rate:
+            return "students ask for nothing"
+        share = demand / (wanted * self._rate) if wanted and self._rate else math.inf
+        load = f"the demand is {share:.0%} of what {wanted} compute" if share < math.inf else "no teacher is wanted"
+        if state.high_since_s is not None:
+            most = (
+                f", and {settings.most} are the most" if settings.most is not None and wanted >= settings.most else ""
+            )
+            return f"{load}, for {now_s - state.high_since_s:,.0f} of {settings.up_s:,.0f} s{most}"
+        if state.low_since_s is not None and state.low_most < wanted:
+            left = f"{now_s - state.low_since_s:,.0f} of {settings.down_s:,.0f} s"
+            return f"{load}: {state.low_most} would have done, for {left}"
+        return load
 
 
 def _rows(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 or not number else f"{number:.2g}"
-
-
-def _clamped(count: int, settings: TeacherScalingSettings) -> int:
-    count = max(count, settings.least)
-    return count if settings.most is None else min(count, settings.most)

@@ -1,26 +1,48 @@
-"""Why a worker's process or pod ended: one cause, from one pure function over all that is known of its end.
+"""Why a worker's process or pod ended, and what is done about it: pure functions.
 
-No single source tells. An exit code of 137 is a SIGKILL by anybody; Kubernetes says `OOMKilled` only where the
-container's first process died of it; a node that is lost says nothing at all. So the evidence is weighed, the most
-specific first: what the agent found out about its hardware, then memory, then what became of the pod and its node, and
-only then exit codes and signals.
+No single source tells why. An exit code of 137 is a SIGKILL by anybody; Kubernetes says `OOMKilled` only where the
+container's first process died of it; a lost node says nothing at all. So `find_termination_cause` weighs the evidence,
+the most specific first: what the agent found out about its hardware, then memory, then what became of the pod and its
+node, and only then exit codes and signals.
+
+`decide_relaunch` looks the cause, and how many times in a row it happened, up in one table. In a row of the table the
+cheapest action comes first (a restart in place keeps the pod, its node and its state in memory), and what helps a cause
+comes at once (more memory, another node). Whatever fails so often in a row gets an end, except where the cluster took
+the place: that is nobody's fault and may go on for days.
+
+The agent's side of the exit codes and of the termination message is `edl.collective.agent.ending`, which this package
+does not import; a test compares the two.
 """
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["TerminationCause", "TerminationReport", "TerminationVerdict", "find_termination_cause"]
+__all__ = [
+    "RELAUNCH_TABLE",
+    "RelaunchAction",
+    "RelaunchDecision",
+    "RelaunchRule",
+    "TerminationCause",
+    "TerminationReport",
+    "TerminationVerdict",
+    "decide_relaunch",
+    "find_termination_cause",
+    "parse_termination_message",
+]
 
 _SIGNAL_BASE: Final = 128
 """A shell's and Kubernetes' exit code of a process that a signal killed is this and the signal's number."""
 _LAST_SIGNAL: Final = 64  # SIGRTMAX on Linux: larger exit codes are a program's own, such as 255
+_MAX_EXIT_CODE: Final = 255  # of a process; an agent wrote nothing larger
+_MAX_KILLS: Final = 2**63  # a kernel's counter has 64 bits
 
-# What `edl run` ends with: see edl.collective.agent.ending, which this package does not import.
+# What `edl run` ends with.
 _EXIT_FAULTY_NODE: Final = 69  # EX_UNAVAILABLE
 _EXIT_NOT_STORED: Final = 74  # EX_IOERR
 _EXIT_TRY_AGAIN: Final = 75  # EX_TEMPFAIL
@@ -31,77 +53,45 @@ class TerminationCause(Enum):
     """Why a worker's process or pod ended."""
 
     SUCCEEDED = "succeeded"
-    """It did all it had to."""
-    USER_ERROR = "user_error"
-    """The script raised, or ended with a code of its own."""
-    OUT_OF_MEMORY = "out_of_memory"
-    """The kernel killed it, or a process that works for it, for want of memory within its own limit."""
-    KILLED = "killed"
-    """By SIGKILL, and nothing tells by whom."""
-    CRASHED = "crashed"
-    """Native code did what it must not: SIGSEGV, SIGBUS, SIGABRT and the like."""
-    PEER_LOST = "peer_lost"
-    """It lost contact with another worker; the cause is elsewhere."""
-    PREEMPTED = "preempted"
-    """Its place was taken for something more important, or it was asked to leave (SIGTERM)."""
-    EVICTED = "evicted"
-    """The node had too little of something, and the kubelet chose this pod, or refused it when it came."""
-    NODE_LOST = "node_lost"
-    """The node is gone, or no longer answers."""
-    HARDWARE = "hardware"
-    """A GPU of the node is broken, or the node failed the check before joining."""
-    UNCLEAR_FAULT = "unclear_fault"
-    """A kernel did what it must not: its own error, or the GPU's."""
-    LAUNCH_FAILED = "launch_failed"
-    """The container never ran: its image, command, volume or configuration cannot be had."""
-    QUORUM_MISSED = "quorum_missed"
-    """Too few nodes came within the deadline."""
-    NOT_STORED = "not_stored"
-    """The script ended well, but its last state did not get to storage."""
+    USER_ERROR = "user_error"  # the script raised, or ended with a code of its own
+    OUT_OF_MEMORY = "out_of_memory"  # the kernel killed it, or a process of its own, at its own limit of memory
+    KILLED = "killed"  # by SIGKILL, and nothing tells by whom
+    CRASHED = "crashed"  # in native code: SIGSEGV, SIGBUS, SIGABRT and the like
+    PEER_LOST = "peer_lost"  # it lost contact with another worker; the cause is elsewhere
+    PREEMPTED = "preempted"  # its place was taken for something more important, or it was asked to leave (SIGTERM)
+    EVICTED = "evicted"  # the node had too little of something, and the kubelet chose this pod, or refused it
+    NODE_LOST = "node_lost"  # the node is gone, or no longer answers
+    HARDWARE = "hardware"  # a GPU of the node is broken, or the node failed the check before joining
+    UNCLEAR_FAULT = "unclear_fault"  # an illegal operation on a GPU: the kernel's own error, or the GPU's
+    LAUNCH_FAILED = "launch_failed"  # the container never ran: its image, command, volume or configuration is missing
+    QUORUM_MISSED = "quorum_missed"  # too few nodes came within the deadline
+    NOT_STORED = "not_stored"  # the script ended well, but its last state did not get to storage
     UNKNOWN = "unknown"
-    """Nothing is known of its end."""
 
 
 @dataclass(frozen=True)
 class TerminationReport:
-    """What is known of an ended worker. Plain values, so that an agent, an operator and a test can all fill it.
-
-    Attributes:
-        exit_code: of the process or container; negative for a signal as Python has it, above 128 as Kubernetes has it.
-        signal: that killed it, if a source says so apart from the exit code; 0 for none.
-        oom_kills: by how much its cgroup's counter `oom_kill` (`edl.cgroups`) grew since its present processes started;
-            None if unknown. Counted from further back, a kill that was got over would be taken for the cause.
-        agent_cause: what the agent says of its workers: a value of `edl.collective`'s `ExitCause`.
-        pod_phase: `status.phase`.
-        pod_reason: `status.reason`, such as `Evicted`.
-        container_reason: of the container's terminated or waiting state, such as `OOMKilled` or `ErrImagePull`.
-        conditions: reasons of the pod's conditions that are true, such as `PreemptionByScheduler`.
-        events: reasons of the pod's and its node's events since it started, such as `Preempted`.
-        node_ready: whether its node answers; None if unknown.
-        message: the traceback, or what else the user should read.
-    """
+    """What is known of an ended worker. Plain values, so that an agent, an operator and a test can all fill it."""
 
     exit_code: int | None = None
-    signal: int = 0
+    """Of the process or container; a signal is negative as in Python, or above 128 as in Kubernetes."""
+    signal: int = 0  # that killed it, if a source says so apart from the exit code; 0 for none
     oom_kills: int | None = None
-    agent_cause: str = ""
-    pod_phase: str = ""
-    pod_reason: str = ""
-    container_reason: str = ""
-    conditions: tuple[str, ...] = ()
-    events: tuple[str, ...] = ()
-    node_ready: bool | None = None
-    message: str = ""
+    """Growth of its cgroup's counter `oom_kill` (`edl.cgroups`) since its present processes started. Counted from
+    further back, a kill that the job got over would be taken for the cause."""
+    agent_cause: str = ""  # what the agent says of its workers: a value of `edl.collective`'s `ExitCause`
+    pod_phase: str = ""  # `status.phase`
+    pod_reason: str = ""  # `status.reason`, such as `Evicted`
+    container_reason: str = ""  # of its terminated or waiting state, such as `OOMKilled` or `ErrImagePull`
+    conditions: tuple[str, ...] = ()  # reasons of the pod's conditions that are true, such as `PreemptionByScheduler`
+    events: tuple[str, ...] = ()  # reasons of the pod's and its node's events since it started, such as `Preempted`
+    node_ready: bool | None = None  # whether its node answers
+    message: str = ""  # the traceback, or what else the user should read
 
 
 @dataclass(frozen=True)
 class TerminationVerdict:
-    """The cause that was found, and what it was found from.
-
-    Attributes:
-        cause: why the worker ended.
-        evidence: what tells so, in a line for a person.
-    """
+    """Why a worker ended, and what tells so, in a line for a person."""
 
     cause: TerminationCause
     evidence: str
@@ -119,13 +109,6 @@ _BY_AGENT: Final[Mapping[str, TerminationCause]] = {
 
 # Reasons that Kubernetes gives. Of conditions and pods: https://kubernetes.io/docs/concepts/workloads/pods/disruptions/
 # and k8s.io/api/core/v1; of events: pkg/kubelet/events and the scheduler and the controllers of nodes and taints.
-_PREEMPTED: Final = frozenset({"PreemptionByScheduler", "Preempted", "Preempting", "EvictionByEvictionAPI"})
-_NODE_LOST: Final = frozenset(
-    {
-        *("DeletionByTaintManager", "DeletionByPodGC", "TaintManagerEviction", "NodeLost", "NodeNotReady"),
-        *("NodeShutdown", "Shutdown", "Terminated", "RemovingNode", "DeletingNode"),
-    }
-)
 _EVICTED: Final = frozenset(
     {
         *("Evicted", "TerminationByKubelet"),
@@ -133,38 +116,36 @@ _EVICTED: Final = frozenset(
         *("UnexpectedAdmissionError", "NodeAffinity", "NodePorts", "TopologyAffinityError", "AdmissionFailed"),
     }
 )
+_BY_REASON: Final[Mapping[TerminationCause, frozenset[str]]] = {
+    TerminationCause.PREEMPTED: frozenset(
+        {"PreemptionByScheduler", "Preempted", "Preempting", "EvictionByEvictionAPI"}
+    ),
+    TerminationCause.NODE_LOST: frozenset(
+        {
+            *("DeletionByTaintManager", "DeletionByPodGC", "TaintManagerEviction", "NodeLost", "NodeNotReady"),
+            *("NodeShutdown", "Shutdown", "Terminated", "RemovingNode", "DeletingNode"),
+        }
+    ),
+    TerminationCause.EVICTED: _EVICTED,
+    TerminationCause.LAUNCH_FAILED: frozenset(
+        {
+            *("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError"),
+            *("CreateContainerConfigError", "CreateContainerError", "ContainerCannotRun"),
+            *("StartError", "RunContainerError", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"),
+            "InitContainerFailed",  # not of Kubernetes, whose pod only says that it has failed
+        }
+    ),
+}
+"""In the order in which a pod's status is believed."""
 _NO_ROOM_PREFIX: Final = "OutOf"  # and a resource: OutOfcpu, OutOfnvidia.com/gpu
-_MEMORY: Final = frozenset({"OOMKilled"})
-_LAUNCH: Final = frozenset(
-    {
-        *("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError"),
-        *(
-            "CreateContainerConfigError",
-            "CreateContainerError",
-            "ContainerCannotRun",
-            "StartError",
-            "RunContainerError",
-        ),
-        *("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"),
-        "InitContainerFailed",  # not of Kubernetes, whose pod only says that it has failed
-    }
-)
 _CRASHES: Final = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 )
 _LEAVING: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-_BY_EXIT_CODE: Final[Mapping[int, TerminationCause]] = {
-    _EXIT_FAULTY_NODE: TerminationCause.HARDWARE,
-    _EXIT_TRY_AGAIN: TerminationCause.QUORUM_MISSED,
-}
 
 
 def find_termination_cause(report: TerminationReport) -> TerminationVerdict:
-    """Return why a worker ended.
-
-    Args:
-        report: all that is known; every field may be missing.
-    """
+    """Return why a worker ended; every field of the report may be missing."""
     number, code = _read_exit(report)
     if code == 0 and not number:
         return TerminationVerdict(TerminationCause.SUCCEEDED, "exit code 0")
@@ -200,7 +181,7 @@ def _find_by_hardware(report: TerminationReport, code: int | None) -> Terminatio
 
 
 def _find_by_memory(report: TerminationReport, number: int) -> TerminationVerdict | None:
-    if report.container_reason in _MEMORY:
+    if report.container_reason == "OOMKilled":
         return TerminationVerdict(TerminationCause.OUT_OF_MEMORY, "the container's status says OOMKilled")
     # A node short of memory evicts by SIGTERM first; where it kills, the counter grows as well, and the pod says so.
     if report.oom_kills and not ({report.pod_reason, *report.conditions} & _EVICTED):
@@ -215,34 +196,26 @@ def _find_by_pod(report: TerminationReport, code: int | None, number: int) -> Te
     Events outlive what they tell of: a node may have been away for a moment long before the script raised.
     """
     status = {report.pod_reason, report.container_reason, *report.conditions}
-    if found := status & _PREEMPTED:
-        return TerminationVerdict(TerminationCause.PREEMPTED, f"the pod's status says {min(found)}")
-    if found := status & _NODE_LOST:
-        return TerminationVerdict(TerminationCause.NODE_LOST, f"the pod's status says {min(found)}")
-    if found := status & _EVICTED or ({report.pod_reason} if report.pod_reason.startswith(_NO_ROOM_PREFIX) else set()):
-        return TerminationVerdict(TerminationCause.EVICTED, f"the pod's status says {min(found)}")
-    if found := status & _LAUNCH:
-        return TerminationVerdict(TerminationCause.LAUNCH_FAILED, f"the container's status says {min(found)}")
+    for cause, reasons in _BY_REASON.items():
+        if found := status & reasons:
+            whose = "container" if cause is TerminationCause.LAUNCH_FAILED else "pod"
+            return TerminationVerdict(cause, f"the {whose}'s status says {min(found)}")
+        if cause is TerminationCause.EVICTED and report.pod_reason.startswith(_NO_ROOM_PREFIX):
+            return TerminationVerdict(cause, f"the pod's status says {report.pod_reason}")
     found_out = not number and report.agent_cause not in ("", "killed", "contact")
     if code is not None or found_out or number in _CRASHES:
         return None
     if report.node_ready is False:
         return TerminationVerdict(TerminationCause.NODE_LOST, "its node no longer answers")
-    kinds = {
-        TerminationCause.PREEMPTED: _PREEMPTED,
-        TerminationCause.NODE_LOST: _NODE_LOST,
-        TerminationCause.EVICTED: _EVICTED,
-        TerminationCause.LAUNCH_FAILED: _LAUNCH,
-    }
-    for cause, reasons in kinds.items():
+    for cause, reasons in _BY_REASON.items():
         if found := set(report.events) & reasons:
             return TerminationVerdict(cause, f"an event says {min(found)}")
     return None
 
 
 def _find_by_exit(report: TerminationReport, code: int | None, number: int) -> TerminationVerdict:
-    if code is not None and code in _BY_EXIT_CODE:
-        return TerminationVerdict(_BY_EXIT_CODE[code], f"exit code {code}")
+    if code == _EXIT_TRY_AGAIN:
+        return TerminationVerdict(TerminationCause.QUORUM_MISSED, f"exit code {code}")
     # Of a process that a signal ended, the agent's word may be about an earlier end, which the job got over: nobody's
     # job is stopped for that. A lost peer and an unclear fault end a process by SIGABRT as well.
     believed = not number or (report.agent_cause == "killed" and number not in _CRASHES | _LEAVING)
@@ -262,3 +235,125 @@ def _find_by_exit(report: TerminationReport, code: int | None, number: int) -> T
     if report.pod_phase == "Succeeded":
         return TerminationVerdict(TerminationCause.SUCCEEDED, "the pod's phase is Succeeded")
     return TerminationVerdict(TerminationCause.UNKNOWN, "nothing is known of its end")
+
+
+def parse_termination_message(text: str) -> TerminationReport:
+    """Return what a termination message says.
+
+    The text is `message` of the container's terminated state. A program of the user's may write the same file, and
+    Kubernetes may put the log's end there (`FallbackToLogsOnError`): other text is only a message for people, from
+    which nothing follows. The caller adds what the pod's status says, whose exit code is the better witness.
+    """
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return TerminationReport(message=text.strip())
+    if not isinstance(values, dict) or not isinstance(values.get("cause"), str):
+        return TerminationReport(message=text.strip())
+    message = values.get("message")
+    return TerminationReport(
+        exit_code=_read_count(values, "exit_code", _MAX_EXIT_CODE),
+        oom_kills=_read_count(values, "oom_kills", _MAX_KILLS),
+        agent_cause=values["cause"],
+        message=message if isinstance(message, str) else "",
+    )
+
+
+def _read_count(values: dict[str, Any], name: str, largest: int) -> int | None:
+    value = values.get(name)
+    return value if type(value) is int and 0 <= value <= largest else None
+
+
+_MEMORY_STEP: Final = 1.5
+"""Each time the memory grows by this factor. Three steps are 3.4 times the request, beyond which it is a leak rather
+than a wrong estimate; with 2, the third step would be 8 times, which few nodes have."""
+_FIRST_DELAY_S: Final = 10.0  # before a second new pod; doubled each time, as the kubelet's CrashLoopBackOff
+_MAX_DELAY_S: Final = 300.0  # where the kubelet's CrashLoopBackOff ends as well
+
+
+class RelaunchAction(Enum):
+    """What is done about a worker that ended."""
+
+    NOTHING = "nothing"  # it did what it had to
+    RESTART_IN_PLACE = "restart in place"  # in the same pod: its agent starts a process from the state in memory
+    NEW_POD = "new process or pod"  # another pod, or on a bare machine another agent process, wherever
+    MORE_MEMORY = "new pod with more memory"
+    ELSEWHERE = "new pod on another node"
+    STOP = "stop with the error"  # the job ends, and shows the user's error
+
+
+@dataclass(frozen=True)
+class RelaunchRule:
+    """An action, and how many times in a row it is tried; None for without end."""
+
+    action: RelaunchAction
+    times: int | None = None
+
+
+@dataclass(frozen=True)
+class RelaunchDecision:
+    """What is to be done about a worker that ended."""
+
+    action: RelaunchAction
+    memory_factor: float  # of the new pod, by what the job asked for at first
+    delay_s: float  # to wait before
+    reason: str  # in a line for a person
+
+
+_AT_ONCE: Final = RelaunchAction.RESTART_IN_PLACE
+_NEW: Final = RelaunchAction.NEW_POD
+_ELSEWHERE: Final = RelaunchAction.ELSEWHERE
+
+RELAUNCH_TABLE: Final[Mapping[TerminationCause, tuple[RelaunchRule, ...]]] = {
+    TerminationCause.SUCCEEDED: (RelaunchRule(RelaunchAction.NOTHING),),
+    TerminationCause.USER_ERROR: (),
+    TerminationCause.OUT_OF_MEMORY: (RelaunchRule(RelaunchAction.MORE_MEMORY, 3),),
+    TerminationCause.KILLED: (RelaunchRule(_AT_ONCE, 2), RelaunchRule(_NEW, 3), RelaunchRule(_ELSEWHERE, 2)),
+    TerminationCause.CRASHED: (RelaunchRule(_AT_ONCE, 2), RelaunchRule(_ELSEWHERE, 1)),
+    TerminationCause.PEER_LOST: (RelaunchRule(_AT_ONCE, 10),),
+    TerminationCause.PREEMPTED: (RelaunchRule(_NEW),),
+    TerminationCause.EVICTED: (RelaunchRule(_ELSEWHERE, 10),),
+    TerminationCause.NODE_LOST: (RelaunchRule(_ELSEWHERE),),
+    TerminationCause.HARDWARE: (RelaunchRule(_ELSEWHERE, 10),),
+    TerminationCause.UNCLEAR_FAULT: (RelaunchRule(_AT_ONCE, 1), RelaunchRule(_ELSEWHERE, 1)),
+    TerminationCause.LAUNCH_FAILED: (RelaunchRule(_NEW, 3),),
+    TerminationCause.QUORUM_MISSED: (RelaunchRule(_NEW),),
+    TerminationCause.NOT_STORED: (RelaunchRule(_AT_ONCE, 3),),
+    TerminationCause.UNKNOWN: (RelaunchRule(_NEW, 3),),
+}
+"""What is tried, in this order, before the job stops. Ten times is what `edl run` gives restarts without progress."""
+
+
+def decide_relaunch(
+    cause: TerminationCause, count: int, table: Mapping[TerminationCause, tuple[RelaunchRule, ...]] = RELAUNCH_TABLE
+) -> RelaunchDecision:
+    """Return what is to be done about a worker that ended.
+
+    Args:
+        cause: Why it ended.
+        count: How many times in a row it ended so without progress between, this one included: 1 or more.
+        table: What is tried for each cause before the job stops.
+
+    Raises:
+        ValueError: `count` is below 1.
+    """
+    if count < 1:
+        raise ValueError(f"a worker that ended has ended at least once, not {count} times")
+    left = count
+    for rule in table[cause]:
+        if rule.times is None or left <= rule.times:
+            return _apply(rule.action, cause, count, left)
+        left -= rule.times
+    times = "" if count == 1 else f" {count} times in a row"
+    return RelaunchDecision(RelaunchAction.STOP, 1.0, 0.0, f"{cause.value}{times}: this does not pass by itself")
+
+
+def _apply(action: RelaunchAction, cause: TerminationCause, count: int, turn: int) -> RelaunchDecision:
+    """Return the decision for the `turn`-th time in a row that `action` is taken, from 1."""
+    reason = f"{cause.value}, {count} in a row: {action.value}"
+    if action is RelaunchAction.MORE_MEMORY:
+        return RelaunchDecision(action, _MEMORY_STEP**turn, 0.0, reason)
+    if action is RelaunchAction.NEW_POD and turn > 1:
+        doublings = min(turn - 2, 16)  # far beyond the longest delay, and small enough for a float
+        return RelaunchDecision(action, 1.0, min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**doublings), reason)
+    return RelaunchDecision(action, 1.0, 0.0, reason)

@@ -1,8 +1,15 @@
-"""How many workers a job can make use of: moved to n' where what is gained exceeds what the move costs.
+"""How many workers a job can make use of: it moves to n' where what it gains exceeds what the move costs.
 
-With W left to do, n' workers need R = W / T(n') seconds, and the present n need R T(n) / T(n'). The move saves the
-difference, and costs a pause of C seconds, so n' is better exactly where (T(n') / T(n) - 1) R > C. As W shrinks no
-n' is better any more: nothing grows near its end.
+**Throughput.** A step of n workers takes a + b n seconds for n samples' worth of work, in units of a sample a worker:
+`a` is what a worker does alone, `b` what every further worker adds to all (synchronisation). So T(n) = n / (a + b n),
+and n / T is a straight line in n: weighted least squares on what the job itself has shown has a closed solution. `a`
+and `b` are at least 0. With b = 0 throughput grows in proportion to n, with a = 0 it does not grow at all, and it is
+concave between, which `edl.master.scaling.arbitration` relies on.
+
+**The decision.** With W left to do, n' workers need R = W / T(n') seconds, and the present n need R T(n') / T(n). The
+move saves the difference, and costs a pause of C seconds, so n' is better exactly where (T(n') / T(n) - 1) R > C. As W
+shrinks no n' is better any more: nothing grows near its end. Workers are given back where they do too little: below
+`min_efficiency` of what they would do alone.
 
 From Pollux (Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021) come
 two things, and only these. The first is the damping of its section 4.2, by which the speedup of a changed allocation is
@@ -10,29 +17,190 @@ multiplied::
 
     REALLOC_FACTOR = (age - moves C) / (age + C)
 
-It takes the rate at which the job was moved so far to go on: a job that has moved often does not move again so soon.
-Here it multiplies T(n'). The second is the exploration of section 4.1: a size that was not tried is taken for what the
-fitted line says of it, and for perfect scaling where only one size is known, but only up to twice the most that was
-tried. So unknown sizes are explored a step at a time, and the present size is measured before the next step.
-
-Workers are given back where they do too little: below `min_efficiency` of what they would do alone.
+It assumes that the job goes on moving as often as it did so far: a job that has moved often does not move again so
+soon. Here it multiplies T(n'). The second is the exploration of section 4.1: a size that was not tried is taken for
+what the fitted line says of it, and for perfect scaling where only one size is known, but only up to twice the most
+that was tried. So unknown sizes are explored a step at a time, and the present size is measured before the next step.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-from edl.master.scaling.throughput import ThroughputHistory, ThroughputModel, fit_throughput
+from types import MappingProxyType
+from typing import Any, Final
 
 __all__ = [
+    "ThroughputHistory",
+    "ThroughputModel",
+    "WorkLeft",
     "WorkerDecision",
     "WorkerObservation",
     "WorkerScalingSettings",
     "compute_realloc_factor",
     "decide_workers",
-    "find_useful_limit",
+    "fit_throughput",
 ]
+
+_FORGOTTEN: Final = 1e-3
+"""A size whose weight fell below this is no longer known: ten half-lives after a single sample. Kept longer, a rate of
+another epoch, data set or machine would still bend the line where only two sizes are known."""
+_WINDOW_S: Final = 600.0
+"""The longest time over which the rate of what is done is taken: enough for shards that take minutes."""
+
+
+@dataclass(frozen=True)
+class ThroughputModel:
+    """T(n) = n / (a + b n), with `a` and `b` in seconds per sample."""
+
+    a: float
+    b: float
+
+    def __post_init__(self) -> None:
+        if not (self.a >= 0 and self.b >= 0 and 0 < self.a + self.b < math.inf):
+            raise ValueError(f"a and b are at least 0, finite and not both 0; these are {self.a} and {self.b}")
+
+    def predict_rate(self, workers: float) -> float:
+        """Return T(n), in samples per second, of n > 0 workers."""
+        return workers / (self.a + self.b * workers)
+
+    def compute_efficiency(self, workers: float) -> float:
+        """Return T(n) / (n T(1)): 1 where a worker does as much beside n - 1 others as alone."""
+        return (self.a + self.b) / (self.a + self.b * workers)
+
+
+@dataclass(frozen=True)
+class SizeRecord:
+    """What is remembered of a job's runs with one number of workers."""
+
+    mean: float  # weighted mean of n / T, in seconds per sample and worker
+    weight: float  # sum of its samples' weights, as of `at_s`
+    samples: int  # in a row since the job came to this size
+    at_s: float  # when the last was taken
+
+
+@dataclass(frozen=True)
+class ThroughputHistory:
+    """A job's rates by its number of workers. A sample counts half after `half_life_s`."""
+
+    half_life_s: float = 3600.0
+    sizes: Mapping[int, SizeRecord] = field(default_factory=lambda: MappingProxyType({}))
+
+    def record_rate(self, workers: int, rate: float, now_s: float) -> ThroughputHistory:
+        """Return the history with one more sample; unchanged by a rate that says nothing of T: 0, or not finite.
+
+        Args:
+            workers: n, with which the rate was measured.
+            rate: Samples (or steps of a fixed batch) per second of the whole job, without its pauses.
+            now_s: Time in seconds; a time before the last sample's counts as that one.
+        """
+        if workers < 1 or not (0 < rate < math.inf) or not math.isfinite(now_s):
+            return self
+        mean = workers / rate
+        if not 0 < mean < math.inf:
+            return self
+        latest_s = max([now_s, *(record.at_s for record in self.sizes.values())])
+        sizes = {
+            size: record if size == workers else SizeRecord(record.mean, record.weight, 0, record.at_s)
+            for size, record in self.sizes.items()
+            if self.weigh(record, latest_s) >= _FORGOTTEN or size == workers
+        }
+        before = sizes.get(workers)
+        old = self.weigh(before, latest_s) if before else 0.0
+        # The mean of two numbers in this form lies between them whatever the rounding, which a sum's quotient need not.
+        merged = mean if before is None else before.mean + (mean - before.mean) / (old + 1.0)
+        sizes[workers] = SizeRecord(merged, old + 1.0, (before.samples if before else 0) + 1, latest_s)
+        return ThroughputHistory(self.half_life_s, MappingProxyType(sizes))
+
+    def weigh(self, record: SizeRecord, now_s: float) -> float:
+        """Return what a size's samples weigh now."""
+        return float(record.weight * 0.5 ** (max(0.0, now_s - record.at_s) / self.half_life_s))
+
+    def list_known_sizes(self, now_s: float) -> list[int]:
+        """Return the numbers of workers that are not forgotten, ascending."""
+        return sorted(size for size, record in self.sizes.items() if self.weigh(record, now_s) >= _FORGOTTEN)
+
+
+def fit_throughput(history: ThroughputHistory, now_s: float) -> ThroughputModel | None:
+    """Fit a and b by weighted least squares on n / T = a + b n, with a and b at least 0; None without any sample.
+
+    Of a job that ran with one size only, b is 0: the most hopeful line through that size, as Pollux's prior for what
+    was not tried (OSDI 2021, section 4.1, "Prior-driven exploration").
+    """
+    sizes = history.list_known_sizes(now_s)
+    if not sizes:
+        return None
+    records = {size: history.sizes[size] for size in sizes}
+    weights = {size: history.weigh(record, now_s) for size, record in records.items()}
+    total = math.fsum(weights.values())
+    center = math.fsum(weights[size] * size for size in sizes) / total
+    level = math.fsum(weights[size] * records[size].mean for size in sizes) / total
+    spread = math.fsum(weights[size] * (size - center) ** 2 for size in sizes)
+    slope = math.fsum(weights[size] * (size - center) * (records[size].mean - level) for size in sizes)
+    b = slope / spread if len(sizes) > 1 else 0.0
+    a = level - b * center
+    if b <= 0:  # on the border of what is allowed, the best is the best line without b
+        return ThroughputModel(level, 0.0)
+    if a <= 0:
+        squares = math.fsum(weights[size] * size**2 for size in sizes)
+        return ThroughputModel(0.0, math.fsum(weights[size] * size * records[size].mean for size in sizes) / squares)
+    return ThroughputModel(a, b)
+
+
+class WorkLeft:
+    """Remembers how much of a job's data was done, and tells when all will be, at the rate of the present size."""
+
+    def __init__(self) -> None:
+        self._looks: dict[str, deque[tuple[float, float]]] = {}
+        self._rates: dict[str, float] = {}
+
+    def resize(self) -> None:
+        """Count rates anew, as the job's size has changed; the last one stands until there is another."""
+        self._looks.clear()
+
+    def look(self, datasets: Sequence[Mapping[str, Any]], now_s: float) -> float | None:
+        """Note what is done, and return the seconds until all data sets of a master's report are done.
+
+        None if there is no data set, one has no end yet, or nothing of one was done so far.
+        """
+        times = [self._look(dataset, now_s) for dataset in datasets]
+        known = [time_s for time_s in times if time_s is not None]
+        return max(known) if known and len(known) == len(times) else None
+
+    def _look(self, dataset: Mapping[str, Any], now_s: float) -> float | None:
+        if dataset.get("finished") is True:
+            return 0.0
+        name, done = str(dataset.get("name")), _number(dataset.get("units_done"))
+        rate = self._note(name, done, now_s) or _number(dataset.get("units_per_s")) or self._rates.get(name)
+        units, epochs = dataset.get("units"), _number(dataset.get("epochs"))
+        if units is None or not epochs:
+            return None  # it grows, or is gone through again and again
+        left = max(0.0, _number(units) * epochs - done)
+        if not left:
+            return 0.0
+        if not rate:
+            return None
+        self._rates[name] = rate
+        return left / rate
+
+    def _note(self, name: str, done: float, now_s: float) -> float:
+        looks = self._looks.setdefault(name, deque())
+        if looks and done < looks[-1][1]:
+            looks.clear()  # it was put back
+        looks.append((now_s, done))
+        while len(looks) > 2 and looks[1][0] <= now_s - _WINDOW_S:
+            looks.popleft()
+        (begun_s, before), (at_s, after) = looks[0], looks[-1]
+        return (after - before) / (at_s - begun_s) if at_s > begun_s else 0.0
+
+
+def _number(value: object) -> float:
+    """Return a figure of a report, which anyone may have written to the Store; 0 for what is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return 0.0
+    return float(value) if 0 <= value <= 1e18 else 0.0
 
 
 @dataclass(frozen=True)
@@ -40,13 +208,15 @@ class WorkerScalingSettings:
     """What the decision about workers goes by.
 
     Attributes:
-        min_samples: rates that must have been measured at the present size before the next move.
-        horizon_s: for how long a job is taken to go on that does not say how much is left, in seconds; no gain is
-            counted further ahead either, since by then other jobs will have come and gone.
+        min_samples: Number of rates that must have been measured at the present size before the next move.
+        horizon_s: Seconds that a job is assumed to go on if it does not say how much is left. No gain is counted
+            further ahead either, since by then other jobs will have come and gone.
         min_efficiency: T(n) / (n T(1)) below which a worker is of too little use: the lower end of the band in which
             AdaptDL's scheduler keeps a cluster (`_min_util` of `adaptdl_sched/policy/pollux.py`).
-        efficiency_band: given back only below `min_efficiency` less this share of it, so that noise moves nothing.
-        explore_factor: the next size that may be tried by the largest that was; at least one worker more.
+        efficiency_band: Workers are given back only below `min_efficiency` less this share of it, so that noise moves
+            nothing.
+        explore_factor: The next size that may be tried, as a multiple of the largest that was; at least one worker
+            more.
     """
 
     min_samples: int = 3
@@ -58,40 +228,22 @@ class WorkerScalingSettings:
 
 @dataclass(frozen=True)
 class WorkerObservation:
-    """What is known of a job when its number of workers is decided.
+    """What is known of a job when its number of workers is decided. Durations in seconds."""
 
-    Attributes:
-        workers: n, how many it has now.
-        min_workers: how few it may have.
-        max_workers: how many it may have.
-        history: its own rates.
-        now_s: in seconds of the clock of `history`.
-        remaining: W, what is left to do, in the unit of the rates; None if unknown.
-        pause_s: C, the measured seconds without a step that a change of its size costs.
-        age_s: for how long it has run, in seconds.
-        moves: how often its size was changed.
-    """
-
-    workers: int
+    workers: int  # n, how many it has now
     min_workers: int
     max_workers: int
     history: ThroughputHistory = field(default_factory=ThroughputHistory)
-    now_s: float = 0.0
-    remaining: float | None = None
-    pause_s: float = 30.0
+    now_s: float = 0.0  # of the clock of `history`
+    remaining: float | None = None  # W, what is left to do, in the unit of the rates; None if unknown
+    pause_s: float = 30.0  # C, the measured time without a step that a change of its size costs
     age_s: float = 0.0
-    moves: int = 0
+    moves: int = 0  # how often its size was changed
 
 
 @dataclass(frozen=True)
 class WorkerDecision:
-    """How many workers a job should have, and why.
-
-    Attributes:
-        count: wanted workers.
-        reason: in a line for a person.
-        model: T(n) as fitted; None where nothing was measured.
-    """
+    """How many workers a job should have, why, in a line for a person, and T(n) as fitted if anything was measured."""
 
     count: int
     reason: str
@@ -99,13 +251,7 @@ class WorkerDecision:
 
 
 def compute_realloc_factor(age_s: float, moves: int, pause_s: float) -> float:
-    """Return Pollux's REALLOC_FACTOR, from 0 to 1: what share of its time a job makes steps if it goes on moving so.
-
-    Args:
-        age_s: for how long the job has run, in seconds.
-        moves: how often its size was changed.
-        pause_s: what a move costs, in seconds.
-    """
+    """Return Pollux's REALLOC_FACTOR, from 0 to 1: what share of its time a job makes steps if it goes on moving so."""
     if pause_s <= 0:
         return 1.0
     return max(0.0, age_s - moves * pause_s) / (age_s + pause_s)
@@ -113,10 +259,6 @@ def compute_realloc_factor(age_s: float, moves: int, pause_s: float) -> float:
 
 def decide_workers(observation: WorkerObservation, settings: WorkerScalingSettings | None = None) -> WorkerDecision:
     """Return how many workers a job should have.
-
-    Args:
-        observation: what is known of the job.
-        settings: what the decision goes by; None for the defaults.
 
     Raises:
         ValueError: `min_workers` is below 1 or above `max_workers`.
@@ -139,38 +281,8 @@ def decide_workers(observation: WorkerObservation, settings: WorkerScalingSettin
     if len(known) > 1 and now > low and model.compute_efficiency(now) < threshold:
         least = max(low, min(known) - 1)  # below what was tried, the line says little
         return _give_back(observation, settings, model, max(least, min(now - 1, int(efficient))))
-    return _grow(observation, settings, model, int(min(high, efficient, _find_reach(known, settings))))
-
-
-def find_useful_limit(observation: WorkerObservation, settings: WorkerScalingSettings | None = None) -> int:
-    """Return the most workers that a job may be given now: what is known to be of use, and a step of what is unknown.
-
-    This is what `edl.master.scaling.arbitration` takes for the most that a job can use; what a move there costs, it
-    weighs itself.
-
-    Args:
-        observation: what is known of the job; `workers` may be 0.
-        settings: what the decision goes by; None for the defaults.
-    """
-    settings = settings or WorkerScalingSettings()
-    low, now, high = observation.min_workers, observation.workers, observation.max_workers
-    known = observation.history.list_known_sizes(observation.now_s)
-    model = fit_throughput(observation.history, observation.now_s)
-    if model is None:
-        return min(high, max(now, low))
-    record = observation.history.sizes.get(now)
-    measured = record is not None and now in known and record.samples >= settings.min_samples
-    limit = float(_find_reach(known, settings) if measured else max(known))
-    if len(known) > 1:
-        limit = min(limit, _find_efficient_size(model, settings.min_efficiency))
-        if model.compute_efficiency(max(now, 1)) >= settings.min_efficiency * (1 - settings.efficiency_band):
-            limit = max(limit, now)
-    return min(high, max(low, 1, int(limit), 0 if measured else now))
-
-
-def _find_reach(known: list[int], settings: WorkerScalingSettings) -> int:
-    """Return the largest size that may be tried next."""
-    return max(max(known) + 1, int(max(known) * settings.explore_factor))
+    reach = max(max(known) + 1, int(max(known) * settings.explore_factor))
+    return _grow(observation, settings, model, int(min(high, efficient, reach)))
 
 
 def _grow(
@@ -225,6 +337,5 @@ def _find_efficient_size(model: ThroughputModel, least: float) -> float:
     """Return the largest n with T(n) / (n T(1)) of at least `least`: where a + b n reaches (a + b) / least."""
     if model.b == 0:
         return math.inf
-    return max(
-        1.0, ((model.a + model.b) / least - model.a) / model.b + 1e-9
-    )  # 1e-9: rounding, where it is a whole number
+    rounding = 1e-9  # where it is a whole number
+    return max(1.0, ((model.a + model.b) / least - model.a) / model.b + rounding)

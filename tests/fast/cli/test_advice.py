@@ -10,7 +10,7 @@ from edl.collective.goodput import NodeRecord, ProgressMark, TimeCategory, span_
 from edl.collective.job_records import JobState, Member, World
 from edl.discovery import Store
 from edl.master.naming import report_key
-from edl.master.scaling.work_left import WorkLeft
+from edl.master.scaling.workers import WorkLeft
 
 SECOND = 1_000_000
 NOW_S = 1.8e9

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from edl.discovery import Store
-from edl.load_reporting import read_service, read_services
-from edl.load_reporting.counter_window import CounterWindow
-from edl.load_reporting.rates import ServiceLoad, service_load
-from edl.load_reporting.records import StudentRecord, TeacherRecord, parse_record
+from edl.load_reporting import LoadSource, ServiceLoad, StudentRate, TeacherRate, read_service, read_services
+from edl.load_reporting.publisher import _Record
+from edl.load_reporting.records import parse_record
 
 STUDENT, TEACHER = "load/s/students/a", "load/s/teachers/b"
 
@@ -29,13 +28,18 @@ def teacher(**fields: Any) -> dict[str, Any]:
     return {"v": 1, "id": "b", "teacher": "t1", "state": "ready", "model": "m", **now, "since": since, **fields}
 
 
-def record(key: str, fields: dict[str, Any]) -> StudentRecord | TeacherRecord:
+def record(key: str, fields: dict[str, Any]) -> StudentRate | TeacherRate:
     return parse_record(key, json.dumps(fields).encode())
 
 
 def load(*records: dict[str, Any]) -> ServiceLoad:
     kinds = {"a": "students", "b": "teachers"}
-    return service_load("s", [record(f"load/s/{kinds[fields['id'][0]]}/{fields['id']}", fields) for fields in records])
+    rates = [record(f"load/s/{kinds[fields['id'][0]]}/{fields['id']}", fields) for fields in records]
+    return ServiceLoad(
+        "s",
+        tuple(rate for rate in rates if isinstance(rate, StudentRate)),
+        tuple(rate for rate in rates if isinstance(rate, TeacherRate)),
+    )
 
 
 def test_rates_are_by_the_time_at_work() -> None:
@@ -126,16 +130,16 @@ def test_foreign_records_are_left_out(store: Store, caplog: pytest.LogCaptureFix
     assert any("format 99" in text for text in words)
 
 
-def test_window_compares_with_its_beginning() -> None:
-    window = CounterWindow(10.0)
-    samples = [window.add(float(t), {"rows": float(t)})[0] for t in range(0, 30, 2)]
-    assert samples[:6] == [0.0] * 6
-    assert samples[-1] == 18.0
+def test_window_and_what_began_again() -> None:
+    """A record compares with the window's beginning; a counter that falls has begun again."""
+    counters: dict[str, float | None] = {"rows": 0.0}
+    window = _Record(LoadSource("s", "teachers", lambda: counters, dict), "id", 10.0)
 
+    def compare_at(t: float, **others: float | None) -> Any:
+        counters.update(others)
+        return window.sample(t)["since"]["t"]
 
-def test_counter_that_falls_began_again() -> None:
-    window = CounterWindow(10.0)
-    window.add(0.0, {"rows": 500.0, "compute_s": 5.0})
-    assert window.add(2.0, {"rows": 10.0, "compute_s": 0.1}) == (2.0, {"rows": 10.0, "compute_s": 0.1})
-    assert window.add(4.0, {"rows": 20.0, "compute_s": 0.2})[0] == 2.0
-    assert window.add(6.0, {"rows": None, "compute_s": None})[0] == 6.0, "not known any more"
+    assert [compare_at(float(t), rows=float(t)) for t in range(0, 30, 2)] == [0.0] * 6 + [2.0 * t for t in range(1, 10)]
+    assert compare_at(30.0, rows=1.0) == 30.0
+    assert compare_at(32.0, rows=2.0) == 30.0
+    assert compare_at(34.0, rows=None) == 34.0, "not known any more"

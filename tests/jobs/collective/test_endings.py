@@ -21,8 +21,7 @@ from edl.collective.goodput import read_job
 from edl.collective.job_records import JobState, World, prefix
 from edl.collective.job_records import Node as NodeRecord
 from edl.discovery import open_store
-from edl.master.scaling.termination_messages import parse_termination_message
-from edl.master.scaling.terminations import TerminationCause, find_termination_cause
+from edl.master.scaling.terminations import TerminationCause, find_termination_cause, parse_termination_message
 from tests.jobs.collective.job import EDL, TRAIN_STATE, Job, Node
 from tests.waiting import wait_until
 

@@ -18,8 +18,14 @@ from edl.distill import DistillReader
 from edl.load_reporting import ServiceLoad, read_service, read_wanted
 from edl.master.scaling import advisor as module
 from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor
-from edl.master.scaling.teacher_demand import TeacherObservation, TeacherScalingSettings, required_teachers
-from edl.master.scaling.teachers import TeacherDecision, TeacherScalingState, decide_teachers
+from edl.master.scaling.teachers import (
+    TeacherDecision,
+    TeacherObservation,
+    TeacherScalingSettings,
+    TeacherScalingState,
+    decide_teachers,
+    required_teachers,
+)
 from edl.testing import LocalTeacher
 from tests.waiting import DEADLINE_S, wait_until
 

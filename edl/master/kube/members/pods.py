@@ -12,8 +12,12 @@ from typing import Any, Final
 
 from edl.errors import ProtocolError
 from edl.master.kube.members.naming import INDEX_LABEL, OWNER_UID_LABEL, ROLE_LABEL, TRY_LABEL
-from edl.master.scaling.termination_messages import parse_termination_message
-from edl.master.scaling.terminations import TerminationCause, TerminationReport, find_termination_cause
+from edl.master.scaling.terminations import (
+    TerminationCause,
+    TerminationReport,
+    find_termination_cause,
+    parse_termination_message,
+)
 
 __all__ = [
     "MemberPod",

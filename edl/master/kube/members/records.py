@@ -18,11 +18,15 @@ from typing import Any, Final
 
 from edl.kube.objects import format_time, parse_time
 from edl.master.kube.members.pods import MemberPod, get_list, get_mapping, get_text
-from edl.master.scaling.relaunch import RELAUNCH_TABLE, RelaunchAction, RelaunchDecision, RelaunchRule, decide_relaunch
 from edl.master.scaling.terminations import (
+    RELAUNCH_TABLE,
+    RelaunchAction,
+    RelaunchDecision,
+    RelaunchRule,
     TerminationCause,
     TerminationReport,
     TerminationVerdict,
+    decide_relaunch,
     find_termination_cause,
 )
 

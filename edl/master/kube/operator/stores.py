@@ -25,8 +25,8 @@ from edl.master.kube.observation import StoreAnswer, WorkProgress
 from edl.master.kube.operator.settings import StoreAllowlist
 from edl.master.naming import report_key
 from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor
-from edl.master.scaling.teacher_demand import TeacherScalingSettings
-from edl.master.scaling.work_left import WorkLeft
+from edl.master.scaling.teachers import TeacherScalingSettings
+from edl.master.scaling.workers import WorkLeft
 from edl.quoting import shown
 
 __all__ = ["ProgressReader", "StoreDirectory", "count_done"]

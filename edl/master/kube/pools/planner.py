@@ -27,8 +27,7 @@ from edl.master.kube.pools.updating import (
     list_places,
 )
 from edl.master.kube.resources import TeacherPool
-from edl.master.scaling.relaunch import RelaunchAction, RelaunchRule
-from edl.master.scaling.terminations import TerminationCause, TerminationReport
+from edl.master.scaling.terminations import RelaunchAction, RelaunchRule, TerminationCause, TerminationReport
 
 __all__ = ["plan_pool"]
 

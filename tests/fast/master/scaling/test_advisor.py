@@ -14,7 +14,7 @@ from edl.errors import DiscoveryError
 from edl.load_reporting import read_all_wanted, read_wanted
 from edl.master.scaling import advisor as module
 from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor, WorkerAdvice
-from edl.master.scaling.teacher_demand import TeacherScalingSettings
+from edl.master.scaling.teachers import TeacherScalingSettings
 from edl.master.scaling.workers import WorkerDecision
 from tests.waiting import wait_until
 

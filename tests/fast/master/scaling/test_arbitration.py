@@ -13,7 +13,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from edl.master.scaling.arbitration import Allocation, ArbitrationSettings, JobRequest, arbitrate
-from edl.master.scaling.throughput import ThroughputModel
+from edl.master.scaling.workers import ThroughputModel
 
 
 def counts(allocation: Allocation, *jobs: str) -> list[int]:

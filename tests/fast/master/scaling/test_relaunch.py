@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from edl.collective.agent.ending import ExitCode, TerminationMessage
 from edl.collective.agent.health.failures import ExitCause
-from edl.master.scaling.relaunch import RELAUNCH_TABLE, RelaunchAction, RelaunchRule, decide_relaunch
-from edl.master.scaling.termination_messages import parse_termination_message
-from edl.master.scaling.terminations import TerminationCause, TerminationReport, find_termination_cause
+from edl.master.scaling.terminations import (
+    RELAUNCH_TABLE,
+    RelaunchAction,
+    RelaunchRule,
+    TerminationCause,
+    TerminationReport,
+    decide_relaunch,
+    find_termination_cause,
+    parse_termination_message,
+)
 
 Cause = TerminationCause
 Report = TerminationReport

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 
 from edl.errors import SettingsError
 from edl.master.scaling.advisor import AdvisorSettings
-from edl.master.scaling.teacher_demand import TeacherObservation, TeacherScalingSettings, required_teachers
 from edl.master.scaling.teachers import (
     ScalingStep,
     StepPenalty,
     TeacherDecision,
+    TeacherObservation,
+    TeacherScalingSettings,
     TeacherScalingState,
     decide_teachers,
+    required_teachers,
 )
 
 

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.master.scaling.throughput import ThroughputHistory, ThroughputModel, fit_throughput
 from edl.master.scaling.workers import (
+    ThroughputHistory,
+    ThroughputModel,
     WorkerObservation,
     WorkerScalingSettings,
     compute_realloc_factor,
     decide_workers,
-    find_useful_limit,
+    fit_throughput,
 )
 
 LONG = 1e9  # samples left: more than any horizon
@@ -132,17 +133,3 @@ def test_a_move_saves_its_pause(
         return
     stay_s = remaining / decision.model.predict_rate(workers)
     assert remaining / decision.model.predict_rate(decision.count) + pause_s < stay_s * (1 + 1e-9)
-
-
-def test_limit_for_the_arbiter() -> None:
-    """A step of what is unknown, all that is of use of what is known, and not less than it has."""
-    model = ThroughputModel(1.0, 0.1)
-    assert find_useful_limit(job(ThroughputHistory(), 0, min_workers=2)) == 2
-    assert find_useful_limit(job(ThroughputHistory(), 5)) == 5
-    assert find_useful_limit(job(measured(model, 4, samples=2), 4)) == 4, "not measured often enough"
-    assert find_useful_limit(job(measured(model, 4), 4)) == 8
-    assert find_useful_limit(job(measured(model, 4, 8), 8)) == 16
-    assert find_useful_limit(job(measured(model, 4, 8, 16), 16)) == 21, "(1.1 / 0.35 - 1) / 0.1"
-    assert find_useful_limit(job(measured(model, 4, 8, 16), 0)) == 16, "started again: what was tried is known"
-    assert find_useful_limit(job(measured(model, 4, 8, 16), 16, max_workers=10)) == 10
-    assert find_useful_limit(job(measured(ThroughputModel(0.0, 1.0), 7, 8), 8, min_workers=3)) == 3

@@ -1,0 +1,316 @@
+"""What jobs ask of a cluster, what workers are worth to them, and the plan that an arbitration works on.
+
+Jobs and nodes are numbers here, in the order that decides between equals. A worker goes to a node with the fewest free
+GPUs that suffice (best fit), of these to the first. Nodes with equally many free GPUs share a bucket, so that this
+takes no search. A bucket is a heap from which a node is removed only when it comes up: its number of free GPUs tells
+whether it still belongs there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from edl.master.scaling.workers import ThroughputModel, compute_realloc_factor
+
+__all__ = ["AllocationPlan", "ArbitrationSettings", "JobRequest"]
+
+_NO_WORKERS: Final = 0.5
+"""A job without workers counts as if it had this many, since the logarithm of nothing is not finite: its first worker
+is worth what a second is worth in a job that scales perfectly. With less, jobs whose minimum is 0 would take their
+first worker before any other job may grow."""
+_LINEAR: Final = ThroughputModel(1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class ArbitrationSettings:
+    """What arbitration among jobs goes by."""
+
+    horizon_s: float = 1800.0
+    """No gain is counted further ahead, since by then other jobs have come and gone; also how long a job is assumed to
+    go on that does not say how much is left."""
+    patience_s: float | None = 3600.0
+    """After waiting for so long, no job that comes after it is started before it. Its share is not idle meanwhile: it
+    is lent to jobs that can give it back. None for never."""
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A job, and what it can use. Durations in seconds."""
+
+    name: str  # unlike all others
+    min_workers: int  # with fewer it does not run; 0 for teachers and the like that only borrow
+    max_workers: int  # it cannot use more (now: `edl.master.scaling.workers` says how many)
+    gpus: int = 1  # of a worker, all on one node
+    priority: int = 0  # pending minima are served from the highest, surplus is reclaimed from the lowest
+    submitted_s: float = 0.0  # when it came: older jobs first, among those of one priority
+    weight: float = 1.0  # what its speedup counts, relative to others'
+    model: ThroughputModel = _LINEAR
+    remaining: float | None = None  # what is left to do, in the unit of `model`'s rates; None if unknown
+    pause_s: float = 30.0  # that a change of its size costs
+    age_s: float = math.inf  # that it has run
+    moves: int = 0  # how often its size was changed
+    waited_s: float = 0.0  # for its minimum
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_workers <= self.max_workers or self.gpus < 1:
+            raise ValueError(f"{self.name}: {self.min_workers} to {self.max_workers} workers of {self.gpus} GPUs")
+        if not (self.weight > 0 and self.pause_s >= 0 and math.isfinite(self.weight + self.submitted_s)):
+            raise ValueError(f"{self.name}: weight {self.weight}, pause {self.pause_s} s, came at {self.submitted_s} s")
+
+
+class _JobValue:
+    """What numbers of workers are worth to a job: weight x log T(n), less what a move costs.
+
+    With W left to do, n workers need W / T(n) seconds, and after a move W / T(n') + C. The logarithm of the quotient of
+    the two is the job's speedup by the move, pause and all::
+
+        log T(n') - log T(n) - log(1 + C / R),  R = W / T(n')
+
+    so that a gain above 0 is the rule of `edl.master.scaling.workers`, (T(n') / T(n) - 1) R > C. Pollux's damping is
+    one more term, - log REALLOC_FACTOR.
+    """
+
+    def __init__(self, request: JobRequest, settings: ArbitrationSettings) -> None:
+        self._weight = request.weight
+        self._a = request.model.a
+        self._b = request.model.b
+        self._pause_s = request.pause_s
+        self._remaining = math.inf if request.remaining is None else max(0.0, request.remaining)
+        self._horizon_s = settings.horizon_s
+        self._gains: dict[tuple[int, int], float] = {}  # an arbitration asks for each again and again
+        factor = 1.0
+        if math.isfinite(request.age_s):
+            factor = compute_realloc_factor(request.age_s, request.moves, request.pause_s)
+        self._damping = -math.log(factor) if factor > 0 else math.inf
+
+    def compute_utility(self, workers: int) -> float:
+        """Return weight x log T(n)."""
+        size = workers or _NO_WORKERS
+        return self._weight * math.log(size / (self._a + self._b * size))
+
+    def compute_move_cost(self, workers: int) -> float:
+        """Return what a move to n' costs, weight x (log(1 + C / R) - log REALLOC_FACTOR), infinite at a job's end."""
+        if self._pause_s == 0:
+            return 0.0
+        size = workers or _NO_WORKERS
+        left_s = min(self._horizon_s, self._remaining * (self._a + self._b * size) / size)
+        cost = math.log1p(self._pause_s / left_s) if left_s > 0 else math.inf
+        return self._weight * (cost + self._damping)
+
+    def compute_gain(self, workers: int, more: int) -> float:
+        """Return what n' = `more` workers are worth above n to a job that pauses anyway.
+
+        The pause is a larger part of what is left where that takes less time: what it costs more with n' than with n is
+        deducted, unless it can never pay.
+        """
+        found = self._gains.get((workers, more))
+        if found is None:
+            found = self.compute_utility(more) - self.compute_utility(workers)
+            cost = self.compute_move_cost(more)
+            if math.isfinite(cost):
+                found -= cost - self.compute_move_cost(workers)
+            self._gains[workers, more] = found
+        return found
+
+    def find_worthwhile_size(self, workers: int, most: int) -> int | None:
+        """Return the smallest n' above n whose gain exceeds the cost of the move; None if up to `most` there is none.
+
+        The gain less the cost only grows with n', so that a bisection finds it.
+        """
+        if most <= workers or not self._is_worthwhile(workers, most):
+            return None
+        low, high = workers + 1, most
+        while low < high:
+            middle = (low + high) // 2
+            if self._is_worthwhile(workers, middle):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _is_worthwhile(self, workers: int, size: int) -> bool:
+        return self.compute_utility(size) - self.compute_utility(workers) > self.compute_move_cost(size)
+
+
+class AllocationPlan:
+    """An allocation in the making. A job that has moved in a pass pays for no further pause in it: it stops once."""
+
+    def __init__(
+        self, requests: Sequence[JobRequest], settings: ArbitrationSettings, capacities: Sequence[int]
+    ) -> None:
+        self.requests = requests  # in the order that decides between equals
+        self.settings = settings
+        self.gpus = [request.gpus for request in requests]
+        self.workers = [0] * len(requests)
+        self.of_job: list[dict[int, int]] = [{} for _ in requests]  # node -> workers
+        self.on_node: list[dict[int, int]] = [{} for _ in capacities]  # job -> workers
+        self.free = list(capacities)  # below 0 where workers use more than there is, which is mended first of all
+        self.free_gpus = sum(capacities)
+        self.steps = 0
+        self.exhausted = False  # whether a step was refused
+        self.reasons = [""] * len(requests)
+        self._most_steps = sum(capacities)
+        self._moved = [False] * len(requests)
+        self._values = [_JobValue(request, settings) for request in requests]
+        self._buckets: list[list[int]] = [[] for _ in range(max(capacities, default=0) + 1)]
+        for node, free in enumerate(capacities):
+            self._buckets[free].append(node)  # ascending, so a heap already
+        self._log: list[tuple[int, int, int]] = []
+        self._surplus = -1, 0
+
+    def begin_pass(self) -> None:
+        """Count every job as not yet moved."""
+        self._moved = [False] * len(self.requests)
+
+    def add_workers(self, job: int, node: int, count: int = 1) -> None:
+        """Put workers of a job on a node, or take them from it where `count` is below 0."""
+        for counts, key in ((self.of_job[job], node), (self.on_node[node], job)):
+            left = counts.get(key, 0) + count
+            if left:
+                counts[key] = left
+            else:
+                del counts[key]
+        self.workers[job] += count
+        free = self.free[node] - count * self.gpus[job]
+        self.free[node] = free
+        self.free_gpus -= count * self.gpus[job]
+        if free >= 0:
+            heapq.heappush(self._buckets[free], node)
+        self._log.append((job, node, count))
+
+    def remove_worker(self, job: int, node: int) -> None:
+        """Take one worker of a job from a node."""
+        self.add_workers(job, node, -1)
+
+    def mark(self) -> int:
+        """Return where the log of changes stands, for `undo_to`."""
+        return len(self._log)
+
+    def undo_to(self, mark: int) -> None:
+        """Undo all changes since a mark."""
+        while len(self._log) > mark:
+            job, node, count = self._log.pop()
+            self.add_workers(job, node, -count)
+            self._log.pop()
+
+    def find_node(self, gpus: int) -> int | None:
+        """Return the node with the fewest free GPUs that suffice; None if there is none."""
+        for count in range(gpus, len(self._buckets)):
+            bucket = self._buckets[count]
+            while bucket:
+                if self.free[bucket[0]] == count:
+                    return bucket[0]
+                heapq.heappop(bucket)
+        return None
+
+    def can_place(self, workers: int) -> bool:
+        """Whether so many steps are left: a decision places at most as many workers as there are GPUs."""
+        fits = self.steps + workers <= self._most_steps
+        self.exhausted = self.exhausted or not fits
+        return fits
+
+    def is_waiting(self, job: int) -> bool:
+        """Whether a job has fewer workers than it needs to run."""
+        return self.workers[job] < self.requests[job].min_workers
+
+    def has_moved(self, job: int) -> bool:
+        """Whether a job moves in this pass anyway."""
+        return self._moved[job]
+
+    def record_move(self, job: int, reason: str) -> None:
+        """Record that a job moves in this pass."""
+        self._moved[job] = True
+        self.reasons[job] = reason
+
+    def get_surplus(self, job: int) -> int:
+        """Return how many workers a job has above its minimum."""
+        return self.workers[job] - self.requests[job].min_workers
+
+    def count_surplus_gpus(self) -> int:
+        """Return the GPUs of all surplus."""
+        if self._surplus[0] != self.mark():
+            surplus = sum(max(0, self.get_surplus(job)) * gpus for job, gpus in enumerate(self.gpus))
+            self._surplus = self.mark(), surplus
+        return self._surplus[1]
+
+    def compute_gain(self, job: int, more: int = 1) -> float:
+        """Return what so many more workers are worth to a job that pauses anyway."""
+        now = self.workers[job]
+        return self._values[job].compute_gain(now, now + more)
+
+    def compute_pause(self, job: int) -> float:
+        """Return what the pause costs that the move of a job brings; 0 for a job that moves anyway."""
+        return 0.0 if self._moved[job] else self._values[job].compute_move_cost(self.workers[job])
+
+    def find_worthwhile_growth(self, job: int) -> int | None:
+        """Return how many more workers on free GPUs it takes for a job's gain to exceed its pause; None if too many."""
+        now, request = self.workers[job], self.requests[job]
+        most = min(request.max_workers, now + self.free_gpus // request.gpus)
+        size = self._values[job].find_worthwhile_size(now, most)
+        return None if size is None else size - now
+
+    def price_worker(self, job: int, count: int = 1) -> float:
+        """Return what the `count`-th worker costs that a job with surplus gives; its pause comes with the first."""
+        left = self.workers[job] - count
+        loss = self._values[job].compute_gain(left, left + 1)
+        return loss + self.compute_pause(job) if count == 1 else loss
+
+    def choose_victims(
+        self, node: int, needed: int, allowed: Sequence[bool], limit: float | None = None
+    ) -> list[int] | None:
+        """Choose workers of a node until so many GPUs are free: of least cost, or of the lowest priority first.
+
+        Between equals, the youngest job gives.
+
+        Args:
+            node: Where GPUs are needed.
+            needed: How many more than are free.
+            allowed: Whether its surplus may be taken, by job.
+            limit: What the workers must cost less than. None where surplus goes whatever it costs: then by priority,
+                within one by cost, which is infinite for a job whose pause can never pay, such as at its end.
+
+        Returns:
+            The jobs, in the order in which they give a worker, named once for each; None if surplus of less than the
+            limit does not suffice.
+        """
+        gpus, requests, on_node = self.gpus, self.requests, self.on_node[node]
+        offers: list[tuple[int, float, int, int]] = []
+        offered = 0
+        for job, count in on_node.items():
+            surplus = self.get_surplus(job)
+            if surplus > 0 and allowed[job]:
+                offered += min(count, surplus) * gpus[job]
+                level = requests[job].priority if limit is None else 0
+                offers.append((level, self.price_worker(job) / gpus[job], -job, 1))
+        if offered < needed:
+            return None
+        heapq.heapify(offers)
+        victims: list[int] = []
+        while needed > 0:
+            level, price, number, count = heapq.heappop(offers)
+            job = -number
+            if limit is not None and price * gpus[job] >= limit:
+                return None
+            victims.append(job)
+            needed -= gpus[job]
+            if count < min(on_node[job], self.get_surplus(job)):
+                price = self.price_worker(job, count + 1) / gpus[job]
+                heapq.heappush(offers, (level, price, number, count + 1))
+        if needed < 0 and len(victims) > 1:  # what was chosen before may be in vain, now that a larger worker goes
+            for job in sorted(victims, key=lambda victim: (limit is None and -requests[victim].priority, gpus[victim])):
+                if needed + gpus[job] <= 0:
+                    victims.remove(job)
+                    needed += gpus[job]
+        return victims if limit is None or self._price_victims(victims) < limit else None
+
+    def _price_victims(self, victims: Sequence[int]) -> float:
+        """Return what jobs lose that give these workers, pauses included."""
+        total, counts = 0.0, dict[int, int]()
+        for job in victims:
+            counts[job] = counts.get(job, 0) + 1
+            total += self.price_worker(job, counts[job])
+        return total

@@ -1,0 +1,404 @@
+"""Who gets which GPUs: a pure function from nodes, jobs and where their workers are to where they should be.
+
+A decision is made in passes over one plan, each of three steps, until a pass changes nothing.
+
+1. Pending minima, by priority, then age, on free GPUs and on surplus, which is reclaimed from the lowest priority
+   upwards. (Surplus is what a job has above its minimum.)
+2. Free GPUs, one worker at a time, to the largest weighted gain in log-speedup for each GPU, until none fits. T is
+   concave, and so is log T, also less what a pause costs: the gains of a job only fall, so that taking the largest each
+   time is the best there is for workers of one size (Fox, "Discrete optimization via marginal analysis", Management
+   Science 13, 1966). The sum of log-speedups is what proportional fairness makes largest (Kelly, 1997), and what
+   Pollux's power mean of speedups (OSDI 2021, section 4.2) becomes for p -> 0.
+3. Workers from jobs that lose little to jobs that gain much, wherever the difference exceeds both pauses.
+
+Every move gains more than it costs, so that passes end; the last changes nothing, as would another decision: the
+arbiter run on its own result moves nothing. What does not belong here: how many workers a job can use at all
+(`edl.master.scaling.workers`), a clock, Kubernetes' API, and whatever starts and stops workers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from edl.master.scaling.allocation_plan import AllocationPlan, ArbitrationSettings, JobRequest
+
+__all__ = ["Allocation", "ArbitrationSettings", "JobRequest", "arbitrate"]
+
+_MAX_NODES_EXAMINED: Final = 30_000
+"""Nodes that an exchange looks at in a pass, some 10 us each. Where workers are of one size the first node does, and no
+pass looks at more nodes than it moves workers; jobs whose workers need whole nodes would look at all of them."""
+_LEAST_DIFFERENCE: Final = 1e-9
+"""A gain that exceeds a loss by less is rounding: it could be found again in the other direction, and again."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Where every job's workers should be."""
+
+    placements: Mapping[str, Mapping[str, int]]  # job -> node -> workers, without those that have none
+    pending: tuple[str, ...]  # jobs that wait for their minimum, in the order in which they are served
+    changes: Mapping[str, str]  # job -> why it has other workers than before, in a few words
+    steps: int  # workers that were placed on the way, at most as many as there are GPUs
+    settled: bool  # nothing more would be moved from here; False if the steps were used up before
+
+    def count_workers(self, job: str) -> int:
+        """Return how many workers a job has."""
+        return sum(self.placements.get(job, {}).values())
+
+
+def arbitrate(
+    nodes: Mapping[str, int],
+    jobs: Sequence[JobRequest],
+    placements: Mapping[str, Mapping[str, int]],
+    settings: ArbitrationSettings | None = None,
+) -> Allocation:
+    """Decide which job has how many workers on which node.
+
+    Args:
+        nodes: Name -> GPUs that jobs may use there.
+        jobs: All of them, whether they have workers or not.
+        placements: Job -> node -> workers that it has now; nodes that are not in `nodes` are lost, and jobs that are
+            not in `jobs` have ended.
+        settings: What the decision goes by; None for the defaults.
+
+    Raises:
+        ValueError: two jobs have one name, or a node has a negative number of GPUs.
+    """
+    requests = sorted(jobs, key=lambda job: (-job.priority, job.submitted_s, job.name))
+    if len({request.name for request in requests}) < len(requests):
+        raise ValueError("two jobs have one name")
+    names = sorted(nodes)
+    if any(nodes[name] < 0 for name in names):
+        raise ValueError("a node has a negative number of GPUs")
+    numbers = {name: number for number, name in enumerate(names)}
+    plan = AllocationPlan(requests, settings or ArbitrationSettings(), [nodes[name] for name in names])
+    for job, request in enumerate(requests):
+        for node, count in sorted(placements.get(request.name, {}).items()):
+            if node not in numbers:
+                plan.record_move(job, "its node is gone")
+            elif count > 0:
+                plan.add_workers(job, numbers[node], count)
+    former = _release_impossible_workers(plan)
+    settled = False  # each pass but two places a worker, and there are as many as GPUs to place
+    while not settled:
+        # Only a pass that every job enters unmoved, as it would another decision, shows that this would change nothing.
+        fresh = not any(plan.has_moved(job) for job in range(len(requests)))
+        served = _admit_pending_jobs(plan, former)
+        grown = _grow_jobs(plan)
+        exchanged = _exchange_workers(plan)
+        settled = fresh and not (served or grown or exchanged)
+        plan.begin_pass()
+    after = [{names[node]: count for node, count in sorted(places.items())} for places in plan.of_job]
+    return Allocation(
+        placements={request.name: after[job] for job, request in enumerate(requests) if after[job]},
+        pending=tuple(request.name for job, request in enumerate(requests) if plan.is_waiting(job)),
+        changes={
+            request.name: plan.reasons[job] or "lost workers, and waits for its minimum"
+            for job, request in enumerate(requests)
+            if after[job] != dict(placements.get(request.name, {}))
+        },
+        steps=plan.steps,
+        settled=not plan.exhausted,
+    )
+
+
+def _release_impossible_workers(plan: AllocationPlan) -> list[dict[int, int]]:
+    """Take workers from nodes that have fewer GPUs than are used, and from jobs that have too many or too few.
+
+    A node gives up surplus of the lowest priority first, then minima of the lowest priority, the youngest first. A job
+    that is left with fewer workers than its minimum loses all: it waits with the others, and has its old places back
+    if it is served. Returned are these places, by job: node -> workers.
+    """
+
+    def rank(job: int) -> tuple[bool, float, float, int]:
+        request = plan.requests[job]
+        return plan.get_surplus(job) <= 0, request.priority, -request.submitted_s, -job
+
+    for node in range(len(plan.free)):
+        while plan.free[node] < 0:
+            job = min(plan.on_node[node], key=rank)
+            plan.remove_worker(job, node)
+            plan.record_move(job, "its node lost GPUs")
+    former: list[dict[int, int]] = [{} for _ in plan.requests]
+    for job, request in enumerate(plan.requests):
+        while plan.workers[job] > request.max_workers:
+            plan.remove_worker(job, max(plan.of_job[job], key=lambda node: (plan.free[node], -node)))
+            plan.record_move(job, "it may not have more")
+        if plan.is_waiting(job):
+            former[job] = dict(sorted(plan.of_job[job].items()))
+            for node, count in former[job].items():
+                plan.add_workers(job, node, -count)
+    return former
+
+
+def _admit_pending_jobs(plan: AllocationPlan, former: Sequence[Mapping[int, int]]) -> bool:
+    """Give every waiting job its minimum that gets it, all of it or nothing; return whether a job was served.
+
+    Nobody is brought below its minimum. A job that does not fit is passed over, unless it has waited so long that
+    nothing which comes after it may start before it. A job that has lost some of its workers has its `former` places
+    back where they are free.
+    """
+    waiting = [job for job in range(len(plan.requests)) if plan.is_waiting(job)]
+    waiting.sort(key=lambda job: (-plan.requests[job].priority, plan.requests[job].submitted_s, job))
+    refused: list[tuple[int, int]] = []  # gpus, workers: what is no smaller in either does not fit either
+    served = blocked = False
+    # Surplus only shrinks while jobs are served, so that the search for workers of one size goes on where it stopped.
+    searches: dict[int, Iterator[tuple[int, list[int]]]] = {}
+    patience_s = plan.settings.patience_s
+    for job in waiting:
+        request = plan.requests[job]
+        if blocked and not former[job]:
+            continue
+        hopeless = any(gpus <= request.gpus and count <= request.min_workers for gpus, count in refused)
+        if (not hopeless or former[job]) and _admit(plan, job, former[job], searches):
+            served = True
+            continue
+        refused.append((request.gpus, request.min_workers))
+        if patience_s is not None and request.waited_s >= patience_s and _could_ever_fit(plan, job):
+            blocked = True
+    return served
+
+
+def _admit(
+    plan: AllocationPlan, job: int, former: Mapping[int, int], searches: dict[int, Iterator[tuple[int, list[int]]]]
+) -> bool:
+    """Place a job's minimum, or nothing."""
+    request = plan.requests[job]
+    lacking = request.min_workers * request.gpus - plan.free_gpus
+    if lacking > 0 and plan.count_surplus_gpus() < lacking:
+        return False
+    mark = plan.mark()
+    moved: dict[int, str] = {}
+    for place, count in former.items():
+        back = min(count, plan.free[place] // request.gpus, request.min_workers - plan.workers[job])
+        if back > 0:
+            plan.add_workers(job, place, back)
+    while plan.is_waiting(job):
+        node = plan.find_node(request.gpus)
+        if node is None:
+            if request.gpus not in searches:
+                searches[request.gpus] = _search_surplus(plan, request.gpus)
+            found = next(searches[request.gpus], None)
+            if found is None:
+                break
+            node, victims = found
+            for victim in victims:
+                plan.remove_worker(victim, node)
+                moved[victim] = f"gave workers to {request.name}, which needs its minimum"
+        plan.add_workers(job, node)
+    if plan.is_waiting(job) or not plan.can_place(request.min_workers):
+        plan.undo_to(mark)
+        searches.clear()
+        return False
+    for victim, reason in moved.items():
+        plan.record_move(victim, reason)
+    plan.record_move(job, "has its minimum")
+    plan.steps += request.min_workers
+    return True
+
+
+def _search_surplus(plan: AllocationPlan, gpus: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield nodes where surplus makes room for a worker, and the jobs that give workers there.
+
+    Surplus of higher priority is taken only where lower has none. A node comes again for as long as it has surplus.
+    """
+    allowed = [False] * len(plan.requests)
+    givers = sorted(
+        (request.priority, plan.price_worker(job) / request.gpus, -job)
+        for job, request in enumerate(plan.requests)
+        if plan.get_surplus(job) > 0
+    )
+    lowest: float | None = None
+    for priority, _, number in givers:
+        if priority != lowest:
+            lowest = priority
+            for level, _, other in givers:
+                allowed[-other] = level <= priority
+        nodes = sorted(plan.of_job[-number], key=lambda node: (plan.free[node], -node))
+        while nodes:
+            victims = plan.choose_victims(nodes[-1], gpus - plan.free[nodes[-1]], allowed)
+            if victims is None:
+                nodes.pop()
+            else:
+                yield nodes[-1], victims
+
+
+def _could_ever_fit(plan: AllocationPlan, job: int) -> bool:
+    """Whether a job would fit into the empty cluster; a job that would not holds nobody up."""
+    request = plan.requests[job]
+    slots = 0
+    for node, free in enumerate(plan.free):
+        used = sum(plan.gpus[other] * count for other, count in plan.on_node[node].items())
+        slots += (free + used) // request.gpus
+        if slots >= request.min_workers:
+            return True
+    return False
+
+
+def _grow_jobs(plan: AllocationPlan) -> bool:
+    """Hand out free GPUs; return whether a worker was placed.
+
+    The first workers of a job that has not moved yet come together: as many as it takes for their gain to exceed the
+    pause. If they do not fit, it stays as it is.
+    """
+    if plan.free_gpus == 0:
+        return False
+    offers = [offer for job in range(len(plan.requests)) if (offer := _offer(plan, job)) is not None]
+    heapq.heapify(offers)
+    grown = False
+    widest = max(plan.free)
+    while offers and plan.free_gpus:
+        _, job, count = heapq.heappop(offers)
+        # A node for `widest` GPUs was not found before, so it is not now: nothing is freed here.
+        if plan.gpus[job] > widest:
+            continue
+        mark, left = plan.mark(), count
+        while left and (node := plan.find_node(plan.gpus[job])) is not None:
+            plan.add_workers(job, node)
+            left -= 1
+        if left or not plan.can_place(count):
+            if left == count:
+                widest = plan.gpus[job] - 1
+            plan.undo_to(mark)
+            continue
+        plan.steps += count
+        plan.record_move(job, "grew into free GPUs")
+        grown = True
+        if (offer := _offer(plan, job)) is not None:
+            heapq.heappush(offers, offer)
+    return grown
+
+
+def _offer(plan: AllocationPlan, job: int) -> tuple[float, int, int] | None:
+    """Return what a job's next workers are worth per GPU, if it may have any: (minus gain, job, workers)."""
+    if plan.workers[job] >= plan.requests[job].max_workers or plan.is_waiting(job):
+        return None
+    count = 1 if plan.has_moved(job) else plan.find_worthwhile_growth(job)
+    if count is None:
+        return None
+    gain = plan.compute_gain(job, count) / (count * plan.gpus[job])
+    return (-gain, job, count) if gain > 0 else None
+
+
+def _exchange_workers(plan: AllocationPlan) -> bool:
+    """Move workers between jobs, one at a time, the largest gain first; return whether a worker was moved.
+
+    It ends when no move gains more than it costs. The sum of the jobs' values grows with every move, so that none is
+    ever taken back.
+    """
+    surplus = _SurplusJobs(plan)
+    receivers = [(-bid / plan.gpus[job], job) for job in range(len(plan.requests)) if (bid := _bid(plan, job)) > 0]
+    heapq.heapify(receivers)
+    refused: set[int] = set()  # sizes of workers for which a larger bid than those that are left was refused
+    exchanged = False
+    while receivers:
+        _, job = heapq.heappop(receivers)
+        bid = _bid(plan, job)
+        if plan.gpus[job] in refused or bid <= 0:
+            continue
+        found = surplus.find_node(job, bid)
+        if found is None:
+            refused.add(plan.gpus[job])
+            continue
+        if not plan.can_place(1):
+            break
+        node, victims = found
+        for victim in victims:
+            plan.remove_worker(victim, node)
+        plan.add_workers(job, node)
+        plan.steps += 1
+        for victim in sorted(set(victims)):
+            plan.record_move(victim, f"gave workers to {plan.requests[job].name}, which gains more by them")
+            surplus.update(victim)
+        plan.record_move(job, "took workers of jobs that lose less by them")
+        surplus.update(job)
+        exchanged = True
+        if (bid := _bid(plan, job)) > 0:
+            heapq.heappush(receivers, (-bid / plan.gpus[job], job))
+    return exchanged
+
+
+def _bid(plan: AllocationPlan, job: int) -> float:
+    """Return what one more worker is worth to a job, its own pause paid; 0 if it may not have one."""
+    if plan.workers[job] >= plan.requests[job].max_workers or plan.is_waiting(job):
+        return 0.0
+    return plan.compute_gain(job) - plan.compute_pause(job)
+
+
+class _SurplusJobs:
+    """Jobs with surplus, by what one worker less costs them per GPU; a queue for each size of wanted workers.
+
+    A node that was looked at for workers of one size, in vain, is not looked at for that size again in this pass: bids
+    for it only fall.
+    """
+
+    def __init__(self, plan: AllocationPlan) -> None:
+        self._plan = plan
+        self._allowed = [True] * len(plan.requests)
+        self._prices: dict[int, float] = {}
+        self._queues: dict[int, list[tuple[float, int]]] = {}
+        self._nodes: dict[tuple[int, int], list[int]] = {}
+        self._examined = 0
+        for job in range(len(plan.requests)):
+            self.update(job)
+
+    def update(self, job: int) -> None:
+        """Take a job's new number of workers into account."""
+        plan = self._plan
+        if plan.get_surplus(job) <= 0:
+            self._prices.pop(job, None)
+            return
+        price = self._prices[job] = plan.price_worker(job) / plan.gpus[job]
+        for queue in self._queues.values():
+            heapq.heappush(queue, (price, job))
+
+    def find_node(self, receiver: int, bid: float) -> tuple[int, list[int]] | None:
+        """Return a node where a worker of the receiver fits for less than its bid, and the jobs that give workers."""
+        size = self._plan.gpus[receiver]
+        if size not in self._queues:
+            self._queues[size] = sorted((price, job) for job, price in self._prices.items())
+        queue = self._queues[size]
+        own: tuple[float, int] | None = None
+        found = None
+        self._allowed[receiver] = False
+        while queue and found is None:
+            price, job = queue[0]
+            # A whole worker is given even where less is needed, and none that comes later is cheaper for a GPU.
+            if price >= bid:
+                break
+            if self._prices.get(job) != price:
+                heapq.heappop(queue)  # it has another price by now, and stands there again
+                continue
+            if job == receiver:
+                own = heapq.heappop(queue)
+                continue
+            found = self._search_nodes(job, size, bid)
+            if found is None:
+                heapq.heappop(queue)
+        if own is not None:
+            heapq.heappush(queue, own)
+        self._allowed[receiver] = True
+        return found
+
+    def _search_nodes(self, job: int, size: int, bid: float) -> tuple[int, list[int]] | None:
+        """Look at the nodes where a job has workers."""
+        plan = self._plan
+        if self._prices[job] * plan.gpus[job] >= bid:
+            return None
+        nodes = self._nodes.get((job, size))
+        if nodes is None:
+            nodes = self._nodes[job, size] = sorted(plan.of_job[job], key=lambda node: (plan.free[node], -node))
+        while nodes and self._examined < _MAX_NODES_EXAMINED:
+            node = nodes[-1]
+            # A job that does not grow into free GPUs has its reasons.
+            if job in plan.on_node[node] and plan.free[node] < size:
+                self._examined += 1
+                limit = bid - _LEAST_DIFFERENCE
+                victims = plan.choose_victims(node, size - plan.free[node], self._allowed, limit)
+                if victims is not None:
+                    return node, victims
+            nodes.pop()
+        return None

@@ -1,4 +1,4 @@
-"""Routes of a proxy.
+"""Routes of a proxy: who may ask, how many tokens are held at a time, and how vLLM's requests become a `Scorer`'s.
 
 What does not belong here: threads and sockets (`server`).
 """
@@ -11,11 +11,13 @@ import itertools
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
 from edl.distill import Scorer
@@ -30,70 +32,148 @@ from edl.errors import (
     TemporaryError,
 )
 from edl.http_server.access import BearerTokenCheck, HostCheck
-from edl.proxy.admission import TokenGate
-from edl.proxy.completion_request import CompletionRequest, RequestRefusal, read_request
-from edl.proxy.completion_response import PIECE_ENTRIES, answer_head, answer_tail, encode_choice, encode_error
-from edl.proxy.metrics import ProxyMetrics
+from edl.proxy.completions import (
+    PIECE_ENTRIES,
+    CompletionRequest,
+    RequestRefusal,
+    answer_head,
+    answer_tail,
+    encode_choice,
+    encode_error,
+    read_request,
+)
 from edl.proxy.settings import ProxySettings
 
-__all__ = ["ScoringApi", "body_limit", "make_app"]
+__all__ = ["ScoringApi", "TokenGate", "make_app"]
 
 logger = logging.getLogger(__name__)
 
 _READ_S: Final = 60.0
-"""For a body: some megabytes over a slow line."""
+"""Deadline for a body: some megabytes over a slow line."""
 _WRITE_S: Final = 60.0
-"""For a piece to be taken by the client: one that reads nothing must not hold its labels for ever."""
+"""Deadline for a client to take a piece: one that reads nothing must not hold its labels for ever."""
 _PIECE: Final = 256 << 10  # bytes: about what `PIECE_ENTRIES` have, and little enough for a slow line
 _READERS: Final = 32
-"""Bodies that are read at a time, each of which may have `body_limit`; smaller than `_SLOW_BODY` they do not count."""
+"""Bodies that are read at a time, each of which may have `_body_limit`; smaller than `_SLOW_BODY` they do not count."""
 _BODY_BYTES: Final = 256 << 20
 """Of these together: about what labels have unless the user says otherwise."""
 _PARSERS: Final = 2  # bodies that become Python's objects at a time, of up to 30 times the bytes
-_SLOW_BODY: Final = 64 << 10  # bytes: beyond, reading takes milliseconds, in which nobody else would be answered
+_SLOW_BODY: Final = 64 << 10  # bytes: beyond, reading takes milliseconds, in which no one else would be answered
 _RETRY_S: Final = 5.0
 """Until a client asks again where no teacher is live: one starts within seconds, or later than anybody can say."""
 _PROBES: Final = frozenset({"/health", "/livez"})
 """Answered under any name and without a token: a kubelet has neither, and vLLM's clients show none there."""
 _NO_STORE: Final = {"Cache-Control": "no-store", "Server": "edl", "X-Content-Type-Options": "nosniff"}
 
+_MOST_WAITING: Final = 16
+"""Requests of the largest size whose ids may wait, 4 bytes a token: the excess is refused at once, so that its client
+tries another proxy, or later."""
+_FULL_RETRY_S: Final = 1.0  # a request of the largest size takes seconds
+_SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+"""From a short prompt on an idle GPU to the longest batch behind a full queue."""
+
 _T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def body_limit(max_tokens: int) -> int:
-    """Return how many bytes a request may have.
+class TokenGate:
+    """Lets requests in while no more than `most` tokens are inside, the first first. Used on a single event loop."""
 
-    Args:
-        max_tokens: that it may have.
-    """
-    return (1 << 20) + 12 * max_tokens  # an id of 10 digits, a comma and a space
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.inside = 0
+        self.waiting = 0
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @contextlib.asynccontextmanager
+    async def room(self, tokens: int, timeout_s: float) -> AsyncIterator[None]:
+        """Wait for room, and have it for the time of the block.
+
+        Raises:
+            RequestRefusal: 413 for more tokens than are ever let in, 503 where too many wait, or for too long.
+        """
+        if tokens > self._most:
+            raise RequestRefusal(
+                413,
+                f"{tokens} tokens in a request, 16 at least of each prompt, and {self._most} are taken: send fewer "
+                "prompts (--max-tokens)",
+            )
+        if self.waiting + tokens > _MOST_WAITING * self._most:
+            raise RequestRefusal(503, f"{self.waiting} tokens wait already", _FULL_RETRY_S)
+        await self._enter(tokens, timeout_s)
+        try:
+            yield
+        finally:
+            self.inside -= tokens
+            self._let_in()
+
+    async def _enter(self, tokens: int, timeout_s: float) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append((tokens, turn))
+        self.waiting += tokens
+        self._let_in()
+        try:
+            await asyncio.wait_for(asyncio.shield(turn), timeout_s)
+        except BaseException as exc:
+            if turn.done():
+                self.inside -= tokens
+            else:
+                turn.cancel()
+                self._queue.remove((tokens, turn))
+                self.waiting -= tokens
+            self._let_in()
+            if isinstance(exc, asyncio.TimeoutError):
+                raise RequestRefusal(503, f"no room within {timeout_s:g} s", _FULL_RETRY_S) from None
+            raise
+
+    def _let_in(self) -> None:
+        while self._queue and self.inside + self._queue[0][0] <= self._most:
+            tokens, turn = self._queue.popleft()
+            self.waiting -= tokens
+            self.inside += tokens
+            turn.set_result(None)
+
+
+class _ProxyMetrics:
+    """Counters and gauges of a proxy, in a registry of their own; its scorer's are added to it."""
+
+    def __init__(self, gate: TokenGate) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "edl_proxy_requests", "Requests for scores by status.", ["status"], registry=self.registry
+        )
+        self._tokens = Counter("edl_proxy_tokens", "Tokens that were scored and sent.", registry=self.registry)
+        self._seconds = Histogram(
+            "edl_proxy_request_seconds", "Until the last byte was sent.", buckets=_SECONDS, registry=self.registry
+        )
+        inside = Gauge("edl_proxy_tokens_held", "Asked of teachers or being sent.", registry=self.registry)
+        inside.set_function(lambda: gate.inside)
+        waiting = Gauge("edl_proxy_tokens_waiting", "Of requests that wait for room.", registry=self.registry)
+        waiting.set_function(lambda: gate.waiting)
+
+    def record(self, status: int, tokens: int, seconds: float) -> None:
+        """Count a request, and the tokens that were sent. A client that went away has status 499, as with nginx."""
+        self._requests.labels(str(status)).inc()
+        self._tokens.inc(tokens)
+        if tokens:
+            self._seconds.observe(seconds)
 
 
 class ScoringApi:
-    """Answers requests.
-
-    Args:
-        settings: of the proxy.
-        scorer: asks the teachers; made with `targets=True`.
-
-    Attributes:
-        draining: whether nothing new is taken.
-        open_requests: that are being answered.
-    """
+    """Answers requests through a scorer that was made with `targets=True`."""
 
     def __init__(self, settings: ProxySettings, scorer: Scorer) -> None:
-        self.draining = False
+        self.draining = False  # if so, nothing new is taken
         self.open_requests = 0
         self._settings = settings
         self._scorer = scorer
         self._gate = TokenGate(settings.room)
-        self._max_readers = min(_READERS, max(_BODY_BYTES // body_limit(settings.room), 2))
+        self._max_readers = min(_READERS, max(_BODY_BYTES // _body_limit(settings.room), 2))
         self._readers = asyncio.Semaphore(self._max_readers)
         self._parsers = asyncio.Semaphore(_PARSERS)
         self._numbers = itertools.count()
         self._since = int(time.time())
-        self.metrics = ProxyMetrics(lambda: self._gate.inside, lambda: self._gate.waiting)
+        self.metrics = _ProxyMetrics(self._gate)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Answer `POST /v1/completions`."""
@@ -201,22 +281,15 @@ class ScoringApi:
 
 
 def make_app(api: ScoringApi, max_tokens: int, hosts: HostCheck | None, tokens: BearerTokenCheck | None) -> Any:
-    """Return the application, a `web.Application`.
-
-    Args:
-        api: answers.
-        max_tokens: of a request.
-        hosts: refuses names that are not this machine's; None to answer to any.
-        tokens: that clients must show; None where they need none.
-    """
+    """Return the application, a `web.Application`, for requests of at most `max_tokens`."""
 
     @web.middleware
     async def checked(request: web.Request, handler: _Handler) -> web.StreamResponse:
         if request.path not in _PROBES:
             if tokens is not None and not tokens.allows_header(request.headers.get("Authorization")):
-                return _error(401, "a token is wanted: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
+                return _error(401, "token required: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
             if not _is_same_origin(request):
-                return _error(403, "a page of another host asks: this proxy answers programs alone")
+                return _error(403, "cross-origin requests are refused")
             if request.headers.get("Content-Encoding", "identity") != "identity":
                 return _error(415, "bodies are taken as they are: send it without Content-Encoding")
             if hosts is not None and not hosts.allows(request.headers.get("Host")):
@@ -227,13 +300,13 @@ def make_app(api: ScoringApi, max_tokens: int, hosts: HostCheck | None, tokens: 
             words = f"{request.path} is not here: this proxy scores prompts, POST /v1/completions with prompt_logprobs"
             return _error(404, words)
         except web.HTTPRequestEntityTooLarge:
-            return _error(413, f"more than {body_limit(max_tokens)} bytes: send fewer prompts (--max-tokens)")
+            return _error(413, f"more than {_body_limit(max_tokens)} bytes: send fewer prompts (--max-tokens)")
         except web.HTTPException as exc:
             if exc.status < 400:
                 raise
             return _error(exc.status, exc.reason, dict(exc.headers) if exc.status == 405 else None)
 
-    app = web.Application(middlewares=[checked], client_max_size=body_limit(max_tokens))
+    app = web.Application(middlewares=[checked], client_max_size=_body_limit(max_tokens))
     app.router.add_post("/v1/completions", api.completions)
     app.router.add_get("/v1/models", api.models)
     app.router.add_get("/health", api.health)
@@ -325,3 +398,8 @@ async def _write(response: web.StreamResponse, data: bytes) -> None:
             await asyncio.wait_for(response.write(data[at : at + _PIECE]), _WRITE_S)
     except asyncio.TimeoutError:
         raise ConnectionResetError(f"the client took nothing for {_WRITE_S:g} s") from None
+
+
+def _body_limit(max_tokens: int) -> int:
+    """Return how many bytes a request of so many tokens may have."""
+    return (1 << 20) + 12 * max_tokens  # an id of 10 digits, a comma and a space

@@ -29,10 +29,10 @@ _POLL_S: Final = 0.05  # for the last answer of a proxy that ends
 class ProxyServer(AppServer):
     """Answers as a vLLM does that is asked for the log-probabilities of prompts, with the teachers of a service.
 
-    Teachers that are away are no error: requests wait for them, and are refused then.
+    If no teacher is live requests wait for one, and are refused after `teacher_timeout_s`.
 
     Args:
-        settings: where it listens, and whom it asks.
+        settings: Where it listens, and which teachers it asks.
 
     Raises:
         SettingsError: the address cannot be listened on, or a setting cannot be used.
@@ -60,7 +60,8 @@ class ProxyServer(AppServer):
             raise
         if not settings.local and not settings.credentials.token_file:
             logger.warning(
-                "the proxy listens on %s without a token: who reaches this port asks your teachers; set --token-file",
+                "the proxy listens on %s without a token: anyone who reaches this port can ask your teachers; set "
+                "--token-file",
                 settings.host,
             )
 
@@ -76,14 +77,7 @@ class ProxyServer(AppServer):
         await self.run_app(make_app(self._api, settings.room, hosts, tokens), answers_late=True)
 
     def drain(self, timeout_s: float) -> bool:
-        """Take nothing new, and wait for the answers that are under way.
-
-        Args:
-            timeout_s: for these.
-
-        Returns:
-            Whether all were sent.
-        """
+        """Take nothing new, and wait for the answers that are under way; return whether all were sent in time."""
         api = self._api
         assert api is not None
         api.draining = True

@@ -21,24 +21,24 @@ class ProxySettings:
     """Settings of a proxy.
 
     Attributes:
-        service: the teachers' service, or `host:port` of teachers, separated by commas.
+        service: The teachers' service, or `host:port` of teachers, separated by commas.
         discovery: URL of the registry; None for the default.
-        model: the name that clients ask for; empty for that of the service.
-        host: a name or an address to listen on.
-        port: 0 for a free port.
-        top_k: entries of a position at most; what is asked of teachers.
-        max_tokens: held at a time: asked of teachers, or being sent to clients. What comes beyond waits. None: as many
-            as have 256 MiB of labels, 262,144 at `top_k=64`.
-        timeout_s: for an answer, waiting included.
-        teacher_timeout_s: how long a request waits while no teacher is live.
-        version: of the model; empty for any.
-        tokenizer: path or hash that teachers must have; empty for any.
-        allowed_hosts: names, besides localhost, by which clients on this machine may ask.
-        credentials: certificate and key for HTTPS, and the file of tokens that clients must show.
-        teacher_credentials: what is shown to teachers; None for what the environment names.
+        model: Name that clients ask for; empty for that of the service.
+        host: Name or address to listen on.
+        port: Port to listen on; 0 for a free one.
+        top_k: Largest number of entries per position; teachers are asked for this many.
+        max_tokens: Largest number of tokens held at a time, being asked of teachers or sent to clients; the excess
+            queues. None for as many as have 256 MiB of labels, 262,144 at `top_k=64`.
+        timeout_s: Seconds to wait for an answer, queueing included.
+        teacher_timeout_s: Seconds that a request waits while no teacher is live.
+        version: Version of the model; empty for any.
+        tokenizer: Path or hash that teachers must have; empty for any.
+        allowed_hosts: Names, besides localhost, by which clients on this machine may ask.
+        credentials: Certificate and key for HTTPS, and the file of tokens that clients must show.
+        teacher_credentials: What is shown to teachers; None for what the environment names.
 
     Raises:
-        SettingsError: a value that cannot be, or tokens would cross the network as they are.
+        SettingsError: a value is out of range, or tokens would cross the network as they are.
     """
 
     service: str

@@ -328,7 +328,8 @@ class _Decider:
     def _watch_band(self, required: int) -> None:
         """Note since when the demand lies above or below the band."""
         now_s, demand, settings = self._seen.now_s, self._seen.demand, self._settings
-        since_s, recent = None, ()
+        since_s: float | None = None
+        recent: tuple[tuple[float, int], ...] = ()
         if demand > settings.up_above * self.before * self._rate:
             since_s = self.state.high_since_s if self.state.high_since_s is not None else now_s
             young_s = settings.up_s * _RECENT_SHARE

@@ -23,9 +23,8 @@ import pytest
 from edl.cli import main
 from edl.distill.compress import TopK
 from edl.errors import ClosedError, SettingsError
-from edl.proxy.admission import TokenGate
-from edl.proxy.completion_request import RequestRefusal, read_request
-from edl.proxy.completion_response import answer_head, answer_tail, encode_choice
+from edl.proxy.app import TokenGate
+from edl.proxy.completions import RequestRefusal, answer_head, answer_tail, encode_choice, read_request
 from edl.proxy.server import ProxyServer
 from edl.proxy.settings import ProxySettings
 from edl.settings import Credentials
@@ -254,7 +253,7 @@ def test_other_names_are_refused(open_proxy: OpenProxy) -> None:
 
 def test_long_texts(open_proxy: OpenProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices that are encoded in a thread, in several pieces."""
-    for module in ("app", "completion_response"):
+    for module in ("app", "completions"):
         monkeypatch.setattr(f"edl.proxy.{module}.PIECE_ENTRIES", 64)
     port = open_proxy().port
     for k in (K, 0):

@@ -1,43 +1,49 @@
-"""What a client asks for: the body of `POST /v1/completions`, checked.
+"""vLLM's completions protocol: the body of `POST /v1/completions`, checked, and the JSON of answers.
 
-Fields are those of vLLM's protocol. What cannot be done is refused by name; what means nothing where nothing is
-generated (penalties, `top_p`, `seed`, `echo`, ...) is let pass.
+A field that asks for something the proxy cannot do is refused by name. A field that means nothing where nothing is
+generated (penalties, `top_p`, `seed`, `echo`, ...) is ignored. Position p of `prompt_logprobs` is the prediction OF
+token p, which is row p - 1 of the labels; position 0 is null.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from edl.distill.compress import TopK
 from edl.quoting import clip, shown
 
-__all__ = ["CompletionRequest", "RequestRefusal", "read_request"]
+__all__ = [
+    "PIECE_ENTRIES",
+    "CompletionRequest",
+    "RequestRefusal",
+    "answer_head",
+    "answer_tail",
+    "encode_choice",
+    "encode_error",
+    "read_request",
+]
 
 _MAX_ID: Final = np.iinfo(np.int32).max
 _SINGLE: Final = ("n", "best_of")
 _CHANGING: Final = ("truncate_prompt_tokens", "prompt_embeds")
-"""What would be another prompt than the ids."""
+"""These would change the prompt."""
 _LEAST_WEIGHT: Final = 16  # tokens, whose labels have about the bytes of what is held by prompt besides
+PIECE_ENTRIES: Final = 4096
+"""Entries that are encoded at a time: milliseconds, in which no one else is answered, and some megabytes."""
+_LEAST: Final = -9999.0
+"""In place of minus infinity, which JSON has not: vLLM writes the same."""
+_ERROR_TYPES: Final = {400: "BadRequestError", 401: "Unauthorized", 404: "NotFoundError"}
 
 
 class RequestRefusal(Exception):
-    """Raised for a request that is answered with an error.
-
-    Args:
-        status: of HTTP.
-        message: why, and what to change.
-        retry_after_s: when to ask again; None not to say.
-
-    Attributes:
-        status: as given.
-        message: as given.
-        retry_after_s: as given.
-    """
+    """Raised for a request that is answered with an error: its status, what to change, and when to ask again."""
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -48,17 +54,11 @@ class RequestRefusal(Exception):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """Prompts whose tokens are to be scored.
+    """Prompts whose tokens are to be scored."""
 
-    Attributes:
-        prompts: int32 [tokens] each, of one token at least.
-        k: entries of a position, besides the prompt's own token.
-        with_ids: whether the answer repeats the prompts' ids.
-    """
-
-    prompts: list[npt.NDArray[np.int32]]
-    k: int
-    with_ids: bool = False
+    prompts: list[npt.NDArray[np.int32]]  # [tokens] each, at least one token
+    k: int  # entries of a position, besides the prompt's own token
+    with_ids: bool = False  # whether the answer repeats the prompts' ids
 
     @property
     def tokens(self) -> int:
@@ -72,16 +72,7 @@ class CompletionRequest:
 
 
 def read_request(body: bytes, model: str, max_k: int) -> CompletionRequest:
-    """Read and check the body of a request.
-
-    Args:
-        body: JSON.
-        model: the name that clients may ask for.
-        max_k: the largest k.
-
-    Raises:
-        RequestRefusal: 400 or 404, with the offending name and value.
-    """
+    """Read and check the body of a request; raise a RequestRefusal of 400 or 404 that names the field and its value."""
     try:
         return _read_fields(json.loads(body), model, max_k)
     except (ValueError, RecursionError) as exc:
@@ -170,3 +161,73 @@ def _ids(part: object, number: int) -> npt.NDArray[np.int32]:
 
 def _shown(value: object) -> str:
     return shown(json.dumps(value), 100)
+
+
+def encode_choice(
+    index: int, prompt: npt.NDArray[np.int32], labels: TopK, own: npt.NDArray[Any], k: int, with_ids: bool
+) -> Iterator[bytes]:
+    """Encode an element of `choices` in pieces of some thousand entries: as a whole it may have hundreds of megabytes.
+
+    Args:
+        index: Number of the prompt.
+        prompt: Its ids, int32 [tokens].
+        labels: `TopK` of as many rows, by falling value, with at least k entries.
+        own: Log-probability of the prompt's next token in each row, float [tokens, 1].
+        k: Number of entries of a row to write. If the prompt's own token is not among them it is added, with its rank
+            in `labels`; if it is not in these, with the rank after their last: its true rank is that or later.
+        with_ids: Whether to repeat the ids.
+    """
+    yield (
+        f'{{"index":{index},"text":"","logprobs":null,"finish_reason":"length","stop_reason":null,'
+        f'"token_ids":{"[]" if with_ids else "null"},"prompt_logprobs":[null'
+    ).encode()
+    ids, values, last = np.asarray(labels.ids), np.asarray(labels.values), np.asarray(own)[:, 0]
+    rows = max(1, PIECE_ENTRIES // ids.shape[1])  # all that are there are looked at, even if k is less
+    for start in range(0, len(prompt) - 1, rows):
+        end = min(start + rows, len(prompt) - 1)
+        yield _encode_positions(prompt[start + 1 : end + 1], ids[start:end], values[start:end], last[start:end], k)
+    ids_text = json.dumps(prompt.tolist(), separators=(",", ":")) if with_ids else "null"
+    yield f'],"prompt_token_ids":{ids_text}}}'.encode()
+
+
+def _encode_positions(
+    tokens: npt.NDArray[np.int32], ids: npt.NDArray[Any], values: npt.NDArray[Any], own: npt.NDArray[Any], k: int
+) -> bytes:
+    """Encode the predictions of tokens, each behind a comma."""
+    same = ids == tokens[:, None]
+    ranks = np.where(same.any(-1), same.argmax(-1), same.shape[1]) + 1
+    last = np.maximum(own.astype(np.float64), _LEAST)
+    cells = np.empty((len(tokens), 2 * k), object)  # ids and values take turns, as Python's own numbers
+    cells[:, ::2], cells[:, 1::2] = ids[:, :k], np.maximum(values[:, :k].astype(np.float64), _LEAST)
+    known, added = _template(k), _template(k, added=True)
+    return "".join(
+        known % tuple(row) if rank <= k else added % (*row, token, value, rank)
+        for row, rank, token, value in zip(cells.tolist(), ranks.tolist(), tokens.tolist(), last.tolist(), strict=True)
+    ).encode()
+
+
+def answer_head(number: str, created: int, model: str) -> bytes:
+    """Encode what stands before the choices; `created` is Unix time."""
+    head = {"id": f"cmpl-{number}", "object": "text_completion", "created": created, "model": model}
+    return json.dumps(head, separators=(",", ":"))[:-1].encode() + b',"choices":['
+
+
+def answer_tail(tokens: int) -> bytes:
+    """Encode what stands behind the choices; `tokens` counts those of all prompts."""
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
+    return b'],"usage":' + json.dumps(usage, separators=(",", ":")).encode() + b"}"
+
+
+def encode_error(status: int, message: str) -> bytes:
+    """Encode an error."""
+    kind = _ERROR_TYPES.get(status, "ServiceUnavailableError" if status >= 500 else "BadRequestError")
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
+
+
+@functools.lru_cache(maxsize=256)  # clients ask for a k or two
+def _template(entries: int, *, added: bool = False) -> str:
+    """Return the form of a position, with a last entry of any rank if `added`."""
+    ranks = [*map(str, range(1, entries + 1)), *(["%d"] if added else [])]
+    # 9 digits tell all float32 apart.
+    parts = [f'"%d":{{"logprob":%.9g,"rank":{rank},"decoded_token":null}}' for rank in ranks]
+    return ",{" + ",".join(parts) + "}"

@@ -45,7 +45,7 @@ from edl.distill.labelling import (
 )
 from edl.errors import ConflictError, DiscoveryError, NoMasterError, PermanentError, ProtocolError, SettingsError
 from edl.master.client import MasterClient, ShardReader
-from edl.master.reports import read_report
+from edl.master.naming import read_report
 from edl.master.server import MasterServer, MasterSettings
 from edl.protocol.master import DatasetSpec
 from edl.protocol.tensors import Array

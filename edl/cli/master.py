@@ -28,7 +28,7 @@ from edl.end_signals import collect_signals
 from edl.errors import ConflictError, ProtocolError, SettingsError
 from edl.log_output import log_to_stderr
 from edl.master.client import MasterClient
-from edl.master.reports import read_report
+from edl.master.naming import read_report
 from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor, WorkerAdvice
 from edl.master.scaling.teachers import TeacherScalingSettings
 from edl.master.scaling.workers import ThroughputHistory, WorkerObservation, WorkLeft, decide_workers

@@ -1,9 +1,11 @@
-"""What a job's masters and their clients agree on: names of the service and of keys in the Store, sizes, refusals."""
+"""What a job's masters and their clients agree on: names, keys in the Store and what stands there, sizes, refusals."""
 
 from __future__ import annotations
 
-from typing import Final
+import json
+from typing import Any, Final
 
+from edl.discovery import Store
 from edl.errors import ConflictError, EDLError, LeaseLostError, ProtocolError, SettingsError
 
 __all__ = [
@@ -14,6 +16,7 @@ __all__ = [
     "NotFoundError",
     "candidacy",
     "election_key",
+    "read_report",
     "report_key",
 ]
 
@@ -51,3 +54,17 @@ def election_key(job: str) -> str:
 def report_key(job: str) -> str:
     """Return the key of what the leading master reports. It stays when the master has ended."""
     return f"master_reports/{job}"
+
+
+def read_report(store: Store, job: str) -> dict[str, Any] | None:
+    """Return the last report of a job's master; None where there is none, or none that can be read.
+
+    Raises:
+        DiscoveryError: the Store cannot be reached.
+    """
+    entry = store.get(report_key(job))
+    try:
+        found = None if entry is None else json.loads(entry.value)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -33,8 +33,7 @@ from edl.errors import (
     RejectedError,
     SettingsError,
 )
-from edl.master.naming import FORMAT, MESSAGE_NBYTES, REFUSALS, SERVICE, NotFoundError, election_key
-from edl.master.reports import read_report
+from edl.master.naming import FORMAT, MESSAGE_NBYTES, REFUSALS, SERVICE, NotFoundError, election_key, read_report
 from edl.notifier import Notifier
 from edl.protocol import master as messages
 from edl.protocol.channel import call_metadata, channel, is_forked_from_grpc

@@ -43,8 +43,7 @@ from edl.errors import (
     SettingsError,
 )
 from edl.master.journal import Journal, open_journal, set_aside
-from edl.master.naming import MESSAGE_NBYTES, candidacy, report_key
-from edl.master.reports import read_report
+from edl.master.naming import MESSAGE_NBYTES, candidacy, read_report, report_key
 from edl.master.server.term import (
     TICK_S,
     MasterServicer,

@@ -17,7 +17,7 @@ from edl.errors import ConflictError, JournalError, NoMasterError, RejectedError
 from edl.master import MasterClient, MasterServer, MasterSettings, ShardReader, ShardSettings, open_dataset
 from edl.master.client.master_client import MasterConnection
 from edl.master.journal import SqliteJournal, open_journal
-from edl.master.reports import read_report
+from edl.master.naming import read_report
 from edl.protocol import master as messages
 from edl.settings import Credentials
 from tests import certificates

@@ -15,8 +15,7 @@ import pytest
 
 from edl.datasets import ShardSettings, open_dataset
 from edl.discovery import Store, open_store
-from edl.master.naming import election_key
-from edl.master.reports import read_report
+from edl.master.naming import election_key, read_report
 from tests.fast.master.conftest import Create
 from tests.jobs.master.processes import counted, lead, read_ledgers, running, start, work
 from tests.waiting import DEADLINE_S, wait_until

@@ -1,7 +1,7 @@
 """How many teachers or workers are wanted, as a master writes it: `wanted/teachers/SERVICE`, `wanted/workers/JOB`.
 
-A key has no lease: what was wanted last is still the best that is known while masters are away. `time` says when it was
-written last; a live advisor writes at least every ten seconds, so a reader can tell whether there is one.
+A key has no lease: while masters are away, what was wanted last is still the best that is known. A live advisor writes
+`time`, of the last write, at least every ten seconds.
 """
 
 from __future__ import annotations
@@ -76,13 +76,10 @@ def parse_wanted(key: str, value: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         fields = None
     usable = (
-        isinstance(fields, dict)
+        _is_record(fields, "count", "now", "since", "time")
         and fields.get("v") == WANTED_VERSION
-        and _is_number(fields.get("count"))
-        and all(_is_number(fields.get(name)) for name in ("now", "since", "time"))
-        and isinstance(fields.get("reason"), str)
         and isinstance(fields.get("decisions"), list)
-        and all(_is_decision(decision) for decision in fields["decisions"])
+        and all(_is_record(decision, "time", "from", "count") for decision in fields["decisions"])
     )
     if not usable:
         logger.debug("%s is left out: not a record of what is wanted", shown(key))
@@ -90,11 +87,11 @@ def parse_wanted(key: str, value: bytes) -> dict[str, Any] | None:
     return dict(fields)
 
 
-def _is_decision(value: object) -> bool:
+def _is_record(value: Any, *numbers: str) -> bool:
     return (
         isinstance(value, dict)
-        and all(_is_number(value.get(name)) for name in ("time", "from", "count"))
         and isinstance(value.get("reason"), str)
+        and all(_is_number(value.get(name)) for name in numbers)
     )
 
 

@@ -135,7 +135,7 @@ class Journal(Resource, abc.ABC):
     - **Time.** Every call has a deadline of some seconds: `timeout_s` of `open_journal`.
 
     An implementation makes each of its calls in a `_turn`. `name` has the journal's place, for errors.
-    `tests/fast/master/journal` holds every implementation to this.
+    `tests/fast/master/test_journal.py` holds every implementation to this.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:

@@ -38,8 +38,7 @@ __all__ = ["AdvisorSettings", "ScalingAdvisor", "WorkerAdvice"]
 logger = logging.getLogger(__name__)
 
 _ELECTION = "advisor"
-_MOST_DECISIONS = 20
-"""Decisions that a record keeps: what a person looks back at, some kilobytes."""
+_MOST_DECISIONS = 20  # that a record keeps: what a person looks back at, some kilobytes
 _LAST_RETRY_S = 10.0
 """Between attempts while the Store is away: it is asked again soon after it is back."""
 _COMPARE_S = 10.0
@@ -48,20 +47,14 @@ _COMPARE_S = 10.0
 
 @dataclass(frozen=True)
 class AdvisorSettings:
-    """What an advisor goes by.
-
-    Attributes:
-        teachers: What its decisions about teachers go by.
-        interval_s: Seconds between two looks at all loads.
-        refresh_s: Seconds after which a record is written again that says nothing new, so that others see that the
-            advisor lives; its reason and figures are as old at most.
-        ttl_s: Seconds after which another advisor leads if the leader was lost.
-    """
+    """What an advisor goes by. Durations in seconds."""
 
     teachers: TeacherScalingSettings = field(default_factory=TeacherScalingSettings)
-    interval_s: float = 2.0
+    interval_s: float = 2.0  # between two looks at all loads
     refresh_s: float = 5.0
-    ttl_s: float = 10.0
+    """After which a record is written again that says nothing new, so that others see that the advisor lives; its
+    reason and figures are as old at most."""
+    ttl_s: float = 10.0  # after which another advisor leads if the leader was lost
 
 
 @dataclass(frozen=True)

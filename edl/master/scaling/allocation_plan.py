@@ -182,10 +182,6 @@ class AllocationPlan:
             heapq.heappush(self._buckets[free], node)
         self._log.append((job, node, count))
 
-    def remove_worker(self, job: int, node: int) -> None:
-        """Take one worker of a job from a node."""
-        self.add_workers(job, node, -1)
-
     def mark(self) -> int:
         """Return where the log of changes stands, for `undo_to`."""
         return len(self._log)

@@ -120,12 +120,12 @@ def _release_impossible_workers(plan: AllocationPlan) -> list[dict[int, int]]:
     for node in range(len(plan.free)):
         while plan.free[node] < 0:
             job = min(plan.on_node[node], key=rank)
-            plan.remove_worker(job, node)
+            plan.add_workers(job, node, -1)
             plan.record_move(job, "its node lost GPUs")
     former: list[dict[int, int]] = [{} for _ in plan.requests]
     for job, request in enumerate(plan.requests):
         while plan.workers[job] > request.max_workers:
-            plan.remove_worker(job, max(plan.of_job[job], key=lambda node: (plan.free[node], -node)))
+            plan.add_workers(job, max(plan.of_job[job], key=lambda node: (plan.free[node], -node)), -1)
             plan.record_move(job, "it may not have more")
         if plan.is_waiting(job):
             former[job] = dict(sorted(plan.of_job[job].items()))
@@ -186,7 +186,7 @@ def _admit(
                 break
             node, victims = found
             for victim in victims:
-                plan.remove_worker(victim, node)
+                plan.add_workers(victim, node, -1)
                 moved[victim] = f"gave workers to {request.name}, which needs its minimum"
         plan.add_workers(job, node)
     if plan.is_waiting(job) or not plan.can_place(request.min_workers):
@@ -307,7 +307,7 @@ def _exchange_workers(plan: AllocationPlan) -> bool:
             break
         node, victims = found
         for victim in victims:
-            plan.remove_worker(victim, node)
+            plan.add_workers(victim, node, -1)
         plan.add_workers(job, node)
         plan.steps += 1
         for victim in sorted(set(victims)):

@@ -61,47 +61,29 @@ _NO_TIMES: Mapping[str, Any] = {
 class TeacherScalingSettings:
     """What the decision about teachers goes by. Durations in seconds.
 
-    Attributes:
-        utilization: u, the share of teachers' time in which they compute once there are N* of them.
-        up_above: More teachers are wanted where the demand is above this share of what they can compute,
-        up_s: for at least this long.
-        down_below: Fewer are wanted where it is below this share of what one teacher less can compute,
-        down_s: for at least this long.
-        least_busy_share: The demand of a student that waits for more than all but this share of its time is noise:
-        most_growth: then the number of teachers grows by this factor at most.
-        least_gain: A step up that gains less than this share of the rows that it should gain is taken back.
-        rates_s: Time over which rates are taken: for so long they hold what was before a change. While they fall, the
-            window of a move down begins anew.
-        judge_s: Time from when a step's teachers are ready until the step is judged; longer than `rates_s`.
-        least_expected: A step is judged only if it should gain this share of the demand: less is within noise.
-        retry_s: A step that was taken back is tried again after this time, then after twice that, and so on,
-        most_retry_s: and at least this often;
-        changed_share: sooner, where demand or rate have changed by this share.
-        gap_s: After this long without an observation all times are counted anew.
-        least: Teachers that are wanted in any case.
-        most: Teachers that are wanted at most; None for no limit.
-
     Raises:
         SettingsError: the shares leave no band between a move up and a move down, or a value is out of range.
     """
 
-    utilization: float = 0.8
-    up_above: float = 0.9
-    up_s: float = 15.0
-    down_below: float = 0.7
-    down_s: float = 300.0
-    least_busy_share: float = 0.05
-    most_growth: float = 2.0
-    least_gain: float = 0.2
+    utilization: float = 0.8  # u, the share of teachers' time in which they compute once there are N* of them
+    up_above: float = 0.9  # more are wanted where the demand is above this share of what they can compute
+    up_s: float = 15.0  # for at least this long
+    down_below: float = 0.7  # fewer are wanted where it is below this share of what one teacher less can compute
+    down_s: float = 300.0  # for at least this long
+    least_busy_share: float = 0.05  # the demand of a student that is busy for less of its time is noise,
+    most_growth: float = 2.0  # and then the number of teachers grows by this factor at most
+    least_gain: float = 0.2  # a step up that gains less than this share of the rows that it should is taken back
     rates_s: float = 15.0
-    judge_s: float = 30.0
-    least_expected: float = 0.15
-    retry_s: float = 60.0
-    most_retry_s: float = 3600.0
-    changed_share: float = 0.2
-    gap_s: float = 30.0
-    least: int = 1
-    most: int | None = None
+    """Over which rates are taken: for so long they hold what was before a change. While they fall, the window of a move
+    down begins anew."""
+    judge_s: float = 30.0  # from when a step's teachers are ready until it is judged; longer than `rates_s`
+    least_expected: float = 0.15  # a step is judged if it should gain this share of the demand: less is within noise
+    retry_s: float = 60.0  # a step that was taken back is tried again after this time, then after twice that, ...,
+    most_retry_s: float = 3600.0  # and at least this often;
+    changed_share: float = 0.2  # sooner, where demand or rate have changed by this share
+    gap_s: float = 30.0  # after this long without an observation all times are counted anew
+    least: int = 1  # wanted in any case
+    most: int | None = None  # wanted at most; None for no limit
 
     def __post_init__(self) -> None:
         if not 0 < self.down_below < self.utilization < self.up_above <= 1:
@@ -213,11 +195,6 @@ class TeacherDecision:
     count: int
     before: int
     reason: str
-
-    @property
-    def moved(self) -> bool:
-        """Whether another number is wanted than before."""
-        return self.count != self.before
 
 
 def decide_teachers(

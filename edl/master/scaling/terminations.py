@@ -10,8 +10,7 @@ cheapest action comes first (a restart in place keeps the pod, its node and its 
 comes at once (more memory, another node). Whatever fails so often in a row gets an end, except where the cluster took
 the place: that is nobody's fault and may go on for days.
 
-The agent's side of the exit codes and of the termination message is `edl.collective.agent.ending`, which this package
-does not import; a test compares the two.
+The agent writes exit codes and messages in `edl.collective.agent.ending`, not imported here; a test compares the two.
 """
 
 from __future__ import annotations
@@ -329,13 +328,7 @@ def decide_relaunch(
 ) -> RelaunchDecision:
     """Return what is to be done about a worker that ended.
 
-    Args:
-        cause: Why it ended.
-        count: How many times in a row it ended so without progress between, this one included: 1 or more.
-        table: What is tried for each cause before the job stops.
-
-    Raises:
-        ValueError: `count` is below 1.
+    `count` is how many times in a row it ended so without progress between, this one included: 1 or more.
     """
     if count < 1:
         raise ValueError(f"a worker that ended has ended at least once, not {count} times")

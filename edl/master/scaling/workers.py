@@ -89,12 +89,10 @@ class ThroughputHistory:
     sizes: Mapping[int, SizeRecord] = field(default_factory=lambda: MappingProxyType({}))
 
     def record_rate(self, workers: int, rate: float, now_s: float) -> ThroughputHistory:
-        """Return the history with one more sample; unchanged by a rate that says nothing of T: 0, or not finite.
+        """Return the history with one more sample: `rate` per second of the whole job, without its pauses.
 
-        Args:
-            workers: n, with which the rate was measured.
-            rate: Samples (or steps of a fixed batch) per second of the whole job, without its pauses.
-            now_s: Time in seconds; a time before the last sample's counts as that one.
+        It is unchanged by a rate that says nothing of T: 0, or not finite. A time before the last sample's counts as
+        that one.
         """
         if workers < 1 or not (0 < rate < math.inf) or not math.isfinite(now_s):
             return self
@@ -205,25 +203,17 @@ def _number(value: object) -> float:
 
 @dataclass(frozen=True)
 class WorkerScalingSettings:
-    """What the decision about workers goes by.
+    """What the decision about workers goes by."""
 
-    Attributes:
-        min_samples: Number of rates that must have been measured at the present size before the next move.
-        horizon_s: Seconds that a job is assumed to go on if it does not say how much is left. No gain is counted
-            further ahead either, since by then other jobs will have come and gone.
-        min_efficiency: T(n) / (n T(1)) below which a worker is of too little use: the lower end of the band in which
-            AdaptDL's scheduler keeps a cluster (`_min_util` of `adaptdl_sched/policy/pollux.py`).
-        efficiency_band: Workers are given back only below `min_efficiency` less this share of it, so that noise moves
-            nothing.
-        explore_factor: The next size that may be tried, as a multiple of the largest that was; at least one worker
-            more.
-    """
-
-    min_samples: int = 3
+    min_samples: int = 3  # rates that must have been measured at the present size before the next move
     horizon_s: float = 3600.0
+    """How long a job is assumed to go on that does not say how much is left. No gain is counted further ahead either,
+    since by then other jobs will have come and gone."""
     min_efficiency: float = 0.35
-    efficiency_band: float = 0.25
-    explore_factor: float = 2.0
+    """T(n) / (n T(1)) below which a worker is of too little use: the lower end of the band in which AdaptDL's scheduler
+    keeps a cluster (`_min_util` of `adaptdl_sched/policy/pollux.py`)."""
+    efficiency_band: float = 0.25  # given back only below `min_efficiency` less this share: noise moves nothing
+    explore_factor: float = 2.0  # the next size that may be tried, by the largest that was; at least one worker more
 
 
 @dataclass(frozen=True)
@@ -300,8 +290,10 @@ def _grow(
     ratio = factor * model.predict_rate(reach) / model.predict_rate(now)
     left_s = _remaining_s(observation, settings, model, reach)
     saved_s = (ratio - 1) * left_s
-    text = f"T({reach})/T({now}) = {ratio:.3g}, damped by {factor:.3g}; {_describe_left(observation, left_s)}: "
-    text += f"saves {max(0.0, saved_s):.0f} s"
+    left = f"{left_s:.0f} s left"
+    if observation.remaining is None:
+        left = f"what is left is not known, and taken for {left_s:.0f} s"
+    text = f"T({reach})/T({now}) = {ratio:.3g}, damped by {factor:.3g}; {left}: saves {max(0.0, saved_s):.0f} s"
     if saved_s > pause_s:
         return WorkerDecision(reach, f"{now} -> {reach}: {text} for a pause of {pause_s:.3g} s", model)
     return WorkerDecision(now, f"{now}: {text}, less than a pause of {pause_s:.3g} s", model)
@@ -325,12 +317,6 @@ def _remaining_s(
     if observation.remaining is None:
         return settings.horizon_s
     return min(settings.horizon_s, max(0.0, observation.remaining) / model.predict_rate(workers))
-
-
-def _describe_left(observation: WorkerObservation, left_s: float) -> str:
-    if observation.remaining is None:
-        return f"what is left is not known, and taken for {left_s:.0f} s"
-    return f"{left_s:.0f} s left"
 
 
 def _find_efficient_size(model: ThroughputModel, least: float) -> float:

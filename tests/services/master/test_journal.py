@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fast.master.journal.conftest import StorePlace
-from tests.fast.master.journal.test_journal import (
+from tests.fast.master.test_journal import (
+    StorePlace,
     test_earlier_writer_is_fenced,
     test_groups_come_back_as_they_were,
     test_killed_writer_loses_nothing,

@@ -55,7 +55,7 @@ class SimulatedService:
             observation = self.observe()
             each(observation)
             self.state, decision = decide_teachers(self.state, observation, self.settings)
-            if decision.moved:
+            if decision.count != decision.before:
                 self.moves.append((self.now_s, decision))
             self._follow(decision.count)
 

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._cluster.policies import AncestorAutoscaler, EdlArbiter, GangScheduler, scale_all_jobs
+from benchmarks._cluster.policies import AncestorAutoscaler, EdlArbiter, GangScheduler
 from benchmarks._cluster.simulation import Policy, simulate
-from benchmarks._cluster.trace import ClusterSize, Submission, make_trace
+from benchmarks._cluster.trace import ClusterSize, make_trace
 from benchmarks._elastic_churn import GOODPUT_LIMIT, goodput, surviving_line
 from benchmarks._harness import Options, main, note, take_turns
 from benchmarks._step_logs import FinishedStep, StepLogs
-from edl.master.scaling.arbitration import JobRequest, arbitrate
-from edl.master.scaling.workers import ThroughputModel
 
 
 def test_sides_take_turns_at_starting() -> None:
@@ -118,11 +116,6 @@ def test_lost_steps_are_those_repeated(tmp_path: Path, resumed: int, lost: int) 
 
 SMALL = ClusterSize(nodes=12, seconds=5400.0, load=1.2)
 
-
-def submission(name: str, least: int, most: int, gpus: int = 1) -> Submission:
-    return Submission(name, 0.0, least, least, most, gpus, 0, ThroughputModel(1.0, 0.0), 1e3, 10.0)
-
-
 POLICIES: dict[str, Callable[[], Policy]] = {
     "EDL": EdlArbiter,
     "gang": GangScheduler,
@@ -148,15 +141,3 @@ def test_every_job_is_accounted_for(name: str) -> None:
         assert 0 <= sample.pausing <= sample.jobs
         assert sample.jobs + sample.teachers <= sample.capacity
     assert len(result.samples) == 180
-
-
-def test_ancestor_never_ends_and_edl_does() -> None:
-    """Regression of the ancestor: up to 100% of the GPUs, down above 97%, in turns and for ever."""
-    jobs = [(submission("a", 1, 100), 50), (submission("b", 1, 100), 47)]
-    assert not scale_all_jobs(jobs, gpu_limit=97, gpu_total=100, max_load=0.97, most_rounds=10_000)[1]
-    requests = [JobRequest("a", 1, 100), JobRequest("b", 1, 100)]
-    nodes = {"n": 100}
-    found = arbitrate(nodes, requests, {"a": {"n": 50}, "b": {"n": 47}})
-    assert found.settled
-    assert found.steps <= 100
-    assert arbitrate(nodes, requests, found.placements).placements == found.placements

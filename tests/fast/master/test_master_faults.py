@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -239,41 +240,31 @@ def test_events_have_causes(
     assert first.endpoint in events["takeover"].cause
 
 
-@pytest.fixture
-def token(tmp_path: Path) -> Callable[[str], str]:
-    return lambda text: str(certificates.put(tmp_path / f"token-{text}", f"{text}\n"))
-
-
-def test_mutual_tls_and_tokens(lead: Lead, url: str, tmp_path: Path, token: Callable[[str], str]) -> None:
-    authority = certificates.Authority()
-    ca = str(certificates.put(tmp_path / "ca.pem", authority.pem))
+def test_mutual_tls_and_tokens(lead: Lead, url: str, tmp_path: Path) -> None:
+    """Strangers wait for a master that they can believe; a wrong token is refused at once."""
+    authority, stranger = certificates.Authority(), certificates.Authority("another CA").issue(*certificates.HERE)
+    right, wrong = (
+        certificates.put(tmp_path / name, f"the-{name}-token-that-is-long-enough\n") for name in ("right", "wrong")
+    )
     pair = authority.issue(*certificates.HERE).save(tmp_path)
-    secret = token("a-token-that-is-long-enough-for-this")
-    credentials = Credentials(ca=ca, token_file=secret, **pair)
+    credentials = Credentials(ca=authority.save(tmp_path), token_file=right, **pair)
     lead(credentials=credentials)
-    with (
-        MasterClient("job", url, timeout_s=DEADLINE_S, credentials=credentials) as client,
-        ShardReader(client, "d") as reader,
-    ):
-        client.create_dataset("d", open_dataset("range:100", ShardSettings(shard_size=10)))
+
+    def client(told: Credentials, **options: Any) -> MasterClient:
+        return MasterClient("job", **{"store": url, "timeout_s": DEADLINE_S, **options}, credentials=told)
+
+    with client(credentials) as found, ShardReader(found, "d") as reader:
+        found.create_dataset("d", open_dataset("range:100", ShardSettings(shard_size=10)))
         assert sum(len(shard) for shard in reader) == 100
-    stranger = certificates.Authority("another CA").issue(*certificates.HERE).save(tmp_path, "stranger")
-    for wrong in (Credentials(), Credentials(ca=ca, token_file=secret, **stranger)):
-        with MasterClient("job", url, timeout_s=0.5, credentials=wrong) as client, pytest.raises(NoMasterError):
-            client.status()
-
-
-def test_a_wrong_token_is_refused_at_once(lead: Lead, url: str, token: Callable[[str], str]) -> None:
-    right = Credentials(token_file=token("the-token-of-this-job-is-this-one"))
-    lead(credentials=right)
-    for credentials in (Credentials(), Credentials(token_file=token("some-other-token-than-that-one"))):
-        with MasterClient("job", url, timeout_s=DEADLINE_S, credentials=credentials) as client:
+    for told in (Credentials(), replace(credentials, **stranger.save(tmp_path, "stranger"))):
+        with client(told, timeout_s=0.5) as found, pytest.raises(NoMasterError):
+            found.status()
+    for told in (replace(credentials, token_file=None), replace(credentials, token_file=wrong)):
+        with client(told) as found:
             with pytest.raises(RejectedError, match="EDL_TOKEN_FILE"):
-                client.status()
-            with ShardReader(client, "d") as reader, pytest.raises(RejectedError, match="EDL_TOKEN_FILE"):
+                found.status()
+            with ShardReader(found, "d") as reader, pytest.raises(RejectedError, match="EDL_TOKEN_FILE"):
                 next(reader)
-    with (
-        MasterClient("job", endpoint="192.0.2.1:1", timeout_s=DEADLINE_S, credentials=right) as client,
-        pytest.raises(SettingsError, match="without TLS"),
-    ):
-        client.status()
+    away = client(Credentials(token_file=right), store=None, endpoint="192.0.2.1:1")
+    with away, pytest.raises(SettingsError, match="without TLS"):
+        away.status()

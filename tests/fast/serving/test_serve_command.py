@@ -23,6 +23,7 @@ import pytest
 from edl.cli import main
 from edl.discovery import Instance, Registry, open_registry
 from edl.errors import EDLError, SettingsError
+from edl.protocol import names
 from edl.protocol.transport import grpc
 from edl.settings import Credentials, LoadSettings
 from edl.testing import LocalTeacher
@@ -463,12 +464,14 @@ def test_a_server_enters_leaves_and_returns(
         def find_fault(self) -> str:
             return self.fault
 
-    model, ready = Faulty(), tmp_path / "ready"
-    server = inside(model)
+    ca, model, ready = Authority(), Faulty(), tmp_path / "ready"
+    token = put(tmp_path / "token", "token-of-a-test-0123456789")
+    server = inside(model, credentials=Credentials(token_file=token, **ca.issue().save(tmp_path)))
     proxy = TcpProxy("127.0.0.1", server.port)
     endpoint = f"127.0.0.1:{proxy.port}"
     options = {"capacity": 2.5, "tag": ["gpu"], "meta": {"rack": "r7"}, "priority": "lowest", "id": "t1"}
     options |= {"ready_file": str(ready), "advertise": "teachers.example:8001", "failures": 2, "timeout": 0.5}
+    options |= {"tls_ca": ca.save(tmp_path), "token_file": token}
 
     def wait_for(count: int) -> Any:
         return wait_until(lambda: len(found := registry.snapshot("s").instances) == count and (found or True))
@@ -477,7 +480,7 @@ def test_a_server_enters_leaves_and_returns(
     (instance,) = wait_for(1)
     assert (instance.endpoint, instance.id, instance.model) == ("teachers.example:8001", "t1", "m")
     assert (instance.capacity, instance.tags) == (2.5, ("gpu",))
-    assert instance.meta == {"rack": "r7", "version": "1", "priority": "lowest"}
+    assert instance.meta == {"rack": "r7", "version": "1", "priority": "lowest", names.TLS_META: "1"}
     wait_until(ready.exists)
     proxy.silent = True
     wait_for(0)

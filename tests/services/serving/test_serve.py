@@ -1,10 +1,9 @@
-"""`edl serve` with Consul away and PyTriton's client; `edl register` with the real Triton, and over TLS."""
+"""`edl serve` with Consul away; `edl register` with the real Triton."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -18,14 +17,10 @@ import numpy as np
 import pytest
 
 from edl.discovery import Instance, open_registry, open_store
-from edl.distill import Credentials, DistillReader, Options, ReaderStats, Teachers
-from edl.errors import SettingsError
+from edl.distill import DistillReader, Options, ReaderStats, Teachers
 from edl.load_reporting import ServiceLoad, TeacherRate, read_service
-from edl.protocol import names
 from edl.testing import LocalTeacher
-from tests.certificates import Authority, put
-from tests.fast.serving.conftest import Client, StartInside, outputs_of
-from tests.fast.serving.fakes import Base, logits
+from tests.fast.serving.conftest import Client, outputs_of
 from tests.fast.test_cli_teachers import watching
 from tests.plugins_consul import ConsulAgent
 from tests.plugins_triton import TritonFactory
@@ -88,37 +83,9 @@ def test_outage_is_reported_and_not_felt(tmp_path: Path) -> None:
     assert all(label[0] == number for _, number, label in delivered)
 
 
-PYTRITON = Path(__file__).parents[3] / ".tools/triton/bin/python"
-SCRIPT = """
-import json, sys
-import numpy as np
-from pytriton.client import ModelClient
-with ModelClient(f"grpc://{sys.argv[1]}", "m") as client:
-    config = client.model_config
-    answer = client.infer_batch(np.ones((3, 4), np.float32))
-    one = client.infer_sample(np.ones(4, np.float32))
-print(json.dumps([config.max_batch_size, [list(o.shape) for o in config.outputs], answer["logits"].tolist(),
-                  one["logits"].tolist()]))
-"""
-
-
-@pytest.mark.skipif(not PYTRITON.exists(), reason="PyTriton is not installed; `make tools` fetches it")
-def test_pytritons_client(inside: StartInside) -> None:
-    server = inside(Base(), max_batch_rows=16)
-    command = [PYTRITON, "-c", SCRIPT, server.target]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert run.returncode == 0, run.stderr
-    max_batch, shapes, batch, one = json.loads(run.stdout.splitlines()[-1])
-    expected = logits(np.ones((3, 4), np.float32))
-    assert (max_batch, shapes) == (16, [[5]])
-    assert batch == expected.tolist()
-    assert one == expected[0].tolist()
-
-
 Start = Callable[..., "subprocess.Popen[bytes]"]
 QUICK = ("--interval", "100ms", "--timeout", "5s", "--ttl", "60s")
 LOAD = {"EDL_LOAD_INTERVAL_S": "0.1", "EDL_LOAD_WINDOW_S": "2"}
-TOKEN = "token-of-a-test-0123456789"
 
 
 @pytest.fixture
@@ -183,25 +150,3 @@ def test_triton_enters_leaves_and_returns(triton: TritonFactory, register: Start
     seen(url, "s", 0)
     assert load(url).teachers == ()
     assert "Traceback" not in (tmp_path / "register.log").read_text()
-
-
-def labels_of(teachers: Teachers, credentials: Credentials) -> list[Any]:
-    """Outputs for ones."""
-    options = Options(teacher_timeout_s=DEADLINE_S, credentials=credentials)
-    with DistillReader(["x"], ["logits"], teachers=teachers, options=options) as reader:
-        reader.set_batch_generator(lambda: ((np.ones((4, 4), np.float32),) for _ in range(3)))
-        return [answer for _, answer in reader()]
-
-
-def test_register_speaks_tls_with_a_token(inside: StartInside, register: Start, tmp_path: Path, url: str) -> None:
-    """As a reader does, to a server whose operator chose the certificates and the token."""
-    ca = Authority()
-    saved, token = ca.save(tmp_path), put(tmp_path / "token", TOKEN)
-    server = inside(Base(), credentials=Credentials(token_file=token, **ca.issue().save(tmp_path)))  # type: ignore[arg-type]
-    register(server.target, "--model", "m", "--tls-ca", saved, "--token-file", token)
-    (instance,) = seen(url, "m", 1)
-    assert instance.meta[names.TLS_META] == "1"
-    answers = labels_of(Teachers("m", discovery=url), Credentials(ca=saved, token_file=token))
-    assert all((answer == logits(np.ones((4, 4), np.float32))).all() for answer in answers)
-    with pytest.raises(SettingsError, match=r"refuses this student \(UNAUTHENTICATED\)"):
-        labels_of(Teachers("m", discovery=url), Credentials(ca=saved))

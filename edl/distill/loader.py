@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import operator
 import os
 import weakref
 from collections import deque
@@ -292,8 +293,8 @@ def batch_request(
         combine=combine,
         getters=input_getters(inputs),
         batch_rows=batch_rows,
-        ids=None if cache is None else _getter(ids),
-        tokens=_getter(tokens),
+        ids=field_getter(ids) if cache is not None and ids is not None else None,
+        tokens=field_getter(tokens) if tokens is not None else None,
     )
     return None if unasked else request
 
@@ -351,7 +352,7 @@ def resolve_routes(
         if group not in groups:
             groups.append(group)
         routes[value] = groups.index(group)
-    return groups, Router(route if callable(route) else field_getter(route), routes)
+    return groups, Router(field_getter(route), routes)
 
 
 def input_getters(inputs: Inputs, argument: str = "inputs") -> dict[str, Getter]:
@@ -360,7 +361,7 @@ def input_getters(inputs: Inputs, argument: str = "inputs") -> dict[str, Getter]
         inputs = {inputs: lambda batch: batch[0] if isinstance(batch, tuple | list) else batch}
     found: dict[str, Getter] = {}
     if isinstance(inputs, Mapping):
-        found = {name: key if callable(key) else field_getter(key) for name, key in inputs.items()}
+        found = {name: field_getter(key) for name, key in inputs.items()}
     elif isinstance(inputs, Sequence):
         found = {name: _part_getter(at, len(inputs)) for at, name in enumerate(inputs) if name is not None}
         if len(found) + list(inputs).count(None) < len(inputs):
@@ -385,10 +386,6 @@ def _part_getter(index: int, count: int) -> Getter:
     return get
 
 
-def field_getter(key: str | int) -> Getter:
-    """Return a function that finds the field at `key`."""
-    return lambda batch: batch[key]
-
-
-def _getter(key: Route) -> Getter | None:
-    return key if key is None or callable(key) else field_getter(key)
+def field_getter(key: str | int | Getter) -> Getter:
+    """Return a function that finds the field at `key`, which may be one itself."""
+    return key if callable(key) else operator.itemgetter(key)

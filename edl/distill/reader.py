@@ -43,13 +43,6 @@ from edl.tokenizer_hash import resolve_tokenizer
 __all__ = ["DistillReader"]
 
 _Kind: TypeAlias = Literal["sample", "sample_list", "batch", "sequence", "sequence_list"]
-_CUTTERS: dict[_Kind, type[Cutter]] = {
-    "sample": SampleCutter,
-    "sample_list": SampleListCutter,
-    "batch": BatchCutter,
-    "sequence": SequenceCutter,
-    "sequence_list": SequenceListCutter,
-}
 
 
 class DistillReader:
@@ -324,10 +317,10 @@ class DistillReader:
         session = self._start()
         session.labeller.check()
         request = session.labeller.request
-        kind = _CUTTERS[self._kind]
+        kind, _ = _KINDS[self._kind]
         cutter = kind(request.getters, request.batch_rows, request.services, request.ids, request.router)
         epoch = session.begin(lambda: _checked(source()), cutter)
-        return EpochIterator(self._deliver(epoch, session))
+        return EpochIterator(self._deliver(session, epoch))
 
     def stats(self) -> ReaderStats:
         """Return what has been done so far; may be called from any thread while the reader runs."""
@@ -361,8 +354,9 @@ class DistillReader:
             self._session = session
             weakref.finalize(self, session.close_without_waiting).atexit = False  # the session sees to that
 
-    def _deliver(self, epoch: Epoch, session: LabelSession) -> Generator[Any, None, None]:
-        shape = _SHAPES[self._kind or "batch"]
+    def _deliver(self, session: LabelSession, epoch: Epoch) -> Generator[Any, None, None]:
+        """Yield what the user gets. This holds the reader, which its user may have let go by then."""
+        _, shape = _KINDS[self._kind or "batch"]
         for item, predictions in session.labelled(epoch):
             yield shape(item, predictions)
 
@@ -431,10 +425,11 @@ def _sequence_list(item: Item, predictions: list[Any]) -> list[tuple[Any, ...]]:
     return [(*sample, *(copied(values[start:stop]) for values in predictions)) for sample, start, stop in places]
 
 
-_SHAPES: dict[_Kind, Callable[[Item, list[Any]], Any]] = {
-    "sample": _sample,
-    "sample_list": _sample_list,
-    "batch": _batch,
-    "sequence": _batch,
-    "sequence_list": _sequence_list,
+_KINDS: dict[_Kind, tuple[type[Cutter], Callable[[Item, list[Any]], Any]]] = {
+    "sample": (SampleCutter, _sample),
+    "sample_list": (SampleListCutter, _sample_list),
+    "batch": (BatchCutter, _batch),
+    "sequence": (SequenceCutter, _batch),
+    "sequence_list": (SequenceListCutter, _sequence_list),
 }
+"""What cuts the values of a kind of source, and what puts predictions behind them."""

@@ -384,9 +384,11 @@ class Scorer:
             tokenizer=resolve_tokenizer(os.fspath(tokenizer)),
         )
         names = (IDS, TARGETS) if targets else (IDS,)
-        getters: Mapping[str, Getter] = {name: _field(index) for index, name in enumerate(names)}
+        getters: Mapping[str, Getter] = {name: operator.itemgetter(index) for index, name in enumerate(names)}
         # Sequences are sent with the number of the service that labels them behind their arrays.
-        numbers = Router(_field(-1), {index: index for index in range(len(groups))}) if self._router else None
+        numbers = (
+            Router(operator.itemgetter(-1), {index: index for index in range(len(groups))}) if self._router else None
+        )
 
         self._session: LabelSession
         self._calls: ScoreCalls
@@ -474,10 +476,6 @@ def _let_go(session: LabelSession, calls: ScoreCalls) -> None:
     calls.let_go()
 
 
-def _field(index: int) -> Callable[[Any], Any]:
-    return lambda value: value[index]
-
-
 def _samples(sequences: Sequence[Any], targets: Sequence[Any] | None) -> list[tuple[Any, ...]]:
     """Return tuples of arrays of their own: the caller may go on with what it gave."""
     if isinstance(sequences, str | bytes) or not hasattr(sequences, "__len__"):
@@ -532,7 +530,7 @@ def on_policy(
     """
     if ahead < 0:
         raise SettingsError(f"ahead={ahead}: must be 0 or more")
-    find = route if route is None or callable(route) else field_getter(route)
+    find = None if route is None else field_getter(route)
     waiting: deque[tuple[P, Sequence[Any], Future[list[Any]], ItemFingerprint]] = deque()
     time_budget = TimeBudget(CHECKING_SHARE)
     try:

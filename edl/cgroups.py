@@ -15,52 +15,33 @@ Both count kills by any cause, so also where the whole machine had no memory lef
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MemoryCgroup", "find_memory_cgroup", "read_oom_kills"]
+from edl.mounts import unescape
+
+__all__ = ["find_events_file", "read_oom_kills"]
 
 _MIN_MOUNT_FIELDS: Final = 5  # of a line of mountinfo before its dash, up to the mount point: see proc(5)
-
-
-@dataclass(frozen=True)
-class MemoryCgroup:
-    """The cgroup that limits a process's memory.
-
-    Attributes:
-        version: of the cgroup hierarchy, 1 or 2.
-        folder: where the kernel shows the cgroup's files.
-    """
-
-    version: int
-    folder: Path
-
-    @property
-    def events_file(self) -> Path:
-        """The file that has the counter `oom_kill`."""
-        return self.folder / ("memory.events" if self.version == 2 else "memory.oom_control")
 
 
 def read_oom_kills(root: Path = Path("/")) -> int | None:
     """Return how many processes of this process's cgroup were killed for want of memory, since the cgroup exists.
 
-    Args:
-        root: the folder that has `proc` and `sys`.
-
-    Returns:
-        The count; None where the kernel does not tell: no memory cgroup, the root cgroup, or an old kernel.
+    `root` is the folder that has `proc` and `sys`. None where the kernel does not tell: no memory cgroup, the root
+    cgroup, or an old kernel.
     """
-    cgroup = find_memory_cgroup(root)
-    return None if cgroup is None else _read_counter(cgroup.events_file)
+    path = find_events_file(root)
+    try:
+        text = "" if path is None else path.read_text("ascii", "replace")
+    except OSError:
+        return None
+    found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
-def find_memory_cgroup(root: Path = Path("/")) -> MemoryCgroup | None:
-    """Return this process's memory cgroup, None where it has none or its files are not mounted.
-
-    Args:
-        root: the folder that has `proc` and `sys`.
-    """
+def find_events_file(root: Path = Path("/")) -> Path | None:
+    """Return the file with the counter `oom_kill` of this process's memory cgroup, None without one that is mounted."""
     try:
         membership = (root / "proc/self/cgroup").read_text("utf-8", "surrogateescape")
         mounts = (root / "proc/self/mountinfo").read_text("utf-8", "surrogateescape")
@@ -75,9 +56,9 @@ def find_memory_cgroup(root: Path = Path("/")) -> MemoryCgroup | None:
         elif "memory" in controllers.split(","):
             paths[1] = path
     # Where both versions are mounted, a controller is in version 1 if it has a line of its own there.
-    for version in (1, 2):
+    for version, name in ((1, "memory.oom_control"), (2, "memory.events")):
         if version in paths and (folder := _find_folder(mounts, version, paths[version], root)):
-            return MemoryCgroup(version, folder)
+            return folder / name
     return None
 
 
@@ -96,24 +77,10 @@ def _find_folder(mounts: str, version: int, path: str, root: Path) -> Path | Non
             continue
         if version == 1 and "memory" not in kind[2].split(","):
             continue
-        mount_root, point = _unescape(parts[3]), root / _unescape(parts[4]).lstrip("/")
+        mount_root, point = unescape(parts[3]), root / unescape(parts[4]).lstrip("/")
         if path == mount_root:
             return point
         below = path.removeprefix(mount_root.rstrip("/") + "/")
         if below != path and ".." not in below.split("/") and (point / below).is_dir():
             return point / below
     return None
-
-
-def _read_counter(path: Path) -> int | None:
-    try:
-        text = path.read_text("ascii", "replace")
-    except OSError:
-        return None
-    found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
-    return int(found[1]) if found else None
-
-
-def _unescape(text: str) -> str:
-    """Return a path of mountinfo, where blanks and the like are octal numbers."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

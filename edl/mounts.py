@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["file_system", "is_shared", "read_mounts"]
+__all__ = ["file_system", "is_shared", "read_mounts", "unescape"]
 
 _MOUNTS = Path("/proc/self/mountinfo")
 
@@ -13,64 +13,18 @@ _MOUNTS = Path("/proc/self/mountinfo")
 # processes share, which none of them has between machines: https://www.sqlite.org/wal.html, "Disadvantages".
 # Not 9p and virtiofs: sandboxes such as gVisor and Kata have their whole, private root on these.
 _SHARED = frozenset(
-    [
-        "acfs",
-        "afs",
-        "aufs_nfs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "coda",
-        "cvfs",
-        "daos",
-        "fhgfs",
-        "gfs",
-        "gfs2",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "lustre_lite",
-        "mapr",
-        "ncpfs",
-        "nfs",
-        "nfs4",
-        "nfsd",
-        "ocfs2",
-        "orangefs",
-        "panfs",
-        "pvfs2",
-        "smb2",
-        "smb3",
-        "smbfs",
-        "vboxsf",
-        "vmhgfs",
-        "wekafs",
-    ]
+    {
+        *("acfs", "afs", "aufs_nfs", "beegfs", "ceph", "cifs", "coda", "cvfs", "daos", "fhgfs", "gfs", "gfs2"),
+        *("glusterfs", "gpfs", "lustre", "lustre_lite", "mapr", "ncpfs", "nfs", "nfs4", "nfsd", "ocfs2", "orangefs"),
+        *("panfs", "pvfs2", "smb2", "smb3", "smbfs", "vboxsf", "vmhgfs", "wekafs"),
+    }
 )
 _SHARED_FUSE = frozenset(
-    [
-        "alluxio",
-        "ceph-fuse",
-        "cephfs",
-        "cvmfs2",
-        "davfs",
-        "dfuse",
-        "gcsfuse",
-        "glusterfs",
-        "goofys",
-        "hdfs",
-        "juicefs",
-        "lizardfs",
-        "mfs",
-        "moosefs",
-        "mount-s3",
-        "rclone",
-        "s3fs",
-        "seaweedfs",
-        "smbnetfs",
-        "sshfs",
-        "vmhgfs-fuse",
-    ]
+    {
+        *("alluxio", "ceph-fuse", "cephfs", "cvmfs2", "davfs", "dfuse", "gcsfuse", "glusterfs", "goofys", "hdfs"),
+        *("juicefs", "lizardfs", "mfs", "moosefs", "mount-s3", "rclone", "s3fs", "seaweedfs", "smbnetfs", "sshfs"),
+        *("vmhgfs-fuse"),
+    }
 )
 
 
@@ -85,9 +39,8 @@ def read_mounts() -> str:
 def file_system(path: str, mounts: str) -> str:
     """Return the type of the file system that `path` lies on, as in `proc(5)`; empty if `mounts` does not say.
 
-    Args:
-        path: absolute, without symbolic links; what it names need not exist.
-        mounts: text in the format of `/proc/self/mountinfo`.
+    The path is absolute, without symbolic links; what it names need not exist. `mounts` has the format of
+    `/proc/self/mountinfo`.
     """
     best, kind = -1, ""
     for line in mounts.splitlines():
@@ -95,7 +48,7 @@ def file_system(path: str, mounts: str) -> str:
         parts = fields.split(" ")
         if not dash or len(parts) < 5 or not rest:
             continue
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), parts[4])
+        point = unescape(parts[4])
         covers = path == point or path.startswith(point.rstrip("/") + "/")
         if covers and len(point) >= best:  # of several at one place, the last lies on top
             best, kind = len(point), rest.split(" ")[0]
@@ -106,3 +59,8 @@ def is_shared(kind: str) -> bool:
     """Whether machines share file systems of this type."""
     program = kind.removeprefix("fuse.")
     return kind in _SHARED or (program != kind and program in _SHARED_FUSE)
+
+
+def unescape(text: str) -> str:
+    """Return a path of mountinfo, where blanks and the like are octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,6 +1,11 @@
-"""The thread of a server, its event loop, and the socket that it listens on.
+"""An application of aiohttp in a thread of its own: who is answered, how many connections are open, TLS, the socket.
 
-What does not belong here: routes, and what is behind them.
+A server that asks for no token says nothing to a browser that was led to it by another name (DNS rebinding: a
+stranger's page whose name suddenly means 127.0.0.1). Addresses are no names, so they cannot be rebound. Idle
+connections must not take all of the process's descriptors: their number is bounded, and one that never asks for
+anything is closed.
+
+What does not belong here: routes, what is behind them, and reading files of tokens (`edl.protocol.tls.credentials`).
 """
 
 from __future__ import annotations
@@ -8,14 +13,21 @@ from __future__ import annotations
 import abc
 import asyncio
 import errno
+import hashlib
+import hmac
+import ipaddress
 import logging
 import os
+import resource
+import secrets
+import socket
 import ssl
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
-from typing import Final
+from typing import Final, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -23,12 +35,15 @@ from typing_extensions import Self
 
 from edl.background import start_call
 from edl.errors import ClosedError, SettingsError
-from edl.http_server.connections import ConnectionLimit, RequestRecord
 from edl.protocol.tls import certificates
 from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles
 
-__all__ = ["STOP_S", "AppServer"]
+__all__ = ["SCHEME", "STOP_S", "AppServer", "BearerTokenCheck", "HostCheck"]
 
+SCHEME: Final = "bearer "
+"""Begins the value of Authorization, in any case."""
+_SILENCE_S: Final = 10.0
+"""Until a connection must have sent a request: a browser does so at once, or comes again."""
 _START_S: Final = 30.0
 """To listen; it takes milliseconds, unless the name of the host is asked of a DNS that does not answer."""
 STOP_S: Final = 5.0
@@ -44,18 +59,132 @@ _REMEDIES: Final = {
 }
 
 
+class HostCheck:
+    """Tells whether the name in a Host header is this server's.
+
+    Args:
+        local: Whether the server listens on a loopback address, which no other name or address reaches.
+        allowed: Further names, with or without a port.
+    """
+
+    def __init__(self, local: bool, allowed: Iterable[str] = ()) -> None:
+        self._local = local
+        self._names = {"localhost", *(_name(name) for name in allowed)}
+        if not local:
+            self._names |= {socket.gethostname().lower().rstrip(".")}
+
+    def allows(self, header: str | None) -> bool:
+        """Return whether a request with this value of Host, or with none, may be answered."""
+        if not header:
+            return False
+        name = _name(header)
+        if name in self._names:
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or not self._local
+
+
+class BearerTokenCheck:
+    """Tells whether a request shows a token that is valid at this moment; files are read again when they change."""
+
+    def __init__(self, files: CredentialFiles) -> None:
+        self._files = files
+        self._key = secrets.token_bytes(32)
+
+    def allows_header(self, authorization: str | None) -> bool:
+        """Return whether a request with this value of Authorization, or with none, may be answered."""
+        if authorization is None or authorization[: len(SCHEME)].lower() != SCHEME:
+            return False
+        return self.matches(self.digest(authorization[len(SCHEME) :].strip()))
+
+    def matches(self, digest: str) -> bool:
+        """Return whether a digest is that of a valid token."""
+        shown = digest.encode()
+        # All of them, so that the place of a token does not show in the time.
+        matches = [hmac.compare_digest(shown, self.digest(token).encode()) for token in self._files.current().tokens]
+        return any(matches)
+
+    def digest(self, token: str) -> str:
+        """Return the digest of a token, made with a key of this process."""
+        return hmac.new(self._key, token.encode(errors="replace"), hashlib.sha256).hexdigest()
+
+
+def _name(header: str) -> str:
+    """Return the host in `host`, `host:port`, `[::1]` or `[::1]:port`, in lower case."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    if header.count(":") > 1:  # an IPv6 address without brackets
+        return header.lower()
+    return header.partition(":")[0].lower().rstrip(".")
+
+
+class _RequestRecord:
+    """Remembers which connections have asked for something, as long as they are open."""
+
+    def __init__(self) -> None:
+        self._protocols: set[asyncio.BaseProtocol] = set()
+
+    async def add(self, request: web.BaseRequest, _: web.StreamResponse | None = None) -> None:
+        """Add a request's connection; called before its answer is sent at the latest."""
+        self._protocols.add(request.protocol)
+
+    def keep(self, present: Iterable[asyncio.BaseProtocol]) -> None:
+        """Forget all but the present connections."""
+        self._protocols.intersection_update(present)
+
+    def __contains__(self, protocol: object) -> bool:
+        return protocol in self._protocols
+
+
+class _ConnectionLimit:
+    """Makes the protocol of every connection, and closes connections that never ask for anything.
+
+    No more than `most` connections are open, or half of what the process may have open if that is less.
+    """
+
+    def __init__(self, server: web.Server, requests: _RequestRecord, most: int) -> None:
+        self._server = server
+        self._most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._since: dict[asyncio.BaseProtocol, float] = {}  # aiohttp's protocols take no weak references
+        self._requests = requests
+
+    def make_protocol(self) -> asyncio.BaseProtocol:
+        """Return the protocol of a new connection, which is closed at once where there are too many."""
+        if len(self._server.connections) >= self._most:
+            return _RefusedConnection()
+        made = self._server()
+        self._since[made] = time.monotonic()
+        return made
+
+    def close_silent(self) -> None:
+        """Close connections that have asked for nothing for too long."""
+        now = time.monotonic()
+        present = self._server.connections
+        self._requests.keep(present)
+        self._since = {protocol: self._since.get(protocol, now) for protocol in present}
+        for protocol in present:
+            transport = protocol.transport
+            if protocol not in self._requests and now - self._since[protocol] > _SILENCE_S and transport is not None:
+                transport.abort()
+
+
+class _RefusedConnection(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).abort()
+
+
 class AppServer(abc.ABC):
     """Serves an application from a thread of its own, from `start` until `close`.
 
     Args:
-        name: of the thread.
-        host: a name or an address to listen on.
-        port: 0 for a free port.
-        credentials: certificate and key, and whom to believe; None for HTTP.
-        most_connections: that are open at a time.
-
-    Attributes:
-        port: that it listens on, after `start`.
+        name: Name of the thread.
+        host: Name or address to listen on.
+        port: Port to listen on; 0 for a free one, which the attribute `port` is after `start`.
+        credentials: Certificate and key, and the CAs to trust; None for HTTP.
+        most_connections: Largest number of open connections.
     """
 
     def __init__(
@@ -84,7 +213,7 @@ class AppServer(abc.ABC):
             SettingsError: the address cannot be listened on.
         """
         if self._running is not None:
-            raise ClosedError("this server was started before, and has one life: make another")
+            raise ClosedError("a server that was started before cannot be restarted: create a new one")
         self._loop = asyncio.new_event_loop()
         self._running = start_call(self._name, self._run)
         try:
@@ -124,12 +253,13 @@ class AppServer(abc.ABC):
         """Serve an application until `close`.
 
         Args:
-            app: the application.
-            ending: awaited when nothing new is taken, before open connections are ended.
-            answers_late: a request's answer may take long: its connection counts as one that asked for something since
-                the head of the request, and its handler is cancelled where the client goes away. Else since the answer.
+            app: The application.
+            ending: Awaited when nothing new is taken, before open connections are ended.
+            answers_late: Whether an answer may take long: then its connection counts as one that asked for something
+                since the head of the request, and its handler is cancelled if the client goes away; else since the
+                answer.
         """
-        requests = RequestRecord()
+        requests = _RequestRecord()
         if answers_late:
             app.middlewares.insert(0, _recorded(requests))
         app.on_response_prepare.append(requests.add)
@@ -145,7 +275,7 @@ class AppServer(abc.ABC):
         )
         await runner.setup()
         assert runner.server is not None
-        connections = ConnectionLimit(runner.server, requests, self._most_connections)
+        connections = _ConnectionLimit(runner.server, requests, self._most_connections)
         listener: asyncio.Server | None = None
         try:
             listener = await self._listen(connections)
@@ -175,7 +305,7 @@ class AppServer(abc.ABC):
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 
-    async def _listen(self, connections: ConnectionLimit) -> asyncio.Server:
+    async def _listen(self, connections: _ConnectionLimit) -> asyncio.Server:
         context = self._context()
         try:
             listener = await self._loop.create_server(
@@ -190,7 +320,7 @@ class AppServer(abc.ABC):
         self._started.set_result(int(listener.sockets[0].getsockname()[1]))
         return listener
 
-    async def _wait_until_stopped(self, connections: ConnectionLimit) -> None:
+    async def _wait_until_stopped(self, connections: _ConnectionLimit) -> None:
         """Wait for `close`; silent connections are closed and certificates that are replaced meanwhile are taken up."""
         version = self._credentials.current().version if self._credentials is not None else 0
         while not self._stopping.is_set():
@@ -219,7 +349,7 @@ def _http_logger() -> logging.Logger:
     return found
 
 
-def _recorded(requests: RequestRecord) -> Callable[..., Awaitable[web.StreamResponse]]:
+def _recorded(requests: _RequestRecord) -> Callable[..., Awaitable[web.StreamResponse]]:
     @web.middleware
     async def record(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -31,7 +31,7 @@ from edl.errors import (
     SourceError,
     TemporaryError,
 )
-from edl.http_server.access import BearerTokenCheck, HostCheck
+from edl.http_server.server import BearerTokenCheck, HostCheck
 from edl.proxy.completions import (
     PIECE_ENTRIES,
     CompletionRequest,

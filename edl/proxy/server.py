@@ -11,8 +11,7 @@ from typing import Final
 
 from edl.distill import Options, Scorer
 from edl.distill.metrics import export
-from edl.http_server.access import BearerTokenCheck, HostCheck
-from edl.http_server.server import AppServer
+from edl.http_server.server import AppServer, BearerTokenCheck, HostCheck
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.proxy.app import ScoringApi, make_app
 from edl.proxy.settings import ProxySettings

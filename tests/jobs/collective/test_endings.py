@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from edl.cgroups import find_memory_cgroup
+from edl.cgroups import find_events_file
 from edl.cli import main
 from edl.collective.goodput import read_job
 from edl.collective.job_records import JobState, World, prefix
@@ -133,12 +133,12 @@ class MemoryLimit:
 @pytest.fixture
 def limits() -> Iterator[list[MemoryLimit]]:
     """The kernel's own limits: each of two nodes has a memory cgroup of its own, as a container has."""
-    found = find_memory_cgroup()
-    if found is None or not os.access(found.folder, os.W_OK):
+    found = find_events_file()
+    if found is None or not os.access(found.parent, os.W_OK):
         pytest.skip("this user may not make memory cgroups here")
-    limits = [MemoryLimit(found.folder, found.version) for _ in range(2)]
+    limits = [MemoryLimit(found.parent, 2 if found.name == "memory.events" else 1) for _ in range(2)]
     try:
-        if not (limits[0].path / "cgroup.procs").exists() or not (limits[0].path / found.events_file.name).exists():
+        if not (limits[0].path / "cgroup.procs").exists() or not (limits[0].path / found.name).exists():
             pytest.skip("a cgroup that is made here does not limit memory")
         yield limits
     finally:

@@ -21,7 +21,7 @@ from edl.dashboard.state.schema import DashboardState
 from edl.discovery import Registry, Store
 from edl.discovery.registry import Instance
 from edl.errors import SettingsError
-from edl.http_server import connections
+from edl.http_server import server as connections
 from edl.settings import Credentials
 from tests.certificates import Authority, put
 from tests.fast.dashboard.server import EventClient, ask, now_s, put_job, put_master

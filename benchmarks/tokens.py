@@ -26,7 +26,7 @@ from benchmarks._child import ROOT, Child
 from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_turns
 from benchmarks._token_student import TOP_K
 from edl.testing import LocalTeacher
-from tests.plugins_vllm import MODEL, VllmFactory
+from tests.plugins_vllm import MODEL, VllmServer
 
 GOALS = [
     Goal("vs_vllm_http", 3.0),
@@ -51,9 +51,7 @@ def measure(options: Options) -> dict[str, list[float]]:
         raise SystemExit("tokens: the real vLLM is not installed; run tools/vllm.sh")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        factory = VllmFactory(folder)
-        stack.callback(factory.close)
-        vllm = factory.start("--max-logprobs", str(TOP_K), "--enable-scale-out")
+        vllm = stack.enter_context(VllmServer(folder / "vllm", "--max-logprobs", str(TOP_K), "--enable-scale-out"))
         serve = {"hf": MODEL, "task": "causal-lm", "top-k": TOP_K, "threads": 1, "shared-memory": False}
         teacher = stack.enter_context(LocalTeacher("", serve=serve, timeout_s=_START_S))
         http = f"127.0.0.1:{vllm.port}"

@@ -62,5 +62,5 @@ def is_shared(kind: str) -> bool:
 
 
 def unescape(text: str) -> str:
-    """Return a path of mountinfo, where blanks and the like are octal numbers."""
+    """Return a path of mountinfo, where characters such as blanks are octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

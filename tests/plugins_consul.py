@@ -6,7 +6,6 @@ import contextlib
 import json
 import random
 import socket
-import subprocess
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -97,14 +96,6 @@ class ConsulAgent(Server):
             )
         except (OSError, ValueError):
             return False
-
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL."""
-        if self._process is not None and self.running:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
-        self.kill()
 
     def restart(self, *, forget: bool = False) -> None:
         """SIGKILL and start again, with its data or without."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,9 +39,13 @@ def find_program(name: str, folder: str) -> str:
 class Server(ABC):
     """A program that serves on 127.0.0.1, with its log and its data in a folder."""
 
-    def __init__(self, folder: Path, command: Sequence[str]) -> None:
+    start_s = START_S
+    own_group = False  # whether it has processes of its own, which end with it
+
+    def __init__(self, folder: Path, command: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         self._folder = folder
         self._command = command
+        self._environ = {"PATH": os.environ.get("PATH", "")} if environ is None else environ
         self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -65,16 +70,18 @@ class Server(ABC):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={"PATH": os.environ.get("PATH", "")},
+                cwd=self._folder,
+                start_new_session=self.own_group,
+                env=self._environ,
             )
 
     def wait(self) -> None:
         """Wait until it answers."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + self.start_s
         while not self.is_healthy():
             if not self.running or time.monotonic() > deadline:
+                log = (self._folder / "log").read_text(errors="replace")[-3000:]
                 self.kill()
-                log = (self._folder / "log").read_text()[-3000:]
                 raise RuntimeError(f"{Path(self._command[0]).name} did not start:\n{log}")
             time.sleep(0.05)
 
@@ -94,10 +101,21 @@ class Server(ABC):
     def __exit__(self, *_: object) -> None:
         self.kill()
 
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """SIGTERM, then SIGKILL."""
+        if self._process is not None and self.running:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+        self.kill()
+
     def kill(self) -> None:
-        """SIGKILL."""
+        """SIGKILL, as a lost machine would look. May be called twice."""
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
+            if self.own_group:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.wait()
 

@@ -49,7 +49,7 @@ _START_S: Final = 30.0
 STOP_S: Final = 5.0
 """For open connections when a server ends."""
 _KEEPALIVE_S: Final = 75.0
-"""Of a connection between two requests: browsers keep theirs about as long."""
+"""How long a connection may stay open between two requests: browsers keep theirs about as long."""
 _BACKLOG: Final = 128
 """Connections that wait to be taken."""
 _REMEDIES: Final = {
@@ -203,7 +203,7 @@ class AppServer(abc.ABC):
 
     @abc.abstractmethod
     async def serve(self) -> None:
-        """Make the application, await `run_app`, and let go of what was made. Runs in the thread."""
+        """Make the application, await `run_app`, and release what was made. Runs in the thread."""
 
     def start(self) -> None:
         """Listen; once.

@@ -86,7 +86,7 @@ class LoadPublisher:
         self._loop: BackgroundLoop | None = None
         try:
             self._loop = BackgroundLoop("edl-load", self._step)
-        except RuntimeError as exc:  # the process may have no more threads: the caller has better use for its last
+        except RuntimeError as exc:  # the process may have used up its threads, and the caller needs its last one more
             logger.warning("load is not published: %s", exc)
 
     def publish_soon(self) -> None:

@@ -40,20 +40,20 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Of the format: a record of another version is left out, since its fields may mean something else."""
+"""Version of the format: a record of another one is left out, since its fields may mean something else."""
 MAX_TEACHERS = 64
 """Teachers that a student's record names: people read who serves whom, and a record has to stay small."""
 _MAX_TEXT = 1024
 """Characters of a text: a registry takes ids of 512, and what does not print is written with escapes."""
 _MAX_BYTES = 256 * 1024
-"""Of a record: what a store takes."""
+"""The largest record, which is what a store takes."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _IDLE_SHARE = 0.01
 """A student that asks for nothing, and waits for less of its time, is idle by its own choice."""
 _LEAST_BUSY_SHARE = 0.001
-"""Of a student's time, in its demand: with less, a demand would be as large as a clock is coarse."""
+"""The smallest share of its time that a student's demand goes by: with less, a clock's coarseness would decide it."""
 _SHORTEST_S = 0.001
-"""Seconds of a record below which it has no rates: nobody publishes so often, and a quotient might be infinite."""
+"""Seconds of a record below which it has no rates: publishers are much slower, and a quotient might be infinite."""
 _LEAST_COMPUTE_S = 1e-6
 """Seconds of computing below which there is no rate: records have microseconds."""
 _PRESENT = ("starting", "ready")
@@ -290,10 +290,10 @@ def parse_record(key: str, value: bytes) -> StudentRate | TeacherRate:
     """
     parts = key.split("/")
     if len(parts) != 4 or parts[0] != "load" or not is_service(parts[1]) or not _ID.fullmatch(parts[3]):
-        raise ValueError("its key is none of a load record")
+        raise ValueError("its key is not that of a load record")
     kind, publisher = parts[2:]
     if kind not in ("students", "teachers"):
-        raise ValueError("its key is none of a load record")
+        raise ValueError("its key is not that of a load record")
     if len(value) > _MAX_BYTES:
         raise ValueError(f"it has {len(value):,} bytes, more than {_MAX_BYTES:,}")
     try:
@@ -307,14 +307,14 @@ def parse_record(key: str, value: bytes) -> StudentRate | TeacherRate:
         raise ValueError("its id is not that of its key")
     since = fields.get("since")
     if not isinstance(since, dict):
-        raise ValueError("its field 'since' is no object")
+        raise ValueError("its field 'since' is not an object")
     return _student_rate(publisher, fields, since) if kind == "students" else _teacher_rate(publisher, fields, since)
 
 
 def _student_rate(publisher: str, fields: Mapping[str, Any], since: Mapping[str, Any]) -> StudentRate:
     teachers = fields.get("teachers", [])
     if not isinstance(teachers, list) or len(teachers) > MAX_TEACHERS:
-        raise ValueError(f"its field 'teachers' is no list of at most {MAX_TEACHERS}")
+        raise ValueError(f"its field 'teachers' is not a list of at most {MAX_TEACHERS}")
     seconds = _read_seconds(fields, since)
     rows_asked, rows = _read_counter(fields, since, "rows_asked")
     waited_s, wait_s = _read_counter(fields, since, "wait_s")
@@ -347,7 +347,7 @@ def _student_rate(publisher: str, fields: Mapping[str, Any], since: Mapping[str,
 def _teacher_rate(publisher: str, fields: Mapping[str, Any], since: Mapping[str, Any]) -> TeacherRate:
     workers = fields.get("workers")
     if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= 1_000_000:
-        raise ValueError("its field 'workers' is no count")
+        raise ValueError("its field 'workers' is not a count")
     seconds = _read_seconds(fields, since)
     all_rows, rows = _read_optional_counter(fields, since, "rows")
     all_compute_s, compute_s = _read_optional_counter(fields, since, "compute_s")
@@ -404,12 +404,12 @@ def _read_number(fields: Mapping[str, Any], name: str) -> float:
     value = fields.get(name)
     # Finite, and small enough that a sum over thousands of records is finite as well.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e18 or math.isnan(value):
-        raise ValueError(f"its field {name!r} is no number of at least 0")
+        raise ValueError(f"its field {name!r} is not a number of at least 0")
     return float(value)
 
 
 def _read_text(fields: Mapping[str, Any], name: str) -> str:
     value = fields.get(name, "")
     if not isinstance(value, str) or not value.isprintable() or len(value) > _MAX_TEXT:
-        raise ValueError(f"its field {name!r} is no printable text of at most {_MAX_TEXT} characters")
+        raise ValueError(f"its field {name!r} is not a printable text of at most {_MAX_TEXT} characters")
     return value

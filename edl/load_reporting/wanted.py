@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 WantedKind = Literal["teachers", "workers"]
 
 WANTED_VERSION = 1
-"""Of the format, as of the records of load."""
+"""Version of the format."""
 
 
 def wanted_key(kind: WantedKind, name: str) -> str:

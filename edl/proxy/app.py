@@ -210,7 +210,7 @@ class ScoringApi:
                 return await _in_thread(read_request, body, *known)
 
     async def _score(self, wanted: CompletionRequest, timeout_s: float) -> list[tuple[TopK, Any]]:
-        # The prediction of token t + 1 stands in row t; what follows the last one is not asked for.
+        # Row t predicts token t + 1; a prediction of what follows the last token is not needed.
         targets = [np.append(ids[1:], ids[:1])[:, None] for ids in wanted.prompts]
         try:
             future = self._scorer.score(wanted.prompts, targets=targets, timeout_s=timeout_s)
@@ -327,7 +327,7 @@ def _until(deadline: float) -> float:
 
 
 async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a function in a thread, and wait for its end where nobody wants what it returns.
+    """Call a function in a thread, and wait for its end also if the caller is cancelled.
 
     Until then it holds its arguments, and the caller holds the room for them.
     """
@@ -401,5 +401,5 @@ async def _write(response: web.StreamResponse, data: bytes) -> None:
 
 
 def _body_limit(max_tokens: int) -> int:
-    """Return how many bytes a request of so many tokens may have."""
+    """Return the largest number of bytes of a request with this many tokens."""
     return (1 << 20) + 12 * max_tokens  # an id of 10 digits, a comma and a space

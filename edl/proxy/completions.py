@@ -54,7 +54,7 @@ class RequestRefusal(Exception):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """Prompts whose tokens are to be scored."""
+    """Prompts whose tokens a client wants scored."""
 
     prompts: list[npt.NDArray[np.int32]]  # [tokens] each, at least one token
     k: int  # entries of a position, besides the prompt's own token
@@ -76,7 +76,7 @@ def read_request(body: bytes, model: str, max_k: int) -> CompletionRequest:
     try:
         return _read_fields(json.loads(body), model, max_k)
     except (ValueError, RecursionError) as exc:
-        raise RequestRefusal(400, f"the body is no JSON: {clip(str(exc), 200)}") from exc
+        raise RequestRefusal(400, f"the body is not JSON: {clip(str(exc), 200)}") from exc
 
 
 def _read_fields(fields: object, model: str, max_k: int) -> CompletionRequest:
@@ -207,13 +207,13 @@ def _encode_positions(
 
 
 def answer_head(number: str, created: int, model: str) -> bytes:
-    """Encode what stands before the choices; `created` is Unix time."""
+    """Encode the part before the choices; `created` is Unix time."""
     head = {"id": f"cmpl-{number}", "object": "text_completion", "created": created, "model": model}
     return json.dumps(head, separators=(",", ":"))[:-1].encode() + b',"choices":['
 
 
 def answer_tail(tokens: int) -> bytes:
-    """Encode what stands behind the choices; `tokens` counts those of all prompts."""
+    """Encode the part after the choices; `tokens` counts those of all prompts."""
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
     return b'],"usage":' + json.dumps(usage, separators=(",", ":")).encode() + b"}"
 

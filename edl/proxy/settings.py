@@ -69,8 +69,8 @@ class ProxySettings:
         asks_token = self.credentials.token_file and not self.credentials.allow_insecure_tokens
         if asks_token and not self.credentials.cert and not self.local:
             raise SettingsError(
-                f"a proxy on {self.host} takes no tokens without TLS, where whoever reads the network has them: set "
-                "--tls-cert and --tls-key, or say that the network may be trusted (--allow-insecure-tokens)"
+                f"a proxy on {self.host} accepts no tokens without TLS, because anyone on the network could read them: "
+                "set --tls-cert and --tls-key, or say that the network may be trusted (--allow-insecure-tokens)"
             )
 
     @property

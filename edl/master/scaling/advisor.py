@@ -1,8 +1,8 @@
 """`ScalingAdvisor`: the loop that reads loads, decides, and writes how many teachers and workers are wanted.
 
-Of all advisors of a Store a single one leads (the election `advisor`) and writes `wanted/teachers/SERVICE`; the others
-stand by, and warn if they were given other bounds, which have no effect then. How many workers a job wants is written
-by the advisor that is given a function for it: the advisor of that job's master, while that leads.
+A Store's advisors elect a leader (the election `advisor`), which writes `wanted/teachers/SERVICE`; the others stand by,
+and warn if they were given other bounds, which have no effect then. How many workers a job wants is written by the
+advisor that is given a function for it: the advisor of that job's master, while that leads.
 
 It only says what is wanted: an operator, or a person, starts and ends teachers. What does not belong here: what follows
 from the figures (`teachers`, `workers`), and what the figures are (`edl.load_reporting`).
@@ -128,7 +128,7 @@ class ScalingAdvisor:
             if self._election.is_leader:
                 self._advise_teachers()
             else:
-                self._services = {}  # whoever leads meanwhile may decide otherwise
+                self._services = {}  # another leader may decide otherwise in the meantime
                 self._compare_bounds()
             self._advise_workers()
         except DiscoveryError as exc:
@@ -253,7 +253,7 @@ class _Wanted:
     name: str
     record: Mapping[str, Any]
     state: TeacherScalingState  # of a service
-    seen_s: float  # when somebody of the service last published
+    seen_s: float  # when a student or teacher of the service last published
     written_s: float = 0.0
 
     @property

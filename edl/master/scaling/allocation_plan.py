@@ -33,8 +33,8 @@ class ArbitrationSettings:
     """No gain is counted further ahead, since by then other jobs have come and gone; also how long a job is assumed to
     go on that does not say how much is left."""
     patience_s: float | None = 3600.0
-    """After waiting for so long, no job that comes after it is started before it. Its share is not idle meanwhile: it
-    is lent to jobs that can give it back. None for never."""
+    """Once a job has waited this long, no later job is started before it. Until then its share is not idle: it is lent
+    to jobs that can give it back. None for never."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class JobRequest:
     """A job, and what it can use. Durations in seconds."""
 
     name: str  # unlike all others
-    min_workers: int  # with fewer it does not run; 0 for teachers and the like that only borrow
+    min_workers: int  # with fewer it does not run; 0 for borrowers such as teachers
     max_workers: int  # it cannot use more (now: `edl.master.scaling.workers` says how many)
     gpus: int = 1  # of a worker, all on one node
     priority: int = 0  # pending minima are served from the highest, surplus is reclaimed from the lowest
@@ -204,7 +204,7 @@ class AllocationPlan:
         return None
 
     def can_place(self, workers: int) -> bool:
-        """Whether so many steps are left: a decision places at most as many workers as there are GPUs."""
+        """Whether this many steps are left: a decision places at most as many workers as there are GPUs."""
         fits = self.steps + workers <= self._most_steps
         self.exhausted = self.exhausted or not fits
         return fits
@@ -234,7 +234,7 @@ class AllocationPlan:
         return self._surplus[1]
 
     def compute_gain(self, job: int, more: int = 1) -> float:
-        """Return what so many more workers are worth to a job that pauses anyway."""
+        """Return what `more` additional workers are worth to a job that pauses anyway."""
         now = self.workers[job]
         return self._values[job].compute_gain(now, now + more)
 
@@ -258,7 +258,7 @@ class AllocationPlan:
     def choose_victims(
         self, node: int, needed: int, allowed: Sequence[bool], limit: float | None = None
     ) -> list[int] | None:
-        """Choose workers of a node until so many GPUs are free: of least cost, or of the lowest priority first.
+        """Choose workers of a node until `needed` GPUs are free: of least cost, or of the lowest priority first.
 
         Between equals, the youngest job gives.
 
@@ -296,7 +296,7 @@ class AllocationPlan:
             if count < min(on_node[job], self.get_surplus(job)):
                 price = self.price_worker(job, count + 1) / gpus[job]
                 heapq.heappush(offers, (level, price, number, count + 1))
-        if needed < 0 and len(victims) > 1:  # what was chosen before may be in vain, now that a larger worker goes
+        if needed < 0 and len(victims) > 1:  # an earlier choice may be unnecessary, now that a larger worker goes
             for job in sorted(victims, key=lambda victim: (limit is None and -requests[victim].priority, gpus[victim])):
                 if needed + gpus[job] <= 0:
                     victims.remove(job)

@@ -137,13 +137,13 @@ def _release_impossible_workers(plan: AllocationPlan) -> list[dict[int, int]]:
 def _admit_pending_jobs(plan: AllocationPlan, former: Sequence[Mapping[int, int]]) -> bool:
     """Give every waiting job its minimum that gets it, all of it or nothing; return whether a job was served.
 
-    Nobody is brought below its minimum. A job that does not fit is passed over, unless it has waited so long that
+    No job is brought below its minimum. A job that does not fit is passed over, unless it has waited so long that
     nothing which comes after it may start before it. A job that has lost some of its workers has its `former` places
     back where they are free.
     """
     waiting = [job for job in range(len(plan.requests)) if plan.is_waiting(job)]
     waiting.sort(key=lambda job: (-plan.requests[job].priority, plan.requests[job].submitted_s, job))
-    refused: list[tuple[int, int]] = []  # gpus, workers: what is no smaller in either does not fit either
+    refused: list[tuple[int, int]] = []  # gpus, workers: a job that is at least as large in both does not fit either
     served = blocked = False
     # Surplus only shrinks while jobs are served, so that the search for workers of one size goes on where it stopped.
     searches: dict[int, Iterator[tuple[int, list[int]]]] = {}
@@ -227,7 +227,7 @@ def _search_surplus(plan: AllocationPlan, gpus: int) -> Iterator[tuple[int, list
 
 
 def _could_ever_fit(plan: AllocationPlan, job: int) -> bool:
-    """Whether a job would fit into the empty cluster; a job that would not holds nobody up."""
+    """Whether a job would fit into the empty cluster; a job that would not delays no other."""
     request = plan.requests[job]
     slots = 0
     for node, free in enumerate(plan.free):
@@ -331,8 +331,8 @@ def _bid(plan: AllocationPlan, job: int) -> float:
 class _SurplusJobs:
     """Jobs with surplus, by what one worker less costs them per GPU; a queue for each size of wanted workers.
 
-    A node that was looked at for workers of one size, in vain, is not looked at for that size again in this pass: bids
-    for it only fall.
+    A node without room for workers of one size is not looked at for that size again in this pass: bids for it only
+    fall.
     """
 
     def __init__(self, plan: AllocationPlan) -> None:

@@ -45,7 +45,7 @@ __all__ = [
 _ROUNDING = 1e-9
 """Share by which a quotient or a change may exceed a limit through rounding alone."""
 _RECENT_SHARE = 1 / 3
-"""Of the time that a demand has to be high: the largest N* of this last part is what is moved to. A single look may be
+"""The last part of the time that a demand has to be high, whose largest N* the number moves to. A single look may be
 low by noise, which another step would follow; and the first looks may be high by what a student asks ahead."""
 _NO_TIMES: Mapping[str, Any] = {
     "high_since_s": None,
@@ -74,14 +74,14 @@ class TeacherScalingSettings:
     most_growth: float = 2.0  # and then the number of teachers grows by this factor at most
     least_gain: float = 0.2  # a step up that gains less than this share of the rows that it should is taken back
     rates_s: float = 15.0
-    """Over which rates are taken: for so long they hold what was before a change. While they fall, the window of a move
-    down begins anew."""
+    """Time over which rates are taken, and for which they still hold what was before a change. While they fall, the
+    window of a move down starts again."""
     judge_s: float = 30.0  # from when a step's teachers are ready until it is judged; longer than `rates_s`
     least_expected: float = 0.15  # a step is judged if it should gain this share of the demand: less is within noise
     retry_s: float = 60.0  # a step that was taken back is tried again after this time, then after twice that, ...,
     most_retry_s: float = 3600.0  # and at least this often;
     changed_share: float = 0.2  # sooner, where demand or rate have changed by this share
-    gap_s: float = 30.0  # after this long without an observation all times are counted anew
+    gap_s: float = 30.0  # after this long without an observation all times start again
     least: int = 1  # wanted in any case
     most: int | None = None  # wanted at most; None for no limit
 
@@ -247,7 +247,7 @@ class _Decider:
         self.state = replace(self.state, **fields)
 
     def _follow_clock(self) -> None:
-        """Count times anew where nothing was observed for long: what the load was meanwhile is not known."""
+        """Start all times again after a gap without observations, in which the load is not known."""
         at_s, now_s, step = self.state.at_s, self._seen.now_s, self.state.step
         if at_s is not None and 0 <= now_s - at_s <= self._settings.gap_s:
             self._change(at_s=now_s)

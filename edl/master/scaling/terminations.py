@@ -7,8 +7,8 @@ node, and only then exit codes and signals.
 
 `decide_relaunch` looks the cause, and how many times in a row it happened, up in one table. In a row of the table the
 cheapest action comes first (a restart in place keeps the pod, its node and its state in memory), and what helps a cause
-comes at once (more memory, another node). Whatever fails so often in a row gets an end, except where the cluster took
-the place: that is nobody's fault and may go on for days.
+comes at once (more memory, another node). Whatever fails this often in a row gets an end, except where the cluster
+took the place: that is not the job's fault and may go on for days.
 
 The agent writes exit codes and messages in `edl.collective.agent.ending`, not imported here; a test compares the two.
 """
@@ -54,10 +54,10 @@ class TerminationCause(Enum):
     SUCCEEDED = "succeeded"
     USER_ERROR = "user_error"  # the script raised, or ended with a code of its own
     OUT_OF_MEMORY = "out_of_memory"  # the kernel killed it, or a process of its own, at its own limit of memory
-    KILLED = "killed"  # by SIGKILL, and nothing tells by whom
-    CRASHED = "crashed"  # in native code: SIGSEGV, SIGBUS, SIGABRT and the like
+    KILLED = "killed"  # by SIGKILL from an unknown sender
+    CRASHED = "crashed"  # in native code, such as SIGSEGV, SIGBUS or SIGABRT
     PEER_LOST = "peer_lost"  # it lost contact with another worker; the cause is elsewhere
-    PREEMPTED = "preempted"  # its place was taken for something more important, or it was asked to leave (SIGTERM)
+    PREEMPTED = "preempted"  # it made room for something more important, or was asked to leave (SIGTERM)
     EVICTED = "evicted"  # the node had too little of something, and the kubelet chose this pod, or refused it
     NODE_LOST = "node_lost"  # the node is gone, or no longer answers
     HARDWARE = "hardware"  # a GPU of the node is broken, or the node failed the check before joining
@@ -73,11 +73,11 @@ class TerminationReport:
     """What is known of an ended worker. Plain values, so that an agent, an operator and a test can all fill it."""
 
     exit_code: int | None = None
-    """Of the process or container; a signal is negative as in Python, or above 128 as in Kubernetes."""
+    """Exit code of the process or container; a signal is negative as in Python, or above 128 as in Kubernetes."""
     signal: int = 0  # that killed it, if a source says so apart from the exit code; 0 for none
     oom_kills: int | None = None
     """Growth of its cgroup's counter `oom_kill` (`edl.cgroups`) since its present processes started. Counted from
-    further back, a kill that the job got over would be taken for the cause."""
+    further back, a kill that the job survived would look like the cause."""
     agent_cause: str = ""  # what the agent says of its workers: a value of `edl.collective`'s `ExitCause`
     pod_phase: str = ""  # `status.phase`
     pod_reason: str = ""  # `status.reason`, such as `Evicted`

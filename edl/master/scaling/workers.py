@@ -8,7 +8,7 @@ concave between, which `edl.master.scaling.arbitration` relies on.
 
 **The decision.** With W left to do, n' workers need R = W / T(n') seconds, and the present n need R T(n') / T(n). The
 move saves the difference, and costs a pause of C seconds, so n' is better exactly where (T(n') / T(n) - 1) R > C. As W
-shrinks no n' is better any more: nothing grows near its end. Workers are given back where they do too little: below
+shrinks no n' is better: nothing grows near its end. Workers are given back where they do too little: below
 `min_efficiency` of what they would do alone.
 
 From Pollux (Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021) come
@@ -155,7 +155,7 @@ class WorkLeft:
         self._rates: dict[str, float] = {}
 
     def resize(self) -> None:
-        """Count rates anew, as the job's size has changed; the last one stands until there is another."""
+        """Start rates again, as the job's size has changed; the last one counts until there is another."""
         self._looks.clear()
 
     def look(self, datasets: Sequence[Mapping[str, Any]], now_s: float) -> float | None:
@@ -278,9 +278,9 @@ def decide_workers(observation: WorkerObservation, settings: WorkerScalingSettin
 def _grow(
     observation: WorkerObservation, settings: WorkerScalingSettings, model: ThroughputModel, reach: int
 ) -> WorkerDecision:
-    """Return `reach`, the most workers that are of use, if the move there is worth its pause.
+    """Return `reach`, the largest useful number of workers, if the move there is worth its pause.
 
-    T only grows with n, so that the farthest size that is of use is also the one that saves most.
+    T only grows with n, so the largest useful size is also the one that saves most.
     """
     now, pause_s = observation.workers, observation.pause_s
     if reach <= now:
@@ -302,7 +302,7 @@ def _grow(
 def _give_back(
     observation: WorkerObservation, settings: WorkerScalingSettings, model: ThroughputModel, count: int
 ) -> WorkerDecision:
-    """Return `count`, with which workers are of use again, unless the job is about to end."""
+    """Return `count`, with which each worker does enough again, unless the job is about to end."""
     now = observation.workers
     efficiency = f"a worker of {now} does {model.compute_efficiency(now):.0%} of what it would alone"
     if _remaining_s(observation, settings, model, now) <= observation.pause_s:
@@ -313,7 +313,7 @@ def _give_back(
 def _remaining_s(
     observation: WorkerObservation, settings: WorkerScalingSettings, model: ThroughputModel, workers: int
 ) -> float:
-    """Return R, the seconds that are left with so many workers, as far ahead as is looked."""
+    """Return R, the seconds that are left with this many workers, at most the horizon."""
     if observation.remaining is None:
         return settings.horizon_s
     return min(settings.horizon_s, max(0.0, observation.remaining) / model.predict_rate(workers))

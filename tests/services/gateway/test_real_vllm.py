@@ -31,7 +31,7 @@ from edl_serving.gateway.endpoints import CompletionsEndpoint, GenerateEndpoint
 from edl_serving.gateway.engine import EngineAccess, EngineAddress, find_facts
 from tests.fast.proxy.clients import ask as ask_http
 from tests.fast.serving.gateway.conftest import Gateways, ask
-from tests.plugins_vllm import MODEL, PYTHON, VllmFactory, VllmServer
+from tests.plugins_vllm import MODEL, PYTHON, VllmServer
 from tests.waiting import DEADLINE_S, wait_until
 
 torch = pytest.importorskip("torch")
@@ -42,11 +42,6 @@ VOCABULARY = 2000
 
 
 @pytest.fixture(scope="module")
-def server(vllm: VllmFactory) -> VllmServer:
-    return vllm.shared("--enable-scale-out", "--max-logprobs", "100")
-
-
-@pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     started = Gateways(tmp_path_factory.mktemp("gateways"))
     yield started
@@ -54,13 +49,13 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
 
 
 @pytest.fixture(scope="module")
-def endpoint(server: VllmServer, gateways: Gateways) -> str:
-    address = f"vllm://127.0.0.1:{server.port}"
+def endpoint(vllm: VllmServer, gateways: Gateways) -> str:
+    address = f"vllm://127.0.0.1:{vllm.port}"
     return gateways.start(address, "--top-k", str(K), "--tokenizer", str(MODEL), "--failures", "2")[1]
 
 
 @pytest.fixture(scope="module")
-def teachers(gateways: Gateways, vllm: VllmFactory) -> Iterator[dict[str, LocalTeacher]]:
+def teachers(gateways: Gateways, vllm: VllmServer) -> Iterator[dict[str, LocalTeacher]]:
     """`edl serve --hf` of the same service: in buckets and packed."""
     serve: dict[str, Any] = {"hf": str(MODEL), "task": "causal-lm", "top-k": K, "threads": 1, "dtype": "float32"}
     serve |= {"model-version": "r1", "max-tokens": 2048, "device": "cpu"}
@@ -77,7 +72,7 @@ def teachers(gateways: Gateways, vllm: VllmFactory) -> Iterator[dict[str, LocalT
 
 
 @pytest.fixture(scope="module")
-def oracle(vllm: VllmFactory) -> Any:
+def oracle(vllm: VllmServer) -> Any:
     """Log-probabilities by transformers in this process, float64 [tokens, vocabulary]."""
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
@@ -134,8 +129,8 @@ def test_three_agree(endpoint: str, teachers: dict[str, LocalTeacher], oracle: A
 
 
 @pytest.mark.parametrize("kind", [CompletionsEndpoint, GenerateEndpoint])
-def test_both_endpoints(server: VllmServer, oracle: Any, kind: Any) -> None:
-    engine = EngineAccess(EngineAddress("vllm", "127.0.0.1", server.port))
+def test_both_endpoints(vllm: VllmServer, oracle: Any, kind: Any) -> None:
+    engine = EngineAccess(EngineAddress("vllm", "127.0.0.1", vllm.port))
     facts = asyncio.run(find_facts(engine, "tiny", True, K, 60.0))
     if kind is CompletionsEndpoint:  # which does not tell the version of the weights
         facts = replace(facts, probe=replace(facts.probe, weight_version=""))
@@ -155,8 +150,8 @@ def test_both_endpoints(server: VllmServer, oracle: Any, kind: Any) -> None:
         health.close()
 
 
-def test_what_is_refused(server: VllmServer, gateways: Gateways, endpoint: str) -> None:
-    refused = gateways.launch(f"vllm://127.0.0.1:{server.port}", "--top-k", "101")
+def test_what_is_refused(vllm: VllmServer, gateways: Gateways, endpoint: str) -> None:
+    refused = gateways.launch(f"vllm://127.0.0.1:{vllm.port}", "--top-k", "101")
     assert refused.wait(120) == 2
     assert "--max-logprobs 101" in gateways.log
     for wrong, parameters, words in (
@@ -222,7 +217,7 @@ def test_trl_client(
 
 
 def test_vllm_is_killed(
-    server: VllmServer, endpoint: str, teachers: dict[str, LocalTeacher], gateways: Gateways, oracle: Any
+    vllm: VllmServer, endpoint: str, teachers: dict[str, LocalTeacher], gateways: Gateways, oracle: Any
 ) -> None:
     """Each token once, at its place, with a label to 1e-4, from whichever kind of teacher."""
     found = sequences_of(*np.random.default_rng(2).integers(1, 60, 150).tolist(), seed=5)
@@ -234,7 +229,7 @@ def test_vllm_is_killed(
         epoch = reader()
         delivered = list(itertools.islice(epoch, 30))
         wait_until(lambda: sum(teacher.rows > 0 for teacher in reader.stats().teachers.values()) >= 2)
-        server.kill()
+        vllm.kill()
         delivered += epoch
         stats = reader.stats()
     assert [number for _, number, _ in delivered] == list(range(150))

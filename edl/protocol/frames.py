@@ -275,7 +275,7 @@ class FrameSocket:
         self._staged = 0
         self._kind = self._number = self._filled = self._dropping = 0
         self._body: memoryview | None = None  # of the frame that is arriving, if it is larger than the stage
-        self._paused = False
+        self._paused = self._finishing = False
         self._out: deque[Frame] = deque()
         self._flushing = False  # whether `_flush` will run, at the end of this turn or when there is room
         self._writer_added = False
@@ -290,9 +290,9 @@ class FrameSocket:
         self._loop.add_reader(sock, self._on_readable)
 
     @property
-    def pending(self) -> bool:
-        """Whether frames wait to be sent."""
-        return bool(self._out)
+    def pending(self) -> int:
+        """How many frames wait to be sent."""
+        return len(self._out)
 
     def send(
         self, kind: FrameKind, number: int, body: Sequence[Buffer] = (), sent: Callable[[], None] | None = None
@@ -324,6 +324,17 @@ class FrameSocket:
         if self._paused and not self.closed:
             self._paused = False
             self._loop.call_soon(self._on_resumed)
+
+    def finish(self) -> None:
+        """Send what waits, then tell the peer that nothing follows, and drop what comes until it ends the connection.
+
+        To close at once would have the kernel drop what is on its way, if the peer has sent something meanwhile.
+        """
+        self._finishing = True
+        self.resume()
+        if not self.closed and not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
 
     def close(self, why: str = "closed") -> None:
         """End the connection. May be called twice."""
@@ -364,7 +375,8 @@ class FrameSocket:
     def _on_resumed(self) -> None:
         """Go on with frames that were received before the pause, and then receive others."""
         try:
-            self._parse()
+            if not self._finishing:
+                self._parse()
         except ProtocolError as exc:
             self.close(str(exc))
         except Exception as exc:  # noqa: BLE001 - whatever it is, see `_fail`
@@ -375,13 +387,16 @@ class FrameSocket:
 
     def _receive(self) -> bool:
         """Receive once; return whether more may be there."""
-        body = self._body
+        body = self._body if not self._finishing else None
+        self._staged = self._staged if not self._finishing else 0
         target = self._stage[self._staged :] if body is None else body[self._filled :]
         nbytes = self._sock.recv_into(target)
         if not nbytes:
             self.close("the peer closed the connection")
             return False
         self.heard_at = self.moved_at = self._loop.time()
+        if self._finishing:
+            return True
         if body is None:
             self._staged += nbytes
             self._parse()
@@ -438,6 +453,8 @@ class FrameSocket:
                 self._advance(nbytes)
             if self._tls is not None:
                 self._tls.flush()
+            if self._finishing:
+                self._sock.shutdown(socket.SHUT_WR)
         except BlockingIOError:
             if not self._writer_added:
                 self._writer_added = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import errno
 import hashlib
 import json
@@ -51,10 +52,13 @@ _log = logging.getLogger(__name__)
 
 _TOKEN_S = 10.0  # how long a token opens a channel
 _MOST_TOKENS = 1024
+_MOST_TOKENS_OF_CLIENT = 4
 _HANDSHAKE_S = 5.0
 _MOST_HANDSHAKES = 128
 _ACCEPT_AGAIN_S = 1.0  # after an error, such as too many open files
-_WINDOW = 64  # requests of a channel that are processed at a time; the others wait in the connection
+_WINDOW = 1024  # requests of a channel that are processed at a time; the others wait in the connection
+_MOST_UNSENT = 256  # frames for a client that does not read: from here on nothing is received from it
+_FINISH_S = 5.0  # how long a client may take to read its last answers
 _FLUSH_S = 0.25  # time to send what is ready when the server stops
 
 
@@ -75,7 +79,7 @@ class ChannelListener:
         self._tls: tuple[int, ssl.SSLContext, str] | None = None  # of a version of the files; digest of the certificate
         self._offers: dict[bytes, _Offer] = {}  # by token, in the order of their expiry
         self._listeners: list[socket.socket] = []
-        self._handshakes = 0
+        self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._path: Path | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._channels: set[_ServerChannel] = set()
@@ -99,7 +103,8 @@ class ChannelListener:
         self._add(listener)
         if uds is not None:
             path = Path(unix_path(uds))
-            path.unlink(missing_ok=True)  # the server holds `uds`, so nobody else's socket is here
+            if path.is_socket():  # the server holds `uds`, so nobody else's socket is here
+                path.unlink()
             listener = socket.socket(socket.AF_UNIX)
             try:
                 listener.bind(str(path))
@@ -111,14 +116,17 @@ class ChannelListener:
             self._add(listener)
 
     def offer(self, call: Call) -> bytes:
-        """Return the answer to `names.OPEN_CHANNEL`; refuse it if too many channels are open, or tokens unused."""
+        """Return the answer to `names.OPEN_CHANNEL`; refuse it if too many channels are open."""
         clients = self._handler.clients
         clients.close_call(clients.open_call(call.client, stream=True), stream=True)
         now = time.monotonic()
         for token in [token for token, offer in self._offers.items() if offer.until <= now]:
             del self._offers[token]
-        if len(self._offers) >= _MOST_TOKENS:
-            raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_MOST_TOKENS} tokens are unused")
+        own = [token for token, offer in self._offers.items() if offer.call.client == call.client]
+        if len(own) >= _MOST_TOKENS_OF_CLIENT:
+            del self._offers[own[0]]
+        if len(self._offers) >= _MOST_TOKENS:  # a student uses its token within milliseconds
+            del self._offers[next(iter(self._offers))]
         token, proof = secrets.token_bytes(TOKEN_NBYTES), secrets.token_bytes(TOKEN_NBYTES)
         certificate = self._context()[1] if self._files is not None else ""
         self._offers[token] = _Offer(call, proof, now + _TOKEN_S)
@@ -178,11 +186,12 @@ class ChannelListener:
             loop.remove_reader(listener)
             loop.call_later(_ACCEPT_AGAIN_S, self._accept_again, listener)
             return
-        if self._handshakes >= _MOST_HANDSHAKES:
-            sock.close()
-            return
+        if len(self._handshakes) >= _MOST_HANDSHAKES:
+            next(iter(self._handshakes)).cancel()
         sock.setblocking(False)
         task = loop.create_task(self._serve(sock))
+        self._handshakes[task] = None
+        task.add_done_callback(lambda task: self._handshakes.pop(task, None))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -193,13 +202,13 @@ class ChannelListener:
     async def _serve(self, plain: socket.socket) -> None:
         """Serve a connection until it ends."""
         with plain:
-            self._handshakes += 1
             try:
                 sock, offer = await asyncio.wait_for(self._shake_hands(plain), _HANDSHAKE_S)
             except (OSError, asyncio.TimeoutError, RequestError):
                 return
-            finally:
-                self._handshakes -= 1
+            task = asyncio.current_task()
+            if task is not None:
+                self._handshakes.pop(task, None)
             if offer is None:
                 return
             handler = self._handler
@@ -256,6 +265,11 @@ class _ServerChannel:
         """Answer requests until the client, or `end`, ends the channel."""
         try:
             await self._done.wait()
+            if not self._socket.closed:
+                self._done.clear()
+                self._socket.finish()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._done.wait(), _FINISH_S)
         finally:
             self._socket.close()
             tasks = list(self._computing.values())
@@ -268,8 +282,16 @@ class _ServerChannel:
     def end(self) -> None:
         """Accept no more requests, and end the channel after the last answer."""
         self._ending = True
-        self._socket.pause()
+        self._adjust()
         self._end_if_idle()
+
+    def _adjust(self) -> None:
+        """Receive only while there is room for requests, and the client reads what it gets."""
+        is_full = len(self._computing) >= _WINDOW or self._socket.pending >= _MOST_UNSENT
+        if self._ending or is_full:
+            self._socket.pause()
+        else:
+            self._socket.resume()
 
     def _end_if_idle(self) -> None:
         if self._ending and not self._computing and not self._socket.pending:
@@ -297,7 +319,8 @@ class _ServerChannel:
 
     def _take(self, kind: int, number: int, body: memoryview) -> None:
         if kind == FrameKind.PING:
-            self._socket.send(FrameKind.PONG, number)
+            self._socket.send(FrameKind.PONG, number, (), self._adjust)
+            self._adjust()
         elif kind == FrameKind.CANCEL:
             if number in self._computing:
                 self._computing[number].cancel()
@@ -314,8 +337,7 @@ class _ServerChannel:
         task = asyncio.get_running_loop().create_task(self._respond(number, body))
         self._computing[number] = task
         task.add_done_callback(lambda task: self._computed(number, task))
-        if len(self._computing) >= _WINDOW:
-            self._socket.pause()
+        self._adjust()
 
     async def _respond(self, number: int, body: memoryview) -> None:
         nbytes, request_id = len(body), f"{number:016x}"
@@ -341,8 +363,7 @@ class _ServerChannel:
         elif (error := task.exception()) is not None:
             _log.error("a request of %s failed in a way not foreseen", self._call.client, exc_info=error)
             self._send_error(RequestError(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}"), number)
-        if not self._ending and len(self._computing) < _WINDOW:
-            self._socket.resume()
+        self._adjust()
         self._end_if_idle()
 
     def _release(self, number: int) -> None:
@@ -350,6 +371,7 @@ class _ServerChannel:
         if number in self._entered:
             self._entered.discard(number)
             self._handler.lifecycle.end_request()
+        self._adjust()
         self._end_if_idle()
 
     # Out
@@ -363,7 +385,9 @@ class _ServerChannel:
         self._send(FrameKind.ERROR, number, [json.dumps(found).encode()])
 
     def _send(self, kind: FrameKind, number: int, body: Sequence[Buffer]) -> None:
-        self._socket.send(kind, number, body, lambda: self._release(number))
+        counted = number in self._held or number in self._entered  # else another request may have this number then
+        self._socket.send(kind, number, body, (lambda: self._release(number)) if counted else self._adjust)
+        self._adjust()
 
 
 def _join_body(header: bytes, raw: Sequence[Buffer]) -> bytes:

@@ -239,6 +239,7 @@ async def open_channel(calls: ServerCalls, ids: RequestIds, deadline: float) -> 
         host = calls.endpoint.rpartition(":")[0].strip("[]")
         work = shake_hands(socket.AF_UNIX, where) if path else _connect(host, port, shake_hands)
         sock = await wait_within(work, deadline - time.monotonic())
+        channel = TensorChannel(sock, calls.endpoint, ids, calls.answer_nbytes)
         opened.pop()  # the last one, which is used
     except (OSError, asyncio.TimeoutError, ValueError, TypeError, KeyError, ProtocolError) as exc:
         words = str(exc) or f"no answer within {_OPEN_S:g} s"
@@ -246,7 +247,7 @@ async def open_channel(calls: ServerCalls, ids: RequestIds, deadline: float) -> 
     finally:
         for each in opened:  # also one whose handshake ended just when this was cancelled
             each.close()
-    return TensorChannel(sock, calls.endpoint, ids, calls.answer_nbytes)
+    return channel
 
 
 async def _connect(host: str, port: int, shake_hands: Callable[[int, Any], Awaitable[Socket]]) -> Socket:
@@ -284,7 +285,9 @@ async def _shake_hands(
     sock.sendmsg([MAGIC + token])  # a new connection has room for it
     found = await receive_exactly(sock, TOKEN_NBYTES)
     if not found:
-        raise ProtocolError("it refuses the token that the teacher gave out: another server may be there")
+        raise ProtocolError(
+            "it closes the connection: too many try to open one, or it is another server, which knows no such token"
+        )
     if not hmac.compare_digest(found, proof):
         raise ProtocolError("it is not the server that gave out the token")
     return sock

@@ -11,8 +11,10 @@ more in the other way. Every error is a `RequestFailure` for the dispatcher.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +47,7 @@ __all__ = ["Done", "TeacherClient"]
 logger = logging.getLogger("edl.distill")
 
 _PLACEHOLDER_ID = "-" * 16  # a server of ours knows a request's header again, if nothing in it is new
+_TRY_AGAIN_S = 30.0  # between two attempts to open a channel
 _ABOUT_REQUEST = (FailureKind.REJECTED, FailureKind.ERROR)
 _MOST_HEADERS = 1024
 """Number of cached request headers, one for each shape and slot of shared memory."""
@@ -103,6 +106,7 @@ class TeacherClient:
         self._regions = ShmRegistrations(self._calls.call, endpoint, {} if region_names is None else region_names)
         self._infer: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] | None = None
         self._channel: TensorChannel | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._headers: dict[Any, bytes] = {}
         self._ids = RequestIds()
         self._requests: set[_Request] = set()
@@ -146,7 +150,15 @@ class TeacherClient:
                 if exc.failure.kind is FailureKind.OVERLOADED:  # as many are open as the server takes
                     raise
                 logger.info("no tensor channel, and so gRPC, which is slower: %s", exc.failure.message)
+                self._opening = asyncio.get_running_loop().create_task(self._open_channel_later())
         return server.spec
+
+    async def _open_channel_later(self) -> None:
+        """Try again to open a channel, from time to time: what kept it from opening may pass."""
+        while self._channel is None:
+            await asyncio.sleep(_TRY_AGAIN_S)
+            with contextlib.suppress(RequestFailed):
+                self._channel = await open_channel(self._calls, self._ids, math.inf)
 
     async def check_ready(self, timeout_s: float) -> None:
         """Check that server and model are ready, as `open` does.
@@ -199,6 +211,9 @@ class TeacherClient:
         for request in list(self._requests):
             if request.task is not None:
                 request.task.cancel()
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
         if self._channel is not None:
             self._channel.close()
         if unregister and self._calls.channel.get_state() is grpc.ChannelConnectivity.READY:

@@ -17,7 +17,7 @@ from edl.distill import Options, Policy
 from edl.distill.transport.calls import ServerCalls
 from tests.fast.distill.conftest import Serve
 from tests.fast.distill.reading import check, reader_of, samples
-from tests.waiting import DEADLINE_S
+from tests.waiting import DEADLINE_S, wait_until
 
 CHANNEL = {"tensor_channel": True}
 EPOCHS = int(os.environ.get("EDL_TEST_MEDDLED_EPOCHS", "2"))
@@ -45,7 +45,7 @@ def closed_port() -> int:
     [
         ({"port": lambda _: closed_port()}, "Connect call failed"),
         ({"proof": "00" * 32}, "not the server that gave out the token"),
-        ({"token": "00" * 32}, "refuses the token"),
+        ({"token": "00" * 32}, "no such token"),
         ({"certificate": "00" * 32}, "closed|reset|WRONG_VERSION|wrong version"),
         ({"port": "x"}, "invalid literal"),
     ],
@@ -61,6 +61,18 @@ def test_no_channel_means_grpc(
     told = [record.getMessage() for record in caplog.records if "no tensor channel" in record.getMessage()]
     assert len(told) == 1
     assert any(word in told[0] for word in words.split("|")), told
+
+
+def test_a_channel_is_tried_again(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kept it from opening may pass."""
+    monkeypatch.setattr("edl.distill.transport.client._TRY_AGAIN_S", 0.01)
+    ports = iter([closed_port()])
+    offer(monkeypatch, port=lambda port: next(ports, port))
+    teacher = serve("echo", CHANNEL)
+    with reader_of(teacher).set_sample_generator(samples(40)) as reader:
+        check(list(reader()), 40)
+        wait_until(lambda: teacher.metric("edl_teacher_streams") == 1)
+        check(list(reader()), 40)
 
 
 class Meddler:

@@ -482,7 +482,7 @@ def test_two_batches_are_in_flight() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": None}, "--model"),
+        ({"model": None}, "--service"),
         ({"model_version": None}, "--model-version"),
         ({"engine_ca": "ca.pem"}, r"vllm\+https://"),
         ({"max_tokens": 1}, "--max-tokens"),

@@ -237,6 +237,40 @@ def test_claims_cost_nothing(inside: StartInside, connect: Connect) -> None:
     wait_until(lambda: not left(server))
 
 
+def test_a_client_that_does_not_read(inside: StartInside, connect: Connect) -> None:
+    """Is not read either, before the answers to it fill the memory; and it takes nobody else's place."""
+    server = inside(Base())
+    hostile, client = Channel(connect(server.target)), connect(server.target)
+    hostile.sock.settimeout(0.5)
+    pings = frames._PREFIX.pack(FrameKind.PING, 0, 0) * 10_000_000
+    with pytest.raises(TimeoutError):
+        hostile.sock.sendall(pings)
+    for _ in range(50):
+        offer_of(client)
+    assert ask_for(Channel(client), 1) == ""
+
+
+def test_numbers_and_cancellations(inside: StartInside, connect: Connect) -> None:
+    """A number may come again once its request is refused, and many requests keep no cancellation from being read."""
+    model = Gated()
+    server = inside(model, max_batch_rows=1, max_message_bytes=1 << 20)
+    channel = Channel(connect(server.target))
+    channel.sock.sendall(frames._PREFIX.pack(FrameKind.REQUEST, 0, 2 << 20) + bytes(2 << 20))
+    for number in range(100):
+        channel.send(number, row(number))
+    assert model.started.wait(TIMEOUT_S)
+    for number in range(1, 100):
+        channel.cancel(number)
+    wait_until(lambda: server.metric("edl_teacher_requests_total", outcome="cancelled") == 99)
+    model.gate.set()
+    found = [channel.read() for _ in range(2)]
+    assert [number for number, _ in found] == [0, 0]
+    assert str(found[0][1]).startswith("INVALID_ARGUMENT")
+    assert is_answer_to(found[1][1], row(0))
+    channel.end()
+    wait_until(lambda: not left(server))
+
+
 def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect) -> None:
     """A server refuses requests because memory is short: a circle would keep them until the collector comes."""
     mib = 1 << 20

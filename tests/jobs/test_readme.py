@@ -100,7 +100,7 @@ class Workshop:
 
     def serve(self, arguments: list[str]) -> None:
         """Start `edl serve` and wait until its service is found where students look."""
-        service = arguments[arguments.index("--model") + 1]
+        service = arguments[arguments.index("--service") + 1]
         log = self.folder / f"{service}.log"
         with log.open("ab") as file:
             process = subprocess.Popen(
@@ -200,7 +200,7 @@ def flags_of(command: str) -> set[str]:
     # Engines have their own.
     for words in (command.split(), *([["register", "vllm://"]] if command == "register" else [])):
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-            main([*words, "--help"])
+            main([*words, "--help-all"])
     return set(re.findall(r"--[a-z][a-z-]*", shown.getvalue()))
 
 

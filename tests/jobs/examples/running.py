@@ -80,7 +80,7 @@ class Example:
     def served(self, name: str, command: list[str], *more: str) -> Iterator[Node]:
         """A teacher that is found; it ends well in the end, if it lives."""
         with self.started(name, command, *more) as server, open_registry(self.discovery) as registry:
-            service = command[command.index("--model") + 1]
+            service = command[command.index("--service") + 1]
             before = len(registry.snapshot(service).instances)
 
             def found() -> bool:

@@ -174,7 +174,7 @@ class LabelFolder:
             raise TemporaryError(f"{lost} rows could not be written: {self.failure}")
 
     def _sync(self) -> None:
-        """Sync the journal. What has gone from it into the database was synced then."""
+        """Sync the journal. SQLite syncs the pages that it moves from there into the database."""
         with contextlib.suppress(FileNotFoundError), Path(f"{self.path / _DATABASE}-wal").open("rb") as journal:
             os.fsync(journal.fileno())
 
@@ -345,7 +345,7 @@ class LabelFolder:
             db.executemany(f"INSERT INTO label ({columns}) VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def _make_room(self, db: sqlite3.Connection, key: int, labels: int, pages: int, most_pages: int) -> None:
-        """Delete the oldest labels, so many at a time, until `pages` more fit into `most_pages`."""
+        """Delete the oldest labels, `labels` at a time, until `pages` more fit into `most_pages`."""
 
         def count(pragma: str) -> int:
             return int(db.execute(f"PRAGMA {pragma}").fetchone()[0])

@@ -1,4 +1,4 @@
-"""What a label is: the key and the id that it is kept by, and how its outputs become a run of bytes, its record.
+"""Labels: the key and the id by which one is kept, and how its outputs become a run of bytes, its record.
 
 `CacheKey` stands for everything that is the same for all samples of a teacher and data set. Ids are integers or
 strings. They may come with fingerprints of the inputs, which tell one text from another that comes under the same id:
@@ -71,9 +71,9 @@ class CacheKey:
         dtype: "float16" or "float32" if the labels were asked for or stored in it, None as the model gives them.
         dataset: The user's tag for what the ids mean: the data set, its version, how samples are augmented. Ids of an
             augmented sample must name the augmentation too (for example `f"{index}/{seed}"`).
-        service: Who named the version: the service's name, or the endpoints of fixed teachers. Version "1" of another
-            service is another model. Empty where the teachers say that the version is a hash of the weights, as
-            `edl serve` does: that is the same model wherever it is served.
+        service: The source of the version: the service's name, or the endpoints of fixed teachers. Version "1" of
+            another service is another model. Empty where the teachers say that the version is a hash of the weights,
+            as `edl serve` does: that is the same model wherever it is served.
         inputs: Names of the inputs sent, where the teachers do not say which inputs their model has; sorted.
 
     Raises:

@@ -1,7 +1,7 @@
 """`SoftLabelCache`: soft labels by key and sample id, in a folder or in memory. `CacheView`: those of a key.
 
-`put` packs outputs into records and hands them to the `LabelFolder`, or to `MemoryTier` where there is no folder. What
-is read of a folder is not kept in memory as well: the system does that, and unpacking takes as long as reading.
+`put` packs outputs into records and hands them to the `LabelFolder`, or without a folder to `MemoryTier`. Records of a
+folder are not kept in memory as well: the system does that, and unpacking takes as long as reading.
 
 A training loop is the worst case for a memory that drops the least recently used row: an epoch uses every row once, so
 each is gone just before it is wanted again. So `MemoryTier` lets new rows into a full memory rarely: those that are

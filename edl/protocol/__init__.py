@@ -1,7 +1,7 @@
 """What travels between students and teachers: KServe v2 over gRPC.
 
 `kserve` has the message classes, `codec` turns requests into bytes and back, `tensors` turns these into numpy arrays,
-`names` lists the names on the wire. What does not belong here: connections, retries, or anything that waits.
+`names` lists the names on the wire.
 """
 
 from __future__ import annotations

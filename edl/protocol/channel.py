@@ -1,7 +1,4 @@
-"""gRPC channels and listening ports, with TLS and tokens or without: the only place where EDL makes any.
-
-What does not belong here: what is sent over them, and what a failed handshake means (`edl.protocol.tls.handshake`).
-"""
+"""gRPC channels and listening ports, with TLS and tokens or without: the only place where EDL makes any."""
 
 from __future__ import annotations
 

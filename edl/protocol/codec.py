@@ -126,7 +126,7 @@ def _join(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> bytes:
 
 
 def _parts(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> list[Buffer]:
-    """Return what to join, with the GIL: to let go of it and wait for it again costs more than others gain by it."""
+    """Return what to join, with the GIL, because releasing and taking it again costs more than other threads gain."""
     tag = varint(raw_field << 3 | _LENGTH_DELIMITED)
     parts: list[Buffer] = [header]
     for tensor in raw:
@@ -163,13 +163,13 @@ def split_request(data: Buffer) -> tuple[bytes, list[memoryview]]:
     """Return the header of a `ModelInferRequest`, still serialized, and its `raw_input_contents` as views of `data`.
 
     Raises:
-        ProtocolError: `data` is no protobuf message.
+        ProtocolError: `data` is not a protobuf message.
     """
     return _split(data, _RAW_INPUT)[:2]
 
 
 def is_compressed(data: Buffer) -> bool:
-    """Return whether bytes that are no message may be a compressed message, which gRPC is told not to inflate."""
+    """Return whether bytes that do not parse may be a compressed message, which gRPC is told not to inflate."""
     return bytes(memoryview(data)[:2]) in _COMPRESSED
 
 
@@ -196,7 +196,7 @@ def split_response(data: Buffer) -> tuple[bytes, list[memoryview]]:
     """Return the header of a `ModelInferResponse`, still serialized, and its `raw_output_contents` as views of `data`.
 
     Raises:
-        ProtocolError: `data` is no protobuf message.
+        ProtocolError: `data` is not a protobuf message.
     """
     return _split(data, _RAW_OUTPUT)[:2]
 
@@ -205,7 +205,7 @@ def split_identified_response(data: Buffer) -> tuple[bytes, list[memoryview], st
     """As `split_response`, and the id cut out of the header: what is left of it is the same for many answers.
 
     Raises:
-        ProtocolError: `data` is no protobuf message, or its id no UTF-8.
+        ProtocolError: `data` is not a protobuf message, or its id is not UTF-8.
     """
     header, raw, found = _split(data, _RAW_OUTPUT, _ID)
     return header, raw, _text(found)

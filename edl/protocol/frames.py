@@ -1,6 +1,6 @@
 """The tensor channel: frames over a TCP or Unix socket between EDL's students and EDL's teachers.
 
-gRPC from Python copies a tensor several times on each side, and holds the GIL meanwhile. Here the kernel copies it once
+gRPC from Python copies a tensor several times on each side, with the GIL. Here the kernel copies it once
 out of the student's array, and once into the memory that the teacher computes from, both without the GIL.
 
 A connection begins with `MAGIC` and the one-time token from `names.OPEN_CHANNEL`; the server answers with the proof
@@ -57,7 +57,7 @@ _PREFIX = struct.Struct("<B7xQQ")
 _BODY = struct.Struct("<II")  # bytes of the header, and the number of tensors
 _ALIGNMENT = 64  # of tensors within a body: numpy is slower on numbers that lie across their natural places
 _MOST_TENSORS = 10_000
-_STAGE_NBYTES = 64 << 10  # many small frames arrive in one call; of a large one, so much is copied once more
+_STAGE_NBYTES = 64 << 10  # many small frames arrive in one call; of a large one, these bytes are copied once more
 _MOST_PARTS = 64  # buffers in one `sendmsg`; Linux takes 1,024
 _TLS_NBYTES = 128 << 10  # received, or encrypted, at a time
 _MOST_CALLS = 256  # receives of a connection before other work of the loop gets its turn
@@ -65,10 +65,10 @@ _SILENT_MS = 30_000  # how long a peer's kernel may stay silent before the conne
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame is."""
+    """The kinds of frames."""
 
     REQUEST = 1
-    CANCEL = 2  # nobody waits for the request with this number any more; it may still be answered
+    CANCEL = 2  # the student no longer waits for the request with this number; it may still get an answer
     ANSWER = 3
     ERROR = 4  # JSON: `status` (gRPC's name of it), `message`, and perhaps `retry_after_ms`
     PING = 5
@@ -98,7 +98,7 @@ def split_body(body: memoryview) -> tuple[bytes, list[memoryview]]:
     """Return the header and the tensors of a body, which are views of it.
 
     Raises:
-        ProtocolError: It is no body, or has more tensors than any request.
+        ProtocolError: The bytes are not a body, or hold more tensors than any request.
     """
     if len(body) < _BODY.size:
         raise ProtocolError(f"malformed message: a body of {len(body)} bytes")
@@ -144,7 +144,7 @@ def _set_ready(ready: asyncio.Future[None]) -> None:
 
 
 async def receive_exactly(sock: Socket, nbytes: int) -> bytes:
-    """Return so many bytes, or fewer if the peer ends the connection before."""
+    """Return `nbytes` bytes, or fewer if the peer ends the connection first."""
     found, at = bytearray(nbytes), 0
     while at < nbytes:
         target = memoryview(found)[at:]
@@ -213,7 +213,7 @@ class TlsSocket:
         return taken
 
     def flush(self) -> None:
-        """Send what is encrypted; raise `BlockingIOError` if there is no room for all of it."""
+        """Send what is encrypted; raise `BlockingIOError` if the kernel does not take all of it."""
         while self._unsent or self._outgoing.pending:
             self._unsent = self._unsent or memoryview(self._outgoing.read())
             self._unsent = self._unsent[self._sock.send(self._unsent) :]
@@ -233,7 +233,7 @@ Socket: TypeAlias = socket.socket | TlsSocket
 
 
 class Frame:
-    """A frame that is to be sent. `begun` says whether a part of it has been."""
+    """A frame in the queue. `begun` says whether a part of it has been sent."""
 
     __slots__ = ("begun", "parts", "sent")
 
@@ -328,7 +328,7 @@ class FrameSocket:
     def finish(self) -> None:
         """Send what waits, then tell the peer that nothing follows, and drop what comes until it ends the connection.
 
-        To close at once would have the kernel drop what is on its way, if the peer has sent something meanwhile.
+        To close at once would have the kernel drop what is on its way, if unread bytes of the peer lie here.
         """
         self._finishing = True
         self.resume()

@@ -1,4 +1,4 @@
-"""What a request's header holds, found out before protobuf makes objects of it.
+"""The contents of a request's header, found before protobuf makes objects of it.
 
 Protobuf takes two bytes of a list for a number or a string, and makes 4 to 60 of them: a header of megabytes is looked
 at here first, in bytes.
@@ -52,7 +52,7 @@ def outline(header: bytes) -> Outline:
     """Cut the typed contents out of a header.
 
     Raises:
-        ProtocolError: it is no protobuf message, or has more fields than an honest message.
+        ProtocolError: it is not a protobuf message, or has more fields than an honest message.
     """
     view = memoryview(header)
     rest: list[bytes | memoryview] = []

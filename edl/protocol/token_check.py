@@ -1,7 +1,4 @@
-"""Has a gRPC server refuse calls without a token that is valid at this moment.
-
-What does not belong here: the teacher server's, which ends streams of revoked tokens as well (`edl_serving`).
-"""
+"""Has a gRPC server refuse calls without a token that is valid at this moment."""
 
 from __future__ import annotations
 

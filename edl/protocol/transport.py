@@ -16,7 +16,7 @@ FORK_HANDLERS = "grpc" in sys.modules and os.environ.get("GRPC_ENABLE_FORK_SUPPO
     "true",
     "yes",
 )
-"""Whether somebody imported gRPC before EDL, with its fork handlers on."""
+"""Whether gRPC was imported before EDL, with its fork handlers on."""
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 

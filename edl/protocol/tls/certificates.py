@@ -1,7 +1,4 @@
-"""Looks at certificates, keys and tokens before they are used, with the standard library only.
-
-What does not belong here: when files are read again (`edl.protocol.tls.credentials`), and connections.
-"""
+"""Looks at certificates, keys and tokens before they are used, with the standard library only."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ _LEAST_TOKEN: Final = 16
 
 @dataclass(frozen=True)
 class CertificateIdentity:
-    """What a certificate says.
+    """The contents of a certificate.
 
     Attributes:
         names: host names and addresses that it is for.

@@ -35,7 +35,7 @@ _Fingerprint = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Material:
-    """What the files hold. Secrets show in no representation.
+    """The contents of the files. Secrets show in no representation.
 
     Attributes:
         version: counts the changes that were taken up.

@@ -1,7 +1,4 @@
-"""Mutual TLS between equals over plain sockets: both sides show a certificate, and believe the same CAs.
-
-What does not belong here: what is said over the sockets, and gRPC (`edl.protocol.channel`).
-"""
+"""Mutual TLS between equals over plain sockets: both sides show a certificate, and believe the same CAs."""
 
 from __future__ import annotations
 

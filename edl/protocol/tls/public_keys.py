@@ -1,7 +1,4 @@
-"""Tells which kind of key a certificate is for, and whether gRPC's TLS library (BoringSSL) can use it.
-
-What does not belong here: files, and what else may be wrong with a certificate (`edl.protocol.tls.certificates`).
-"""
+"""Tells which kind of key a certificate is for, and whether gRPC's TLS library (BoringSSL) can use it."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def kind_not_in_grpc(certificate: bytes) -> str:
         A name, empty for a key that gRPC uses.
 
     Raises:
-        ValueError: it is no certificate.
+        ValueError: it is not a certificate.
     """
     fields = _parts(_parts(_parts(certificate)[0][1])[0][1])  # the tbsCertificate's
     begin = 1 if fields[0][0] == _VERSION else 0  # absent for version 1

@@ -51,7 +51,7 @@ def test_life_of_a_job(scene: Scene, person: Person, edl_store: str) -> None:
     scene.wait("both logs", lambda: {stays, ends} <= prefixes(path.read_text()))
     pod = next(name for name in scene.running("story") if name.startswith(f"story-{ends}-"))
     cluster.kubectl("-n", namespace, "delete", "pod", pod, "--grace-period=0", "--force")
-    scene.wait("its successor's log", lambda: f"{ends}: goes on in pod story-{ends}-" in path.read_text())
+    scene.wait("its successor's log", lambda: f"{ends}: continues in pod story-{ends}-" in path.read_text())
     scene.wait("the job's recovery", lambda: count_ready(scene) == 2)
     steps = [line for line in path.read_text().splitlines() if line.startswith(f"{stays} ") and "step " in line]
     assert len(steps) == len(set(steps)) or "step 0 of" in "".join(steps[1:]), "no line comes twice but after a restart"

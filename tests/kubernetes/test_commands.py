@@ -96,7 +96,7 @@ def test_ends_of_jobs(scene: Scene, person: Person, edl_store: str) -> None:
     assert "Failed" in status
     waiting.send_signal(signal.SIGINT)
     assert waiting.wait(60) == 130
-    assert "job/long goes on" in path.read_text()
+    assert "job/long keeps running" in path.read_text()
     assert person.jobs()["long"]["phase"] in ("Pending", "Running"), "Ctrl-C ends the command, not the job"
 
 

@@ -91,16 +91,19 @@ class ChannelListener:
         Raises:
             SettingsError: It is not possible.
         """
-        family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        try:
+        for family, _, _, _, place in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
             both = family == socket.AF_INET6 and place[0] == "::" and socket.has_dualstack_ipv6()
-            listener = socket.create_server(place[:2], family=family, backlog=_MOST_HANDSHAKES, dualstack_ipv6=both)
-        except OSError as exc:
-            raise SettingsError(
-                f"cannot listen on {host}:{port} for tensors: {exc.strerror}; give another --channel-port, or 0"
-            ) from exc
-        self._port = listener.getsockname()[1]
-        self._add(listener)
+            address = place[0], self._port or port
+            try:
+                listener = socket.create_server(address, family=family, backlog=_MOST_HANDSHAKES, dualstack_ipv6=both)
+            except OSError as exc:
+                if self._port:  # students reach the name by its first address
+                    continue
+                raise SettingsError(
+                    f"cannot listen on {host}:{port} for tensors: {exc.strerror}; give another --channel-port, or 0"
+                ) from exc
+            self._port = listener.getsockname()[1]
+            self._add(listener)
         if uds is not None:
             path = Path(unix_path(uds))
             if path.is_socket():  # the server holds `uds`, so nobody else's socket is here
@@ -182,7 +185,7 @@ class ChannelListener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as exc:
-            _log.warning("no tensor channel can be opened: %s; trying again", os.strerror(exc.errno or errno.EIO))
+            _log.warning("new tensor channels cannot be opened: %s; trying again", os.strerror(exc.errno or errno.EIO))
             loop.remove_reader(listener)
             loop.call_later(_ACCEPT_AGAIN_S, self._accept_again, listener)
             return

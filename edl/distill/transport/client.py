@@ -149,7 +149,10 @@ class TeacherClient:
             except RequestFailed as exc:
                 if exc.failure.kind is FailureKind.OVERLOADED:  # as many are open as the server takes
                     raise
-                logger.info("no tensor channel, and so gRPC, which is slower: %s", exc.failure.message)
+                logger.info(
+                    "the tensor channel cannot be opened, so requests go over gRPC, which is slower: %s",
+                    exc.failure.message,
+                )
                 self._opening = asyncio.get_running_loop().create_task(self._open_channel_later())
         return server.spec
 

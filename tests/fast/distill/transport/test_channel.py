@@ -58,7 +58,9 @@ def test_no_channel_means_grpc(
     offer(monkeypatch, **changed)
     with reader_of(serve("echo", CHANNEL)).set_sample_generator(samples(40)) as reader:
         check(list(reader()), 40)
-    told = [record.getMessage() for record in caplog.records if "no tensor channel" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "tensor channel cannot be opened" in record.getMessage()
+    ]
     assert len(told) == 1
     assert any(word in told[0] for word in words.split("|")), told
 

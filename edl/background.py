@@ -14,8 +14,6 @@ from typing import Final, TypeVar
 
 from edl.notifier import Notifier
 
-__all__ = ["BackgroundLoop", "start_call"]
-
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import random
 
-__all__ = ["Backoff"]
-
 
 class Backoff:
     """The next wait of a caller that tries something again and again. Not thread-safe: every caller has its own.

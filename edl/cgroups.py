@@ -20,8 +20,6 @@ from typing import Final
 
 from edl.mounts import unescape
 
-__all__ = ["find_events_file", "read_oom_kills"]
-
 _MIN_MOUNT_FIELDS: Final = 5  # of a line of mountinfo before its dash, up to the mount point: see proc(5)
 
 

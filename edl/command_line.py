@@ -22,18 +22,6 @@ from typing import Any, Final, Literal, NoReturn
 from edl.errors import SettingsError
 from edl.quoting import did_you_mean
 
-__all__ = [
-    "STORE_URLS",
-    "CommandParser",
-    "Once",
-    "at_least",
-    "credential_options",
-    "duration",
-    "parse_duration",
-    "port",
-    "split_names",
-]
-
 STORE_URLS: Final = "sqlite:///path, edl://host:port, consul://host:port or etcd://host:port"
 _DURATION: Final = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)\s*(?P<unit>us|ms|s|m|min|h)")
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}

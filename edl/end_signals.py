@@ -6,8 +6,6 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-__all__ = ["collect_signals"]
-
 
 @contextlib.contextmanager
 def collect_signals() -> Iterator[list[int]]:

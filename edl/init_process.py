@@ -15,8 +15,6 @@ import os
 import signal
 from collections.abc import Iterator
 
-__all__ = ["run_init"]
-
 _SYNCHRONOUS = {
     signal.SIGSEGV,
     signal.SIGBUS,

@@ -13,8 +13,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 
-__all__ = ["JsonFormatter", "log_to_stderr", "plain_log_to_stderr"]
-
 
 def log_to_stderr(command: str, *, verbose: bool = False, log_format: str = "text") -> None:
     """Write EDL's log lines to standard error, and other libraries' from warnings on. For commands only.

@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import platform
 
-__all__ = ["keep_freed_memory"]
-
 # mallopt(3): numbers of its parameters.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # half a heap of glibc's arenas, 64 MiB: a larger one is refused

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["file_system", "is_shared", "read_mounts", "unescape"]
-
 _MOUNTS = Path("/proc/self/mountinfo")
 
 # Kernel modules and FUSE programs through which several machines work on one tree. SQLite's WAL needs memory that all

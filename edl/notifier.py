@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-__all__ = ["Notifier", "ReentrantEvent", "wait_within"]
-
 T = TypeVar("T")
 
 _SIGNAL_POLL_S: Final = 0.5

@@ -16,8 +16,6 @@ from typing import Final
 import numpy
 from numpy.typing import NDArray
 
-__all__ = ["Permutation"]
-
 _ROUNDS: Final = 8
 """Rounds of the network, half of them over either side: fewer leave neighbours recognizable in small domains."""
 _SHIFTS: Final = (numpy.uint64(30), numpy.uint64(27), numpy.uint64(31))  # SplitMix64's

@@ -10,8 +10,6 @@ import difflib
 import itertools
 from collections.abc import Collection, Iterable
 
-__all__ = ["MOST_CHARS", "clip", "did_you_mean", "listed", "quote", "shown"]
-
 MOST_CHARS = 500
 """Of foreign words in one message: a teacher's reason with its model's own words fits; a page of HTML does not."""
 _MOST_VALUE = 120

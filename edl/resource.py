@@ -22,8 +22,6 @@ from edl.background import BackgroundLoop
 from edl.errors import ClosedError
 from edl.notifier import Notifier
 
-__all__ = ["CallThread", "Resource"]
-
 _CLOSE_S: Final = 10.0
 """How long to wait for another thread that closes a part. A thread that the part waits for must not wait for ever."""
 _IDLE_S: Final = 3600.0

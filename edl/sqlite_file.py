@@ -33,8 +33,6 @@ from edl.errors import EDLError, SettingsError
 from edl.quoting import shown
 from edl.settings import allows_shared_file
 
-__all__ = ["SqliteFile", "Tables"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_OPENINGS: Final = 10

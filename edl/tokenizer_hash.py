@@ -9,8 +9,6 @@ from typing import Any
 
 from edl.errors import SettingsError
 
-__all__ = ["hash_tokenizer", "resolve_tokenizer"]
-
 _PREFIX = "sha256:"
 _FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt")
 """What tokenizers without a tokenizer.json have, by transformers' names; those that are there count together."""

@@ -21,8 +21,6 @@ from edl.distill import Credentials, DistillReader, Options, ReaderStats, Teache
 from edl.errors import SettingsError
 from edl.testing import LocalTeacher
 
-__all__ = ["main"]
-
 _DESCRIPTION = """\
 Asks teachers for the labels of random inputs as fast as the reader can, and prints rows per second, how long a batch
 takes from the source into the training loop, and what it costs in processor time. Without --teachers it starts one

@@ -31,8 +31,6 @@ from edl.errors import SettingsError
 from edl.quoting import quote
 from edl.settings import Credentials
 
-__all__ = ["kind_of", "main", "model_of", "open_screen", "parser", "plan_of", "print_use"]
-
 _DESCRIPTION = """\
 Asks teachers for the soft labels of a whole data set and writes them to a folder. A student that reads them with
 SoftLabelCache(path=FOLDER), or with load_labels(FOLDER), needs no teachers. If the command is stopped or killed, run it

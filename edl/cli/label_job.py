@@ -51,8 +51,6 @@ from edl.protocol.master import DatasetSpec
 from edl.protocol.tensors import Array
 from edl.settings import Credentials, DiscoverySettings
 
-__all__ = ["EXIT_POISONED", "LabelAgreement", "run_job"]
-
 logger = logging.getLogger(__name__)
 
 EXIT_POISONED: Final = 3

@@ -36,8 +36,6 @@ from edl.master.server import MasterServer, MasterSettings
 from edl.protocol.master import DatasetSpec
 from edl.settings import Credentials, DiscoverySettings
 
-__all__ = ["WorkerAdviser", "default_host", "main", "warn_of_open_port"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2

@@ -8,8 +8,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["age", "console", "counted", "last_line", "printable", "table"]
-
 
 def console(width: int) -> Console:
     """Return standard output, `width` columns wide unless it is a terminal: a program's reader has no width."""

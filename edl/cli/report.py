@@ -23,8 +23,6 @@ from edl.settings import DiscoverySettings
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["main"]
-
 # One letter for each state, so that a file or a terminal without colours shows the same.
 _LETTERS = {
     TimeCategory.TRAIN: "━",

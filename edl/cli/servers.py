@@ -31,8 +31,6 @@ from edl.kube.settings import KubeSettings
 from edl.log_output import log_to_stderr
 from edl.settings import Credentials, DiscoverySettings
 
-__all__ = ["dashboard", "operator", "proxy", "store"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2

@@ -27,8 +27,6 @@ from edl.errors import DiscoveryError, KubernetesError, PermanentError, Protocol
 from edl.master.kube.operator.owner_keys import delete_job_keys
 from edl.settings import DiscoverySettings
 
-__all__ = ["main"]
-
 _MOST_POISONED = 5
 """Shards listed with their reason; the others are counted."""
 

@@ -30,8 +30,6 @@ from edl.master.scaling.teachers import TeacherScalingSettings, observe_teachers
 from edl.quoting import clip, did_you_mean
 from edl.settings import DiscoverySettings
 
-__all__ = ["main"]
-
 _LOOK_FOR_SERVICES_S = 1.0
 """How often `--watch` without a service's name looks for new services. Within a service nothing is polled."""
 _STALE_S = 60.0

@@ -24,8 +24,6 @@ from prometheus_client.registry import Collector
 from edl.dashboard.state.records import SHARD_STATES
 from edl.dashboard.state.schema import DashboardState, JobStatus, MasterStatus, ServiceStatus
 
-__all__ = ["METRICS", "DashboardMetrics", "MetricSpec", "ServerFigures"]
-
 
 @dataclass(frozen=True)
 class MetricSpec:

@@ -27,8 +27,6 @@ from aiohttp import web
 from edl.background import BackgroundLoop, start_call
 from edl.dashboard.state import DashboardState, StateReader, as_json
 
-__all__ = ["EventStreams", "LookLoop", "Published"]
-
 logger = logging.getLogger(__name__)
 
 NO_STORE: Final = {"Cache-Control": "no-store"}

@@ -31,23 +31,6 @@ from edl.protocol.master import COMMIT_CHECKPOINT, COMMIT_REPORT, DatasetSpec
 from edl.quoting import quote, shown
 from edl.settings import is_above_zero, is_count
 
-__all__ = [
-    "DEFAULT_SHARD_SIZE",
-    "ENDLESS",
-    "MOST_INDEX_NBYTES",
-    "Dataset",
-    "IndexPart",
-    "LeasedUnits",
-    "Numbers",
-    "Options",
-    "NumberedDataset",
-    "ShardSettings",
-    "Source",
-    "UnitId",
-    "pack_part",
-    "unpack_parts",
-]
-
 UnitId: TypeAlias = int | str
 """The same in all epochs and for all readers: the unit's number in the data set, or a file's path in the set."""
 Options: TypeAlias = Mapping[str, tuple[Any, Any]]

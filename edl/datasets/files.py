@@ -24,23 +24,6 @@ from edl.datasets.dataset import Dataset, IndexPart, Options, ShardSettings, Uni
 from edl.errors import EDLError, SettingsError, SourceError
 from edl.quoting import quote, shown
 
-__all__ = [
-    "FileSample",
-    "FileSet",
-    "FileStat",
-    "StorageError",
-    "absolute",
-    "file_changed",
-    "find_files",
-    "is_growing_folder",
-    "list_files",
-    "open_file",
-    "read_blocks",
-    "read_range",
-    "stat_file",
-    "translated",
-]
-
 _BLOCK_NBYTES: Final = 4 << 20
 """Bytes read at a time: a disk reaches its full speed well below that, and a reader holds at most two blocks."""
 _PERMANENT: Final = {

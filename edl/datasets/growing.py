@@ -22,8 +22,6 @@ from edl.datasets.files import StorageError, absolute, list_files
 from edl.errors import ClosedError, ConflictError, EDLError, SettingsError, SourceError, TemporaryError
 from edl.settings import is_above_zero
 
-__all__ = ["FollowSettings", "Follower"]
-
 logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = (1.0, 30.0)

@@ -22,8 +22,6 @@ from edl.errors import SettingsError
 from edl.protocol.master import DatasetSpec
 from edl.quoting import quote
 
-__all__ = ["find_factory", "is_indexed", "load_dataset", "make_samples", "open_dataset", "same_data"]
-
 _KINDS: Final[dict[str, type[Dataset]]] = {
     "range": NumberedDataset,
     "lines": LinesDataset,

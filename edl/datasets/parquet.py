@@ -22,8 +22,6 @@ from edl.datasets.files import FileStat, file_changed, find_files, open_file, re
 from edl.errors import ProtocolError, SettingsError, SourceError
 from edl.quoting import quote, shown
 
-__all__ = ["ParquetDataset", "import_parquet"]
-
 _ROWS_AT_ONCE: Final = 1024
 """Rows turned into Python objects at a time: a row group of a million rows would be gigabytes of them."""
 _TAIL: Final = struct.Struct("<I4s")

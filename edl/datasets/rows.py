@@ -34,19 +34,6 @@ from edl.protocol.names import POSITION
 from edl.protocol.tensors import Array
 from edl.quoting import quote
 
-__all__ = [
-    "ArrayData",
-    "Batch",
-    "IndexedData",
-    "IterableData",
-    "KnownFilter",
-    "LabelDataset",
-    "RaggedData",
-    "SampleId",
-    "SequenceData",
-    "open_data",
-]
-
 SampleId: TypeAlias = int | str
 KnownFilter: TypeAlias = Callable[[list[SampleId], dict[str, Any] | None], Array]
 """Tells which ids need no label, bool [ids]. Gets the inputs as well where a label belongs to one text."""

@@ -41,8 +41,6 @@ from edl.datasets.files import absolute, file_changed, find_files, list_files, r
 from edl.errors import SettingsError, SourceError
 from edl.quoting import quote, shown
 
-__all__ = ["LinesDataset", "RecordsDataset"]
-
 logger = logging.getLogger(__name__)
 
 _LOGGED_NBYTES: Final = 10 << 30

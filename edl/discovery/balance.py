@@ -34,8 +34,6 @@ from numpy.typing import NDArray
 
 from edl.errors import SettingsError
 
-__all__ = ["DEFAULT_FAN_OUT", "balance"]
-
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 

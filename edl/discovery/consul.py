@@ -30,8 +30,6 @@ from edl.discovery.store import Claim, Entries, Entry, Store, held_by_another
 from edl.discovery.watching import Follower, query_wait_s
 from edl.errors import DiscoveryError, LeaseLostError, SettingsError
 
-__all__ = ["ConsulRegistry", "ConsulStore", "ConsulTarget"]
-
 T = TypeVar("T")
 
 ROOT: Final = "edl/"

@@ -24,8 +24,6 @@ from edl.quoting import shown
 from edl.resource import Resource
 from edl.settings import read
 
-__all__ = ["ALIVE", "ConsulClient", "ConsulTarget"]
-
 Json = Any
 
 _MOST_BYTES: Final = 64 * 1024**2

@@ -31,8 +31,6 @@ from edl.quoting import shown
 from edl.resource import CallThread, Resource
 from edl.settings import SYSTEM_CA, Credentials, boolean, read
 
-__all__ = ["REGISTRY_ROOT", "EtcdClient", "EtcdStore", "EtcdTarget"]
-
 Q = TypeVar("Q", bound=Any)
 A = TypeVar("A", bound=Any)
 

@@ -32,20 +32,6 @@ from edl.discovery.store import MAX_VALUE_BYTES, Election, Entry, Lease, Store, 
 from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from edl.quoting import shown
 
-__all__ = [
-    "BalanceGroup",
-    "GroupKeys",
-    "LinkPlan",
-    "TeacherChoice",
-    "choose_lapsed",
-    "choose_teachers",
-    "pack_limit",
-    "pack_links",
-    "plan_links",
-    "unpack_limit",
-    "unpack_links",
-]
-
 log = logging.getLogger("edl.discovery")
 
 MAX_ID_BYTES: Final = 100

@@ -16,19 +16,6 @@ from typing import Any, Literal, get_args
 from edl.errors import SettingsError
 from edl.quoting import shown
 
-__all__ = [
-    "Instance",
-    "Rejected",
-    "Snapshot",
-    "check_service",
-    "check_ttl",
-    "from_json",
-    "is_service",
-    "parsed",
-    "to_json",
-    "validated",
-]
-
 MIN_TTL_S, MAX_TTL_S = 0.5, 86_400.0
 """Below half a second a busy machine misses renewals; Consul refuses more than a day."""
 MAX_META, MAX_META_BYTES = 60, 512

@@ -29,8 +29,6 @@ from edl.notifier import ReentrantEvent
 from edl.resource import Resource
 from edl.sqlite_file import SqliteFile, Tables
 
-__all__ = ["RowClaim", "SqliteStore", "StoreFile"]
-
 logger = logging.getLogger("edl.discovery")
 
 # `revision` counts changes of entries, not renewals: a watcher that finds it unchanged reads no further.

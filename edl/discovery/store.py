@@ -36,24 +36,6 @@ from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostErro
 from edl.notifier import Notifier
 from edl.resource import Resource
 
-__all__ = [
-    "MAX_VALUE_BYTES",
-    "RENEWALS",
-    "Claim",
-    "Election",
-    "Entries",
-    "Entry",
-    "Lease",
-    "Store",
-    "StoreSnapshot",
-    "StoreWatch",
-    "check_key",
-    "check_prefix",
-    "check_value",
-    "held_by_another",
-    "retry_s",
-]
-
 log = logging.getLogger("edl.discovery")
 
 MAX_VALUE_BYTES: Final = 256 * 1024

@@ -15,8 +15,6 @@ from edl.discovery.store import Store
 from edl.errors import SettingsError
 from edl.settings import Credentials
 
-__all__ = ["KUBERNETES_GONE", "identify_server", "identify_store", "open_registry", "open_store", "servers_of"]
-
 _ACCEPTED: Final = (
     "accepted are sqlite:///absolute/path/to/file, edl://host:29400, consul://host:8500 and"
     " etcd://host:2379,host2:2379 (consul+https:// and etcd+https:// for TLS)"

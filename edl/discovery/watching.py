@@ -19,8 +19,6 @@ from edl.errors import ClosedError, DiscoveryError
 from edl.notifier import Notifier
 from edl.resource import Resource
 
-__all__ = ["FollowedWatch", "Follower", "Snapshots", "query_wait_s"]
-
 QUERY_S = 10.0
 """How long a server may hold a blocking query. If it hangs, a watch notices after this and a request's timeout."""
 _FIRST_RETRY_S: Final = 0.2

@@ -31,20 +31,6 @@ from edl.protocol.transport import FORK_HANDLERS
 from edl.settings import is_count
 from edl.tokenizer_hash import resolve_tokenizer
 
-__all__ = [
-    "BatchArguments",
-    "DistillLoader",
-    "Inputs",
-    "Route",
-    "TeachersLike",
-    "batch_request",
-    "field_getter",
-    "input_getters",
-    "no_teachers",
-    "resolve_routes",
-    "resolve_teachers",
-]
-
 logger = logging.getLogger("edl.distill")
 
 B = TypeVar("B")

@@ -9,19 +9,6 @@ from edl.distill.compress import TopK
 from edl.errors import SettingsError
 from edl.settings import is_above_zero, is_share
 
-__all__ = [
-    "FLOOR",
-    "NO_LABEL",
-    "MixedLoss",
-    "Reduction",
-    "TeacherIs",
-    "check_divergence",
-    "check_hard_weight",
-    "check_reduction",
-    "check_temperature",
-    "check_teacher_is",
-]
-
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
 """How the losses of a batch's rows are reduced, as in torch; with `none` they are returned one by one."""
 

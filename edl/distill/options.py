@@ -8,8 +8,6 @@ from typing import Literal
 from edl.errors import SettingsError
 from edl.settings import Credentials, is_above_zero
 
-__all__ = ["Options", "Policy"]
-
 
 @dataclass(frozen=True)
 class Policy:

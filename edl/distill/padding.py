@@ -8,8 +8,6 @@ from edl.distill.compress import TopK
 from edl.errors import SourceError
 from edl.protocol.tensors import Array
 
-__all__ = ["as_token_mask", "padded"]
-
 
 def as_token_mask(mask: Array, what: str) -> Array:
     """Return which elements of a batch are tokens, bool [sequences, length].

@@ -40,8 +40,6 @@ from edl.quoting import listed
 from edl.settings import is_count
 from edl.tokenizer_hash import resolve_tokenizer
 
-__all__ = ["DistillReader"]
-
 _Kind: TypeAlias = Literal["sample", "sample_list", "batch", "sequence", "sequence_list"]
 
 

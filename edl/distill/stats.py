@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ReaderStats", "TeacherStats"]
-
 
 @dataclass(frozen=True)
 class TeacherStats:

@@ -41,15 +41,6 @@ from edl.errors import EDLError, SettingsError
 from edl.quoting import did_you_mean
 from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_count
 
-__all__ = [
-    "ResolvedInstance",
-    "TeacherWatcher",
-    "Teachers",
-    "fixed_instance",
-    "service_identities",
-    "teachers_from_env",
-]
-
 logger = logging.getLogger("edl.distill")
 
 _RETRY_S = 1.0

@@ -20,8 +20,6 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from edl.background import start_call
 from edl.errors import SettingsError
 
-__all__ = ["HealthChecks", "HealthServer"]
-
 _MOST_CONNECTIONS: Final = 16
 """Open connections, each with a thread: enough for several scrapers and a person. With more, the oldest is closed,
 because an honest request takes milliseconds."""

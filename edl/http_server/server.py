@@ -38,8 +38,6 @@ from edl.errors import ClosedError, SettingsError
 from edl.protocol.tls import certificates
 from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles
 
-__all__ = ["SCHEME", "STOP_S", "AppServer", "BearerTokenCheck", "HostCheck"]
-
 SCHEME: Final = "bearer "
 """Begins the value of Authorization, in any case."""
 _SILENCE_S: Final = 10.0

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["KubeClient"]
-
 _PAGE: Final = 500
 """Objects in an answer, as kubectl has it: some megabytes of pods."""
 _MOST_RELISTS: Final = 2

@@ -30,8 +30,6 @@ from edl.settings import read
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
-__all__ = ["Connection", "Stream", "find_server"]
-
 logger = logging.getLogger(__name__)
 
 _LOGIN_S: Final = 30.0

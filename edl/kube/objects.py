@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["Object", "ObjectList", "format_time", "parse_time"]
-
 Object: TypeAlias = dict[str, Any]
 """An object of the API, or a part of it, as JSON."""
 

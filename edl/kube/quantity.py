@@ -9,8 +9,6 @@ import re
 from decimal import ROUND_CEILING, Decimal
 from typing import Final
 
-__all__ = ["format_quantity", "parse_quantity"]
-
 _PATTERN: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))(?:([KMGTPE]i|[numkMGTPE])|[eE]([+-]?\d{1,3}))?", re.ASCII)
 _FACTORS: Final = {
     **{f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)},

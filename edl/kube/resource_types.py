@@ -4,25 +4,6 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-__all__ = [
-    "CONFIG_MAPS",
-    "CUSTOM_RESOURCE_DEFINITIONS",
-    "DEPLOYMENTS",
-    "ELASTIC_JOBS",
-    "ENDPOINT_SLICES",
-    "EVENTS",
-    "LEASES",
-    "NAMESPACES",
-    "NODES",
-    "PODS",
-    "POD_DISRUPTION_BUDGETS",
-    "PRIORITY_CLASSES",
-    "ResourceType",
-    "SECRETS",
-    "SERVICES",
-    "TEACHER_POOLS",
-]
-
 
 class ResourceType(NamedTuple):
     """A kind of objects.

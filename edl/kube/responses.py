@@ -17,8 +17,6 @@ from edl.errors import (
 from edl.kube.objects import Object
 from edl.quoting import listed, shown
 
-__all__ = ["Call", "ExpiredError", "MissingError", "NotServedError", "explain_failure", "parse_object"]
-
 _MOST_CAUSES: Final = 8
 """Causes in a message about a refused object: a wrong template has one or two."""
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Final
 
-__all__ = ["ServerClock"]
-
 logger = logging.getLogger(__name__)
 
 _DATE_S: Final = 1.0

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from edl.errors import SettingsError
 from edl.settings import is_above_zero
 
-__all__ = ["KubeSettings"]
-
 
 @dataclass(frozen=True)
 class KubeSettings:

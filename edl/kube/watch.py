@@ -24,8 +24,6 @@ from edl.kube.responses import ExpiredError
 from edl.notifier import Notifier
 from edl.quoting import shown
 
-__all__ = ["KubeWatch", "ObjectKey"]
-
 logger = logging.getLogger(__name__)
 
 ObjectKey: TypeAlias = tuple[str, str]

@@ -22,8 +22,6 @@ from edl.load_reporting.records import VERSION, RecordKind, record_key
 from edl.quoting import shown
 from edl.settings import LoadSettings
 
-__all__ = ["Counters", "LoadPublisher", "LoadSource"]
-
 logger = logging.getLogger(__name__)
 
 _STORE_TIMEOUT_S = 2.0

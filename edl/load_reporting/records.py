@@ -24,19 +24,6 @@ from edl.discovery import Store
 from edl.discovery.records import check_service, is_service
 from edl.quoting import shown
 
-__all__ = [
-    "MAX_TEACHERS",
-    "VERSION",
-    "RecordKind",
-    "ServiceLoad",
-    "StudentRate",
-    "TeacherRate",
-    "parse_record",
-    "read_service",
-    "read_services",
-    "record_key",
-]
-
 logger = logging.getLogger(__name__)
 
 VERSION = 1

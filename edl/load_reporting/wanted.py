@@ -13,8 +13,6 @@ from typing import Any, Literal
 from edl.discovery import Store
 from edl.quoting import shown
 
-__all__ = ["WANTED_VERSION", "WantedKind", "parse_wanted", "read_all_wanted", "read_wanted", "wanted_key"]
-
 logger = logging.getLogger(__name__)
 
 WantedKind = Literal["teachers", "workers"]

@@ -55,8 +55,6 @@ from edl.quoting import shown
 from edl.resource import Resource
 from edl.sqlite_file import SqliteFile, Tables
 
-__all__ = ["Journal", "SqliteJournal", "open_journal", "set_aside"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

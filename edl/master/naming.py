@@ -8,18 +8,6 @@ from typing import Any, Final
 from edl.discovery import Store
 from edl.errors import ConflictError, EDLError, LeaseLostError, ProtocolError, SettingsError
 
-__all__ = [
-    "FORMAT",
-    "MESSAGE_NBYTES",
-    "REFUSALS",
-    "SERVICE",
-    "NotFoundError",
-    "candidacy",
-    "election_key",
-    "read_report",
-    "report_key",
-]
-
 SERVICE: Final = "edl.master.v1.Master"
 FORMAT: Final = 1
 """Of the protocol; a client of another version is told so, where it would misread answers otherwise."""

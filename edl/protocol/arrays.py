@@ -9,8 +9,6 @@ import numpy as np
 from edl.errors import ProtocolError, SourceError
 from edl.protocol.tensors import Array, array_of
 
-__all__ = ["RowBuffer", "as_array", "is_tensor"]
-
 _FIRST_ROWS = 256
 """Rows that a buffer has room for at first: a usual request. The user may allow millions that never come."""
 _EXACT_FLOAT64 = 2**53  # beyond it, float64 does not have every whole number

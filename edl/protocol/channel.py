@@ -12,17 +12,6 @@ from edl.protocol.tls.credentials import AUTHORIZATION, CredentialFiles, Materia
 from edl.protocol.tls.verification import host_of
 from edl.protocol.transport import DIRECT, grpc
 
-__all__ = [
-    "Metadata",
-    "Options",
-    "aio_channel",
-    "call_metadata",
-    "channel",
-    "is_forked_from_grpc",
-    "is_this_host",
-    "listen",
-]
-
 Options: TypeAlias = Sequence[tuple[str, Any]]
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 

@@ -16,23 +16,6 @@ from google.protobuf.message import DecodeError
 from edl.errors import ProtocolError
 from edl.protocol import kserve
 
-__all__ = [
-    "Buffer",
-    "id_field",
-    "is_compressed",
-    "join_request",
-    "join_response",
-    "join_streamed_response",
-    "parse_request",
-    "parse_response",
-    "read_varint",
-    "skip_number",
-    "split_identified_response",
-    "split_request",
-    "split_response",
-    "varint",
-]
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _ID = 3  # field of ModelInferRequest and of ModelInferResponse

@@ -32,21 +32,6 @@ import numpy as np
 from edl.errors import ProtocolError
 from edl.protocol.codec import Buffer
 
-__all__ = [
-    "MAGIC",
-    "TOKEN_NBYTES",
-    "Frame",
-    "FrameKind",
-    "FrameSocket",
-    "Socket",
-    "TlsSocket",
-    "body_parts",
-    "receive_exactly",
-    "split_body",
-    "unix_path",
-    "when_ready",
-]
-
 logger = logging.getLogger("edl.protocol")
 
 T = TypeVar("T")

@@ -16,8 +16,6 @@ from edl.protocol import kserve
 from edl.protocol.codec import read_varint, skip_number, varint
 from edl.protocol.tensors import CONTENTS_FIELDS
 
-__all__ = ["Outline", "check_contents", "outline"]
-
 _INPUTS = 5  # of ModelInferRequest
 _CONTENTS = 5  # of InferInputTensor
 _LENGTH_DELIMITED = 2  # protobuf's wire type of bytes, text and messages

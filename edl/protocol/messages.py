@@ -11,8 +11,6 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-__all__ = ["load_messages"]
-
 
 def load_messages(name: str) -> dict[str, Any]:
     """Build the message classes, and the values of enums outside of messages, of `NAME.binpb` in this package."""

@@ -6,47 +6,6 @@ Other KServe v2 servers ignore parameters that they do not know; a client finds 
 
 from __future__ import annotations
 
-__all__ = [
-    "DTYPE",
-    "EXTENSION_CHANNEL",
-    "EXTENSION_OUTPUT_DTYPE",
-    "EXTENSION_SHARED_MEMORY",
-    "EXTENSION_NO_NAN",
-    "EXTENSION_SCHEDULE_POLICY",
-    "EXTENSION_TOP_K",
-    "IDS",
-    "LOCKED_MEMORY",
-    "LOGPROBS",
-    "MAX_BYTES",
-    "MAX_ROWS",
-    "MAX_SEQUENCE",
-    "MAX_TOP_K",
-    "OPEN_CHANNEL",
-    "OPTIONAL_INPUTS",
-    "POSITION",
-    "PRIORITY",
-    "PRIORITY_META",
-    "REQUEST_ID",
-    "RETRY_AFTER_MS",
-    "SEQUENCES",
-    "SERVICE",
-    "SHM_NBYTES",
-    "SHM_OFFSET",
-    "SHM_REGION",
-    "TARGETS",
-    "TARGET_LOGPROBS",
-    "TLS_META",
-    "TOKENIZER",
-    "TOKENIZER_META",
-    "TEMPERATURE",
-    "TIMEOUT_MS",
-    "TOP_K",
-    "TRACEPARENT",
-    "WEIGHTS_VERSION",
-    "method",
-    "top_k_names",
-]
-
 SERVICE = "inference.GRPCInferenceService"
 
 TOP_K = "edl_top_k"

@@ -12,24 +12,6 @@ from edl.errors import ProtocolError
 from edl.protocol import kserve
 from edl.protocol.codec import Buffer
 
-__all__ = [
-    "BFLOAT16",
-    "CONTENTS_FIELDS",
-    "Array",
-    "array_of",
-    "cast_clamped",
-    "datatype_of",
-    "dtype_of",
-    "expected_nbytes",
-    "from_bfloat16",
-    "from_contents",
-    "from_raw",
-    "split_top_k",
-    "to_bfloat16",
-    "to_raw",
-    "with_objects",
-]
-
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array of numpy's, of any shape and dtype."""
 

@@ -9,8 +9,6 @@ from typing import Any
 from edl.protocol.tls.credentials import AUTHORIZATION, CredentialFiles
 from edl.protocol.transport import grpc
 
-__all__ = ["TokenCheck", "shown_by", "token_checks"]
-
 _SCHEME = "bearer "
 
 

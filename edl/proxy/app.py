@@ -44,8 +44,6 @@ from edl.proxy.completions import (
 )
 from edl.proxy.settings import ProxySettings
 
-__all__ = ["ScoringApi", "TokenGate", "make_app"]
-
 logger = logging.getLogger(__name__)
 
 _READ_S: Final = 60.0

@@ -19,17 +19,6 @@ import numpy.typing as npt
 from edl.distill.compress import TopK
 from edl.quoting import clip, shown
 
-__all__ = [
-    "PIECE_ENTRIES",
-    "CompletionRequest",
-    "RequestRefusal",
-    "answer_head",
-    "answer_tail",
-    "encode_choice",
-    "encode_error",
-    "read_request",
-]
-
 _MAX_ID: Final = np.iinfo(np.int32).max
 _SINGLE: Final = ("n", "best_of")
 _CHANGING: Final = ("truncate_prompt_tokens", "prompt_embeds")

@@ -16,8 +16,6 @@ from edl.protocol.tls.credentials import CredentialFiles
 from edl.proxy.app import ScoringApi, make_app
 from edl.proxy.settings import ProxySettings
 
-__all__ = ["ProxyServer"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS: Final = 2048

@@ -9,8 +9,6 @@ from edl.errors import SettingsError
 from edl.protocol.channel import is_this_host
 from edl.settings import Credentials, is_above_zero
 
-__all__ = ["ProxySettings"]
-
 _LABEL_BYTES: Final = 256 << 20  # 512 texts of 512 tokens at k = 64: several steps of a trainer, on any machine
 _ENTRY_BYTES: Final = 16  # an id and a value of 4 bytes each, once as they came and once as a prompt's own
 _LEAST_ROOM: Final = 4096  # tokens, so that a text fits, whatever it takes

@@ -19,22 +19,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = [
-    "Array",
-    "Model",
-    "echo",
-    "fingerprint",
-    "fingerprint_of",
-    "linear",
-    "nan",
-    "prefix_scores",
-    "prefix_scores_of",
-    "raises",
-    "wrong_shape",
-    "wrong_width",
-    "zeros",
-]
-
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Arrays: TypeAlias = Mapping[str, Array]
 

@@ -21,8 +21,6 @@ from typing_extensions import Self
 
 from edl.errors import ClosedError, EDLError
 
-__all__ = ["LocalTeacher"]
-
 _POLL_S = 0.01
 """Between two looks for a file or a state of the process: a start takes a second or more."""
 _STOP_S = 10.0

@@ -46,8 +46,6 @@ from edl_serving.request_error import RequestError, invalid_argument
 if TYPE_CHECKING:
     from edl_serving.inference import Call, InferenceServicer
 
-__all__ = ["ChannelListener"]
-
 _log = logging.getLogger(__name__)
 
 _TOKEN_S = 10.0  # how long a token opens a channel

@@ -9,7 +9,6 @@ from edl.errors import SettingsError
 from edl.protocol.channel import is_this_host
 from edl.settings import Credentials
 
-__all__ = ["ServerSettings", "authority"]
 _ROOM = ("max_queue_bytes", "max_client_bytes")
 _LEAST_ROOM_BYTES = 1 << 30
 """Room for six batches of 256 float32 images; by default, a student has half of that in flight."""

@@ -21,8 +21,6 @@ from typing_extensions import override
 
 from edl.distill.losses import kl_divergence
 
-__all__ = ["DemoPlan", "Delivered", "Digits", "Findings", "ModelPair", "Teacher", "check", "teacher"]
-
 
 @dataclass(frozen=True)
 class DemoPlan:

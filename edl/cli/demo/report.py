@@ -25,8 +25,6 @@ from edl.cli.demo.models import DemoPlan, Findings
 from edl.cli.output import table
 from edl.distill import ReaderStats
 
-__all__ = ["DemoResult", "Screen", "Timeline", "draw_picture", "show_picture", "show_result"]
-
 Bar: TypeAlias = Callable[[int, str], None]
 """Shows how much of a step is done, and a text."""
 

@@ -37,8 +37,6 @@ from edl.errors import EDLError, SettingsError
 from edl.master.scaling.advisor import ScalingAdvisor
 from edl.testing import LocalTeacher
 
-__all__ = ["tell"]
-
 SERVICE = "digits"
 
 _START_S = 120.0

@@ -34,8 +34,6 @@ from edl.kube.objects import Object
 from edl.kube.resource_types import PODS
 from edl.master.kube.members.naming import INDEX_LABEL, ROLE_LABEL, TRY_LABEL
 
-__all__ = ["FINAL_PHASES", "LogFollower", "LogScreen", "main"]
-
 FINAL_PHASES: Final = ("Succeeded", "Failed", "Rejected", "Deleted")
 """Phases after which nothing more comes; a resource that was rejected stays so until somebody changes it."""
 _TAKEN_UP_S: Final = 15.0

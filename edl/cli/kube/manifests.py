@@ -27,8 +27,6 @@ from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS, Re
 from edl.master.kube.members.naming import MANAGED_BY
 from edl.quoting import did_you_mean, quote
 
-__all__ = ["SubmitOptions", "dump_manifests", "find_slips", "make_submission", "read_manifests", "read_script"]
-
 SCRIPT_FOLDER: Final = "/edl/script"
 """Folder of the script in pods."""
 MAX_SCRIPT_BYTES: Final = 700_000

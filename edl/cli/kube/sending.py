@@ -23,8 +23,6 @@ from edl.kube.objects import Object
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS
 from edl.master.kube.resources import SpecProblem, parse_elastic_job, parse_teacher_pool
 
-__all__ = ["check_manifests", "create_all", "find_pools", "set_bounds"]
-
 _ANY_STORE: Final = "edl://store"
 """For the check of a job without a store: the operator's is not known here."""
 _LATE_S: Final = 20.0

@@ -36,8 +36,6 @@ from edl.errors import EDLError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.quantity import parse_quantity
 
-__all__ = ["main"]
-
 _EXIT_TIMEOUT: Final = 124
 """As `timeout` of coreutils has it."""
 

@@ -39,8 +39,6 @@ from edl.kube.resource_types import EVENTS
 from edl.quoting import clip, shown
 from edl.settings import DiscoverySettings
 
-__all__ = ["WorkloadLook", "WorkloadStatus", "cluster_view", "show_workload", "workload_view", "workloads_table"]
-
 _EVERY_S: Final = 2.0
 """Between two looks of `--watch`: three requests each."""
 _STORE_S: Final = 3.0

@@ -28,8 +28,6 @@ from edl.kube.settings import KubeSettings
 from edl.master.kube.members.naming import JOB_LABEL, OWNER_UID_LABEL, POOL_LABEL
 from edl.quoting import did_you_mean
 
-__all__ = ["Target", "add_cluster_options", "add_kubeconfig_options", "find_target", "list_pods", "open_cluster"]
-
 SCRIPT_LABEL: Final = "edl.io/script-of"
 """Label of a ConfigMap with a script: the job that it is for."""
 SUBMISSION_MARK: Final = "edl.io/submission"

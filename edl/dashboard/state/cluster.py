@@ -31,8 +31,6 @@ from edl.kube.settings import KubeSettings
 from edl.master.kube.members.naming import JOB_LABEL, MANAGED_BY, OWNER_UID_LABEL, POOL_LABEL, TRY_LABEL
 from edl.quoting import shown
 
-__all__ = ["ClusterReader", "ClusterView", "decode_time", "decode_workload"]
-
 _MAX_MESSAGE: Final = 4096
 """Characters: as many as Kubernetes keeps of what ended a container, so a traceback is shown as far as there is one."""
 _MAX_MEMBERS: Final = 2000

@@ -21,8 +21,6 @@ from edl.discovery.store import Entry, Store
 from edl.errors import ProtocolError, SettingsError
 from edl.load_reporting import read_wanted
 
-__all__ = ["History", "JobReader", "job_status", "points_of_ledger", "read_job_status", "sort_jobs"]
-
 MASTERS: Final = "master_reports/"
 """Prefix of the keys of masters' reports."""
 LAST_EVENTS: Final = 50

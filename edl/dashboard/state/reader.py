@@ -47,8 +47,6 @@ from edl.errors import DiscoveryError, EDLError
 from edl.quoting import shown
 from edl.settings import Credentials
 
-__all__ = ["MAX_JOBS", "StateReader"]
-
 MAX_JOBS: Final = 100
 """On the page: those that run and those that ended last. A Store keeps a job's ledger until its name is used again."""
 _SAMPLE_S: Final = 2.0

@@ -22,18 +22,6 @@ from edl.dashboard.state.schema import (
 )
 from edl.errors import ProtocolError
 
-__all__ = [
-    "SHARD_STATES",
-    "decode_master",
-    "decode_object",
-    "decode_wanted",
-    "number",
-    "rows",
-    "text",
-    "texts",
-    "whole",
-]
-
 _MAX_TEXT: Final = 500
 """Characters of a text: a reason in a sentence or two fits; a page of a stranger's text does not."""
 _MAX_WHOLE: Final = 2**53

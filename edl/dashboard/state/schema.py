@@ -14,30 +14,6 @@ from typing import Any, Final
 from edl.collective.goodput import JobSummary
 from edl.load_reporting import StudentRate
 
-__all__ = [
-    "DashboardState",
-    "DatasetStatus",
-    "EventRow",
-    "JobPoint",
-    "JobStatus",
-    "KubernetesCondition",
-    "KubernetesMember",
-    "KubernetesMemberEnd",
-    "KubernetesStatus",
-    "KubernetesWorkload",
-    "MasterStatus",
-    "PoisonedShard",
-    "ServicePoint",
-    "ServiceStatus",
-    "ShardFailure",
-    "ShardHolder",
-    "TeacherStatus",
-    "UnreadableRecord",
-    "WantedCount",
-    "WantedDecision",
-    "as_json",
-]
-
 
 @dataclass(frozen=True)
 class KubernetesCondition:

@@ -20,8 +20,6 @@ from edl.discovery.store import Store
 from edl.load_reporting import ServiceLoad, StudentRate, TeacherRate, read_all_wanted, read_services
 from edl.settings import DiscoverySettings
 
-__all__ = ["ServiceReader", "find_changes", "merge_events"]
-
 _LINGER_S: Final = 15.0
 """A student without a reader stays listed this long: one that makes a reader in each epoch publishes again by then."""
 _READER: Final = re.compile(r"(.+)-[0-9a-f]{8}")

@@ -12,17 +12,6 @@ from typing import Final, NamedTuple
 
 from edl.errors import DiscoveryError, SettingsError
 
-__all__ = [
-    "Diagnosis",
-    "ListenAddress",
-    "PortTakenError",
-    "diagnose",
-    "is_loopback",
-    "is_own_host",
-    "open_listener",
-    "outward_address",
-]
-
 _ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
 """Addresses for documentation (RFC 5737, RFC 3849): the route to them is the route out."""
 _TIMEOUT_S: Final = 2.0

@@ -19,8 +19,6 @@ from edl.errors import DiscoveryError, SettingsError
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.resource import Resource
 
-__all__ = ["KEPT", "FileLock", "StoreHost"]
-
 logger = logging.getLogger(__name__)
 
 KEPT: Final = "keep/"

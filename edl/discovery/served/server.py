@@ -32,8 +32,6 @@ from edl.protocol.token_check import token_checks
 from edl.protocol.transport import grpc
 from edl.resource import Resource
 
-__all__ = ["StoreLimits", "StoreServer", "StoreServicer"]
-
 logger = logging.getLogger(__name__)
 
 _START_S: Final = 10.0

@@ -24,17 +24,6 @@ from edl.quoting import shown
 from edl.resource import CallThread, Resource
 from edl.settings import Credentials
 
-__all__ = [
-    "DEFAULT_PORT",
-    "FORMAT",
-    "SERVICE",
-    "ServedStore",
-    "ServedTarget",
-    "StoreClient",
-    "StoreRefusalError",
-    "store_credentials",
-]
-
 R = TypeVar("R", bound=Message)
 
 SERVICE: Final = "edl.store.v1.Store"

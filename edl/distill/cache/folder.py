@@ -39,8 +39,6 @@ from edl.distill.cache.records import FINGERPRINT_NBYTES, CacheKey, RowLayout, S
 from edl.errors import ConflictError, EDLError, SettingsError, TemporaryError
 from edl.sqlite_file import SqliteFile, Tables
 
-__all__ = ["READ_AT_ONCE", "LabelFolder", "Namespace", "folder_path"]
-
 logger = logging.getLogger("edl.distill")
 
 _DATABASE = "labels.sqlite"

@@ -19,8 +19,6 @@ from edl.distill.padding import as_token_mask, padded
 from edl.errors import SettingsError, SourceError
 from edl.protocol.tensors import Array
 
-__all__ = ["LabelSet", "load_labels"]
-
 
 @dataclass(frozen=True, eq=False)
 class LabelSet:

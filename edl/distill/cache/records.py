@@ -25,23 +25,6 @@ from edl.protocol.names import top_k_names
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero, is_count
 
-__all__ = [
-    "FINGERPRINT_NBYTES",
-    "UNKNOWN",
-    "CacheKey",
-    "Found",
-    "Head",
-    "Ids",
-    "Outputs",
-    "RowIds",
-    "RowLayout",
-    "SampleId",
-    "SequenceIds",
-    "as_ids",
-    "fingerprints_of",
-    "flatten",
-]
-
 SampleId: TypeAlias = int | str
 Ids: TypeAlias = Sequence[SampleId] | Array
 Outputs: TypeAlias = Mapping[str, Array | TopK]

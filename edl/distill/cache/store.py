@@ -42,8 +42,6 @@ from edl.errors import ClosedError, SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero
 
-__all__ = ["CacheStats", "CacheView", "SoftLabelCache"]
-
 logger = logging.getLogger("edl.distill")
 
 _LEAST_BYTES = 1 << 20

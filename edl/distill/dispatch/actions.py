@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 from edl.quoting import shown
 
-__all__ = ["Action", "Deliver", "RequestFailure", "FailureKind", "GiveUp", "Send"]
-
 
 class FailureKind(enum.Enum):
     """Kinds of failed requests."""

@@ -17,9 +17,6 @@ from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, R
 from edl.distill.dispatch.teacher_state import TeacherState, Window
 from edl.distill.options import Policy
 
-__all__ = ["Dispatcher"]
-
-
 _STARVING_S = 1.0
 """Seconds that the training loop may stand still before a hedge beyond the budget is allowed; people notice this
 long."""

@@ -14,8 +14,6 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-__all__ = ["TeacherState", "Window"]
-
 QUEUE_S = 0.010
 """Seconds of work that may wait at a teacher, if that is more than one request."""
 MOST_QUEUED = 4.0

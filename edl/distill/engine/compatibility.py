@@ -24,8 +24,6 @@ from edl.protocol import names
 from edl.protocol.tensors import Array
 from edl.quoting import did_you_mean, listed
 
-__all__ = ["TeacherCompatibility", "InputTensors", "outputs_disagreement"]
-
 logger = logging.getLogger("edl.distill")
 
 InputTensors: TypeAlias = Sequence[tuple[str, str, tuple[int, ...]]]

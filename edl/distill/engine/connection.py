@@ -37,8 +37,6 @@ from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles
 from edl.protocol.tls.handshake import explain_handshake, looks_like_handshake
 from edl.quoting import listed, shown
 
-__all__ = ["ConnectionPool", "TeacherConnection"]
-
 logger = logging.getLogger("edl.distill")
 
 _CONNECT_TIMEOUT_S = 5.0

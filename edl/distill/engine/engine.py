@@ -38,8 +38,6 @@ from edl.notifier import Notifier
 from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
 
-__all__ = ["Engine"]
-
 logger = logging.getLogger("edl.distill")
 
 _POLL_EVERY_S = 0.002

@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 
 from edl.errors import ClosedError
 
-__all__ = ["EventLoopThread"]
-
 logger = logging.getLogger("edl.distill")
 
 T = TypeVar("T")

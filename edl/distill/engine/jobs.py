@@ -24,8 +24,6 @@ from edl.errors import BadOutputError, EDLError, PermanentError, RejectedError
 if TYPE_CHECKING:
     from edl.distill.engine.engine import Engine
 
-__all__ = ["EngineCounters", "JobQueue", "LabelJob", "Outage", "OutageStatus", "ServiceLimits", "give_up_error"]
-
 
 @dataclass(eq=False)
 class LabelJob:

@@ -30,8 +30,6 @@ from edl.distill.cache.folder import LabelFolder, Namespace
 from edl.errors import ConflictError
 from edl.protocol.tensors import Array
 
-__all__ = ["DataFingerprint", "DataGuard", "note_files"]
-
 _ROWS = 16
 """Rows to compare: 16 image files take 0.2 s, and find a change of every tenth row in four cases of five."""
 _MIXED = "changed while it was labelled"

@@ -29,17 +29,6 @@ from edl.distill.transport.schema import OutputSpec
 from edl.errors import BadOutputError, EDLError, RejectedError, SettingsError, SourceError, TemporaryError
 from edl.protocol.tensors import Array
 
-__all__ = [
-    "OF_THE_ROWS",
-    "PASSES",
-    "LabelPlan",
-    "LabelProgress",
-    "Labeller",
-    "label_batches",
-    "lookup_of",
-    "session_of",
-]
-
 OF_THE_ROWS = (RejectedError, BadOutputError, SourceError)
 """Errors that a row causes wherever it is labelled. All others are the worker's own."""
 PASSES = 3

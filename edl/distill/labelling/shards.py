@@ -42,8 +42,6 @@ from edl.distill.labelling.labeller import (
 from edl.errors import EDLError, PermanentError, SourceError, TemporaryError
 from edl.protocol.tensors import Array
 
-__all__ = ["RowShard", "ShardLabeller", "ShardSource"]
-
 logger = logging.getLogger("edl.distill")
 
 _LOOK_S = 0.2

@@ -21,8 +21,6 @@ from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero
 
-__all__ = ["attention_transfer", "contrastive", "correlation_loss", "decoupled_kl", "feature_cosine", "feature_mse"]
-
 
 def feature_mse(
     student: Tensor,

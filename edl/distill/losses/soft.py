@@ -23,8 +23,6 @@ from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_share
 
-__all__ = ["DistillLoss", "kl_divergence", "logit_mse", "mix", "soft_cross_entropy", "top_k_kl"]
-
 
 def soft_cross_entropy(
     student_logits: Tensor,

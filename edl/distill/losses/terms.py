@@ -11,22 +11,6 @@ from edl.distill.mixture import Reduction, TeacherIs, check_reduction, check_tea
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
-__all__ = [
-    "SUM_TOLERANCE",
-    "as_tensor",
-    "bucket_log_probabilities",
-    "check_classes",
-    "check_distinct",
-    "check_log_probabilities",
-    "check_same_shape",
-    "expected",
-    "log_probabilities",
-    "on_cpu",
-    "reduced",
-    "unit_vectors",
-    "widened",
-]
-
 _LEAST_ELEMENT = 1e-8
 """Vectors without a larger element count as zero and get no gradient, which would be as large as they are small. With a
 smaller bound, rounding errors would count as directions; for probabilities around 0.01 in float32 they are about

@@ -34,16 +34,6 @@ from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_count
 
-__all__ = [
-    "KLEstimator",
-    "TokenCount",
-    "chunked_token_loss",
-    "sampled_kl",
-    "target_labels",
-    "token_log_probabilities",
-    "token_loss",
-]
-
 TokenCount = int | float | Tensor | None
 """Divisor of a sum over tokens; None for the number of tokens in this call that the mask keeps."""
 

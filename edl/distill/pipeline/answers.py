@@ -16,17 +16,6 @@ from edl.errors import ProtocolError, SettingsError, SourceError
 from edl.protocol import tensors
 from edl.protocol.tensors import Array
 
-__all__ = [
-    "AnswerSizeEstimator",
-    "Combine",
-    "Combiner",
-    "copied",
-    "empty_like",
-    "empty_outputs",
-    "item_outputs",
-    "outputs_nbytes",
-]
-
 _FORGET = 0.05
 """Share by which the estimate falls with each smaller answer, so that one large row in twenty keeps it up."""
 

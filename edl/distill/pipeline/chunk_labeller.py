@@ -52,8 +52,6 @@ from edl.protocol.tls.credentials import CredentialFiles
 from edl.quoting import listed
 from edl.settings import Credentials
 
-__all__ = ["ChunkLabeller", "sequence_fields"]
-
 logger = logging.getLogger("edl.distill")
 
 _EXCESS = 2

@@ -21,8 +21,6 @@ from edl.distill.source.cutters import Cutter
 from edl.errors import ClosedError, SourceError
 from edl.notifier import Notifier
 
-__all__ = ["READING", "Epoch", "EpochIterator", "OpenChunks", "SourceClock", "source_wait_s"]
-
 logger = logging.getLogger("edl.distill")
 
 READING: dict[Epoch, object] = {}

@@ -25,19 +25,6 @@ from edl.errors import EDLError, NoTeacherError, SettingsError
 from edl.protocol.names import POSITION
 from edl.protocol.tensors import Array
 
-__all__ = [
-    "CacheConfig",
-    "CacheKeyTemplate",
-    "CacheMiss",
-    "CacheQueue",
-    "SeenInputs",
-    "chunk_ids",
-    "look_up_offline",
-    "offline_view",
-    "open_view",
-    "select_ids",
-]
-
 logger = logging.getLogger("edl.distill")
 
 _MOST_SEEN = 1 << 16

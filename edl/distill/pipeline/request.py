@@ -15,8 +15,6 @@ from edl.distill.transport.schema import OutputSpec
 from edl.errors import SettingsError
 from edl.settings import is_count
 
-__all__ = ["LabelRequest"]
-
 
 @dataclass(frozen=True)
 class LabelRequest:

@@ -30,8 +30,6 @@ from edl.load_reporting import LoadPublisher, LoadSource
 from edl.load_reporting.records import MAX_TEACHERS
 from edl.settings import DiscoverySettings, LoadSettings
 
-__all__ = ["LabelSession", "load_publishers", "open_session"]
-
 logger = logging.getLogger("edl.distill")
 
 

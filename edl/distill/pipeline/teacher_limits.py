@@ -16,8 +16,6 @@ from edl.distill.transport.calls import rows_that_fit
 from edl.distill.transport.schema import ModelSpec
 from edl.protocol.tensors import Array
 
-__all__ = ["TeacherLimits"]
-
 logger = logging.getLogger("edl.distill")
 
 _SAY_AFTER_S = 5.0

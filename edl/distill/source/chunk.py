@@ -12,8 +12,6 @@ from edl.distill.transport.schema import Outputs
 from edl.errors import SourceError
 from edl.protocol.tensors import Array
 
-__all__ = ["Chunk", "Item", "Reading", "ReuseDetector"]
-
 
 @dataclass(eq=False)
 class Chunk:

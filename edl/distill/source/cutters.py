@@ -31,21 +31,6 @@ from edl.protocol.names import POSITION
 from edl.protocol.tensors import Array
 from edl.quoting import listed
 
-__all__ = [
-    "CHECKING_SHARE",
-    "BatchCutter",
-    "Cutter",
-    "Gatherer",
-    "Getter",
-    "PaddedBatchCutter",
-    "Router",
-    "SampleCutter",
-    "SampleListCutter",
-    "SequenceColumnsCutter",
-    "SequenceCutter",
-    "SequenceListCutter",
-]
-
 _OTHER_SHAPE = (
     "pad them to one shape, yield batches with set_batch_generator, or send each alone with set_teacher_batch_size(1)"
 )

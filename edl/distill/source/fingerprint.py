@@ -30,17 +30,6 @@ from edl.errors import SourceError
 from edl.protocol.arrays import is_tensor
 from edl.protocol.tensors import Array
 
-__all__ = [
-    "Checksum",
-    "ItemFingerprint",
-    "MemoryLocation",
-    "OBJECT_NBYTES",
-    "SMALL_NBYTES",
-    "TimeBudget",
-    "arrays_nbytes",
-    "object_nbytes",
-]
-
 OBJECT_NBYTES = 33
 """What CPython's bytes object takes besides its bytes; without it, many short strings would weigh next to nothing."""
 

@@ -18,8 +18,6 @@ from typing import Any, NoReturn
 from edl.errors import SourceError
 from edl.notifier import Notifier
 
-__all__ = ["Handover", "SourceIterator"]
-
 _FRAMEWORKS = ("torch", "paddle")
 _APPLIES = ("builtins", "itertools")
 """Modules of iterators that may call functions of the user's, and have no frame of their own in a traceback."""

@@ -24,21 +24,6 @@ from edl.protocol.arrays import as_array
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero, is_count, is_share
 
-__all__ = [
-    "DistillArguments",
-    "Texts",
-    "all_classes",
-    "check_head",
-    "check_token_types",
-    "find_texts",
-    "hard_labels",
-    "learned_rows",
-    "logits_of",
-    "next_tokens",
-    "student_loss",
-    "text_bytes",
-]
-
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens", "seq_idx", "segment_ids")
 """Names that padding-free collators use for the boundaries of texts, in addition to position ids."""
 

@@ -36,8 +36,6 @@ from edl.errors import SettingsError
 from edl.protocol.names import IDS
 from edl.tokenizer_hash import hash_tokenizer
 
-__all__ = ["DistillTrainer"]
-
 logger = logging.getLogger("edl.distill")
 
 _LABELS = "teacher_labels"

@@ -34,21 +34,6 @@ from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 
-__all__ = [
-    "HEADER_NBYTES",
-    "RequestFailed",
-    "RequestIds",
-    "ServerCalls",
-    "TeacherLacks",
-    "UnknownModel",
-    "compression_hint",
-    "current_traceparent",
-    "failure_from_status",
-    "failure_of_call",
-    "max_answer_nbytes",
-    "rows_that_fit",
-]
-
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # readers do not share connections, so they cannot break each other's

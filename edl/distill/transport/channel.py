@@ -38,8 +38,6 @@ from edl.protocol.frames import (
 )
 from edl.protocol.transport import grpc
 
-__all__ = ["Body", "TensorChannel", "open_channel"]
-
 logger = logging.getLogger("edl.distill")
 
 Body: TypeAlias = tuple[bytes, list[memoryview]]

@@ -42,8 +42,6 @@ from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import quote
 
-__all__ = ["Done", "TeacherClient"]
-
 logger = logging.getLogger("edl.distill")
 
 _PLACEHOLDER_ID = "-" * 16  # a server of ours knows a request's header again, if nothing in it is new

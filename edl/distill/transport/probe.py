@@ -25,8 +25,6 @@ from edl.distill.transport.schema import (
 from edl.protocol import kserve, names
 from edl.quoting import did_you_mean, listed, quote
 
-__all__ = ["ServerModel", "fetch_spec", "is_name", "probe_model"]
-
 logger = logging.getLogger("edl.distill")
 
 _CONFIGURATION = "model_configuration"  # Triton's extension

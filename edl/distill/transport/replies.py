@@ -19,8 +19,6 @@ from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.tensors import Array
 from edl.quoting import listed, quote
 
-__all__ = ["ReplyReader"]
-
 _MOST_HEADERS = 64
 """Headers of answers that are known by their bytes: requests of one shape have one; more would only hold memory."""
 _LONGEST_HEADER = 4096  # bytes of a header that is worth remembering

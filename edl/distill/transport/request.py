@@ -17,8 +17,6 @@ from edl.errors import SourceError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.tensors import Array
 
-__all__ = ["Payload", "request_header", "select_inputs"]
-
 
 def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Array]:
     """Return the fields that the model wants, in the types that it wants.

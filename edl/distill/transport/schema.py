@@ -18,22 +18,6 @@ from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero, is_count
 
-__all__ = [
-    "NO_BATCH_REMEDY",
-    "ModelSpec",
-    "OutputSpec",
-    "Outputs",
-    "Priority",
-    "Reply",
-    "RequestPriority",
-    "TensorMetadata",
-    "check_priority",
-    "check_version",
-    "choose_priority",
-    "kserve_datatype",
-    "parse_priority",
-]
-
 Priority = Literal["auto", "lowest", "default"] | int
 
 _WORDS: Final = ("auto", "lowest", "default")

@@ -33,8 +33,6 @@ from edl.protocol import kserve, names
 from edl.protocol.tensors import Array
 from edl.protocol.transport import grpc
 
-__all__ = ["Arena", "RegionNames", "ShmRegistrations", "ShmSlot", "is_about_memory"]
-
 logger = logging.getLogger("edl.distill")
 
 SHM_FOLDER = Path("/dev/shm")

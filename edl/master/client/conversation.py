@@ -39,8 +39,6 @@ from edl.master.naming import NotFoundError
 from edl.notifier import Notifier
 from edl.protocol import master as messages
 
-__all__ = ["Conversation", "Outcome", "Report", "Shard", "ShardSession"]
-
 logger = logging.getLogger(__name__)
 
 _IDLE_S: Final = 3600.0

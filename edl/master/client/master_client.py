@@ -43,8 +43,6 @@ from edl.quoting import shown
 from edl.resource import CallThread, Resource
 from edl.settings import Credentials, DiscoverySettings, is_above_zero
 
-__all__ = ["MasterClient", "MasterConnection", "MasterWait", "NotCreatedError"]
-
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Message)

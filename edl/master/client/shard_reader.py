@@ -27,8 +27,6 @@ from edl.master.shards.units import check_name
 from edl.quoting import clip
 from edl.resource import Resource
 
-__all__ = ["ShardReader"]
-
 logger = logging.getLogger(__name__)
 
 _FORMAT: Final = 1

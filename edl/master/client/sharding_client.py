@@ -18,8 +18,6 @@ from edl.master.client.conversation import Shard
 from edl.master.client.master_client import MasterClient
 from edl.master.client.shard_reader import ShardReader
 
-__all__ = ["IndexRange", "ShardingClient"]
-
 
 class IndexRange(NamedTuple):
     """What `fetch_shard` returns: the samples [start, end) of the data set `name`."""

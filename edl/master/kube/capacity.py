@@ -16,8 +16,6 @@ from typing import Any, Final
 
 from edl.kube.quantity import parse_quantity
 
-__all__ = ["ClusterCapacity", "NodeCapacity", "PodClaim", "parse_allocatable", "pod_requests"]
-
 Amounts = Mapping[str, int]
 """Resource name -> thousandths."""
 

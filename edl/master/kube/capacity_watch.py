@@ -18,8 +18,6 @@ from edl.kube.resource_types import NODES, PODS
 from edl.kube.watch import KubeWatch
 from edl.master.kube.capacity import ClusterCapacity, NodeCapacity, PodClaim
 
-__all__ = ["CapacityWatch"]
-
 logger = logging.getLogger(__name__)
 
 _KEPT_S: Final = 60.0

@@ -14,19 +14,6 @@ from edl.kube.resource_types import ResourceType
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.members.pods import MemberPod
 
-__all__ = [
-    "Condition",
-    "EventNote",
-    "OwnerObservation",
-    "Plan",
-    "PodDeletion",
-    "ScaleTarget",
-    "StoreAnswer",
-    "WorkProgress",
-    "find_condition",
-    "write_conditions",
-]
-
 
 @dataclass(frozen=True)
 class Condition:

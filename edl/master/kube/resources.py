@@ -16,8 +16,6 @@ from edl.kube.objects import parse_time
 from edl.kube.resource_types import ELASTIC_JOBS, TEACHER_POOLS, ResourceType
 from edl.quoting import shown
 
-__all__ = ["ElasticJob", "MemberOwner", "SpecProblem", "TeacherPool", "parse_elastic_job", "parse_teacher_pool"]
-
 _MOST_COUNT: Final = 2**31 - 1
 """Of format `int32`."""
 

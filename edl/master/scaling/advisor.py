@@ -33,8 +33,6 @@ from edl.master.scaling.teachers import TeacherScalingSettings, TeacherScalingSt
 from edl.master.scaling.workers import WorkerDecision
 from edl.quoting import shown
 
-__all__ = ["AdvisorSettings", "ScalingAdvisor", "WorkerAdvice"]
-
 logger = logging.getLogger(__name__)
 
 _ELECTION = "advisor"

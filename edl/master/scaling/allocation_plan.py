@@ -16,8 +16,6 @@ from typing import Final
 
 from edl.master.scaling.workers import ThroughputModel, compute_realloc_factor
 
-__all__ = ["AllocationPlan", "ArbitrationSettings", "JobRequest"]
-
 _NO_WORKERS: Final = 0.5
 """A job without workers counts as if it had this many, since the logarithm of nothing is not finite: its first worker
 is worth what a second is worth in a job that scales perfectly. With less, jobs whose minimum is 0 would take their

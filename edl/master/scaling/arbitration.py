@@ -25,8 +25,6 @@ from typing import Final
 
 from edl.master.scaling.allocation_plan import AllocationPlan, ArbitrationSettings, JobRequest
 
-__all__ = ["Allocation", "ArbitrationSettings", "JobRequest", "arbitrate"]
-
 _MAX_NODES_EXAMINED: Final = 30_000
 """Nodes that an exchange looks at in a pass, some 10 us each. Where workers are of one size the first node does, and no
 pass looks at more nodes than it moves workers; jobs whose workers need whole nodes would look at all of them."""

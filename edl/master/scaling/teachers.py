@@ -30,18 +30,6 @@ from typing import Any
 from edl.errors import SettingsError
 from edl.load_reporting import ServiceLoad
 
-__all__ = [
-    "ScalingStep",
-    "StepPenalty",
-    "TeacherDecision",
-    "TeacherObservation",
-    "TeacherScalingSettings",
-    "TeacherScalingState",
-    "decide_teachers",
-    "observe_teachers",
-    "required_teachers",
-]
-
 _ROUNDING = 1e-9
 """Share by which a quotient or a change may exceed a limit through rounding alone."""
 _RECENT_SHARE = 1 / 3

@@ -22,19 +22,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-__all__ = [
-    "RELAUNCH_TABLE",
-    "RelaunchAction",
-    "RelaunchDecision",
-    "RelaunchRule",
-    "TerminationCause",
-    "TerminationReport",
-    "TerminationVerdict",
-    "decide_relaunch",
-    "find_termination_cause",
-    "parse_termination_message",
-]
-
 _SIGNAL_BASE: Final = 128
 """A shell's and Kubernetes' exit code of a process that a signal killed is this and the signal's number."""
 _LAST_SIGNAL: Final = 64  # SIGRTMAX on Linux: larger exit codes are a program's own, such as 255

@@ -32,18 +32,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-__all__ = [
-    "ThroughputHistory",
-    "ThroughputModel",
-    "WorkLeft",
-    "WorkerDecision",
-    "WorkerObservation",
-    "WorkerScalingSettings",
-    "compute_realloc_factor",
-    "decide_workers",
-    "fit_throughput",
-]
-
 _FORGOTTEN: Final = 1e-3
 """A size whose weight fell below this is no longer known: ten half-lives after a single sample. Kept longer, a rate of
 another epoch, data set or machine would still bend the line where only two sizes are known."""

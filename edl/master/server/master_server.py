@@ -64,8 +64,6 @@ from edl.quoting import shown
 from edl.resource import Resource
 from edl.settings import Credentials, DiscoverySettings
 
-__all__ = ["MasterServer", "MasterSettings", "check_continued", "check_data", "shown_endpoint"]
-
 logger = logging.getLogger(__name__)
 
 _START_S: Final = 10.0

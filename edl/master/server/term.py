@@ -34,17 +34,6 @@ from edl.protocol import master as messages
 from edl.protocol.transport import grpc
 from edl.quoting import did_you_mean
 
-__all__ = [
-    "PAUSE_S",
-    "TICK_S",
-    "LeaseClock",
-    "MasterServicer",
-    "Term",
-    "UnitRates",
-    "describe_datasets",
-    "encode_report",
-]
-
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25

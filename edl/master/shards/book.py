@@ -26,8 +26,6 @@ from edl.master.shards.units import (
 from edl.protocol import master
 from edl.quoting import shown
 
-__all__ = ["ShardBook"]
-
 _SNAPSHOT: Final = b"EDL book\0"
 _MOST_WANTED: Final = 10_000
 """Shards in a turn, wanted or reported: a reply of some 300 KB, and a turn of 20 ms in which all others wait."""

@@ -34,8 +34,6 @@ from edl.master.shards.units import (
 from edl.protocol import master
 from edl.quoting import shown
 
-__all__ = ["DatasetShards", "ReaderHistory", "ReaderSession", "ShardLease", "open_envelope", "seal"]
-
 M = TypeVar("M", bound=Message)
 
 _FORMAT: Final = 1

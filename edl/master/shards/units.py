@@ -13,20 +13,6 @@ from edl.permutation import Permutation
 from edl.protocol import master
 from edl.quoting import quote, shown
 
-__all__ = [
-    "MOST_UNITS",
-    "Bounds",
-    "ReturnedRanges",
-    "ShardKey",
-    "UnitCursor",
-    "UnitRange",
-    "check_name",
-    "check_spec",
-    "describe_difference",
-    "is_same_spec",
-    "join_bounds",
-]
-
 ShardKey: TypeAlias = tuple[int, int]
 """An epoch and a shard of it."""
 Bounds: TypeAlias = tuple[int, int]

@@ -18,20 +18,6 @@ from edl.protocol.tls.public_keys import kind_not_in_grpc
 from edl.protocol.tls.verification import EXPIRED, NOT_YET_VALID, utc_now
 from edl.settings import SYSTEM_CA
 
-__all__ = [
-    "CertificateIdentity",
-    "check_identity",
-    "context_for",
-    "identity_of",
-    "load_pair",
-    "read_ca",
-    "read_pair",
-    "read_tokens",
-    "reason_of",
-    "split",
-    "without_identity",
-]
-
 _MOST_NBYTES: Final = 1 << 20
 """Bundles of all public CAs have 200 kB; what is much larger is no PEM file, and would be read again and again."""
 _OTHERS: Final = stat.S_IRWXO

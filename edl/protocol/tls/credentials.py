@@ -20,8 +20,6 @@ from edl.protocol.tls import certificates
 from edl.protocol.tls.certificates import CertificateIdentity
 from edl.settings import SYSTEM_CA, Credentials
 
-__all__ = ["AUTHORIZATION", "CHECK_EVERY_S", "CredentialFiles", "Material"]
-
 logger = logging.getLogger(__name__)
 
 AUTHORIZATION: Final = "authorization"

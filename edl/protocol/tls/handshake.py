@@ -26,8 +26,6 @@ from edl.protocol.tls import certificates, verification
 from edl.protocol.tls.certificates import CertificateIdentity
 from edl.protocol.tls.credentials import CredentialFiles, Material
 
-__all__ = ["FailedHandshakes", "explain_handshake", "looks_like_handshake"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

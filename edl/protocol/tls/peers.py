@@ -13,8 +13,6 @@ from edl.protocol.tls import certificates, verification
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.settings import Credentials
 
-__all__ = ["PeerTLS"]
-
 _ALL_OR_NONE: Final = "set TLS on all nodes or on none"
 
 

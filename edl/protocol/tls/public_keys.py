@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["kind_not_in_grpc"]
-
 _RSA: Final = bytes.fromhex("2a864886f70d010101")  # RFC 8017, rsaEncryption
 _EC: Final = bytes.fromhex("2a8648ce3d0201")  # RFC 5480, id-ecPublicKey
 _CURVES: Final = (bytes.fromhex("2a8648ce3d030107"), bytes.fromhex("2b81040022"))

@@ -6,8 +6,6 @@ import ssl
 import time
 from typing import Final
 
-__all__ = ["EXPIRED", "NOT_YET_VALID", "WRONG_NAME", "explain", "host_of", "utc_now"]
-
 EXPIRED, NOT_YET_VALID = 10, 9  # X509_V_ERR_*, as those that follow
 WRONG_NAME: Final = (62, 64)
 """For a host, for an address."""

@@ -21,19 +21,6 @@ from edl.master.kube.members.pod_template import POD_ADDRESS, MemberLaunch
 from edl.master.kube.members.records import MemberRecord
 from edl.master.kube.resources import ElasticJob
 
-__all__ = [
-    "GROWTH_CLASS",
-    "MASTER",
-    "WORKER",
-    "build_disruption_budget",
-    "build_disruption_budget_name",
-    "build_master_launch",
-    "build_pod_group",
-    "build_worker_launch",
-    "shares_cluster",
-    "starts_as_gang",
-]
-
 GROWTH_CLASS: Final = "edl-growth"
 """The WorkloadPriorityClass of workers beyond the minimum: below that of groups, which Kueue serves first."""
 _MAX_NAME_CHARS: Final = 63  # a label's value, which a group's name is for Kueue; a budget's name may be longer

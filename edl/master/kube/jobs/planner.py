@@ -55,8 +55,6 @@ from edl.master.kube.observation import EventNote, OwnerObservation, Plan, PodDe
 from edl.master.kube.resources import ElasticJob
 from edl.master.scaling.terminations import TerminationCause
 
-__all__ = ["plan_job"]
-
 PROBE_S: Final = 20.0
 """A worker beyond the minimum that no node takes within this time is removed: others may wait for the same room."""
 _GIVING_S: Final = 60.0

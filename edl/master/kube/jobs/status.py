@@ -26,20 +26,6 @@ from edl.master.kube.observation import Condition, OwnerObservation, WorkProgres
 from edl.master.kube.resources import ElasticJob
 from edl.master.scaling.terminations import TerminationCause, find_termination_cause
 
-__all__ = [
-    "Completion",
-    "JobFailure",
-    "JobView",
-    "find_completion",
-    "find_failure",
-    "find_final_phase",
-    "get_started_s",
-    "has_given_up_shards",
-    "note_last_steps",
-    "write_finished_status",
-    "write_job_status",
-]
-
 FAILURE_REASONS: Final[Mapping[TerminationCause, str]] = {
     TerminationCause.USER_ERROR: "UserError",
     TerminationCause.OUT_OF_MEMORY: "OutOfMemory",

@@ -12,21 +12,6 @@ from typing import Any, Final
 
 from edl.master.kube.resources import ElasticJob, MemberOwner
 
-__all__ = [
-    "INDEX_LABEL",
-    "JOB_LABEL",
-    "MANAGED_BY",
-    "OWNER_UID_LABEL",
-    "POOL_LABEL",
-    "ROLE_LABEL",
-    "TRY_LABEL",
-    "build_member_labels",
-    "build_member_name",
-    "build_owner_reference",
-    "build_selector",
-    "shorten_name",
-]
-
 JOB_LABEL: Final = "edl.io/job"
 POOL_LABEL: Final = "edl.io/pool"
 OWNER_UID_LABEL: Final = "edl.io/owner-uid"

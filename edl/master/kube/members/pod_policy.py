@@ -17,8 +17,6 @@ from edl.master.kube.members.pods import get_list, get_mapping, get_text
 from edl.master.kube.resources import MemberOwner, SpecProblem
 from edl.quoting import shown
 
-__all__ = ["PodPolicy"]
-
 PodSecurity = Literal["baseline", "privileged"]
 
 _OWN_ACCOUNTS: Final = frozenset({"edl-operator", "edl-dashboard"})

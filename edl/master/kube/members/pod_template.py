@@ -18,8 +18,6 @@ from edl.master.kube.members.naming import build_member_labels, build_member_nam
 from edl.master.kube.members.pods import find_main_container, get_list, get_mapping, get_text
 from edl.master.kube.resources import MemberOwner
 
-__all__ = ["MemberLaunch", "POD_ADDRESS", "build_member_pod", "has_memory_quantity"]
-
 POD_ADDRESS: Final = "$(EDL_POD_IP)"
 """In a member's `args`: the pod's own address, which the kubelet puts in place."""
 DEFAULT_COMMAND: Final = ("edl",)

@@ -19,16 +19,6 @@ from edl.master.scaling.terminations import (
     parse_termination_message,
 )
 
-__all__ = [
-    "MemberPod",
-    "find_main_container",
-    "get_list",
-    "get_mapping",
-    "get_text",
-    "read_member_pod",
-    "read_member_pods",
-]
-
 MAIN_CONTAINER: Final = "edl"
 """A container of this name is the member's, wherever it stands among others; without it, the first is."""
 _MAX_MESSAGE_CHARS: Final = 4096  # of /dev/termination-log, the kubelet keeps no more

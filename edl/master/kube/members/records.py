@@ -30,27 +30,6 @@ from edl.master.scaling.terminations import (
     find_termination_cause,
 )
 
-__all__ = [
-    "ExcludedNode",
-    "LAUNCH_PATIENCE_S",
-    "MAX_MESSAGE_CHARS",
-    "MemberEnd",
-    "MemberOutcome",
-    "MemberRecord",
-    "MemberReview",
-    "NO_ROOM",
-    "POD_RELAUNCH_TABLE",
-    "ROOM_PATIENCE_S",
-    "find_end",
-    "format_member_records",
-    "list_superseded",
-    "read_member_records",
-    "read_time",
-    "record_end",
-    "relax_exclusions",
-    "review_members",
-]
-
 MAX_MESSAGE_CHARS: Final = 400
 """Of a member's last end. A thousand members' ends then take 0.4 MB of the 1.5 MB that etcd takes of an object; the
 traceback that ends a job is in its condition."""

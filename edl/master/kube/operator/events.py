@@ -21,8 +21,6 @@ from edl.kube.resource_types import EVENTS, ResourceType
 from edl.master.kube.observation import EventNote
 from edl.quoting import clip
 
-__all__ = ["EventRecorder"]
-
 logger = logging.getLogger(__name__)
 
 _COMPONENT: Final = "edl-operator"

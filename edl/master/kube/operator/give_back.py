@@ -17,8 +17,6 @@ from prometheus_client import CollectorRegistry, Histogram
 from edl.kube.objects import Object
 from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL
 
-__all__ = ["GiveBackMeter"]
-
 _SECONDS: Final = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0)
 """The bar is 2 s in the median, and a teacher's grace period (10 s unless set otherwise) at most."""
 _MOST_PODS: Final = 10_000

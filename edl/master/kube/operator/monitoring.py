@@ -14,8 +14,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from edl.kube.responses import Call
 
-__all__ = ["OperatorHealth", "OperatorMetrics"]
-
 _BEAT_LIMIT_S: Final = 60.0
 """The loop of the watches gives a sign of life each second; a machine that swaps is late by some, not by a minute."""
 _WORK_LIMIT_S: Final = 300.0

@@ -27,8 +27,6 @@ from edl.master.kube.operator.surroundings import LiveSurroundings
 from edl.master.kube.operator.work_queue import WorkQueue
 from edl.master.kube.resources import TeacherPool, parse_teacher_pool
 
-__all__ = ["Operator"]
-
 logger = logging.getLogger(__name__)
 
 _JITTER: Final = 0.5

@@ -16,8 +16,6 @@ from edl.load_reporting.wanted import WantedKind, wanted_key
 from edl.master.kube.resources import ElasticJob, TeacherPool
 from edl.master.naming import election_key, report_key
 
-__all__ = ["OwnerKeyCleanup", "delete_job_keys"]
-
 logger = logging.getLogger(__name__)
 
 _FIRST_S: Final = 60.0

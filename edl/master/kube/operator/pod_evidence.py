@@ -17,8 +17,6 @@ from edl.kube.objects import parse_time
 from edl.kube.resource_types import EVENTS
 from edl.master.scaling.terminations import TerminationCause, TerminationReport, find_termination_cause
 
-__all__ = ["PodEvidence"]
-
 _KEPT_S: Final = 5.0
 """How long events of a pod are not read again: the next look may be of the same moment, and events come late."""
 _STARTING_S: Final = 30.0

@@ -40,8 +40,6 @@ from edl.master.kube.resources import (
     parse_teacher_pool,
 )
 
-__all__ = ["KINDS", "Reconciler"]
-
 logger = logging.getLogger(__name__)
 
 FORMER_SPEC: Final = "formerSpec"

@@ -26,8 +26,6 @@ from edl.master.kube.members.naming import JOB_LABEL, MANAGED_BY, POOL_LABEL
 from edl.master.kube.operator.monitoring import OperatorHealth
 from edl.master.kube.operator.settings import ALL_NAMESPACES
 
-__all__ = ["ResourceWatches"]
-
 logger = logging.getLogger(__name__)
 
 _BEAT_S: Final = 1.0

@@ -12,8 +12,6 @@ from edl.master.kube.observation import find_condition
 from edl.master.kube.pools.updating import hash_place, list_places
 from edl.master.kube.resources import TeacherPool
 
-__all__ = ["ServiceHolders"]
-
 _RETRY_S: Final = 60.0
 """Between two lists of a namespace that may not be listed: as often as its watch is tried again."""
 

@@ -13,8 +13,6 @@ from edl.master.kube.members.pod_policy import PodPolicy
 from edl.quoting import shown
 from edl.settings import is_above_zero
 
-__all__ = ["ALL_NAMESPACES", "OperatorSettings", "StoreAllowlist"]
-
 _SCHEMES: Final = ("consul", "consul+https", "etcd", "etcd+https", "edl")
 """Of stores that may be allowed. A `sqlite:` file would be one of the operator's own machine."""
 _ETCD: Final = ("etcd", "etcd+https")

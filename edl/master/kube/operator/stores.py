@@ -29,8 +29,6 @@ from edl.master.scaling.teachers import TeacherScalingSettings
 from edl.master.scaling.workers import WorkLeft
 from edl.quoting import shown
 
-__all__ = ["ProgressReader", "StoreDirectory", "count_done"]
-
 logger = logging.getLogger(__name__)
 
 

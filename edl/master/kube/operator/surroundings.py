@@ -29,8 +29,6 @@ from edl.master.kube.operator.stores import StoreDirectory
 from edl.master.kube.resources import ElasticJob, MemberOwner, TeacherPool
 from edl.master.scaling.arbitration import JobRequest, arbitrate
 
-__all__ = ["LiveSurroundings", "WaitingOwners", "compute_shares", "read_sharing_job"]
-
 logger = logging.getLogger(__name__)
 
 _GPU: Final = "nvidia.com/gpu"

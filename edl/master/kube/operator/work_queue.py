@@ -18,8 +18,6 @@ from edl.background import BackgroundLoop
 from edl.backoff import Backoff
 from edl.errors import ClosedError, ConflictError, EDLError, TemporaryError
 
-__all__ = ["KeySchedule", "WorkQueue"]
-
 logger = logging.getLogger(__name__)
 
 _JITTER: Final = 0.2

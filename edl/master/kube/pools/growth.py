@@ -19,8 +19,6 @@ from edl.master.kube.pools.updating import is_failing
 from edl.master.kube.resources import TeacherPool
 from edl.master.scaling.terminations import TerminationCause, find_termination_cause
 
-__all__ = ["Growth", "ProbeBackoff", "back_off", "decide_growth", "find_launch_failure", "find_target"]
-
 
 def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) -> int:
     """Return how many teachers a pool is to have, between its bounds; none while it is suspended, or its service taken.

@@ -29,8 +29,6 @@ from edl.master.kube.pools.updating import (
 from edl.master.kube.resources import TeacherPool
 from edl.master.scaling.terminations import RelaunchAction, RelaunchRule, TerminationCause, TerminationReport
 
-__all__ = ["plan_pool"]
-
 
 def plan_scale_target(
     pool: TeacherPool,

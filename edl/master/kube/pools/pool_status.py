@@ -13,8 +13,6 @@ from edl.master.kube.pools.growth import Growth, ProbeBackoff
 from edl.master.kube.pools.updating import UpdateView
 from edl.master.kube.resources import TeacherPool
 
-__all__ = ["PoolView", "describe_transitions", "write_status"]
-
 
 @dataclass(frozen=True)
 class PoolView:

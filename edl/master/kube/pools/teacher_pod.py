@@ -11,8 +11,6 @@ from edl.master.kube.members.pods import find_main_container
 from edl.master.kube.pools.updating import REVISION_LABEL, hash_revision
 from edl.master.kube.resources import TeacherPool
 
-__all__ = ["build_teacher_pod"]
-
 SERVE_PORT: Final = 8001
 """gRPC, as Triton's: https://github.com/triton-inference-server/server/blob/main/docs/protocol/README.md."""
 METRICS_PORT: Final = 8002

@@ -24,19 +24,6 @@ from edl.master.kube.members.records import read_time
 from edl.master.kube.observation import Condition, OwnerObservation, find_condition
 from edl.master.kube.resources import TeacherPool
 
-__all__ = [
-    "REVISION_LABEL",
-    "STEADY_S",
-    "TeacherUpdate",
-    "UpdateView",
-    "choose_surplus",
-    "hash_place",
-    "hash_revision",
-    "is_behind",
-    "is_failing",
-    "list_places",
-]
-
 REVISION_LABEL: Final = "edl.io/revision"
 _CHARS: Final = 10
 """Characters of the digest: 40 bits tell the specs of a pool apart."""

@@ -49,7 +49,7 @@ _JOURNAL_PAGES = (48 << 20) // _PAGE_NBYTES
 _TABLES = Tables(
     kind="soft-label cache",
     application_id=0x45444C43,  # "EDLC"
-    version=2,  # version 1 had the labels in files beside the database
+    version=3,  # 1 had the labels in files beside the database, 2 the columns of a sequence one after the other
     # `label_id` tells which labels there are, so that no record is read for that.
     schema="""
         CREATE TABLE key (number INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE, layout TEXT, data_set TEXT);
@@ -110,9 +110,6 @@ class LabelFolder:
 
     Counts the labels `evicted` to make room, and the `failures` of `put`, of which `failure` is the last. Remembers the
     keys and ids of labels found `damaged`, and why it was `unreadable` last.
-
-    Raises:
-        SettingsError: The folder cannot be used.
     """
 
     def __init__(self, path: object, limit_bytes: int | None = None, *, read_only: bool = False) -> None:
@@ -156,11 +153,7 @@ class LabelFolder:
             logger.warning("soft-label cache %s: %s", self.path, words)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until the disk has all labels.
-
-        Raises:
-            TemporaryError: Labels could not be written since the last flush, or the disk takes longer.
-        """
+        """Wait until the disk has all labels. See `SoftLabelCache.flush`."""
         try:
             start_call("edl-cache", self._sync).result(timeout_s)
         except futures.TimeoutError as exc:
@@ -207,7 +200,7 @@ class LabelFolder:
             space.number = found[0] if space.number is None else space.number
             try:
                 space.layout = RowLayout.from_json(found[1])
-            except ValueError as exc:
+            except SettingsError as exc:
                 self._warn(f"labels of {space.key} are left out: {exc}")
 
     def _found_key(self, space: Namespace) -> tuple[int, str | None, str] | None:
@@ -313,13 +306,6 @@ class LabelFolder:
             self._lost += len(records)
 
     def _write(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
-        """Add labels.
-
-        Raises:
-            ConflictError: The key's labels were discarded.
-            SettingsError: The key's labels have another layout, or the folder is gone.
-            TemporaryError: The folder cannot be written now.
-        """
         # The last page of a long record is partly empty, as is each page of short ones.
         nbytes = sum(len(record) + min(len(record), _PAGE_NBYTES) + _LABEL_NBYTES for record in records.values())
         if self.limit_bytes is not None and nbytes > self.limit_bytes // _PART:
@@ -402,15 +388,15 @@ class _Database:
         self._folder = folder
         self._read_only = read_only
         self._file: SqliteFile | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def file(self) -> SqliteFile:
         """Return the connection: one that writes if that is possible, otherwise one that reads what is there."""
-        file = self._file
-        if file is None or file.change() == "" or not (file.writable or self._read_only):
-            self._close()
-            self._file = file = self._opened()
-        return file
+        if self._file is not None and (self._file.change() == "" or not (self._file.writable or self._read_only)):
+            self.close()
+        if self._file is None:
+            self._file = self._opened()
+        return self._file
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -428,12 +414,9 @@ class _Database:
     def close(self) -> None:
         """Close the connection."""
         with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
     def _opened(self) -> SqliteFile:
         path = self._folder / _DATABASE

@@ -4,13 +4,14 @@
 strings. They may come with fingerprints of the inputs, which tell one text from another that comes under the same id:
 always for sequences (`SequenceIds`), for one row in 16 otherwise (`RowIds`).
 
-A record is the fingerprint of the sample's inputs (0 where it was not computed), then each column with all rows of
-the sample: one, or those of a sequence. `TopK` is three columns.
+A record is the fingerprint of the sample's inputs (0 where it was not computed), then the sample's rows: one, or those
+of a sequence. A row has its columns one after the other; `TopK` is three columns.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -98,14 +99,7 @@ class CacheKey:
 
     @classmethod
     def from_json(cls, text: str) -> CacheKey:
-        """Return the key that `to_json` wrote.
-
-        Args:
-            text: The text as it was written.
-
-        Raises:
-            ValueError: `to_json` did not write this.
-        """
+        """Return the key that `to_json` wrote; raise `ValueError` for any other text."""
         try:
             fields = json.loads(text)
             key = cls(**fields)
@@ -117,11 +111,7 @@ class CacheKey:
 
 
 def as_ids(ids: Ids) -> list[SampleId]:
-    """Return sample ids as plain Python integers and strings.
-
-    Raises:
-        SettingsError: something else is among them, or an id that cannot be stored.
-    """
+    """Return sample ids as plain Python integers and strings; raise `SettingsError` for anything else."""
     samples = ids.tolist() if hasattr(ids, "tolist") else list(ids)
     if not isinstance(samples, list):
         raise SettingsError(f"sample ids {samples!r}: expected a sequence of integers or strings")
@@ -263,7 +253,7 @@ class RowLayout:
     sequence_inputs: tuple[str, ...] | None = None
 
     @property
-    def _kinds(self) -> list[tuple[str, np.dtype[Any]]]:
+    def _columns(self) -> list[tuple[str, np.dtype[Any]]]:
         return [(name, self.columns[name]) for name in self.columns.names or ()]
 
     def merged(self, other: RowLayout) -> RowLayout | None:
@@ -281,28 +271,21 @@ class RowLayout:
 
     def pack(self, arrays: Mapping[str, Array], heads: Sequence[Head]) -> list[bytes]:
         """Return a record for each head, of as many rows as it says; `arrays` are [rows of all, ...] by column."""
-        columns = []
-        for name, kind in self._kinds:
-            array = np.ascontiguousarray(arrays[name], kind.base)
-            columns.append((array.reshape(-1).view(np.uint8).data, kind.itemsize))
-        records, start = [], 0
-        for rows, fingerprint in heads:
-            stop = start + rows
-            records.append(b"".join([fingerprint, *(data[start * size : stop * size] for data, size in columns)]))
-            start = stop
-        return records
+        table = np.empty(sum(rows for rows, _ in heads), self.columns)
+        for name in self.columns.names or ():
+            table[name] = arrays[name]
+        data, size = memoryview(table.view(np.uint8)), self.columns.itemsize
+        stops = itertools.accumulate(rows * size for rows, _ in heads)
+        return [
+            b"".join([fingerprint, data[stop - rows * size : stop]])
+            for (rows, fingerprint), stop in zip(heads, stops, strict=True)
+        ]
 
     def unpack(self, records: Sequence[bytes]) -> dict[str, Array]:
         """Return arrays [rows of all, ...] by column."""
-        arrays: dict[str, Array] = {}
-        lengths = list(map(self.rows_of, records))
-        views, starts = [memoryview(record) for record in records], [FINGERPRINT_NBYTES] * len(records)
-        for name, kind in self._kinds:
-            stops = [start + rows * kind.itemsize for start, rows in zip(starts, lengths, strict=True)]
-            data = b"".join([view[start:stop] for view, start, stop in zip(views, starts, stops, strict=True)])
-            arrays[name] = np.frombuffer(data, kind.base).reshape(-1, *kind.shape)
-            starts = stops
-        return arrays
+        rows = b"".join([memoryview(record)[FINGERPRINT_NBYTES:] for record in records])
+        table = np.frombuffer(rows, self.columns)
+        return {name: np.ascontiguousarray(table[name]) for name in self.columns.names or ()}
 
     def rows_of(self, record: bytes) -> int:
         """Return how many rows a record has."""
@@ -324,20 +307,16 @@ class RowLayout:
 
     def to_json(self) -> str:
         """Return the layout as text, with a checksum."""
-        columns = [[name, kind.base.str, kind.shape] for name, kind in self._kinds]
+        columns = [[name, kind.base.str, kind.shape] for name, kind in self._columns]
         text = json.dumps([columns, dict(self.top_k), self.sequence_inputs], sort_keys=True)
         return f"{zlib.crc32(text.encode()):08x} {text}"
 
     @classmethod
     def from_json(cls, text: object) -> RowLayout:
-        """Return the layout that `to_json` wrote.
-
-        Raises:
-            ValueError: `to_json` did not write this.
-        """
+        """Return the layout that `to_json` wrote; raise `SettingsError` for any other text."""
         checksum, _, fields = str(text).partition(" ")
         if checksum != f"{zlib.crc32(fields.encode('utf-8', 'replace')):08x}":
-            raise ValueError("the layout of its rows is damaged")
+            raise SettingsError("the layout of its rows is damaged: delete the folder, and labels are asked for again")
         columns, top_k, inputs = json.loads(fields)
         return cls(
             np.dtype([(name, dtype, tuple(shape)) for name, dtype, shape in columns]),
@@ -346,7 +325,7 @@ class RowLayout:
         )
 
     def __str__(self) -> str:
-        columns = ", ".join(f"{name!r} {kind.base} {list(kind.shape)}" for name, kind in self._kinds)
+        columns = ", ".join(f"{name!r} {kind.base} {list(kind.shape)}" for name, kind in self._columns)
         if self.sequence_inputs is None:
             return columns
         return f"tokens of sequences of {', '.join(map(repr, self.sequence_inputs)) or 'nothing'} with {columns}"
@@ -356,9 +335,6 @@ def flatten(outputs: Outputs, rows: int, *, half: bool = False) -> tuple[dict[st
     """Return outputs [rows, ...] as plain arrays by column, and their layout.
 
     With `half`, floating-point values become float16, except for the tail's mass of `TopK`.
-
-    Raises:
-        SettingsError: outputs that do not have `rows` rows, or cannot be kept.
     """
     arrays: dict[str, Array] = {}
     top_k: dict[str, tuple[float, int | None]] = {}

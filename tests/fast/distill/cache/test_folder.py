@@ -196,6 +196,17 @@ def test_damaged_label_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert not cache.view(KEY).get([8]).mask.any()
 
 
+def test_damaged_layout_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(tmp_path, range(4), KEY)
+    with contextlib.closing(sqlite3.connect(tmp_path / "labels.sqlite")) as database, database:
+        database.execute("UPDATE key SET layout = replace(layout, 'f4', 'f2')")
+    with SoftLabelCache(0, tmp_path) as cache:
+        assert not cache.view(KEY).get([1]).outputs
+        cache.view(KEY).put([9], rows([9]))
+        assert cache.stats().failed_writes == 1
+    assert "the layout of its rows is damaged" in caplog.text
+
+
 def test_a_folder_that_goes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The reader goes on without it, and with it once it is there again."""
     path = tmp_path / "labels"
@@ -261,7 +272,7 @@ def test_what_is_no_folder_of_labels_is_refused(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "files" / "labels.sqlite")) as database:
         database.execute("PRAGMA user_version = 1")  # as when labels were in files beside the database
     for call in (lambda: SoftLabelCache(0, tmp_path / "files"), lambda: load_labels(tmp_path / "files")):
-        with pytest.raises(SettingsError, match=r"files.* has format 1, not 2: another release"):
+        with pytest.raises(SettingsError, match=r"files.* has format 1, not 3: another release"):
             call()
     (tmp_path / "files" / "labels.sqlite").write_bytes(b"text" * 1000)
     with pytest.raises(SettingsError, match=r"is damaged .*delete the folder"):

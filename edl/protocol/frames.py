@@ -46,6 +46,10 @@ _STAGE_NBYTES = 64 << 10  # many small frames arrive in one call; of a large one
 _MOST_PARTS = 64  # buffers in one `sendmsg`; Linux takes 1,024
 _TLS_NBYTES = 128 << 10  # received, or encrypted, at a time
 _MOST_CALLS = 256  # receives of a connection before other work of the loop gets its turn
+_LOCAL_QUEUE_NBYTES = 256 << 10
+"""Bytes that the kernel queues between two processes of a host. It would let 4 MB wait, which the processor's cache has
+lost when they are read: a request then costs both sides a quarter more CPU time (`benchmarks/reader`). To another host
+the kernel decides, from the round-trip time."""
 _SILENT_MS = 30_000  # how long a peer's kernel may stay silent before the connection counts as broken
 
 
@@ -151,6 +155,7 @@ class TlsSocket:
         self._unsent = memoryview(b"")
         self.family = sock.family
         self.setsockopt, self.shutdown, self.fileno = sock.setsockopt, sock.shutdown, sock.fileno
+        self.getpeername, self.getsockname = sock.getpeername, sock.getsockname
 
     async def shake_hands(self) -> bytes:
         """Return the peer's certificate (DER), empty for none.
@@ -270,6 +275,9 @@ class FrameSocket:
             for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            with contextlib.suppress(OSError):  # the peer may have gone
+                if sock.getpeername()[0] == sock.getsockname()[0]:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_QUEUE_NBYTES)
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MS)
         self._loop.add_reader(sock, self._on_readable)

@@ -72,8 +72,9 @@ tools-kubernetes: ## fetch Helm and Consul, and build the cluster of ../shared/k
 
 tools: tools-services tools-kubernetes ## fetch all of these
 
-bench-tools: tools ## fetch what only benchmarks need: torchft
+bench-tools: tools ## fetch what only benchmarks need: torchft and Ray Train
 	@PYTHON=$(PYTHON) bash tools/torchft.sh
+	@PYTHON=$(PYTHON) bash tools/ray.sh
 
 # The stubs are those of a file NAME_pb2; ours is named NAME and builds its classes in a pool of its own.
 protocol: $(VENV)/.dev ## compile edl/protocol/*.proto

@@ -1,4 +1,4 @@
-"""The ways to start an elastic job that are compared: `edl run`, torchrun and torchft."""
+"""The ways to start an elastic job that are compared: `edl run`, torchrun, torchft and Ray Train."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from benchmarks._elastic_network import Network
 from benchmarks._elastic_task import Task
 
 __all__ = [
+    "RAY",
     "TORCHFT",
     "edl_hosts",
     "edl_nodes",
     "edl_script",
     "edl_workers",
     "job_name",
+    "ray_workers",
     "store_url",
     "torchft",
     "torchrun_nodes",
@@ -34,6 +36,7 @@ __all__ = [
     "torchrun_workers",
 ]
 
+RAY = ROOT / ".tools/ray/bin/python"
 TORCHFT = ROOT / ".tools/torchft/bin/python"
 _EDL = (sys.executable, "-m", "edl", "run")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -153,6 +156,12 @@ def torchft(task: Task, join_timeout_s: float, stack: ExitStack) -> Job:
     environ = {"TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"}
     python = str(TORCHFT)
     return Job(task.folder, lambda node: Launch([python, *_script("_elastic_torchft.py", task, node)], environ))
+
+
+def ray_workers(task: Task, workers: int) -> Job:
+    """One node of Ray with `workers` workers of Ray Train."""
+    environ = {"BENCHMARK_WORKERS": str(workers), "RAY_USAGE_STATS_ENABLED": "0"}
+    return Job(task.folder, lambda node: Launch([str(RAY), *_script("_elastic_ray.py", task, node)], environ), workers)
 
 
 def _free_port() -> int:

@@ -4,12 +4,14 @@ All sides train the same model (8.4 million parameters, gloo; each step sleeps 6
 and torchrun with `torch.save` every 20 steps, with three workers on one node; torchrun needs
 `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` to recover. torchft runs three replica groups of one rank with join timeouts of
 0.1, 0.2 and 1 s, and the default of 60 s. It is compared with three nodes of `edl run`, of which one dies with its
-agent.
+agent. Ray Train has an elastic group of one to three workers on one node (`ScalingConfig(num_workers=(1, 3))`), any
+number of failures, a checkpoint every 20 steps, and a health check every 0.1 s.
 
 - `sooner`: torchrun's seconds divided by those of `edl run`. `sooner_without_imports`: the same without the time that
   torchrun's new workers need to import torch.
 - `vs_torchft`: torchft's seconds (1 s) divided by those of three nodes of `edl run`; `vs_torchft_0.2` and
   `vs_torchft_0.1` likewise. With such short timeouts, torchft may take live groups for dead.
+- `vs_ray_train`: Ray Train's seconds divided by those of `edl run`.
 - `steps_lost`: steps done again, in intervals between snapshots.
 - `join`: the longest pause of two nodes when a third one joins, beyond a usual step: torchrun's divided by that of `edl
   run`, which is `join_s` in seconds.
@@ -50,6 +52,7 @@ from edl.discovery.served.server import StoreServer
 GOALS = [
     Goal("sooner", 8),
     Goal("vs_torchft", 2),
+    Goal("vs_ray_train", 5),
     Goal("steps_lost", 1, "at most", always=True),
     Goal("join", 10),
     Goal("join_s", 0.25, "at most"),
@@ -66,6 +69,7 @@ _DEFAULT_KILLS = 200
 _WORTH_SAYING = 25
 _JOIN_TIMEOUTS_S = {"vs_torchft": 1.0, "vs_torchft_0.2": 0.2, "vs_torchft_0.1": 0.1}
 _NODES = "edl run, three nodes"
+_RAY_TRAIN = "Ray Train"
 _IMPORTS = "import torch, torch.distributed, torch.nn.parallel, benchmarks._elastic_task"
 _IN_STORE = "torchrun in a store of its own"
 
@@ -78,6 +82,10 @@ def _forked(task: Task, stack: ExitStack) -> Job:
 
 def _torchrun(task: Task, stack: ExitStack) -> Job:
     return stack.enter_context(launchers.torchrun_workers(task, _RANKS))
+
+
+def _ray_train(task: Task, stack: ExitStack) -> Job:
+    return stack.enter_context(launchers.ray_workers(task, _RANKS))
 
 
 def _torchft(join_timeout_s: float, task: Task, stack: ExitStack) -> Job:
@@ -206,6 +214,10 @@ def _sides(quick: bool) -> dict[str, Kills]:
         "edl run": Kills("edl run", _forked, saves=True),
         "torchrun": Kills("torchrun", _torchrun),
     }
+    if launchers.RAY.exists():
+        sides[_RAY_TRAIN] = Kills(_RAY_TRAIN, _ray_train)
+    else:
+        note("Ray is not installed (tools/ray.sh): Ray Train is not compared.\n")
     if not launchers.TORCHFT.exists():
         note("torchft is not installed (tools/torchft.sh): not compared.\n")
         return sides
@@ -237,6 +249,8 @@ def measure(options: Options, kills: int = _DEFAULT_KILLS) -> dict[str, list[flo
     figures = {"sooner": divide(rounds["torchrun"], rounds["edl run"])}
     workers_s = [whole - imports for whole, imports in zip(rounds["torchrun"], rounds["imports"], strict=True)]
     figures["sooner_without_imports"] = divide(workers_s, rounds["edl run"])
+    if _RAY_TRAIN in rounds:
+        figures["vs_ray_train"] = divide(rounds[_RAY_TRAIN], rounds["edl run"])
     for key, join_timeout_s in _JOIN_TIMEOUTS_S.items():
         if _torchft_name(join_timeout_s) in rounds:
             figures[key] = divide(rounds[_torchft_name(join_timeout_s)], rounds[_NODES])

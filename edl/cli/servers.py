@@ -95,6 +95,7 @@ def store(argv: Sequence[str]) -> int:
         hint = f"did you mean /{meant.lstrip('/')}?" if meant else "the file's path is expected, such as store.sqlite"
         raise SettingsError(f"--file {options.file}: this is a URL; {hint}")
 
+    from edl.dashboard.state.history import StoreSampler
     from edl.discovery.served.addresses import ListenAddress, is_loopback
     from edl.discovery.served.server import StoreLimits, StoreServer
     from edl.discovery.served.store import store_credentials
@@ -106,7 +107,7 @@ def store(argv: Sequence[str]) -> int:
     path = Path(options.file).absolute()
     with collect_signals() as caught, _alone(path), FailedHandshakes() as failed_handshakes:
         address = ListenAddress(options.host, options.port)
-        server = StoreServer(str(path), address, files, StoreLimits(nbytes=_MOST_NBYTES))
+        server = StoreServer(str(path), address, files, StoreLimits(nbytes=_MOST_NBYTES), StoreSampler())
 
         def check() -> None:
             if server.failed:

@@ -1,6 +1,7 @@
 """When the Store is looked at, and how clients follow it.
 
-One thread looks for all clients together: about once a second while there are any, and never otherwise.
+One thread looks for all clients together: about once a second while there are any, and otherwise every 10 s, so that
+pictures have no gap for the time in which no page was open.
 
 Clients get server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html). There is no queue: a
 client waits for a state newer than its last, so it costs a single state in memory, however slow it is, and what it was
@@ -39,8 +40,8 @@ _LONGEST_S: Final = 60.0
 """Between two looks, however long they take."""
 _LONGEST_STALE_S: Final = 3.0
 """The same if the Store did not answer, which may take its deadline: a person waits for it to be back."""
-_IDLE_S: Final = 3600.0
-"""A wait that a request cuts short; any length would do."""
+_IDLE_S: Final = 10.0
+"""Between two looks that nobody follows."""
 
 
 class Published:
@@ -86,6 +87,7 @@ class LookLoop:
         self.pause_s = INTERVAL_S
         self.followers = 0
         self._previous: Published | None = None
+        self._looked_at = time.monotonic()
         self._background = BackgroundLoop("edl-dashboard-look", self._look)
 
     async def fresh(self, timeout_s: float) -> Published | None:
@@ -146,13 +148,14 @@ class LookLoop:
 
     def _look(self) -> float:
         now = time.monotonic()
-        if self._previous is not None and now < self._previous.made_at + self.pause_s:
-            return self._previous.made_at + self.pause_s - now
-        if not self._asked and self.followers <= 0:
-            return _IDLE_S
+        idle = not self._asked and self.followers <= 0
+        due = self._looked_at + (max(self.pause_s, _IDLE_S) if idle else self.pause_s)
+        if now < due and (idle or self._previous is not None):
+            return due - now
         self._asked = False
         state = self._reader.read()
         self._previous = Published(self._boot, state, self._reader.looks, self._previous)
+        self._looked_at = self._previous.made_at
         self.look_s = time.monotonic() - now
         longest_s = _LONGEST_STALE_S if state.stale else _LONGEST_S
         self.pause_s = min(longest_s, max(INTERVAL_S - self.look_s, self.look_s * (1.0 / _SHARE - 1.0)))

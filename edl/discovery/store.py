@@ -25,7 +25,7 @@ import abc
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -619,6 +619,18 @@ class Store(Resource, abc.ABC):
         Returns:
             Whether it existed at that version, and was deleted.
         """
+
+    def series(self) -> Iterable[tuple[str, Sequence[Mapping[str, float]]]]:
+        """Read the figures of the last hours, which the process of `edl store` keeps; other stores have none.
+
+        Returns:
+            Names of series, each with its points, oldest first: values by field, of which "t" is the wall clock, and
+            NaN is an unknown value.
+
+        Raises:
+            DiscoveryError: The store cannot be reached, or its server is older than this version of EDL.
+        """
+        return ()
 
     @abc.abstractmethod
     def follow(self, prefix: str) -> Follower[Entries]:

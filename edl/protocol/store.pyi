@@ -140,3 +140,17 @@ class RevokeRequest(_message.Message):
 class RevokeReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class SeriesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SeriesReply(_message.Message):
+    __slots__ = ("name", "fields", "values")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fields: _containers.RepeatedScalarFieldContainer[str]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, name: _Optional[str] = ..., fields: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[float]] = ...) -> None: ...

@@ -1,22 +1,18 @@
-"""Jobs of a Store: their ledgers, their masters' reports, and their bounded history.
-
-A ledger says where the time went while no dashboard looked, so a page that is opened late shows all of it.
-"""
+"""Jobs of a Store: their ledgers and their masters' reports."""
 
 from __future__ import annotations
 
-import bisect
 import operator
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final
 
-from edl.collective.goodput import JobPart, JobSummary, TimeCategory, decode_part, read_job, summarize
+from edl.collective.goodput import JobPart, JobSummary, decode_part, read_job, summarize
 from edl.collective.job_records import GAVE_UP, prefix
 from edl.dashboard.state.records import decode_master, decode_wanted
-from edl.dashboard.state.schema import JobPoint, JobStatus, MasterStatus, UnreadableRecord, WantedCount
+from edl.dashboard.state.schema import JobStatus, MasterStatus, UnreadableRecord, WantedCount
 from edl.discovery.store import Entry, Store
 from edl.errors import ProtocolError, SettingsError
 from edl.load_reporting import read_wanted
@@ -152,72 +148,3 @@ def _decode(entry: Entry) -> JobPart | ProtocolError:
 
 def _unreadable(key: str, exc: ProtocolError) -> UnreadableRecord:
     return UnreadableRecord(key, str(exc)[:_MAX_REASON])
-
-
-MAX_POINTS: Final = 600
-"""20 minutes of a point in 2 s, and days of thinner ones; as JSON below 120 KB for a job."""
-FROM_LEDGER: Final = 300
-"""Most points that the ledger of a running job gives: the other half is for what comes."""
-FROM_ENDED: Final = 100
-"""Most points of a job that has ended, since there may be many: a picture's shape, in 20 KB of JSON."""
-
-
-class _Point(Protocol):
-    @property
-    def t(self) -> float: ...
-
-
-P = TypeVar("P", bound=_Point)
-
-
-class History(Generic[P]):
-    """Points in ascending order of time, at most `limit`, which is at least 4."""
-
-    def __init__(self, limit: int = MAX_POINTS) -> None:
-        self._limit = limit
-        self._points: list[P] = []
-
-    @property
-    def points(self) -> tuple[P, ...]:
-        """All points, oldest first."""
-        return tuple(self._points)
-
-    @property
-    def last_t(self) -> float | None:
-        """The time of the newest point; None without any."""
-        return self._points[-1].t if self._points else None
-
-    def append(self, point: P) -> None:
-        """Append a point, unless it is not newer than the newest: the clock went back."""
-        if self._points and point.t <= self._points[-1].t:
-            return
-        self._points.append(point)
-        if len(self._points) > self._limit:
-            half = self._limit // 2
-            self._points[:half] = self._points[:half:2]
-
-    def extend(self, points: Iterable[P]) -> None:
-        """Append points, oldest first."""
-        for point in points:
-            self.append(point)
-
-
-def points_of_ledger(
-    summary: JobSummary, after_t: float, until_t: float, look: int, most: int = FROM_LEDGER
-) -> list[JobPoint]:
-    """Return the points of a job's past after `after_t` and until `until_t`, at most `most`.
-
-    Its spans say where the time went while no dashboard looked, so a page that is opened late shows all of it. A node's
-    clock may be ahead of this machine's, hence `until_t`.
-    """
-    points = []
-    sums = [0] * len(TimeCategory)
-    for span in summary.spans:
-        sums = [amount + more for amount, more in zip(sums, span.amounts, strict=True)]
-        seconds = {state.name.lower(): sums[state] / 1e6 for state in TimeCategory}
-        goodput = sums[TimeCategory.TRAIN] / sum(sums) if summary.step >= 0 else None
-        points.append(JobPoint(summary.began + sum(sums) / 1e6, seconds, goodput, world_size=span.workers, look=look))
-    times = [point.t for point in points]
-    points = points[bisect.bisect_right(times, after_t) : bisect.bisect_right(times, until_t)]
-    step = -(-len(points) // most)
-    return points[::-1][::step][::-1] if step > 1 else points

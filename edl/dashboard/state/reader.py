@@ -19,16 +19,17 @@ from typing_extensions import Self
 import edl
 from edl.collective.goodput import JobSummary
 from edl.dashboard.state.cluster import ClusterView
-from edl.dashboard.state.jobs import (
+from edl.dashboard.state.history import (
     FROM_ENDED,
     FROM_LEDGER,
-    LAST_EVENTS,
     History,
-    JobReader,
-    job_status,
+    job_point,
     points_of_ledger,
-    sort_jobs,
+    read_kept,
+    service_point,
+    thin,
 )
+from edl.dashboard.state.jobs import LAST_EVENTS, JobReader, job_status, sort_jobs
 from edl.dashboard.state.records import decode_wanted
 from edl.dashboard.state.schema import (
     DashboardState,
@@ -53,6 +54,8 @@ _SAMPLE_S: Final = 2.0
 """Between two points of a history: as fine as a picture shows."""
 _GAP_S: Final = 10.0
 """After so long without a look, the ledger says what happened meanwhile."""
+_AWAY_S: Final = 30.0
+"""After so long without a look, the store's process is asked for the figures of that time."""
 _ROUNDING_S: Final = 0.01
 """Times of a job's end that differ by less are the same."""
 _TIMEOUT_S: Final = 3.0
@@ -120,6 +123,7 @@ class StateReader:
         kubernetes = self._cluster.read() if self._cluster is not None else None
         try:
             self._open()
+            assert self._store is not None
             assert self._jobs is not None
             assert self._services is not None
             summaries, masters, unreadable = self._jobs.read(now_s)
@@ -131,8 +135,12 @@ class StateReader:
         jobs = self._job_statuses(summaries, masters, wanted)
         if self._job is not None:
             services = [service for service in services if _serves(service, self._job)] or services
-        sampled = [self._with_history(job, now_s) for job in jobs[:MAX_JOBS]]
-        followed = [self._service_with_history(service, now_s) for service in services]
+        kept: dict[str, list[Any]] = {}
+        if now_s - (self._last.looked or 0.0) > _AWAY_S:
+            names = {f"jobs/{job.job}" for job in jobs[:MAX_JOBS]} | {f"services/{one.service}" for one in services}
+            kept = read_kept(self._store, names, self.looks)
+        sampled = [self._with_history(job, kept.get(f"jobs/{job.job}", []), now_s) for job in jobs[:MAX_JOBS]]
+        followed = [self._service_with_history(one, kept.get(f"services/{one.service}", []), now_s) for one in services]
         _forget(self._job_histories, {job.job for job in sampled})
         _forget(self._service_histories, {service.service for service in followed})
         if self._last.looked is not None:
@@ -192,24 +200,29 @@ class StateReader:
             )
         return sort_jobs(found)
 
-    def _with_history(self, job: JobStatus, now_s: float) -> JobStatus:
+    def _with_history(self, job: JobStatus, kept: list[JobPoint], now_s: float) -> JobStatus:
         history = self._job_histories.setdefault(job.job, History())
         if history.last_t is not None and history.points[0].t < job.began:
             history = self._job_histories[job.job] = History()  # another job of the same name has begun
-        last_t = history.last_t or 0.0
         ended = job.state in ("done", "failed")
+        most = FROM_ENDED if ended else FROM_LEDGER
+        kept = [point for point in kept if max(history.last_t or 0.0, job.began) < point.t <= now_s]
+        if kept:
+            history.extend(points_of_ledger(job, history.last_t or 0.0, kept[0].t, self.looks, most))
+            history.extend(thin(kept, most))
+        last_t = history.last_t or 0.0
         behind_s = min(now_s, job.began + job.elapsed_s) - last_t
         if not job.master_only and behind_s > (_ROUNDING_S if ended else _GAP_S):
-            most = FROM_ENDED if ended else FROM_LEDGER
             history.extend(points_of_ledger(job, last_t, now_s, self.looks, most))
         if not ended and now_s - (history.last_t or 0.0) >= _SAMPLE_S:
-            history.append(_job_point(job, now_s, self.looks))
+            history.append(job_point(job, now_s, self.looks))
         return replace(job, history=history.points)
 
-    def _service_with_history(self, service: ServiceStatus, now_s: float) -> ServiceStatus:
+    def _service_with_history(self, service: ServiceStatus, kept: list[ServicePoint], now_s: float) -> ServiceStatus:
         history = self._service_histories.setdefault(service.service, History())
+        history.extend(point for point in kept if point.t <= now_s)
         if now_s - (history.last_t or 0.0) >= _SAMPLE_S:
-            history.append(_service_point(service, now_s, self.looks))
+            history.append(service_point(service, now_s, self.looks))
         return replace(service, history=history.points)
 
 
@@ -231,31 +244,3 @@ def _forget(histories: dict[str, Any], present: set[str]) -> None:
     for name in histories.keys() - present:
         with contextlib.suppress(KeyError):
             del histories[name]
-
-
-def _job_point(job: JobStatus, now_s: float, look: int) -> JobPoint:
-    rates = [dataset.units_per_s for dataset in job.master.datasets] if job.master is not None else []
-    known = [rate for rate in rates if rate is not None]
-    return JobPoint(
-        t=now_s,
-        seconds=job.seconds,
-        goodput=job.goodput,
-        samples_per_s=job.samples_per_s,
-        steps_per_s=job.steps_per_s,
-        world_size=job.world_size,
-        units_per_s=sum(known) if known else None,
-        look=look,
-    )
-
-
-def _service_point(service: ServiceStatus, now_s: float, look: int) -> ServicePoint:
-    rates = [teacher.rows_per_s for teacher in service.teachers if teacher.rows_per_s is not None]
-    waits = [student.wait_share for student in service.students if student.wait_share is not None]
-    return ServicePoint(
-        t=now_s,
-        rows_per_s=sum(rates) if rates else None,
-        teachers=sum(teacher.state in ("ready", "draining") for teacher in service.teachers),
-        wanted=service.wanted.count if service.wanted is not None and not service.wanted.is_old(now_s) else None,
-        wait_share=sum(waits) / len(waits) if waits else None,
-        look=look,
-    )

@@ -21,9 +21,10 @@ from typing import Any, Final
 from edl.background import BackgroundLoop
 from edl.discovery.records import check_ttl
 from edl.discovery.served.addresses import ListenAddress, PortTakenError
+from edl.discovery.served.series import EVERY_S, Sample, SeriesRings
 from edl.discovery.served.store import FORMAT, SERVICE
 from edl.discovery.sqlite import RowClaim, SqliteStore
-from edl.discovery.store import check_key, check_prefix, check_value
+from edl.discovery.store import Store, check_key, check_prefix, check_value
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
 from edl.protocol.channel import listen
@@ -85,8 +86,9 @@ class StoreLimits:
 class StoreServicer:
     """Answers from a store. Its leases are renewed first: their holders could not renew while it was not served."""
 
-    def __init__(self, store: SqliteStore, limits: StoreLimits, name: str) -> None:
+    def __init__(self, store: SqliteStore, limits: StoreLimits, name: str, rings: SeriesRings) -> None:
         self._store = store
+        self._rings = rings
         self._file = store.file
         self._limits = limits
         self._name = name
@@ -122,6 +124,9 @@ class StoreServicer:
         }
         handlers["Watch"] = grpc.unary_stream_rpc_method_handler(
             self._watch, messages.WatchRequest.FromString, lambda reply: reply.SerializeToString()
+        )
+        handlers["Series"] = grpc.unary_stream_rpc_method_handler(
+            self._series, messages.SeriesRequest.FromString, lambda reply: reply.SerializeToString()
         )
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
@@ -223,6 +228,10 @@ class StoreServicer:
         self._notify()
         return messages.RevokeReply()
 
+    async def _series(self, _: messages.SeriesRequest, __: Context) -> AsyncIterator[messages.SeriesReply]:
+        for reply in self._rings.replies():
+            yield reply
+
     async def _watch(self, request: messages.WatchRequest, context: Context) -> AsyncIterator[messages.WatchReply]:
         """Send the entries under a prefix, then every change."""
         watch = object()
@@ -311,6 +320,8 @@ class StoreServer(Resource):
         address: Where to listen.
         files: Certificates and tokens; None for neither.
         limits: Limits beyond which writes are refused.
+        sample: Called about every 10 s, in a thread of its own, for the figures that the server keeps for some hours.
+            None: it keeps none.
 
     Raises:
         PortTakenError: Another program listens there.
@@ -324,6 +335,7 @@ class StoreServer(Resource):
         address: ListenAddress,
         files: CredentialFiles | None = None,
         limits: StoreLimits | None = None,
+        sample: Callable[[Store], Sample] | None = None,
     ) -> None:
         super().__init__()
         self.name: Final = secrets.token_hex(8)
@@ -331,6 +343,7 @@ class StoreServer(Resource):
         self._address = address
         self._files = files
         self._limits = limits or StoreLimits()
+        self._rings = SeriesRings()
         self._servicer: StoreServicer | None = None
         self._failure: BaseException | None = None
         self._started = threading.Event()
@@ -346,6 +359,8 @@ class StoreServer(Resource):
         if self._failure is not None:
             self.close()
             raise self._failure
+        if sample is not None:
+            self._own(BackgroundLoop("edl-store-series", lambda: self._record(sample)))
 
     @property
     def needed(self) -> bool:
@@ -371,6 +386,13 @@ class StoreServer(Resource):
         except DiscoveryError:
             return False
 
+    def _record(self, sample: Callable[[Store], Sample]) -> float:
+        try:
+            self._rings.record(sample(self._store))
+        except DiscoveryError as exc:
+            logger.debug("the figures of this moment are not recorded: %s", exc)
+        return EVERY_S
+
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
@@ -390,7 +412,7 @@ class StoreServer(Resource):
         checks = token_checks(self._files)
         age = [("grpc.max_connection_age_ms", _AGE_MS)] if self._files is not None else []
         server = grpc.aio.server(options=[*_OPTIONS, *age], interceptors=checks)
-        servicer = StoreServicer(self._store, self._limits, self.name)
+        servicer = StoreServicer(self._store, self._limits, self.name, self._rings)
         server.add_generic_rpc_handlers((servicer.handler(),))
         try:
             self.port = listen(server, self._address.endpoint, self._files)

@@ -137,11 +137,11 @@ class StoreClient(Resource):
         self._check()
         return self._calls.run(lambda: self._call_here(method, request, reply, timeout_s))
 
-    def gather(self, prefix: str) -> list[messages.WatchReply]:
-        """Ask once what is under a prefix."""
+    def gather(self, method: str, request: Message, reply: type[R]) -> list[R]:
+        """Make a call that is answered with several messages, and wait for the last one."""
         self._check()
         timeout_s = self.target.timeout_s
-        return self._calls.run(lambda: list(self.replies(self.watch(prefix, once=True, timeout_s=timeout_s))))
+        return self._calls.run(lambda: list(self.replies(self._stream(method, request, reply, timeout_s))))
 
     def _call_here(self, method: str, request: Message, reply: type[R], timeout_s: float | None) -> R:
         try:
@@ -155,17 +155,20 @@ class StoreClient(Resource):
         self._answered = True
         return answer
 
-    def watch(self, prefix: str, *, once: bool = False, timeout_s: float | None = None) -> Any:
+    def watch(self, prefix: str, timeout_s: float | None = None) -> Any:
         """Return a call of gRPC's, which follows a prefix until it is cancelled. Not for the main thread."""
         self._check()
+        return self._stream("Watch", messages.WatchRequest(prefix=prefix), messages.WatchReply, timeout_s)
+
+    def _stream(self, method: str, request: Message, reply: type[R], timeout_s: float | None) -> Any:
         try:
-            made: Any = self._current().unary_stream(f"/{SERVICE}/Watch", _serialize, messages.WatchReply.FromString)
-            return made(messages.WatchRequest(prefix=prefix, once=once), timeout=timeout_s, metadata=self._metadata())
+            made: Any = self._current().unary_stream(f"/{SERVICE}/{method}", _serialize, reply.FromString)
+            return made(request, timeout=timeout_s, metadata=self._metadata())
         except ValueError as exc:
             raise ClosedError(f"the connection to {self.target} is closed") from exc
 
-    def replies(self, call: Any) -> Iterator[messages.WatchReply]:
-        """Yield what a call of `watch` answers."""
+    def replies(self, call: Any) -> Iterator[Any]:
+        """Yield what a call with several answers returns."""
         try:
             yield from call
         except grpc.RpcError as exc:
@@ -284,7 +287,7 @@ class ServedStore(Store):
     def read_all(self, prefix: str) -> Sequence[Entry]:
         entries: dict[str, Entry] = {}
         partial = True
-        for reply in self.client.gather(prefix):
+        for reply in self.client.gather("Watch", messages.WatchRequest(prefix=prefix, once=True), messages.WatchReply):
             partial = _apply(reply, entries)
         if partial:
             raise DiscoveryError(f"{self._target} broke off in the middle of an answer")
@@ -313,8 +316,18 @@ class ServedStore(Store):
         ).deleted
 
     @override
+    def series(self) -> Iterator[tuple[str, list[dict[str, float]]]]:
+        return map(points_of, self.client.gather("Series", messages.SeriesRequest(), messages.SeriesReply))
+
+    @override
     def follow(self, prefix: str) -> Follower[Entries]:
         return _PushFollower(self.client, prefix)
+
+
+def points_of(reply: messages.SeriesReply) -> tuple[str, list[dict[str, float]]]:
+    """Return the name and the points of a series."""
+    rows = zip(*[iter(reply.values)] * len(reply.fields), strict=True)
+    return reply.name, [dict(zip(reply.fields, row, strict=True)) for row in rows]
 
 
 class _GrantedClaim(Claim):

@@ -21,11 +21,14 @@ from edl.dashboard.server import DEFAULT_PORT
 from edl.dashboard.state import jobs, schema
 from edl.dashboard.state import reader as state_reader
 from edl.dashboard.state.cluster import ClusterView
-from edl.dashboard.state.jobs import History
+from edl.dashboard.state.history import History, StoreSampler
 from edl.dashboard.state.services import ServiceReader, find_changes
 from edl.discovery import Instance, Registry, Store
 from edl.discovery.registry import Snapshot
+from edl.discovery.served.series import SeriesRings
 from edl.discovery.served.store import DEFAULT_PORT as STORE_PORT
+from edl.discovery.served.store import points_of
+from edl.discovery.sqlite import SqliteStore
 from edl.errors import DiscoveryError
 from edl.kube.settings import KubeSettings
 from edl.settings import Credentials
@@ -108,6 +111,26 @@ def test_any_points_stay_in_order(limit: int, times: list[float]) -> None:
     if times:
         assert kept[-1] == max(kept)
         assert kept[0] == times[0], "the beginning is kept"
+
+
+def test_new_page_has_the_last_hours(store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the store's process recorded comes before the page's own points; nothing of a job before or the future."""
+    put_job(store, "resnet")
+    put_teacher(store)
+    sampler, now = StoreSampler(), now_s()
+    times = iter([now - 900, now - 30, now - 5, now + 500])
+    rings = SeriesRings(lambda: next(times))
+    for _ in range(4):
+        rings.record(sampler(store))
+    monkeypatch.setattr(SqliteStore, "series", lambda self: map(points_of, rings.replies()))
+    with state_reader.StateReader(url) as reader:
+        state = reader.read()
+    ((job,), (service,)) = state.jobs, state.services
+    assert [round(point.t - now) for point in job.history] == [-59, -30, -5, 0]
+    assert [point.samples_per_s for point in job.history[1:]] == [96.0] * 3
+    assert job.history[1].seconds == pytest.approx(job.history[3].seconds, abs=1)
+    assert [round(point.t - now) for point in service.history] == [-900, -30, -5, 0]
+    assert {(point.rows_per_s, point.teachers, point.wanted) for point in service.history} == {(100.0, 1, None)}
 
 
 def test_json_has_no_nan_and_no_looks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import sqlite3
@@ -18,8 +19,10 @@ import pytest
 
 from edl.cli.servers import _alone
 from edl.cli.servers import store as serve_file
-from edl.discovery import open_store
+from edl.discovery import Store, open_store
+from edl.discovery.served import series
 from edl.discovery.served.addresses import ListenAddress
+from edl.discovery.served.series import EVERY_S, KEPT_S, Sample, SeriesRings
 from edl.discovery.served.server import StoreLimits, StoreServer
 from edl.discovery.served.store import ServedStore
 from edl.discovery.store import MAX_VALUE_BYTES, StoreSnapshot, StoreWatch
@@ -80,6 +83,39 @@ def test_only_what_changed_is_sent(serve: Serve) -> None:
             ([], ["a/new"]),
             (["a/3"], []),
         ]
+
+
+def test_figures_are_kept_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    rings = SeriesRings(lambda: now)
+    for name in ("gone", "job"):
+        rings.record({name: {"b": None, "a": 1.0}})
+    for _ in range(series._MOST_POINTS + 7):
+        now += EVERY_S
+        rings.record({"job": {"b": now, "a": 2.0}})
+    (reply,) = rings.replies()
+    width = len(reply.fields)
+    assert (reply.name, list(reply.fields)) == ("job", ["t", "a", "b"]), "a series stays long after its last point"
+    assert len(reply.values) == series._MOST_POINTS * width
+    assert [reply.values[0], *reply.values[-width:]] == [now - KEPT_S + EVERY_S, now, 2.0, now]
+    rings.record({"job": {"c": 3.0}})
+    assert [list(one.values) for one in rings.replies()] == [[now, 3.0]], "points of other fields are mixed"
+    monkeypatch.setattr(series, "_MOST_SERIES", 2)
+    for name in ("x", "job", "y"):
+        rings.record({name: {}})
+    assert [one.name for one in rings.replies()] == ["job", "y"]
+
+
+def test_figures_reach_clients(stack: ExitStack, tmp_path: Path) -> None:
+    def sample(store: Store) -> Sample:
+        return {"jobs/j": {"keys": float(len(store.list(""))), "unknown": None}}
+
+    server = StoreServer(str(tmp_path / "s.sqlite"), ListenAddress(LOCAL, 0), sample=sample)
+    stack.callback(server.close)
+    with opened(server) as store:
+        wait_until(lambda: bool(list(store.series())), "nothing is recorded")
+        ((name, (row, *_)),) = store.series()
+        assert (name, row["keys"], math.isnan(row["unknown"]), row["t"] > 1e9) == ("jobs/j", 0.0, True, True)
 
 
 def test_a_server_has_limits(serve: Serve) -> None:

@@ -114,6 +114,9 @@ def test_clients_share_looks(url: str, store: Store, monkeypatch: pytest.MonkeyP
                 client.next("update")
         # A look for this question, and a look for the question before where that came in the middle of a look.
         assert figure(server.url, "edl_dashboard_looks_total") <= before + 2, "the store is asked for no client"
+    monkeypatch.setattr(streams, "_IDLE_S", 0.01)
+    with DashboardServer(DashboardSettings(url, port=0)) as server:
+        wait_until(lambda: server._reader.looks > 2, "nobody records history while no page is open")
 
 
 @pytest.fixture

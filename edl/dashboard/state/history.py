@@ -1,0 +1,191 @@
+"""The history of jobs and services: where a picture's points come from.
+
+Three sources, each bounded: looks of the page's own process; the ledger of a job, which says where the time went while
+nobody looked; and the figures of the last hours that a store's process keeps (`StoreSampler`, `read_kept`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+import time
+from collections.abc import Collection, Iterable
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from edl.collective.goodput import JobSummary, TimeCategory
+from edl.collective.job_records import GAVE_UP
+from edl.dashboard.state.jobs import JobReader, job_status
+from edl.dashboard.state.schema import JobPoint, JobStatus, ServicePoint, ServiceStatus
+from edl.dashboard.state.services import ServiceReader
+from edl.discovery.registry import KeyRegistry
+from edl.discovery.store import Store
+from edl.errors import DiscoveryError
+
+logger = logging.getLogger(__name__)
+
+MAX_POINTS: Final = 600
+"""20 minutes of a point in 2 s, and days of thinner ones; as JSON below 120 KB for a job."""
+FROM_LEDGER: Final = 300
+"""Most points that the ledger of a running job gives: the other half is for what comes."""
+FROM_ENDED: Final = 100
+"""Most points of a job that has ended, since there may be many: a picture's shape, in 20 KB of JSON."""
+
+
+class _Point(Protocol):
+    @property
+    def t(self) -> float: ...
+
+
+P = TypeVar("P", bound=_Point)
+
+
+class History(Generic[P]):
+    """Points in ascending order of time, at most `limit`, which is at least 4."""
+
+    def __init__(self, limit: int = MAX_POINTS) -> None:
+        self._limit = limit
+        self._points: list[P] = []
+
+    @property
+    def points(self) -> tuple[P, ...]:
+        """All points, oldest first."""
+        return tuple(self._points)
+
+    @property
+    def last_t(self) -> float | None:
+        """The time of the newest point; None without any."""
+        return self._points[-1].t if self._points else None
+
+    def append(self, point: P) -> None:
+        """Append a point, unless it is not newer than the newest: the clock went back."""
+        if self._points and point.t <= self._points[-1].t:
+            return
+        self._points.append(point)
+        if len(self._points) > self._limit:
+            half = self._limit // 2
+            self._points[:half] = self._points[:half:2]
+
+    def extend(self, points: Iterable[P]) -> None:
+        """Append points, oldest first."""
+        for point in points:
+            self.append(point)
+
+
+def points_of_ledger(
+    summary: JobSummary, after_t: float, until_t: float, look: int, most: int = FROM_LEDGER
+) -> list[JobPoint]:
+    """Return the points of a job's past after `after_t` and until `until_t`, at most `most`.
+
+    Its spans say where the time went while no dashboard looked, so a page that is opened late shows all of it. A node's
+    clock may be ahead of this machine's, hence `until_t`.
+    """
+    points = []
+    sums = [0] * len(TimeCategory)
+    for span in summary.spans:
+        sums = [amount + more for amount, more in zip(sums, span.amounts, strict=True)]
+        seconds = {state.name.lower(): sums[state] / 1e6 for state in TimeCategory}
+        goodput = sums[TimeCategory.TRAIN] / sum(sums) if summary.step >= 0 else None
+        points.append(JobPoint(summary.began + sum(sums) / 1e6, seconds, goodput, world_size=span.workers, look=look))
+    times = [point.t for point in points]
+    points = points[bisect.bisect_right(times, after_t) : bisect.bisect_right(times, until_t)]
+    return thin(points, most)
+
+
+def thin(points: list[P], most: int) -> list[P]:
+    """Return at most `most` points, with the newest among them."""
+    step = -(-len(points) // most)
+    return points[::-1][::step][::-1] if step > 1 else points
+
+
+def job_point(job: JobStatus, now_s: float, look: int) -> JobPoint:
+    """Return the point of this moment."""
+    rates = [dataset.units_per_s for dataset in job.master.datasets] if job.master is not None else []
+    known = [rate for rate in rates if rate is not None]
+    return JobPoint(
+        t=now_s,
+        seconds=job.seconds,
+        goodput=job.goodput,
+        samples_per_s=job.samples_per_s,
+        steps_per_s=job.steps_per_s,
+        world_size=job.world_size,
+        units_per_s=sum(known) if known else None,
+        look=look,
+    )
+
+
+def service_point(service: ServiceStatus, now_s: float, look: int) -> ServicePoint:
+    """Return the point of this moment."""
+    rates = [teacher.rows_per_s for teacher in service.teachers if teacher.rows_per_s is not None]
+    waits = [student.wait_share for student in service.students if student.wait_share is not None]
+    return ServicePoint(
+        t=now_s,
+        rows_per_s=sum(rates) if rates else None,
+        teachers=sum(teacher.state in ("ready", "draining") for teacher in service.teachers),
+        wanted=service.wanted.count if service.wanted is not None and not service.wanted.is_old(now_s) else None,
+        wait_share=sum(waits) / len(waits) if waits else None,
+        look=look,
+    )
+
+
+# --- What the store's process keeps ---
+
+_JOB_FIELDS: Final = ("goodput", "samples_per_s", "steps_per_s", "world_size", "units_per_s")
+_SERVICE_FIELDS: Final = ("rows_per_s", "teachers", "wanted", "wait_share")
+
+
+class StoreSampler:
+    """Returns the present point of each running job and each service. `edl store` calls it. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._readers: tuple[JobReader, ServiceReader] | None = None
+
+    def __call__(self, store: Store) -> dict[str, dict[str, float | None]]:
+        """Read the store, always the same one.
+
+        Raises:
+            DiscoveryError: The store cannot be read just now.
+        """
+        if self._readers is None:
+            self._readers = JobReader(store), ServiceReader(store, KeyRegistry(store))
+        now_s = time.time()
+        summaries, masters, _ = self._readers[0].read(now_s)
+        services, _, _ = self._readers[1].read(now_s)
+        found: dict[str, dict[str, float | None]] = {}
+        for name in summaries.keys() | masters.keys():
+            job = job_status(name, summaries.get(name), masters.get(name), None, 0)
+            if job.state not in ("done", "failed", GAVE_UP):
+                point = job_point(job, now_s, 0)
+                found[f"jobs/{name}"] = {**point.seconds, **{field: getattr(point, field) for field in _JOB_FIELDS}}
+        for service in services:
+            total = service_point(service, now_s, 0)
+            found[f"services/{service.service}"] = {field: getattr(total, field) for field in _SERVICE_FIELDS}
+        return found
+
+
+def read_kept(store: Store, names: Collection[str], look: int) -> dict[str, list[Any]]:
+    """Return the points of the named series, "jobs/JOB" and "services/SERVICE", that the store's process keeps."""
+    found: dict[str, list[Any]] = {}
+    try:
+        for name, rows in store.series():
+            if name in names:
+                read = _read_job_point if name.startswith("jobs/") else _read_service_point
+                known = ({key: _plain(value) for key, value in row.items() if math.isfinite(value)} for row in rows)
+                found[name] = thin([read(row, look) for row in known if "t" in row], MAX_POINTS)
+    except DiscoveryError as exc:
+        logger.info("the store gives no figures of the last hours: %s", exc)
+    return found
+
+
+def _plain(value: float) -> float:
+    return int(value) if value.is_integer() else value
+
+
+def _read_job_point(row: dict[str, float], look: int) -> JobPoint:
+    figures = {field: row.pop(field, None) for field in _JOB_FIELDS}
+    return JobPoint(t=row.pop("t"), seconds=row, look=look, **figures)  # type: ignore[arg-type]
+
+
+def _read_service_point(row: dict[str, float], look: int) -> ServicePoint:
+    figures = {field: row.get(field) for field in _SERVICE_FIELDS}
+    return ServicePoint(t=row["t"], look=look, **figures)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """A script for Ray Train: an elastic group of workers that starts again from the newest checkpoint. Runs in .tools/ray.
 
 As Ray's documentation of fault tolerance and elastic training advises: any number of failures, one to three workers,
-and checkpoints that rank 0 reports. Ray checks its workers ten times a second (default: every 2 s), and looks each second
-whether more of them fit (default: 60 s).
+and checkpoints that rank 0 reports. Ray checks its workers ten times a second (default: every 2 s), and checks each
+second whether more of them fit (default: every 60 s).
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def test_no_more_than_was_asked_for(stack: ExitStack) -> None:
 
 def test_a_large_model_gets_room(serve: Serve) -> None:
     """What its metadata say is more than the channel takes at first."""
-    teacher = serve("echo", repeat=1_100_000, server={"max_queue_rows": 4, "max_batch_rows": 4})
+    teacher = serve("echo", repeat=1_100_000, server={"max_queue_rows": 4, "max_batch_rows": 4, "tensor_channel": True})
 
     def reader(**options: Any) -> DistillReader:
         made = DistillReader(["x"], ["y"], teachers=[teacher.endpoint], options=Options(**options))

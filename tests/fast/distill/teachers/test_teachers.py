@@ -128,7 +128,7 @@ def test_paused_only_teacher_is_missed(
     ("limit", "words"), [("streams", "streams are open"), ("connections", "clients are connected")]
 )
 def test_a_student_waits_for_room(serve: Serve, limit: str, words: str) -> None:
-    teacher = serve("echo", delay_s=0.001, server={f"max_{limit}": 1})
+    teacher = serve("echo", delay_s=0.001, server={f"max_{limit}": 1, "tensor_channel": True})
     with reader_of(teacher) as first, reader_of(teacher) as second:
         epoch = first.set_sample_generator(samples(400))()
         begun = [next(epoch) for _ in range(8)]

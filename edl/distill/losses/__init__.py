@@ -9,6 +9,15 @@ multiplied by T², so that their gradients keep their size next to a hard loss w
 
 from __future__ import annotations
 
+from edl.distill.divergences import (
+    Reduction,
+    TeacherIs,
+    kl_divergence,
+    logit_mse,
+    soft_cross_entropy,
+    token_loss,
+    top_k_kl,
+)
 from edl.distill.losses.features import (
     attention_transfer,
     contrastive,
@@ -17,7 +26,7 @@ from edl.distill.losses.features import (
     feature_cosine,
     feature_mse,
 )
-from edl.distill.losses.soft import DistillLoss, kl_divergence, logit_mse, mix, soft_cross_entropy, top_k_kl
+from edl.distill.losses.mixture import DistillLoss, mix
 from edl.distill.losses.tokens import (
     KLEstimator,
     TokenCount,
@@ -25,9 +34,7 @@ from edl.distill.losses.tokens import (
     sampled_kl,
     target_labels,
     token_log_probabilities,
-    token_loss,
 )
-from edl.distill.mixture import Reduction, TeacherIs
 
 __all__ = [
     "DistillLoss",

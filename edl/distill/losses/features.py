@@ -7,19 +7,35 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from edl.distill.losses.terms import (
-    as_tensor,
+from edl.distill.divergences import (
+    Reduction,
     check_classes,
-    check_same_shape,
+    check_temperature,
     expected,
+    of_one_shape,
     reduced,
-    unit_vectors,
+    teachers_part,
     widened,
 )
-from edl.distill.mixture import Reduction, check_temperature
+from edl.distill.losses.mixture import TORCH
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero
+
+_LEAST_ELEMENT = 1e-8
+"""Vectors without a larger element count as zero and get no gradient, which would be as large as they are small. With a
+smaller bound, rounding errors would count as directions; for probabilities around 0.01 in float32 they are about
+1e-9."""
+
+
+def _unit_vectors(vectors: Tensor) -> Tensor:
+    """Return vectors [..., features] scaled to length 1, however large, and zeros for those without a direction."""
+    largest = vectors.detach().abs().amax(dim=-1, keepdim=True)
+    missing = largest <= _LEAST_ELEMENT  # not of NaN, which stays
+    # Divided by the largest element first: squares of large ones overflow.
+    scaled = vectors / largest.masked_fill(missing, 1.0)
+    squares = scaled.square().sum(dim=-1, keepdim=True)
+    return (scaled / squares.masked_fill(missing, 1.0).sqrt()).masked_fill(missing, 0.0)
 
 
 def feature_mse(
@@ -47,7 +63,8 @@ def feature_mse(
         SettingsError: The shapes differ.
     """
     projected, target = _projected(student, teacher, projection)
-    return reduced((projected - target).square().flatten(1).mean(dim=1), reduction)
+    loss: Tensor = reduced((projected - target).square().flatten(1).mean(dim=1), reduction)
+    return loss
 
 
 def feature_cosine(
@@ -74,7 +91,8 @@ def feature_cosine(
         SettingsError: The shapes differ.
     """
     projected, target = _projected(student, teacher, projection)
-    return reduced(1 - (unit_vectors(projected) * unit_vectors(target)).sum(dim=-1), reduction)
+    loss: Tensor = reduced(1 - (_unit_vectors(projected) * _unit_vectors(target)).sum(dim=-1), reduction)
+    return loss
 
 
 def contrastive(
@@ -116,15 +134,16 @@ def contrastive(
         raise SettingsError(f"embeddings are {list(projected.shape)}: expected [rows, features]")
     candidates = target
     if negatives is not None:
-        others = as_tensor(negatives, projected.device).detach().to(projected.dtype)
+        others = teachers_part(negatives, projected)
         if others.ndim != 2 or others.shape[1] != projected.shape[1]:
             raise SettingsError(f"negatives are {list(others.shape)}: expected [any number, {projected.shape[1]}]")
         candidates = torch.cat([target, others])
     with torch.autocast(projected.device.type, enabled=False):  # it would multiply in half precision
-        similarities = unit_vectors(projected) @ unit_vectors(candidates).T / temperature
+        similarities = _unit_vectors(projected) @ _unit_vectors(candidates).T / temperature
     if similarities.shape[0] and similarities.shape[1] < 2:
         raise SettingsError("a single row has nothing to be told from: pass more rows, or negatives")
-    return reduced(-similarities.log_softmax(dim=-1).diagonal(), reduction)
+    loss: Tensor = reduced(-similarities.log_softmax(dim=-1).diagonal(), reduction)
+    return loss
 
 
 def attention_transfer(student: Tensor, teacher: Tensor | Array, *, reduction: Reduction = "mean") -> Tensor:
@@ -150,14 +169,15 @@ def attention_transfer(student: Tensor, teacher: Tensor | Array, *, reduction: R
         SettingsError: The shapes do not agree.
     """
     ours = widened(student)
-    theirs = as_tensor(teacher, ours.device).detach().to(ours.dtype)
+    theirs = teachers_part(teacher, ours)
     if ours.ndim < 3 or ours.shape[0] != theirs.shape[0] or ours.shape[2:] != theirs.shape[2:]:
         raise SettingsError(
             f"features of the student are {list(ours.shape)}, of the teacher {list(theirs.shape)}: both must be "
             "[rows, channels, height, width] with the same rows, height and width; resize one of them"
         )
     maps = [_attention(features) for features in (ours, theirs)]
-    return reduced((maps[0] - maps[1]).square().mean(dim=1), reduction)
+    loss: Tensor = reduced((maps[0] - maps[1]).square().mean(dim=1), reduction)
+    return loss
 
 
 def _attention(features: Tensor) -> Tensor:
@@ -165,14 +185,14 @@ def _attention(features: Tensor) -> Tensor:
     largest = features.detach().abs().flatten(1).amax(dim=1).clamp(min=torch.finfo(features.dtype).tiny)
     # The map does not change with the features' scale, but squares of large ones overflow, those of small ones vanish.
     scaled = features / largest.reshape(-1, *(1,) * (features.ndim - 1))
-    return unit_vectors(scaled.square().sum(dim=1).flatten(1))
+    return _unit_vectors(scaled.square().sum(dim=1).flatten(1))
 
 
 def _projected(
     student: Tensor, teacher: Tensor | Array, projection: Callable[[Tensor], Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     projected = widened(projection(student) if projection is not None else student)
-    target = as_tensor(teacher, projected.device).detach().to(projected.dtype)
+    target = teachers_part(teacher, projected)
     if projected.shape != target.shape:
         raise SettingsError(
             f"features of the student are {list(projected.shape)}, of the teacher {list(target.shape)}: "
@@ -217,14 +237,12 @@ def decoupled_kl(
     """
     check_temperature(temperature)
     _check_weights(alpha=alpha, beta=beta)
-    student = widened(student_logits)
-    teacher = as_tensor(teacher_logits, student.device).detach().to(student.dtype)
-    check_same_shape("logits", student, teacher)
+    student, teacher = of_one_shape(student_logits, teacher_logits)
     if labels.shape != student.shape[:-1] or labels.is_floating_point():
         raise SettingsError(
             f"labels are {labels.dtype} {list(labels.shape)}: expected whole numbers {list(student.shape[:-1])}"
         )
-    check_classes(labels, student.shape[-1])
+    check_classes(TORCH, labels, student.shape[-1])
     true = labels.to(student.device).long().unsqueeze(-1)
     # The lowest finite number in place of -inf: the gradient of logsumexp over -inf alone is NaN.
     lowest = torch.finfo(student.dtype).min
@@ -240,7 +258,8 @@ def decoupled_kl(
     tckd = expected(binary[0], binary[0] - binary[1])
     weights = others[0].exp() * of_others
     nckd = (weights * torch.where(weights > 0, others[0] - others[1], 0.0)).sum(dim=-1)
-    return reduced((alpha * tckd + beta * nckd) * temperature**2, reduction)
+    loss: Tensor = reduced((alpha * tckd + beta * nckd) * temperature**2, reduction)
+    return loss
 
 
 def correlation_loss(
@@ -276,9 +295,7 @@ def correlation_loss(
     """
     check_temperature(temperature)
     _check_weights(beta=beta, gamma=gamma)
-    student = widened(student_logits)
-    teacher = as_tensor(teacher_logits, student.device).detach().to(student.dtype)
-    check_same_shape("logits", student, teacher)
+    student, teacher = of_one_shape(student_logits, teacher_logits)
     if student.ndim != 2:
         raise SettingsError(f"logits are {list(student.shape)}: expected [rows, classes]")
     q, p = (student / temperature).softmax(dim=-1), (teacher / temperature).softmax(dim=-1)
@@ -289,7 +306,7 @@ def correlation_loss(
 def _pearson(first: Tensor, second: Tensor) -> Tensor:
     """Return the correlation coefficient of each row of two matrices."""
     centred = [values - values.mean(dim=1, keepdim=True) for values in (first, second)]
-    return (unit_vectors(centred[0]) * unit_vectors(centred[1])).sum(dim=1)
+    return (_unit_vectors(centred[0]) * _unit_vectors(centred[1])).sum(dim=1)
 
 
 def _check_weights(**weights: float) -> None:

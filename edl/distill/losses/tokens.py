@@ -1,14 +1,12 @@
 """Losses over the tokens of sequences: row t holds token t and the prediction of token t + 1.
 
-`token_loss` takes the student's logits. `chunked_token_loss` takes its hidden states and applies the head to some
-tokens at a time, so that the logits of all tokens never exist at once. `sampled_kl` and `target_labels` are for tokens
-that the student chose: those that it sampled, or those that it finds most likely.
+`token_loss` (`edl.distill.divergences`) takes the student's logits. `chunked_token_loss` takes its hidden states and
+applies the head to some tokens at a time, so that the logits of all tokens never exist at once. `sampled_kl` and
+`target_labels` are for tokens that the student chose: those that it sampled, or those that it finds most likely.
 """
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -18,202 +16,30 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from edl.distill.compress import TopK
-from edl.distill.losses.terms import (
+from edl.distill.divergences import (
+    FLOOR,
     SUM_TOLERANCE,
-    as_tensor,
+    Reduction,
     bucket_log_probabilities,
-    check_classes,
     check_distinct,
-    check_log_probabilities,
-    expected,
-    on_cpu,
+    check_divergence,
+    check_reduction,
+    divergence,
+    divisor,
+    hard_targets,
+    kept_rows,
+    mixed_losses,
+    teachers_part,
+    total,
     widened,
 )
-from edl.distill.mixture import FLOOR, NO_LABEL, Reduction, check_divergence, check_hard_weight, check_reduction
+from edl.distill.losses.mixture import TORCH
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_count
 
 TokenCount = int | float | Tensor | None
 """Divisor of a sum over tokens; None for the number of tokens in this call that the mask keeps."""
-
-
-def token_loss(
-    student_logits: Tensor,
-    labels: TopK,
-    *,
-    mask: Tensor | None = None,
-    beta: float = 0.0,
-    hard_labels: Tensor | None = None,
-    hard_weight: float = 0.0,
-    temperature: float | None = None,
-    token_count: TokenCount = None,
-    floor: float = FLOOR,
-    padded_vocabulary: bool = False,
-    reduction: Reduction = "mean",
-) -> Tensor:
-    """Compute T² times the generalized Jensen-Shannon divergence of teacher and student, token by token.
-
-    P and Q are the distributions of teacher and student at temperature T over the k tokens kept and the tail. With
-    M = `beta` P + (1 - `beta`) Q the divergence is
-
-    - KL(P ‖ Q), the forward direction, for `beta` 0;
-    - `beta` KL(P ‖ M) + (1 - `beta`) KL(Q ‖ M) between;
-    - KL(Q ‖ P'), the reverse direction, for `beta` 1. P' is P with no probability below `floor`, scaled to sum to 1:
-      KL(Q ‖ P) is infinite where a teacher says 0.
-
-    Source: Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", 2024,
-    section 2, and TRL's `generalized_jsd_loss`, whose `beta` this is. As there, the loss tends to 0 as `beta` tends to
-    0 or 1, and is a whole KL at 0 and at 1. TRL does not multiply by T².
-
-    The same divergence over k tokens and the tail is never more than the one over the whole vocabulary, and equal to it
-    with every token kept, or where the two distributions differ by a factor within the tail.
-
-    Args:
-        student_logits: Logits of the student, floating-point [rows, ..., vocabulary].
-        labels: Labels of as many rows, as numpy arrays or tensors.
-        mask: Token mask, bool or integer [rows, ...], 0 for tokens that do not count. Such tokens add nothing and get a
-            gradient of 0, even if their logits or labels are NaN. Values below 0, such as -100 in labels, are refused
-            on the CPU. None if all tokens count.
-        beta: Direction of the divergence, from 0 (forward KL) to 1 (reverse KL).
-        hard_labels: Targets for `hard_weight`, whole numbers [rows, ...]: token t + 1 at row t. Rows with -100 have no
-            cross-entropy, but count in the divisor like the others.
-        hard_weight: Share of the cross-entropy with `hard_labels`, from 0 to 1; the divergence has the rest. The two
-            are mixed token by token, so both are divided by the same count.
-        temperature: Temperature T, which must equal that of the labels; None to use theirs.
-        token_count: Divisor of the sum over tokens with reduction "mean"; None for the tokens kept here. With
-            gradient accumulation, or several processes, give the number of tokens of the whole optimizer step, such
-            as `num_items_in_batch` of Hugging Face's Trainer, so that each token weighs the same.
-        floor: Smallest teacher probability in the reverse direction, above 0 and below 1.
-        padded_vocabulary: Whether student and teacher may have different numbers of classes, as models with the same
-            tokenizer but different padding of the vocabulary do. Classes that one lacks count in the other's tail.
-        reduction: Reduction: "mean" over tokens, "sum", or "none" for [rows, ...].
-
-    Returns:
-        The loss, or losses [rows, ...] with reduction "none"; 0 if the mask keeps no token.
-
-    Raises:
-        SettingsError: A shape, type or value is invalid.
-    """
-    check_divergence(labels, beta, temperature, floor)
-    check_reduction(reduction)
-    kept = kept_rows(mask, student_logits.shape[:-1], student_logits.device)
-    if kept is not None:
-        # The inputs, not only the losses: a gradient of 0 times NaN would be NaN.
-        student_logits = torch.where(kept.unsqueeze(-1), student_logits, 0.0)
-        labels = masked_labels(labels, kept)
-    targets = hard_targets(hard_labels, hard_weight, student_logits.shape[:-1], kept, student_logits.device)
-    log_p, log_q = bucket_log_probabilities(student_logits, labels, padded_vocabulary=padded_vocabulary)
-    losses = divergence(log_p, log_q, beta, floor) * labels.temperature**2
-    losses = mixed_losses(losses, student_logits, targets, hard_weight)
-    return total(losses, kept, token_count, reduction)
-
-
-def divergence(log_p: Tensor, log_q: Tensor, beta: float, floor: float) -> Tensor:
-    """Return the generalized Jensen-Shannon divergence [rows, ...] of distributions [rows, ..., buckets]."""
-    if beta == 0:
-        return expected(log_p, log_p - log_q)
-    # Finite, since 0 times infinity is NaN, and so is its gradient. A quarter, so that no difference overflows.
-    lowest = torch.finfo(log_q.dtype).min / 4
-    log_q = log_q.clamp(min=lowest)
-    if beta == 1:
-        floored = log_p.clamp(min=math.log(floor))
-        return (log_q.exp() * (log_q - floored.log_softmax(dim=-1))).sum(dim=-1)
-    log_p = log_p.clamp(min=lowest)
-    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
-    teacher, student = log_p.exp() * (log_p - log_m), log_q.exp() * (log_q - log_m)
-    return (beta * teacher + (1 - beta) * student).sum(dim=-1)
-
-
-def hard_targets(
-    hard_labels: Tensor | None, hard_weight: float, rows: torch.Size, kept: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """Return the hard labels that have a part in the loss, int64 on `device`; None where they have no weight.
-
-    `hard_labels`: whole numbers of the shape of `rows`, -100 for none; or None. `kept`: the mask as `kept_rows`
-    returns it: where it leaves a row out, its label may be anything.
-
-    Raises:
-        SettingsError: a share that cannot be, labels that are missing, or of another shape or type.
-    """
-    check_hard_weight(hard_weight, hard_labels)
-    if hard_weight == 0:
-        return None
-    if not isinstance(hard_labels, Tensor) or hard_labels.is_floating_point() or hard_labels.is_complex():
-        found = hard_labels.dtype if isinstance(hard_labels, Tensor) else type(hard_labels).__name__
-        raise SettingsError(f"hard_labels are {found}: expected a tensor of whole numbers")
-    if hard_labels.shape != rows:
-        raise SettingsError(
-            f"hard_labels are {list(hard_labels.shape)}, the logits have rows {list(rows)}: they do not agree"
-        )
-    targets = hard_labels.to(device).long()
-    return targets if kept is None else targets.masked_fill(~kept, NO_LABEL)
-
-
-def mixed_losses(losses: Tensor, student_logits: Tensor, targets: Tensor | None, hard_weight: float) -> Tensor:
-    """Return losses [rows, ...] in which the cross-entropy with hard labels has a share."""
-    if targets is None:
-        return losses
-    classes = student_logits.shape[-1]
-    check_classes(targets, classes, NO_LABEL)
-    flat = widened(student_logits).reshape(-1, classes)
-    hard = F.cross_entropy(flat, targets.reshape(-1), ignore_index=NO_LABEL, reduction="none").reshape(targets.shape)
-    # Not 0 times the divergence, which may be NaN.
-    return hard if hard_weight == 1 else (1 - hard_weight) * losses + hard_weight * hard
-
-
-def kept_rows(mask: Tensor | None, rows: torch.Size, device: torch.device) -> Tensor | None:
-    """Return the mask as booleans on `device`, None without.
-
-    `mask`: bool or integer, of the shape of `rows`, or None.
-    """
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
-        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise SettingsError(f"the mask is {found}: expected a tensor of bool or whole numbers, 0 for what is left out")
-    if mask.shape != rows:
-        raise SettingsError(f"the mask is {list(mask.shape)}, the logits have rows {list(rows)}: they do not agree")
-    if on_cpu(mask) and bool((mask < 0).any()):
-        raise SettingsError(f"the mask holds {int(mask.min())}: it is 0 for what is left out, of labels labels != -100")
-    return mask.to(device) > 0
-
-
-def masked_labels(labels: TopK, kept: Tensor) -> TopK:
-    """Return labels whose left out rows are zeros: padding may hold invalid ids and values."""
-    if labels.ids.shape[:-1] != kept.shape:
-        raise SettingsError(
-            f"logits have rows {list(kept.shape)}, top-k labels are {list(labels.ids.shape)}: the rows do not agree"
-        )
-
-    def masked(array: object) -> Tensor:
-        tensor = as_tensor(array, kept.device)  # type: ignore[arg-type]  # numpy's, or tensors after `TopK.map`
-        return tensor.masked_fill(~kept.reshape(kept.shape + (1,) * (tensor.ndim - kept.ndim)), 0)
-
-    return labels.map(masked)
-
-
-def total(losses: Tensor, kept: Tensor | None, token_count: TokenCount, reduction: Reduction) -> Tensor:
-    """Return losses [rows, ...], their sum, or their sum divided by the count of tokens, at least 1."""
-    if kept is not None:
-        losses = torch.where(kept, losses, 0.0)
-    if reduction == "none":
-        return losses
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / _divisor(token_count, losses.numel() if kept is None else kept.sum(), losses)
-
-
-def _divisor(token_count: TokenCount, here: int | Tensor, losses: Tensor) -> Tensor | float:
-    count = here if token_count is None else token_count
-    if isinstance(count, Tensor):
-        if count.numel() != 1:
-            raise SettingsError(f"token_count is of shape {list(count.shape)}: expected a single number")
-        return count.detach().reshape(()).to(losses.device, losses.dtype).clamp(min=1)
-    if not isinstance(count, numbers.Real) or not 0 <= count < math.inf or (count == 0 and int(here)):
-        raise SettingsError(f"token_count={count!r}: must be a number of tokens, or None for those that the mask keeps")
-    return max(float(count), 1.0)
-
 
 _CHUNK_LOGITS = 2**25
 """Logits at a time: 128 MiB in float32, of which a handful are alive at once. More takes more memory; with some hundred
@@ -276,12 +102,12 @@ def chunked_token_loss(
         raise SettingsError(f"chunk_tokens={chunk_tokens!r}: must be a whole number of at least 1, or None")
     rows = hidden.reshape(-1, hidden.shape[-1])
     parts = [
-        as_tensor(labels.ids, hidden.device).reshape(-1, labels.k),
-        as_tensor(labels.values, hidden.device).reshape(-1, labels.k),
-        as_tensor(labels.tail_lse, hidden.device).reshape(-1),
+        TORCH.tensor(labels.ids, hidden).reshape(-1, labels.k),
+        TORCH.tensor(labels.values, hidden).reshape(-1, labels.k),
+        TORCH.tensor(labels.tail_lse, hidden).reshape(-1),
     ]
-    kept = kept_rows(mask, hidden.shape[:-1], hidden.device)
-    targets = hard_targets(hard_labels, hard_weight, hidden.shape[:-1], kept, hidden.device)
+    kept = kept_rows(mask, hidden)
+    targets = hard_targets(hard_labels, hard_weight, hidden, kept)
     if targets is not None:
         parts.append(targets.reshape(-1))
     if kept is not None:
@@ -295,13 +121,15 @@ def chunked_token_loss(
         logits = logits_of(states)
         log_p, log_q = bucket_log_probabilities(logits, chunk, padded_vocabulary=padded_vocabulary)
         losses = divergence(log_p, log_q, beta, floor) * labels.temperature**2
-        return mixed_losses(losses, logits, hard, hard_weight).sum()
+        summed: Tensor = mixed_losses(losses, logits, hard, hard_weight).sum()
+        return summed
 
     size = chunk_tokens or max(1, _CHUNK_LOGITS // _vocabulary(head, labels))
     # `split` gives a chunk also where no token is left: each parameter of the head has a gradient then, as DDP wants.
     chunks = zip(*(torch.split(part, size) for part in (rows, *parts)), strict=True)
     losses = torch.stack([checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks])
-    return losses.sum() / _divisor(token_count, rows.shape[0], losses)
+    loss: Tensor = losses.sum() / divisor(token_count, rows.shape[0], losses)
+    return loss
 
 
 def _vocabulary(head: Tensor | Callable[[Tensor], Tensor], labels: TopK) -> int:
@@ -384,22 +212,23 @@ def sampled_kl(
     if estimator not in ("k1", "k3"):
         raise SettingsError(f"estimator={estimator!r}: must be 'k1' or 'k3'")
     log_q = widened(student)
-    log_p = as_tensor(teacher, log_q.device).detach().to(log_q.dtype)
+    log_p = teachers_part(teacher, log_q)
     if log_p.shape != log_q.shape:
         raise SettingsError(
             f"log-probabilities of the student are {list(log_q.shape)}, of the teacher {list(log_p.shape)}: "
             "both must be those of the sampled tokens [rows, ...]"
         )
-    kept = kept_rows(mask, log_q.shape, log_q.device)
+    kept = kept_rows(mask, log_q.unsqueeze(-1))
     if kept is not None:
         # The inputs, not only the losses: a gradient of 0 times NaN would be NaN.
         log_q, log_p = torch.where(kept, log_q, 0.0), torch.where(kept, log_p, 0.0)
-    check_log_probabilities("log-probabilities of the student", log_q)
-    check_log_probabilities("log-probabilities of the teacher", log_p)
+    _check_log_probabilities("log-probabilities of the student", log_q)
+    _check_log_probabilities("log-probabilities of the teacher", log_p)
     ratio = (log_q.detach() - log_p).clamp(-_MOST_NATS, _MOST_NATS)
     value = ratio if estimator == "k1" else torch.expm1(-ratio) + ratio
     slope = ratio * log_q
-    return total(value + (slope - slope.detach()), kept, token_count, reduction)
+    loss: Tensor = total(value + (slope - slope.detach()), kept, token_count, reduction)
+    return loss
 
 
 def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *, classes: int | None = None) -> TopK:
@@ -428,8 +257,8 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
         SettingsError: The shapes do not match, log-probabilities have half precision, or, on the CPU, a row's reach
             above 0, sum to more than 1 or have a token twice.
     """
-    ids = as_tensor(targets, targets.device if isinstance(targets, Tensor) else torch.device("cpu"))
-    values = as_tensor(log_probabilities, ids.device).detach()
+    ids = TORCH.tensor(targets, targets if isinstance(targets, Tensor) else torch.empty(0))
+    values = TORCH.tensor(log_probabilities, ids).detach()
     if ids.ndim < 2 or ids.shape != values.shape or ids.is_floating_point() or not values.is_floating_point():
         raise SettingsError(
             f"targets are {ids.dtype} {list(ids.shape)}, log-probabilities {values.dtype} {list(values.shape)}: "
@@ -440,12 +269,18 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
             f"log-probabilities are {values.dtype}: what their sum leaves of 1, the tail, would be rounding error. "
             "Teachers answer float32; a model of your own takes its log_softmax in float32"
         )
-    check_log_probabilities("log-probabilities", values)
-    check_distinct(ids)
+    _check_log_probabilities("log-probabilities", values)
+    check_distinct(TORCH, ids)
     mass = widened(values).double().logsumexp(dim=-1)
-    if on_cpu(mass) and (most := float(mass.max().exp())) > 1 + SUM_TOLERANCE:
+    if TORCH.can_look(mass) and (most := float(mass.max().exp())) > 1 + SUM_TOLERANCE:
         raise SettingsError(f"log-probabilities of a row sum to a probability of {most:g}, and 1 is the most")
     # At 1 or, by rounding, above it nothing is left.
     left = torch.where(mass < 0, torch.log(-torch.expm1(mass.clamp(max=0))), -torch.inf)
     tail_lse = left.masked_fill(torch.isnan(mass), torch.nan).float()
     return TopK(ids, values, tail_lse, 1.0, classes)  # type: ignore[arg-type]  # tensors, as after `TopK.map`
+
+
+def _check_log_probabilities(of: str, values: Tensor) -> None:
+    """Raise a `SettingsError` for a log-probability above 0, on the CPU."""
+    if TORCH.can_look(values) and (most := float(values.detach().max())) > SUM_TOLERANCE:
+        raise SettingsError(f"{of} reach up to {most:g}, and the logarithm of a probability is at most 0")

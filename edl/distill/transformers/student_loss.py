@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from edl.distill.compress import TopK
+from edl.distill.divergences import NO_LABEL, check_classes
 from edl.distill.losses import chunked_token_loss, token_loss
-from edl.distill.losses.terms import check_classes
-from edl.distill.mixture import NO_LABEL
+from edl.distill.losses.mixture import TORCH
 from edl.errors import SettingsError
 from edl.protocol.arrays import as_array
 from edl.protocol.tensors import Array
@@ -278,7 +278,7 @@ def hard_labels(
             raise SettingsError(f"labels are {what}: hard_weight needs a class's number for each sample, or 0")
         classes = found
     learned = classes if mask is None else classes.masked_fill(~mask, NO_LABEL)
-    check_classes(learned, _MOST_CLASSES if class_count is None else class_count, NO_LABEL)
+    check_classes(TORCH, learned, _MOST_CLASSES if class_count is None else class_count, NO_LABEL)
     ids = classes.clamp(min=0).unsqueeze(-1)
     sure = torch.zeros(ids.shape, device=ids.device)
     return TopK(ids, sure, torch.full_like(sure[..., 0], -torch.inf))  # type: ignore[arg-type]  # tensors, as after map

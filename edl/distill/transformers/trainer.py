@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from edl.distill.compress import TopK
+from edl.distill.divergences import NO_LABEL
 from edl.distill.loader import Inputs, Route, TeachersLike, no_teachers
-from edl.distill.mixture import NO_LABEL
 from edl.distill.options import Options
 from edl.distill.stats import ReaderStats
 from edl.distill.torch import TorchLoader, distill

@@ -1,0 +1,669 @@
+"""Losses over the teacher's and the student's distributions, written once for PyTorch and PaddlePaddle.
+
+`edl.distill.losses` and `edl.distill.paddle_losses` offer them, and give the few operations that the two frameworks
+name differently (`Framework`). Neither framework is imported here: a function uses that of the student's logits.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+import numpy as np
+
+from edl.distill.compress import TopK
+from edl.errors import SettingsError
+from edl.protocol.tensors import Array
+from edl.settings import is_above_zero, is_share
+
+T = TypeVar("T")
+"""A framework's tensor."""
+
+Reduction: TypeAlias = Literal["mean", "sum", "none"]
+"""How the losses of a batch's rows are reduced, as in torch; with `none` they are returned one by one."""
+
+TeacherIs: TypeAlias = Literal["logits", "probabilities"]
+"""Kind of the teacher's output."""
+
+NO_LABEL = -100
+"""The label of a row that has no hard label: `ignore_index` of PyTorch and PaddlePaddle."""
+
+FLOOR = 1e-6
+"""Smallest probability of the teacher in the reverse direction, so that a token costs at most 14 nats. Sums of float32
+probabilities have errors of about 1e-7, so with a smaller floor a student would learn the tail's rounding errors. A
+larger floor would tolerate tokens that the teacher finds improbable."""
+
+_LOWEST = float(np.finfo(np.float32).min) / 4
+"""Log-probability of what is impossible: finite, since 0 times infinity is NaN, and so is its gradient. A quarter, so
+that no difference overflows; of float32, because Paddle clips to nothing lower."""
+SUM_TOLERANCE = 0.02  # float16 probabilities of many classes sum to 1 only with this accuracy
+_LOOKED_AT = 1 << 14  # class ids that are compared with one another in a step, in less than a millisecond
+
+
+class Framework(abc.ABC):
+    """What PyTorch and PaddlePaddle name differently. `ids` choose along the last axis."""
+
+    module: Any  # the framework itself, for what both name alike
+
+    @abc.abstractmethod
+    def tensor(self, value: Any, like: Any) -> Any:
+        """Return an array or a tensor as a tensor on the device of `like`."""
+
+    @abc.abstractmethod
+    def cast(self, tensor: Any, dtype: Any) -> Any:
+        """Return a tensor with another type, a name or a type of the framework's."""
+
+    @abc.abstractmethod
+    def pick(self, tensor: Any, ids: Any) -> Any:
+        """Return the elements at `ids`."""
+
+    @abc.abstractmethod
+    def put(self, tensor: Any, ids: Any, value: float) -> Any:
+        """Return a tensor with a value at `ids`."""
+
+    @abc.abstractmethod
+    def count(self, like: Any, ids: Any, counted: Any) -> Any:
+        """Return by class how many of its ids are `counted`, int32 of the shape of `like`."""
+
+    @abc.abstractmethod
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Return parts side by side along the last axis."""
+
+    @abc.abstractmethod
+    def can_look(self, tensor: Any) -> bool:
+        """Return whether there are values to look at: an accelerator would have to be waited for."""
+
+
+FRAMEWORKS: Final[list[Framework]] = []
+"""Those whose losses were imported."""
+
+
+def framework_of(tensor: Any) -> Framework:
+    """Return the framework of the student's outputs; raise a `SettingsError` for what is no floating-point tensor."""
+    for framework in FRAMEWORKS:
+        if isinstance(tensor, framework.module.Tensor):
+            if tensor.is_floating_point():
+                return framework
+            raise SettingsError(f"the student's outputs are {tensor.dtype}: expected a floating-point tensor")
+    raise SettingsError(f"the student's outputs are {type(tensor).__name__}: expected a floating-point tensor")
+
+
+# Losses over whole distributions
+
+
+def soft_cross_entropy(
+    student_logits: T,
+    teacher: T | Array,
+    *,
+    temperature: float = 1.0,
+    teacher_is: TeacherIs = "logits",
+    reduction: Reduction = "mean",
+) -> T:
+    """Compute T² times the cross-entropy between the teacher's and the student's distributions at temperature T.
+
+    It has the same gradient as `kl_divergence`; its value is larger by the teacher's entropy.
+
+    Args:
+        student_logits: Logits of the student, floating-point [rows, ..., classes].
+        teacher: Outputs of the teacher, of the same shape.
+        temperature: Temperature T, above 0.
+        teacher_is: Kind of the teacher's outputs. Probabilities p become p^(1/T), scaled to sum to 1, as their logits
+            would give. On the CPU, an error is raised if they are not probabilities.
+        reduction: Reduction over rows; see `edl.distill.losses`.
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none".
+
+    Raises:
+        SettingsError: A shape, type or value is invalid.
+    """
+    log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
+    loss: T = reduced(-expected(log_p, log_q) * temperature**2, reduction)
+    return loss
+
+
+def kl_divergence(
+    student_logits: T,
+    teacher: T | Array,
+    *,
+    temperature: float = 1.0,
+    teacher_is: TeacherIs = "logits",
+    reduction: Reduction = "mean",
+) -> T:
+    """Compute T² times KL(teacher ‖ student) of the distributions at temperature T.
+
+    Args:
+        student_logits: Logits of the student, floating-point [rows, ..., classes].
+        teacher: Outputs of the teacher, of the same shape.
+        temperature: Temperature T, above 0.
+        teacher_is: Kind of the teacher's outputs; see `soft_cross_entropy`.
+        reduction: Reduction over rows; see `edl.distill.losses`.
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none".
+
+    Raises:
+        SettingsError: A shape, type or value is invalid.
+    """
+    log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
+    loss: T = reduced(expected(log_p, log_p - log_q) * temperature**2, reduction)
+    return loss
+
+
+def top_k_kl(student_logits: T, teacher: TopK, *, reduction: Reduction = "mean") -> T:
+    """Compute T² times KL(teacher ‖ student) over the k kept classes and one class for all the others.
+
+    T is the temperature at which the labels were made. If every class is kept, this is `kl_divergence`; otherwise it is
+    smaller by the divergence within the tail. Without the extra class, the student could move its whole probability out
+    of the k classes, or into them, at no cost.
+
+    Only the forward direction is offered, because KL(student ‖ teacher) grows without bound where the teacher's
+    probability is near 0. A teacher that is confident in its top k leaves almost nothing for the tail, where an
+    untrained student has nearly all of its probability.
+
+    Args:
+        student_logits: Logits of the student, floating-point [rows, ..., classes].
+        teacher: Labels of as many rows, as numpy arrays or tensors.
+        reduction: Reduction over rows; see `edl.distill.losses`.
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none".
+
+    Raises:
+        SettingsError: The rows or classes do not agree.
+    """
+    log_p, log_q = bucket_log_probabilities(student_logits, teacher)
+    loss: T = reduced(expected(log_p, log_p - log_q) * teacher.temperature**2, reduction)
+    return loss
+
+
+def logit_mse(student_logits: T, teacher_logits: T | Array, *, reduction: Reduction = "mean") -> T:
+    """Compute the squared difference of logits, averaged over the classes.
+
+    Sources: Ba and Caruana, "Do Deep Nets Really Need to be Deep?", 2014; Kim et al., "Comparing Kullback-Leibler
+    Divergence and Mean Squared Error Loss in Knowledge Distillation", 2021.
+
+    Args:
+        student_logits: Logits of the student, floating-point [rows, ..., classes].
+        teacher_logits: Logits of the teacher, of the same shape.
+        reduction: Reduction over rows; see `edl.distill.losses`.
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none".
+
+    Raises:
+        SettingsError: The shapes differ.
+    """
+    student, teacher = of_one_shape(student_logits, teacher_logits)
+    loss: T = reduced((student - teacher).square().mean(-1), reduction)
+    return loss
+
+
+def _log_probabilities(student_logits: Any, teacher: Any, temperature: float, teacher_is: TeacherIs) -> tuple[Any, Any]:
+    """Return the logarithms of the teacher's and the student's probabilities at `temperature`."""
+    check_temperature(temperature)
+    _check_teacher_is(teacher_is)
+    student, given = of_one_shape(student_logits, teacher)
+    framework = framework_of(student)
+    if teacher_is == "probabilities":
+        if framework.can_look(given):
+            low, furthest = float(given.min()), float((given.sum(-1) - 1).abs().max())
+            if low < 0 or not furthest <= SUM_TOLERANCE:
+                raise SettingsError(
+                    f"teacher_is='probabilities', but the labels reach down to {low:g} and sum to as far as "
+                    f"{furthest:g} from 1: if they are logits, pass teacher_is='logits'"
+                )
+        given = given.log()
+    log_softmax = framework.module.nn.functional.log_softmax
+    return log_softmax(given / temperature, -1), log_softmax(student / temperature, -1)
+
+
+# Losses over the tokens of sequences
+
+
+def token_loss(
+    student_logits: T,
+    labels: TopK,
+    *,
+    mask: T | Array | None = None,
+    beta: float = 0.0,
+    hard_labels: T | Array | None = None,
+    hard_weight: float = 0.0,
+    temperature: float | None = None,
+    token_count: float | T | None = None,
+    floor: float = FLOOR,
+    padded_vocabulary: bool = False,
+    reduction: Reduction = "mean",
+) -> T:
+    """Compute T² times the generalized Jensen-Shannon divergence of teacher and student, token by token.
+
+    P and Q are the distributions of teacher and student at temperature T over the k tokens kept and the tail. With
+    M = `beta` P + (1 - `beta`) Q the divergence is
+
+    - KL(P ‖ Q), the forward direction, for `beta` 0;
+    - `beta` KL(P ‖ M) + (1 - `beta`) KL(Q ‖ M) between;
+    - KL(Q ‖ P'), the reverse direction, for `beta` 1. P' is P with no probability below `floor`, scaled to sum to 1:
+      KL(Q ‖ P) is infinite where a teacher says 0.
+
+    Source: Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", 2024,
+    section 2, and TRL's `generalized_jsd_loss`, whose `beta` this is. As there, the loss tends to 0 as `beta` tends to
+    0 or 1, and is a whole KL at 0 and at 1. TRL does not multiply by T².
+
+    The same divergence over k tokens and the tail is never more than the one over the whole vocabulary, and equal to it
+    with every token kept, or where the two distributions differ by a factor within the tail.
+
+    Args:
+        student_logits: Logits of the student, floating-point [rows, ..., vocabulary].
+        labels: Labels of as many rows, as numpy arrays or tensors.
+        mask: Token mask, bool or integer [rows, ...], 0 for tokens that do not count. Such tokens add nothing and get a
+            gradient of 0, even if their logits or labels are NaN. Values below 0, such as -100 in labels, are refused
+            on the CPU. None if all tokens count.
+        beta: Direction of the divergence, from 0 (forward KL) to 1 (reverse KL).
+        hard_labels: Targets for `hard_weight`, whole numbers [rows, ...]: token t + 1 at row t. Rows with -100 have no
+            cross-entropy, but count in the divisor like the others.
+        hard_weight: Share of the cross-entropy with `hard_labels`, from 0 to 1; the divergence has the rest. The two
+            are mixed token by token, so both are divided by the same count.
+        temperature: Temperature T, which must equal that of the labels; None to use theirs.
+        token_count: Divisor of the sum over tokens with reduction "mean"; None for the tokens kept here. With
+            gradient accumulation, or several processes, give the number of tokens of the whole optimizer step, such
+            as `num_items_in_batch` of Hugging Face's Trainer, so that each token weighs the same.
+        floor: Smallest teacher probability in the reverse direction, above 0 and below 1.
+        padded_vocabulary: Whether student and teacher may have different numbers of classes, as models with the same
+            tokenizer but different padding of the vocabulary do. Classes that one lacks count in the other's tail.
+        reduction: Reduction: "mean" over tokens, "sum", or "none" for [rows, ...].
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none"; 0 if the mask keeps no token.
+
+    Raises:
+        SettingsError: A shape, type or value is invalid.
+    """
+    check_divergence(labels, beta, temperature, floor)
+    check_reduction(reduction)
+    logits: Any = student_logits
+    framework = framework_of(logits)
+    kept = kept_rows(mask, logits)
+    if kept is not None:
+        # The inputs, not only the losses: a gradient of 0 times NaN would be NaN, and padding may hold invalid ids.
+        if list(labels.ids.shape[:-1]) != list(kept.shape):
+            raise SettingsError(
+                f"logits have rows {list(kept.shape)}, top-k labels are {list(labels.ids.shape)}: the rows do not agree"
+            )
+        logits = framework.module.where(kept.unsqueeze(-1), logits, 0.0)
+        parts: Any = labels.map(lambda array: framework.tensor(array, logits))
+        ids, values = (part.masked_fill(~kept.unsqueeze(-1), 0) for part in (parts.ids, parts.values))
+        labels = TopK(ids, values, parts.tail_lse.masked_fill(~kept, 0), labels.temperature, labels.classes)
+    targets = hard_targets(hard_labels, hard_weight, logits, kept)
+    log_p, log_q = bucket_log_probabilities(logits, labels, padded_vocabulary=padded_vocabulary)
+    losses = divergence(log_p, log_q, beta, floor) * labels.temperature**2
+    loss: T = total(mixed_losses(losses, logits, targets, hard_weight), kept, token_count, reduction)
+    return loss
+
+
+def divergence(log_p: Any, log_q: Any, beta: float, floor: float) -> Any:
+    """Return the generalized Jensen-Shannon divergence [rows, ...] of distributions [rows, ..., buckets]."""
+    if beta == 0:
+        return expected(log_p, log_p - log_q)
+    module = framework_of(log_q).module
+    log_q = log_q.clip(min=_LOWEST)
+    if beta == 1:
+        floored = module.nn.functional.log_softmax(log_p.clip(min=math.log(floor)), -1)
+        return (log_q.exp() * (log_q - floored)).sum(-1)
+    log_p = log_p.clip(min=_LOWEST)
+    log_m = module.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    teacher, student = log_p.exp() * (log_p - log_m), log_q.exp() * (log_q - log_m)
+    return (beta * teacher + (1 - beta) * student).sum(-1)
+
+
+def hard_targets(hard_labels: Any, hard_weight: float, rows_of: Any, kept: Any | None) -> Any | None:
+    """Return the hard labels that have a part in the loss, int64 [rows, ...]; None where they have no weight.
+
+    `rows_of`: a tensor [rows, ..., any]. Where `kept` leaves a row out, its label may be anything.
+
+    Raises:
+        SettingsError: The share is invalid, or the labels are missing or have another shape or type.
+    """
+    if not is_share(hard_weight):
+        raise SettingsError(f"hard_weight={hard_weight!r}: the share of the cross-entropy must be from 0 to 1")
+    if hard_weight == 0:
+        return None
+    if hard_labels is None:
+        raise SettingsError(f"hard_weight={hard_weight} mixes in the cross-entropy with hard_labels, which are missing")
+    framework = framework_of(rows_of)
+    targets = framework.tensor(hard_labels, rows_of)
+    if targets.is_floating_point():
+        raise SettingsError(f"hard_labels are {targets.dtype}: expected whole numbers")
+    rows = list(rows_of.shape[:-1])
+    if list(targets.shape) != rows:
+        raise SettingsError(f"hard_labels are {list(targets.shape)}, the logits have rows {rows}: they do not agree")
+    targets = framework.cast(targets, "int64")
+    return targets if kept is None else targets.masked_fill(~kept, NO_LABEL)
+
+
+def mixed_losses(losses: Any, student_logits: Any, targets: Any | None, hard_weight: float) -> Any:
+    """Return losses [rows, ...] in which the cross-entropy with hard labels has a share."""
+    if targets is None:
+        return losses
+    hard = _cross_entropy(student_logits, targets)
+    # Not 0 times the divergence, which may be NaN.
+    return hard if hard_weight == 1 else (1 - hard_weight) * losses + hard_weight * hard
+
+
+def kept_rows(mask: Any | None, rows_of: Any) -> Any | None:
+    """Return a mask, bool or integer [rows, ...], as booleans; None without. `rows_of`: a tensor [rows, ..., any]."""
+    if mask is None:
+        return None
+    framework = framework_of(rows_of)
+    mask = framework.tensor(mask, rows_of)
+    if mask.is_floating_point():
+        raise SettingsError(f"the mask is {mask.dtype}: expected bool or whole numbers, 0 for what is left out")
+    rows = list(rows_of.shape[:-1])
+    if list(mask.shape) != rows:
+        raise SettingsError(f"the mask is {list(mask.shape)}, the logits have rows {rows}: they do not agree")
+    if mask.dtype == framework.module.bool:
+        return mask
+    if framework.can_look(mask) and bool((mask < 0).any()):
+        raise SettingsError(f"the mask holds {int(mask.min())}: it is 0 for what is left out, of labels labels != -100")
+    return mask > 0
+
+
+def total(losses: Any, kept: Any | None, token_count: Any, reduction: Reduction) -> Any:
+    """Return losses [rows, ...], their sum, or their sum divided by the count of tokens, at least 1."""
+    if kept is not None:
+        losses = framework_of(losses).module.where(kept, losses, 0.0)
+    if reduction != "mean":
+        return reduced(losses, reduction)
+    return losses.sum() / divisor(token_count, math.prod(losses.shape) if kept is None else kept.sum(), losses)
+
+
+def divisor(token_count: Any, here: Any, losses: Any) -> Any:
+    """Return the number to divide a sum of losses by: the count that was given, or that of the tokens here."""
+    framework = framework_of(losses)
+    count = here if token_count is None else token_count
+    if isinstance(count, framework.module.Tensor):
+        if math.prod(count.shape) != 1:
+            raise SettingsError(f"token_count is of shape {list(count.shape)}: expected a single number")
+        return framework.cast(framework.tensor(count, losses).detach().reshape([]), losses.dtype).clip(min=1)
+    if not isinstance(count, numbers.Real) or not 0 <= float(count) < math.inf or (count == 0 and int(here)):
+        raise SettingsError(f"token_count={count!r}: must be a number of tokens, or None for those that the mask keeps")
+    return max(float(count), 1.0)
+
+
+# The mixture with a hard loss
+
+
+class MixedLoss:
+    """A soft loss against the teacher mixed with the cross-entropy; each framework's `DistillLoss` explains it."""
+
+    def __init__(
+        self,
+        temperature: float = 4.0,
+        alpha: float = 0.9,
+        *,
+        soft: Literal["kl", "cross_entropy", "mse"] = "kl",
+        teacher_is: TeacherIs = "logits",
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__()  # of the framework's module
+        check_temperature(temperature)
+        check_alpha(alpha)
+        if soft not in ("kl", "cross_entropy", "mse"):
+            raise SettingsError(f"soft={soft!r}: must be 'kl', 'cross_entropy' or 'mse'")
+        _check_teacher_is(teacher_is)
+        if soft == "mse" and teacher_is != "logits":
+            raise SettingsError("soft='mse' compares logits: it cannot use a teacher that gives probabilities")
+        check_reduction(reduction)
+        self.temperature = temperature
+        self.alpha = alpha
+        self.soft = soft
+        self.teacher_is: TeacherIs = teacher_is
+        self.reduction: Reduction = reduction
+
+    def forward(self, student_logits: Any, teacher: Any, labels: Any = None) -> Any:
+        """Compute the loss.
+
+        Args:
+            student_logits: Logits of the student, [rows, ..., classes].
+            teacher: Outputs of the teacher, of the same shape, or `TopK`. None for the hard loss alone, as in batches
+                without teachers.
+            labels: True classes, whole numbers [rows, ...] or [rows, ..., 1], or probabilities of the shape of the
+                logits; required unless `alpha` is 1 and there is a teacher. Rows with label -100 do not count in the
+                hard loss, which is 0 if all rows have it.
+
+        Returns:
+            The loss, or losses [rows, ...] with reduction "none".
+
+        Raises:
+            SettingsError: Labels are missing, or the shapes do not match.
+        """
+        if self.alpha == 1 and teacher is not None:
+            return self._soft(student_logits, teacher)
+        if labels is None:
+            raise SettingsError(
+                f"labels are missing: alpha={self.alpha} mixes in a hard loss; with alpha=1 none is used"
+                if teacher is not None
+                else "there are neither a teacher's labels nor hard ones"
+            )
+        hard = self._hard(student_logits, labels)
+        return hard if teacher is None else self.alpha * self._soft(student_logits, teacher) + (1 - self.alpha) * hard
+
+    def extra_repr(self) -> str:
+        """Return the settings, for `repr`."""
+        return f"temperature={self.temperature:g}, alpha={self.alpha:g}, soft={self.soft!r}"
+
+    def _soft(self, student_logits: Any, teacher: Any) -> Any:
+        if isinstance(teacher, TopK):
+            if self.soft != "kl":
+                raise SettingsError(f"top-k labels go with soft='kl', not {self.soft!r}")
+            _check_made_at(teacher, self.temperature)
+            return top_k_kl(student_logits, teacher, reduction=self.reduction)
+        if self.soft == "mse":
+            return logit_mse(student_logits, teacher, reduction=self.reduction)
+        loss = kl_divergence if self.soft == "kl" else soft_cross_entropy
+        return loss(
+            student_logits,
+            teacher,
+            temperature=self.temperature,
+            teacher_is=self.teacher_is,
+            reduction=self.reduction,
+        )
+
+    def _hard(self, student_logits: Any, labels: Any) -> Any:
+        """Return the cross-entropy with hard labels; a mean is over the rows that have one."""
+        framework = framework_of(student_logits)
+        labels, rows = framework.tensor(labels, student_logits), list(student_logits.shape[:-1])
+        given = f"labels are {labels.dtype} {list(labels.shape)}, logits {list(student_logits.shape)}"
+        if labels.is_floating_point():
+            if list(labels.shape) != list(student_logits.shape):
+                raise SettingsError(f"{given}: expected whole numbers {rows}, or probabilities of the logits' shape")
+            logits = widened(student_logits)
+            log_q = framework.module.nn.functional.log_softmax(logits, -1)
+            return reduced(-(framework.cast(labels, logits.dtype) * log_q).sum(-1), self.reduction)
+        if math.prod(labels.shape) != math.prod(rows):
+            raise SettingsError(f"{given}: expected whole numbers {rows}")
+        targets = framework.cast(labels, "int64").reshape(rows)
+        losses = _cross_entropy(student_logits, targets)
+        if self.reduction != "mean":
+            return reduced(losses, self.reduction)
+        labelled = framework.cast((targets != NO_LABEL).sum(), losses.dtype)
+        return losses.sum() / labelled.clip(min=1)  # the frameworks' own mean of no rows is NaN
+
+
+def _cross_entropy(student_logits: Any, targets: Any) -> Any:
+    """Return the cross-entropy [rows, ...] with classes, int64 of that shape; 0 where there is none (-100)."""
+    framework, classes = framework_of(student_logits), student_logits.shape[-1]
+    check_classes(framework, targets, classes, NO_LABEL)
+    flat = widened(student_logits).reshape([-1, classes])
+    cross_entropy = framework.module.nn.functional.cross_entropy
+    losses = cross_entropy(flat, targets.reshape([-1]), ignore_index=NO_LABEL, reduction="none")
+    return losses.reshape(list(targets.shape))
+
+
+# Parts of all losses
+
+
+def expected(log_p: Any, values: Any) -> Any:
+    """Return the sum of p times `values`; values without probability add 0, even if infinite. NaN stays NaN."""
+    p = log_p.exp()
+    return (p * framework_of(values).module.where(p > 0, values, 0.0)).sum(-1)
+
+
+def widened(tensor: T) -> T:
+    """Return the student's outputs as at least float32."""
+    framework = framework_of(tensor)
+    half = framework.module.float16, framework.module.bfloat16
+    wide: T = framework.cast(tensor, "float32") if tensor.dtype in half else tensor  # type: ignore[attr-defined]
+    return wide
+
+
+def of_one_shape(student: Any, teacher: Any) -> tuple[Any, Any]:
+    """Return the student's outputs and the teacher's, of the same type and shape [rows, ..., classes]."""
+    student = widened(student)
+    teacher = teachers_part(teacher, student)
+    if list(student.shape) != list(teacher.shape) or student.ndim < 2:
+        raise SettingsError(
+            f"logits of the student are {list(student.shape)}, of the teacher {list(teacher.shape)}: "
+            "both must be [rows, ..., classes]"
+        )
+    return student, teacher
+
+
+def teachers_part(value: Any, student: Any) -> Any:
+    """Return labels as a tensor on the student's device, of its type and without a gradient."""
+    framework = framework_of(student)
+    return framework.cast(framework.tensor(value, student).detach(), student.dtype)
+
+
+def reduced(rows: Any, reduction: Reduction) -> Any:
+    """Return the losses of rows, their mean or their sum."""
+    check_reduction(reduction)
+    if reduction == "none":
+        return rows
+    return rows.mean() if reduction == "mean" else rows.sum()
+
+
+def bucket_log_probabilities(student_logits: Any, teacher: TopK, *, padded_vocabulary: bool = False) -> tuple[Any, Any]:
+    """Return the logarithms of the teacher's and the student's probabilities at the labels' temperature.
+
+    Returns:
+        Two tensors [rows, ..., k + 1], the tail last; [rows, ..., k] where every class is kept.
+    """
+    student = widened(student_logits)
+    framework = framework_of(student)
+    module, log_softmax = framework.module, framework.module.nn.functional.log_softmax
+    ids = framework.cast(framework.tensor(teacher.ids, student), "int64")
+    _check_top_k(framework, student, teacher, ids, padded_vocabulary)
+    # A division by 1 would copy [rows, classes].
+    scaled = student if teacher.temperature == 1 else student / teacher.temperature
+    whole = scaled.logsumexp(-1, keepdim=True)
+    kept = teachers_part(teacher.values, student) / teacher.temperature
+    # The lowest finite number in place of -inf: the gradient of logsumexp over -inf alone is NaN.
+    lowest = float(module.finfo(scaled.dtype).min)
+    if padded_vocabulary:
+        tail = teachers_part(teacher.tail_lse, student)
+        known = ids < student.shape[-1]
+        ids = ids.masked_fill(~known, 0)
+        # Counted instead of set, so that the id that replaces an unknown class does not undo what a known one set.
+        named = framework.count(scaled, ids, known) > 0
+        tail = module.logaddexp(tail, kept.masked_fill(known, lowest).logsumexp(-1))  # of -inf alone, Paddle finds NaN
+        # A student all of whose classes are kept has no tail: the teacher's is of classes that it lacks.
+        tail = tail.masked_fill(named.all(-1), -math.inf)
+        buckets = framework.join([kept.masked_fill(~known, -math.inf), tail.unsqueeze(-1)])
+        log_p = buckets - buckets.logsumexp(-1, keepdim=True)  # Paddle's `log_softmax` of -inf is about -64
+        log_q = (framework.pick(scaled, ids) - whole).masked_fill(~known, -math.inf)
+        left_out = scaled.masked_fill(named, lowest)
+    else:
+        log_q = framework.pick(scaled, ids) - whole
+        if teacher.k == student.shape[-1]:  # no class is left out
+            return log_softmax(kept, -1), log_q
+        tail = teachers_part(teacher.tail_lse, student)
+        log_p = log_softmax(framework.join([kept, tail.unsqueeze(-1)]), -1)
+        left_out = framework.put(scaled, ids, lowest)
+    return log_p, framework.join([log_q, left_out.logsumexp(-1, keepdim=True) - whole])
+
+
+# Checks, each of which raises a `SettingsError`; of values only where they can be looked at without waiting
+
+
+def check_reduction(reduction: Reduction) -> None:
+    """Check that a reduction is known."""
+    if reduction not in ("mean", "sum", "none"):
+        raise SettingsError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
+
+
+def check_temperature(temperature: float) -> None:
+    """Check that a temperature is above 0 and finite."""
+    if not is_above_zero(temperature) or temperature == float("inf"):
+        raise SettingsError(f"temperature={temperature!r}: must be a finite number above 0")
+
+
+def check_alpha(alpha: float) -> None:
+    """Check the share of a soft loss."""
+    if not is_share(alpha):
+        raise SettingsError(f"alpha={alpha!r}: the share of the soft loss must be from 0 to 1")
+
+
+def _check_teacher_is(teacher_is: TeacherIs) -> None:
+    if teacher_is not in ("logits", "probabilities"):
+        raise SettingsError(f"teacher_is={teacher_is!r}: must be 'logits' or 'probabilities'")
+
+
+def check_divergence(labels: TopK, beta: float, temperature: float | None, floor: float) -> None:
+    """Check the labels and settings of a token loss."""
+    if not isinstance(labels, TopK):
+        raise SettingsError(f"labels are {type(labels).__name__}: expected TopK; edl.distill.compress.top_k makes them")
+    if not is_share(beta):
+        raise SettingsError(f"beta={beta!r}: must be from 0 (forward KL) to 1 (reverse KL)")
+    if not is_above_zero(floor) or floor >= 1:
+        raise SettingsError(f"floor={floor!r}: must be a probability above 0 and below 1")
+    if temperature is not None:
+        _check_made_at(labels, temperature)
+
+
+def _check_made_at(labels: TopK, temperature: float) -> None:
+    if temperature != labels.temperature:
+        raise SettingsError(
+            f"top-k labels were made at temperature {labels.temperature:g}, the loss uses {temperature!r}: "
+            "ask the teachers for that temperature"
+        )
+
+
+def check_classes(framework: Framework, labels: Any, classes: int, ignored: int | None = None) -> None:
+    """Check that labels are classes. `ignored`: a label that stands for none."""
+    if not framework.can_look(labels):
+        return
+    found = labels.numpy()
+    wrong = found[((found < 0) & (found != (0 if ignored is None else ignored))) | (found >= classes)]
+    if wrong.size:
+        other = f", or {ignored}" if ignored is not None else ""
+        raise SettingsError(f"labels hold {int(wrong[0])}: must be from 0 to {classes - 1}{other}")
+
+
+def check_distinct(framework: Framework, ids: Any) -> None:
+    """Check that no row of top-k labels has a class twice; the first rows are looked at."""
+    if not framework.can_look(ids):
+        return
+    rows = ids.numpy().reshape(-1, ids.shape[-1])[: max(_LOOKED_AT // ids.shape[-1], 1)]
+    rows = np.sort(rows[rows.any(axis=-1)], axis=-1)  # padding is rows of zeros
+    twice = rows[:, 1:][rows[:, 1:] == rows[:, :-1]]
+    if twice.size:
+        raise SettingsError(f"top-k labels have class {int(twice[0])} twice in a row: each may be there once")
+
+
+def _check_top_k(framework: Framework, student: Any, teacher: TopK, ids: Any, padded_vocabulary: bool) -> None:
+    classes = student.shape[-1]
+    if list(student.shape[:-1]) != list(ids.shape[:-1]):
+        raise SettingsError(f"logits are {list(student.shape)}, top-k labels {list(ids.shape)}: the rows do not agree")
+    if not padded_vocabulary and (teacher.k > classes or teacher.classes not in (None, classes)):
+        raise SettingsError(
+            f"the student has {classes} classes, the teacher {teacher.classes or f'at least {teacher.k}'}"
+        )
+    if not framework.can_look(ids):
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or (high >= classes and not padded_vocabulary):
+        raise SettingsError(f"the student has {classes} classes, the labels name class {low if low < 0 else high}")
+    check_distinct(framework, ids)

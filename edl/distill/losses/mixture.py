@@ -1,0 +1,82 @@
+"""What `edl.distill.divergences` needs of PyTorch, and `DistillLoss`, its mixture with a hard loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from edl.distill.divergences import FRAMEWORKS, Framework, MixedLoss, check_alpha
+from edl.errors import SettingsError
+
+
+class _Torch(Framework):
+    module = torch
+
+    def tensor(self, value: Any, like: Tensor) -> Tensor:
+        if isinstance(value, np.ndarray):  # whose memory is shared where that is allowed
+            return torch.from_numpy(value if value.flags.writeable else value.copy()).to(like.device)
+        if not isinstance(value, Tensor):
+            raise SettingsError(f"labels are {type(value).__name__}: expected a tensor or a numpy array")
+        return value.to(like.device)
+
+    def cast(self, tensor: Tensor, dtype: Any) -> Tensor:
+        return tensor.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+    def pick(self, tensor: Tensor, ids: Tensor) -> Tensor:
+        return tensor.gather(-1, ids)
+
+    def put(self, tensor: Tensor, ids: Tensor, value: float) -> Tensor:
+        return tensor.scatter(-1, ids, value)
+
+    def count(self, like: Tensor, ids: Tensor, counted: Tensor) -> Tensor:
+        return torch.zeros(like.shape, dtype=torch.int32, device=like.device).scatter_add(-1, ids, counted.int())
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts), dim=-1)
+
+    def can_look(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and tensor.numel() > 0
+
+
+TORCH = _Torch()
+FRAMEWORKS.append(TORCH)
+
+
+def mix(hard: Tensor, soft: Tensor, alpha: float) -> Tensor:
+    """Return `alpha` of the soft loss and 1 - `alpha` of the hard loss.
+
+    Args:
+        hard: Loss against the true labels.
+        soft: Loss against the teacher.
+        alpha: Share of the soft loss, from 0 to 1.
+
+    Raises:
+        SettingsError: `alpha` is out of range.
+    """
+    check_alpha(alpha)
+    return alpha * soft + (1 - alpha) * hard
+
+
+class DistillLoss(MixedLoss, nn.Module):
+    """A soft loss against the teacher mixed with the cross-entropy against the true labels.
+
+    ::
+
+        loss = DistillLoss(temperature=4.0, alpha=0.9)
+        loss(student(images), soft_labels, labels).backward()
+
+    Args:
+        temperature: Temperature T of the soft loss; "mse" does not use it. It must be the temperature at which `TopK`
+            labels were made.
+        alpha: Share of the soft loss, from 0 to 1.
+        soft: Kind of soft loss: "kl", "cross_entropy" or "mse" (of logits).
+        teacher_is: Kind of the teacher's outputs; see `soft_cross_entropy`.
+        reduction: Reduction over rows; see `edl.distill.losses`.
+
+    Raises:
+        SettingsError: A value is invalid.
+    """

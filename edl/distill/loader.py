@@ -9,7 +9,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from edl.distill.cache import SoftLabelCache
 from edl.distill.compress import TopK
@@ -210,30 +210,6 @@ class DistillLoader(Generic[B], abc.ABC):
         if isinstance(value, tuple | list):
             return type(value)(self._moved(part) for part in value)
         return self.move(value, self._device)
-
-
-class _Required(TypedDict):
-    inputs: Inputs
-    outputs: str | Sequence[str]
-
-
-class BatchArguments(_Required, total=False):
-    """Arguments of each framework's `distill`; `edl.distill.torch.distill` describes them."""
-
-    discovery: str | None
-    route: Route
-    tokens: Route
-    tokenizer: str | os.PathLike[str]
-    batch_rows: int | None
-    combine: Combine
-    top_k: int | None
-    temperature: float
-    dtype: Literal["float16", "float32"] | None
-    version: str
-    cache: SoftLabelCache | None
-    ids: Route
-    dataset: str
-    options: Options | None
 
 
 def batch_request(

@@ -43,32 +43,28 @@ class _ReaderCollector(Collector):
         for kind in FailureKind:
             aside.add_metric([name, kind.value], stats.set_aside.get(kind.value, 0))
         yield from (rows, aside)
+        counter, gauge = CounterMetricFamily, GaugeMetricFamily
         for family, metric, text, value in (
-            (CounterMetricFamily, "edl_reader_wait_seconds", "Training waited for labels.", stats.wait_s),
-            (CounterMetricFamily, "edl_reader_hedges", "Late requests, sent twice.", stats.requests_hedged),
-            (GaugeMetricFamily, "edl_reader_bytes_held", "Inputs and answers held.", stats.bytes_held),
-            (GaugeMetricFamily, "edl_reader_rows_buffered", "Rows read ahead.", stats.rows_buffered),
-            (
-                GaugeMetricFamily,
-                "edl_reader_cache_queue_bytes",
-                "Labels queued for the cache.",
-                stats.cache_queue_bytes,
-            ),
-            (GaugeMetricFamily, "edl_reader_teachers", "Teachers in use.", stats.teachers_live),
-            (GaugeMetricFamily, "edl_reader_discovery_up", "Discovery answers.", not stats.discovery),
+            (counter, "wait_seconds", "Training waited for labels.", stats.wait_s),
+            (counter, "hedges", "Late requests, sent twice.", stats.requests_hedged),
+            (gauge, "bytes_held", "Inputs and answers held.", stats.bytes_held),
+            (gauge, "rows_buffered", "Rows read ahead.", stats.rows_buffered),
+            (gauge, "cache_queue_bytes", "Labels queued for the cache.", stats.cache_queue_bytes),
+            (gauge, "teachers", "Teachers in use.", stats.teachers_live),
+            (gauge, "discovery_up", "Discovery answers.", not stats.discovery),
         ):
-            found = family(metric, text, labels=["reader"])
+            found = family(f"edl_reader_{metric}", text, labels=["reader"])
             found.add_metric([name], float(value))
             yield found
         for family, metric, text, field in (
-            (CounterMetricFamily, "edl_reader_teacher_rows", "Rows delivered from this teacher.", "rows"),
-            (CounterMetricFamily, "edl_reader_teacher_failures", "Requests that failed.", "failures"),
-            (GaugeMetricFamily, "edl_reader_teacher_latency_seconds", "Median of the last answers.", "median_s"),
-            (GaugeMetricFamily, "edl_reader_teacher_in_flight", "Requests at this teacher now.", "in_flight"),
+            (counter, "rows", "Rows delivered from this teacher.", "rows"),
+            (counter, "failures", "Requests that failed.", "failures"),
+            (gauge, "latency_seconds", "Median of the last answers.", "median_s"),
+            (gauge, "in_flight", "Requests at this teacher now.", "in_flight"),
         ):
-            found = family(metric, text, labels=["reader", "teacher"])
+            found = family(f"edl_reader_teacher_{metric}", text, labels=["reader", "teacher"])
             # A label for each teacher that ever was would grow without an end where pods come and go.
-            if family is CounterMetricFamily and (stats.departed.requests or stats.departed.failures):
+            if family is counter and (stats.departed.requests or stats.departed.failures):
                 found.add_metric([name, _DEPARTED], getattr(stats.departed, field))
             for teacher, each in stats.teachers.items():
                 if each.state != "gone":

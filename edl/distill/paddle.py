@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import paddle
-from typing_extensions import Unpack
 
-from edl.distill.loader import BatchArguments, DistillLoader, TeachersLike, batch_request
+from edl.distill.loader import DistillLoader, TeachersLike, batch_request
 from edl.protocol.tensors import Array
 
 __all__ = ["PaddleLoader", "distill"]
@@ -16,7 +15,7 @@ __all__ = ["PaddleLoader", "distill"]
 B = TypeVar("B")
 
 
-def distill(loader: Iterable[B], teachers: TeachersLike = None, **arguments: Unpack[BatchArguments]) -> PaddleLoader[B]:
+def distill(loader: Iterable[B], teachers: TeachersLike = None, **arguments: Any) -> PaddleLoader[B]:
     """Wrap a `paddle.io.DataLoader` so that it yields `(batch, soft labels)`.
 
     Args:

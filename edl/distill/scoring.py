@@ -161,7 +161,7 @@ class ScoreCalls:
     def _follow_versions(self, now: float) -> float:
         """Switch to the teachers' new version between calls whose labels would not be mixed."""
         routes = {route for call in self._calls for route in call.longest}
-        services = {index for route in routes for index in self._labeller.limits.asked(route)}
+        services = {index for route in routes for index in self._labeller.asked(route)}
         return min((self._follow_version(index, now) for index in services), default=_IDLE_S)
 
     def _follow_version(self, index: int, now: float) -> float:
@@ -209,22 +209,24 @@ class ScoreCalls:
         Raises:
             NoTeacherError: it has waited long enough.
         """
-        limits = self._labeller.limits
+        labeller = self._labeller
         return any(
-            limits.lacks_teacher(call.began, route) or limits.awaits_sequence(rows, call.began, route)
+            labeller.lacks_teacher(call.began, route) or labeller.awaits_sequence(rows, call.began, route)
             for route, rows in call.longest.items()
         )
 
     def _cut(self, call: ScoreCall) -> None:
-        cutter = SequenceListCutter(self._getters, self._request_tokens, self._labeller.services, router=self._router)
-        limits = self._labeller.limits
-        reading = cutter.read(call.samples)
-        for route, part in cutter.routes.items():
-            if route in call.longest:
-                part.fit = functools.partial(limits.rows_that_fit, route=route)
-                part.max_rows = limits.max_rows(lambda: self._labeller.closed, route)
-                part.max_sequence = limits.max_sequence(route)
-        call.item, ready = cutter.cut(reading)
+        labeller = self._labeller
+        cutter = SequenceListCutter(self._getters, self._request_tokens, labeller.services, router=self._router)
+
+        def set_limits(longest: Mapping[int | None, int]) -> None:
+            for route in longest:
+                part = cutter.routes[route]
+                part.fit = functools.partial(labeller.rows_that_fit, route=route)
+                part.max_rows = labeller.max_rows(lambda: labeller.closed, route)
+                part.max_sequence = labeller.max_sequence(route)
+
+        call.item, ready = cutter.put(call.samples, set_limits)
         call.unsent.extend([*ready, *cutter.finish()])
 
     def _answered(self, surplus_nbytes: int = 0) -> None:
@@ -453,7 +455,7 @@ class Scorer:
     @property
     def max_sequence(self) -> int:
         """Length in tokens of the longest sequence that some known teacher accepts; 0 if unknown."""
-        return self._session.labeller.limits.max_sequence()
+        return self._session.labeller.max_sequence()
 
     def stats(self) -> ReaderStats:
         """Return what has been done so far, in tokens where it says rows; may be called from any thread."""

@@ -108,7 +108,7 @@ class Labeller:
             ConflictError: The folder has labels of other data.
         """
         _check_kind(self._data, self._session)
-        self._view = self._session.labeller.view(self._cache, tuple(self._data.inputs))
+        self._view = self._session.labeller.view(tuple(self._data.inputs))
         self._guard.admit(self._view, relabel=relabel)
         return self._view.key
 

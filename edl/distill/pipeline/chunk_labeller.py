@@ -12,37 +12,23 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from edl.distill.cache import CacheView, Found, RowIds, SequenceIds, SoftLabelCache
-from edl.distill.cache.records import as_ids
+from edl.distill.cache import CacheView, SequenceIds
 from edl.distill.engine.compatibility import outputs_disagreement
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.engine.jobs import LabelJob
 from edl.distill.pipeline.answers import AnswerSizeEstimator, empty_like, empty_outputs, item_outputs, outputs_nbytes
-from edl.distill.pipeline.label_cache import (
-    CacheKeyTemplate,
-    CacheMiss,
-    CacheQueue,
-    SeenInputs,
-    chunk_ids,
-    look_up_offline,
-    offline_view,
-    open_view,
-    select_ids,
-)
+from edl.distill.pipeline.label_cache import CacheMiss, CacheQueue, OfflineLabels, ServiceLabels
 from edl.distill.pipeline.request import LabelRequest
-from edl.distill.pipeline.teacher_limits import TeacherLimits
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.stats import ReaderStats, merged
 from edl.distill.teachers import Teachers, TeacherWatcher, service_identities
-from edl.distill.transport.calls import current_traceparent
+from edl.distill.transport.calls import current_traceparent, rows_that_fit
 from edl.distill.transport.request import Payload, select_inputs
-from edl.distill.transport.schema import ModelSpec, Outputs
+from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.distill.transport.shm import Arena
 from edl.errors import ClosedError, EDLError, SettingsError, SourceError
 from edl.memory import keep_freed_memory
@@ -61,22 +47,32 @@ _CLOSE_S = 10.0
 """How long `close` waits for the connections of a service. gRPC takes milliseconds; a hanging host is abandoned."""
 
 
+_SAY_AFTER_S = 5.0
+"""How long to wait for a first teacher before logging it, which is when a person begins to wonder."""
+_LOOK_S = 0.2
+"""How often a wait checks whether it should go on."""
+
+
 @dataclass(eq=False)
 class _Service:
     """A service, with its engine and the state for its labels."""
 
     engine: Engine
-    labels: CacheKeyTemplate  # the key of its labels in the cache, but for the version
+    output_spec: OutputSpec
+    labels: ServiceLabels | None  # in the cache; None without one
     sizes: AnswerSizeEstimator
     watcher: TeacherWatcher
-    seen: SeenInputs = field(default_factory=SeenInputs)  # where labels are cached
     submitted: int = 0  # chunks; written by the feeding thread only
     agreed: tuple[ModelSpec, str] | None = None  # the model and its tokenizer whose outputs are like the other routes'
-    views: dict[tuple[str, str], CacheView] = field(default_factory=dict)  # by model and version
 
 
 class ChunkLabeller:
-    """Connections, shared memory and cache of a reader. Only the feeding thread calls `submit`; any calls the rest."""
+    """Connections, shared memory and cache of a reader. Only the feeding thread calls `submit`; any calls the rest.
+
+    A route is the number of the only service that labels a row; None if all services do. Of the waits for teachers,
+    `stopped` returns whether the work was ended, which ends them. They raise `NoTeacherError` at their deadline, and
+    `SettingsError` as soon as all teachers have answered and none has what is asked for (`Engine.lacking`).
+    """
 
     def __init__(self, request: LabelRequest) -> None:
         options = request.options
@@ -87,8 +83,7 @@ class ChunkLabeller:
         # Wrong credentials raise here, in the constructor.
         self._files = CredentialFiles.of(credentials) if request.teachers else None
         self.thread = EventLoopThread.acquire(for_grpc=bool(request.teachers))
-        self._offline: CacheView | None = None
-        self._seen_offline = SeenInputs()
+        self._offline: OfflineLabels | None = None
         self._cache_queue: CacheQueue | None = None
         self._arena: Arena | None = None
         self._pid = os.getpid()
@@ -101,7 +96,7 @@ class ChunkLabeller:
         keep_freed_memory(min(options.memory_bytes, 512 << 20))  # the user's memory limit applies to freed memory too
         self._engines: list[Engine] = []
         self._services: list[_Service] = []
-        self.limits = TeacherLimits(request.teachers, self._engines, options.teacher_timeout_s)
+        self._timeout_s = options.teacher_timeout_s
         self._warned_unversioned = False
         self._empty: dict[int, Outputs] = {}  # by service, once there was an answer
         self._epoch_begins = False
@@ -109,17 +104,18 @@ class ChunkLabeller:
         try:
             if request.cache_config is not None:
                 if not request.teachers:
-                    self._offline = offline_view(request.cache_config, request.output_spec)
+                    self._offline = OfflineLabels(request.cache_config, request.output_spec)
                 self._cache_queue = CacheQueue(options.cache_queue_bytes)
             if options.shared_memory:
                 self._arena = Arena(2 * options.memory_bytes)
-            for group, identity in zip(request.teachers, service_identities(request.teachers), strict=True):
-                self._add_service(group, identity)
+            identities = service_identities(request.teachers)
+            for group, identity in zip(request.teachers, identities, strict=True):
+                self._add_service(group, identity, identities)
         except BaseException:
             self.close()
             raise
 
-    def _add_service(self, group: Teachers, identity: str) -> None:
+    def _add_service(self, group: Teachers, identity: str, own: Sequence[str]) -> None:
         request = self.request
         output_spec = replace(
             request.output_spec,
@@ -136,10 +132,124 @@ class ChunkLabeller:
             files=self._files,
         )
         self._engines.append(engine)
-        dataset = request.cache_config.dataset if request.cache_config is not None else ""
-        labels = CacheKeyTemplate(output_spec, dataset, identity, weights_versions=engine.weights_versions)
+        labels = None
+        if request.cache_config is not None:
+            labels = ServiceLabels(request.cache_config, output_spec, identity, engine.weights_versions, own)
         watcher = TeacherWatcher(group, functools.partial(self.thread.call, engine.set_teachers))
-        self._services.append(_Service(engine, labels, AnswerSizeEstimator(output_spec), watcher))
+        self._services.append(_Service(engine, output_spec, labels, AnswerSizeEstimator(output_spec), watcher))
+
+    def check(self) -> None:
+        """Raise `ClosedError` if this is closed or used in a forked child."""
+        if self.closed:
+            raise ClosedError("the reader is closed")
+        self.thread.check()
+
+    # The limits of the teachers, known once the first of them is connected
+
+    def asked(self, route: int | None) -> range:
+        """Return the numbers of the services that label a chunk of a route."""
+        return range(len(self._engines)) if route is None else range(route, route + 1)
+
+    def knows_teacher(self, route: int | None) -> bool:
+        """Return whether all services that label chunks of a route have had a teacher."""
+        return all(self._engines[index].await_spec(0.0) is not None for index in self.asked(route))
+
+    def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
+        """Return the largest number of rows in a request that the teachers of a route accept; 0 for any."""
+        known = [index for index in self.asked(route) if self.await_spec(index, stopped) is not None]
+        return min(filter(None, (self._engines[index].limits.max_rows for index in known)), default=0)
+
+    def max_sequence(self, route: int | None = None) -> int:
+        """Return the length of the longest sequence that some teacher of every service accepts; 0 for any."""
+        return min(filter(None, (self._engines[at].limits.max_sequence for at in self.asked(route))), default=0)
+
+    def rows_that_fit(self, fields: Mapping[str, Array], route: int | None = None) -> int:
+        """Return how many rows of this size fit into a request to any teacher of a route; 0 for any number."""
+        fitting = [
+            rows_that_fit(fields, spec, max_nbytes)
+            for engine in (self._engines[index] for index in self.asked(route))
+            if (max_nbytes := engine.limits.max_nbytes) and (spec := engine.await_spec(0)) is not None
+        ]
+        return min(fitting, default=0)
+
+    def awaits_sequence(self, rows: int, since: float, route: int | None = None) -> bool:
+        """Return whether to wait for a teacher that accepts a sequence which is too long for all known ones.
+
+        For a fixed list, that makes sense while some teachers are still connecting. For a service it always does,
+        because its teachers come and go.
+        """
+        short = [at for at in self.asked(route) if rows > self._engines[at].limits.max_sequence > 0]
+        if not short or time.monotonic() - since > self._timeout_s:
+            return False
+        return all(self.request.teachers[at].service is not None or self._engines[at].awaits_teachers for at in short)
+
+    def await_max_sequence(self, rows: int, stopped: Callable[[], bool], route: int | None = None) -> int:
+        """Wait as long as `awaits_sequence` says, and return `max_sequence`."""
+        begin = time.monotonic()
+        warned = False
+        asked = self.asked(route)
+        while not stopped() and self.awaits_sequence(rows, begin, route):
+            for index in asked:
+                self._engines[index].wait_changed(_LOOK_S / len(asked))
+            if not warned and time.monotonic() - begin > _SAY_AFTER_S:
+                warned = True
+                logger.warning(
+                    "a sequence has %d tokens, and the known teachers accept at most %d: waiting up to %g s for "
+                    "another",
+                    rows,
+                    self.max_sequence(route),
+                    self._timeout_s,
+                )
+        return self.max_sequence(route)
+
+    def lacks_teacher(self, since: float, route: int | None = None) -> bool:
+        """Return whether a service of a route has had no teacher yet; raise if the wait for it is over."""
+        for index in self.asked(route):
+            if self._engines[index].await_spec(0.0) is None:
+                error = self._useless(index, since)
+                if error is not None:
+                    raise error
+                return True
+        return False
+
+    def _useless(self, index: int, since: float) -> EDLError | None:
+        """Return why to wait no longer for a service's first teacher; None if that makes sense."""
+        engine = self._engines[index]
+        return engine.lacking() or (engine.no_teacher() if time.monotonic() - since > self._timeout_s else None)
+
+    def await_spec(self, index: int, stopped: Callable[[], bool]) -> ModelSpec | None:
+        """Wait for the first teacher of a service; return its model, None if the work was ended before."""
+        found = self._await_any([index], stopped)
+        return None if found is None else found[1]
+
+    def _await_any(self, services: Sequence[int], stopped: Callable[[], bool]) -> tuple[int, ModelSpec] | None:
+        """Wait for the first teacher of any of these services; return the service's number and the model."""
+        begin = time.monotonic()
+        first = self._engines[services[0]]
+        warned = False
+        while not stopped():
+            for index in services:
+                spec = self._engines[index].await_spec(0.0)
+                if spec is not None:
+                    return index, spec
+            errors = [self._useless(index, begin) for index in services]
+            if errors[0] is not None and all(errors):
+                raise errors[0]
+            if not warned and time.monotonic() - begin > _SAY_AFTER_S:
+                warned = True
+                found = first.describe_teachers()
+                logger.warning("no teacher of %s yet (%s): waiting up to %g s", first.name, found, self._timeout_s)
+            first.await_spec(_LOOK_S)
+        return None
+
+    def model_spec(self) -> ModelSpec:
+        """Return the metadata of the first service's model; waits for its first teacher."""
+        spec = self.await_spec(0, lambda: self.closed)
+        if spec is None:
+            raise ClosedError("the reader is closed")
+        return spec
+
+    # How much is under way
 
     @property
     def depth(self) -> int:
@@ -152,19 +262,13 @@ class ChunkLabeller:
 
         At 1 the feeding thread pauses, because more would only push warm memory out of the caches.
         """
-        asked = self.limits.asked(route)
+        asked = self.asked(route)
         waiting = max((self._services[at].submitted - self._engines[at].dispatched for at in asked), default=0)
         return waiting / (2 + self.depth // 16)
 
-    def check(self) -> None:
-        """Raise `ClosedError` if this is closed or used in a forked child."""
-        if self.closed:
-            raise ClosedError("the reader is closed")
-        self.thread.check()
-
     def estimate_answers(self, chunk: Chunk) -> None:
         """Estimate the bytes of the answers to a chunk, as far as they are known."""
-        for answer, index in enumerate(self.limits.asked(chunk.route)):
+        for answer, index in enumerate(self.asked(chunk.route)):
             spec = self._engines[index].await_spec(0.0)
             nbytes = self._services[index].sizes.expected(chunk.rows, spec)
             chunk.answers_nbytes[answer] = nbytes or 0
@@ -207,41 +311,43 @@ class ChunkLabeller:
     def _expected_weight(self, chunk: Chunk) -> int:
         """Return a chunk's bytes if its pending answers are as large as the last ones."""
         weight = chunk.weight
-        for slot, index in enumerate(self.limits.asked(chunk.route)):
+        for slot, index in enumerate(self.asked(chunk.route)):
             if chunk.outputs[slot] is None:
                 expected = self._services[index].sizes.expected(chunk.rows, None) or 0
                 weight += max(expected - chunk.answers_nbytes[slot], 0)
         return weight
 
-    def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
+    def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> int:
         """Ask every service, or the service of the chunk's route, for the chunk's labels.
 
         `changed` is called when the chunk was sent or may be done; for an answer, with the bytes beyond the estimate.
+
+        Returns:
+            By how many bytes answers from the cache exceed the estimate.
 
         Raises:
             NoTeacherError: No teacher reported its model within `teacher_timeout_s`.
             SettingsError: The services of different routes have different outputs.
             SourceError: The model does not accept these inputs.
         """
+        surplus_nbytes = 0
         if self._offline is not None and chunk.ids is not None:
-            if chunk.lengths is None:
-                self._seen_offline.check(as_ids(chunk.ids), chunk.fields)
-            self._store_cached(chunk, 0, None, look_up_offline(self._offline, chunk).outputs)
+            surplus_nbytes = _store(chunk, 0, self._offline.look_up(chunk))
             self._cached += chunk.rows
-        for slot, index in enumerate(self.limits.asked(chunk.route)):
+        for slot, index in enumerate(self.asked(chunk.route)):
             service = self._services[index]
             engine = service.engine
-            spec = self.limits.await_spec(index, stopped)
+            spec = self.await_spec(index, stopped)
             if spec is None:
-                return
+                break
             if self.request.router is not None and service.agreed != (spec, engine.tokenizer):
                 self._check_agreement(index, spec)
             fields: Mapping[str, Array] = chunk.fields
             if chunk.lengths is not None or spec.sequences:
                 fields = sequence_fields(spec, chunk)
-            missing = self._look_up_cache(chunk, service, spec, fields)
+            missing = self._look_up(chunk, service, spec, fields)
             if missing is not None and missing.found.complete:
-                self._store_cached(chunk, slot, service, dict(missing.found.outputs))
+                surplus_nbytes += _store(chunk, slot, dict(missing.found.outputs), service.sizes)
                 continue
             fields = select_inputs(spec, fields)
             longest_sequence = chunk.longest_sequence
@@ -259,9 +365,35 @@ class ChunkLabeller:
             number = next(self._numbers)
             chunk.jobs.append((index, number))
             service.submitted += 1
-            answer = _AnswerHandler(chunk, slot, changed, missing, self._cache_queue, service.sizes)
-            engine.submit(LabelJob(number, payload, answer, changed))
+            take = functools.partial(self._take_answer, chunk, slot, service.sizes, missing, changed)
+            engine.submit(LabelJob(number, payload, take, changed))
         changed()
+        return surplus_nbytes
+
+    def _take_answer(
+        self,
+        chunk: Chunk,
+        slot: int,
+        sizes: AnswerSizeEstimator,
+        missing: CacheMiss | None,
+        changed: Callable[..., None],
+        result: Outputs | EDLError,
+        version: str,
+    ) -> None:
+        """Store a job's outputs in its chunk, on the event loop, and queue them for the cache."""
+        surplus_nbytes = 0
+        if isinstance(result, EDLError):
+            chunk.error = result
+        else:
+            try:
+                whole = result if missing is None else missing.completed(result)
+            except SettingsError as exc:
+                chunk.error = exc
+            else:
+                surplus_nbytes = _store(chunk, slot, whole, sizes)
+                if missing is not None and self._cache_queue is not None:
+                    self._cache_queue.put(missing, result, version)
+        changed(surplus_nbytes)
 
     def _check_agreement(self, index: int, spec: ModelSpec) -> None:
         """Check that a route's outputs are like those of the other routes, because a batch may have rows of both."""
@@ -271,7 +403,7 @@ class ChunkLabeller:
             if known.agreed is None or other == index:
                 continue
             known_spec = replace(known.agreed[0], tokenizer=known.agreed[1])
-            why = outputs_disagreement(replace(spec, tokenizer=tokenizer), known_spec, service.labels.output_spec)
+            why = outputs_disagreement(replace(spec, tokenizer=tokenizer), known_spec, service.output_spec)
             if why:
                 values = f"{self._values_of(other)} and of {self._values_of(index)}"
                 raise SettingsError(f"the teachers of {values} do not go together: {why}")
@@ -280,10 +412,6 @@ class ChunkLabeller:
     def _values_of(self, route: int) -> str:
         """Return the values of a route for messages."""
         return listed([repr(value) for value, index in (self.request.routes or {}).items() if index == route])
-
-    def _store_cached(self, chunk: Chunk, slot: int, service: _Service | None, outputs: Outputs) -> None:
-        chunk.surplus_nbytes += _count_answer_nbytes(chunk, slot, outputs, service.sizes if service else None)
-        chunk.outputs[slot] = outputs
 
     def follow_version(self, service: int) -> None:
         """Follow the teachers' version where there are no epochs. Call it when all requests have been answered."""
@@ -301,14 +429,23 @@ class ChunkLabeller:
         """Whether labels of different versions must not be mixed."""
         return self.request.options.mixed_versions == "refuse"
 
-    def _look_up_cache(
+    def _look_up(
         self, chunk: Chunk, service: _Service, spec: ModelSpec, fields: Mapping[str, Array]
     ) -> CacheMiss | None:
-        config = self.request.cache_config
-        if config is None or chunk.ids is None:
+        """Look up a chunk's labels in the cache; return None if they are not kept there."""
+        engine = service.engine
+        if service.labels is None or self._cache_queue is None or chunk.ids is None:
             return None
-        if not spec.version and service.engine.is_unversioned:
-            self._warn_unversioned(service.engine, chunk.rows)
+        if not spec.version and engine.is_unversioned:
+            self._cache_queue.count_dropped(chunk.rows)
+            if not self._warned_unversioned:
+                self._warned_unversioned = True
+                logger.warning(
+                    "the teachers of %s do not say which version of the model they have: their labels are not kept in "
+                    "the cache, since those of another model could not be told from them. Name the version with "
+                    "version=",
+                    engine.name,
+                )
             return None
         if spec.sequences and chunk.lengths is None:
             raise SourceError(
@@ -316,37 +453,12 @@ class ChunkLabeller:
                 "depend on the rows before them, are not kept: set the source with set_sequence_generator or "
                 "set_sequence_list_generator, or give distill tokens=; or leave the cache out"
             )
-        service.engine.check_cacheable(chunk.fields)
-        if not service.labels.inputs:
-            service.labels = replace(service.labels, inputs=tuple(chunk.fields))
-        sent = {name: array for name, array in fields.items() if not spec.inputs or name in spec.inputs}
-        ids = chunk_ids(chunk, sent, spec.sequences) if chunk.lengths is not None else RowIds.of(chunk.ids, sent)
-        if isinstance(ids, RowIds):
-            service.seen.check(ids, sent)
-        if not spec.version:
-            found = Found(np.zeros(len(chunk.ids), np.bool_), {}, chunk.lengths)
-            return CacheMiss(found, None, ids, config.cache, service.labels, spec)
-        view = service.views.get((spec.name, spec.version))
-        if view is None:
-            own = [each.labels.service for each in self._services]
-            view = open_view(config.cache, service.labels.key(spec, spec.version), own)
-            service.views[spec.name, spec.version] = view
-        found = view.get(ids)
-        self._cached += int(found.row_mask.sum())
-        return CacheMiss(found, view, select_ids(ids, ~found.mask), config.cache, service.labels, spec)
+        engine.check_cacheable(chunk.fields)
+        missing = service.labels.look_up(chunk, spec, fields)
+        self._cached += int(missing.found.row_mask.sum())
+        return missing
 
-    def _warn_unversioned(self, engine: Engine, rows: int) -> None:
-        if self._cache_queue is not None:
-            self._cache_queue.count_dropped(rows)
-        if not self._warned_unversioned:
-            self._warned_unversioned = True
-            logger.warning(
-                "the teachers of %s do not say which version of the model they have: their labels are not kept in the "
-                "cache, since those of another model could not be told from them. Name the version with version=",
-                engine.name,
-            )
-
-    def view(self, cache: SoftLabelCache, inputs: tuple[str, ...]) -> CacheView:
+    def view(self, inputs: tuple[str, ...]) -> CacheView:
         """Return the cache view of the only service's labels; waits for its first teacher.
 
         `inputs` names all inputs that may be sent.
@@ -356,23 +468,14 @@ class ChunkLabeller:
             SettingsError: The teacher does not report the model's version.
         """
         spec, service = self.model_spec(), self._services[0]
+        assert service.labels is not None
         if not spec.version:
             raise SettingsError(
                 f"the teachers of {service.engine.name} do not say which version of model {spec.name!r} they have, "
                 "which labels are kept by: name it with --model-version (version=)"
             )
-        return open_view(cache, replace(service.labels, inputs=inputs).key(spec, spec.version), ())
-
-    def model_spec(self, service: int = 0) -> ModelSpec:
-        """Return the metadata of a service's model; waits for its first teacher.
-
-        Raises:
-            NoTeacherError: No teacher reported its model within `teacher_timeout_s`.
-        """
-        spec = self.limits.await_spec(service, lambda: self.closed)
-        if spec is None:
-            raise ClosedError("the reader is closed")
-        return spec
+        service.labels.inputs = inputs
+        return service.labels.view(spec)
 
     def prepare_epoch(self) -> None:
         """Wait until the previous epoch's answers are in the cache, and follow the teachers' version."""
@@ -386,31 +489,29 @@ class ChunkLabeller:
                 engine.select_version()
 
     def outputs_of(self, item: Item, service: int) -> Outputs:
-        """Return an item's outputs from a service, of no rows for a batch whose texts are all empty."""
-        if not item.parts:
-            return self._empty_outputs(service)
-        outputs = item_outputs(item, service)
-        if item.mask is not None and service not in self._empty:
-            self._empty[service] = empty_like(outputs)
-        return outputs
+        """Return an item's outputs from a service, of no rows for a batch whose texts are all empty.
 
-    def _empty_outputs(self, service: int) -> Outputs:
-        """Return a service's outputs of no rows, for an item without tokens; may wait for the first teacher.
+        For such a batch it may wait for the first teacher.
 
         Raises:
             NoTeacherError: No teacher reported its model within `teacher_timeout_s`.
             SourceError: There was no answer yet, and the model's metadata does not give the size of its outputs.
         """
-        found = self._empty.get(service)
-        if found is not None:
-            return found
-        if self._offline is not None:
-            layout = self._offline.layout
-            return {} if layout is None else layout.restore(layout.unpack([]))
-        if self.request.router is not None:  # all routes have the same outputs, but some may have no teacher yet
-            known = self.limits.await_any(lambda: self.closed)
-            service = service if known is None else known
-        return empty_outputs(self.model_spec(service), self._services[service].labels.output_spec)
+        if item.parts:
+            outputs = item_outputs(item, service)
+            if item.mask is not None and service not in self._empty:
+                self._empty[service] = empty_like(outputs)
+            return outputs
+        if service not in self._empty:
+            if self._offline is not None:
+                return self._offline.empty()
+            # All routes have the same outputs, but some may have no teacher yet.
+            services = [service] if self.request.router is None else range(len(self._engines))
+            found = self._await_any(services, lambda: self.closed)
+            if found is None:
+                raise ClosedError("the reader is closed")
+            return empty_outputs(found[1], self._services[found[0]].output_spec)
+        return self._empty[service]
 
     def set_awaited(self, chunk: Chunk) -> None:
         """Note that the training loop waits for this chunk now."""
@@ -532,46 +633,12 @@ def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
     return chunk.fields
 
 
-@dataclass(frozen=True)
-class _AnswerHandler:
-    """Stores a job's outputs in its chunk, on the event loop, and queues them for the cache."""
-
-    chunk: Chunk
-    slot: int
-    changed: Callable[..., None]
-    missing: CacheMiss | None
-    cache_queue: CacheQueue | None
-    size_estimator: AnswerSizeEstimator
-
-    def __call__(self, result: Outputs | EDLError, version: str) -> None:
-        surplus_nbytes = 0
-        if isinstance(result, EDLError):
-            self.chunk.error = result
-        else:
-            surplus_nbytes = self._take(result, version)
-        self.changed(surplus_nbytes)
-
-    def _take(self, outputs: Outputs, version: str) -> int:
-        """Store the outputs; return by how many bytes they exceed the estimate."""
-        try:
-            whole = outputs if self.missing is None else self.missing.completed(outputs)
-        except SettingsError as exc:
-            self.chunk.error = exc
-            return 0
-        surplus_nbytes = _count_answer_nbytes(self.chunk, self.slot, whole, self.size_estimator)
-        self.chunk.outputs[self.slot] = whole
-        if self.missing is not None and self.cache_queue is not None:
-            self.cache_queue.put(self.missing, outputs, version)
-        return surplus_nbytes
-
-
-def _count_answer_nbytes(
-    chunk: Chunk, service: int, outputs: Outputs, size_estimator: AnswerSizeEstimator | None
-) -> int:
-    """Count the bytes of an answer before it is delivered; return by how many they exceed the estimate."""
+def _store(chunk: Chunk, slot: int, outputs: Outputs, sizes: AnswerSizeEstimator | None = None) -> int:
+    """Store the outputs of a chunk, counted before they are delivered; return the bytes beyond the estimate."""
     nbytes = outputs_nbytes(outputs)
-    surplus_nbytes = nbytes - chunk.answers_nbytes[service]
-    chunk.answers_nbytes[service] = nbytes
-    if size_estimator is not None:
-        size_estimator.came(chunk.rows, nbytes)
+    surplus_nbytes = nbytes - chunk.answers_nbytes[slot]
+    chunk.answers_nbytes[slot] = nbytes
+    if sizes is not None:
+        sizes.came(chunk.rows, nbytes)
+    chunk.outputs[slot] = outputs
     return surplus_nbytes

@@ -7,16 +7,17 @@ piece of state has a single writer or is changed by atomic operations, and threa
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
-from edl.distill.source.chunk import Chunk, Item, Reading, ReuseDetector
+from edl.distill.source.chunk import Chunk, Item, ReuseDetector
 from edl.distill.source.cutters import Cutter
 from edl.errors import ClosedError, SourceError
 from edl.notifier import Notifier
@@ -61,43 +62,6 @@ def source_wait_s(waited_s: float, source_s: float, clock: SourceClock, chunks: 
     else:
         until_s = clock.read()
     return min(max(until_s - source_s, 0.0), waited_s)
-
-
-class OpenChunks:
-    """Counts open chunks. Each number is written by a single thread, so no lock is needed."""
-
-    def __init__(self) -> None:
-        self._opened = self._opened_nbytes = 0  # by the thread that sends
-        self._answers_nbytes = 0  # by the event loop: what answers weigh more than was estimated
-        self._taken = self._taken_nbytes = 0  # by the training loop
-
-    @property
-    def chunks(self) -> int:
-        """Number of open chunks."""
-        return self._opened - self._taken
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of their inputs and answers; pending answers are estimated."""
-        return max(self._opened_nbytes + self._answers_nbytes - self._taken_nbytes, 0)
-
-    def add(self, chunk: Chunk) -> None:
-        """Count a chunk that is about to be sent."""
-        self._opened_nbytes += chunk.weight
-        self._opened += 1
-
-    def add_cached(self, chunk: Chunk) -> None:
-        """Count the bytes by which a chunk's cached answers exceed the estimate."""
-        self._opened_nbytes += chunk.surplus_nbytes
-
-    def add_answer(self, surplus_nbytes: int) -> None:
-        """Count the bytes by which an answer exceeds the estimate."""
-        self._answers_nbytes += surplus_nbytes
-
-    def remove(self, chunk: Chunk) -> None:
-        """Count a chunk whose rows have all been taken."""
-        self._taken_nbytes += chunk.weight
-        self._taken += 1
 
 
 T = TypeVar("T")
@@ -178,7 +142,10 @@ class Epoch:
         self._items: deque[Item] = deque()
         self._reuse = ReuseDetector()
         self._open: set[Chunk] = set()
-        self._open_chunks = OpenChunks()
+        # Counts of open chunks and of the bytes of their inputs and answers, each written by a single thread.
+        self._opened = self._opened_nbytes = 0  # by the thread that sends
+        self._answers_nbytes = 0  # by the event loop: what answers weigh more than was estimated
+        self._taken = self._taken_nbytes = 0  # by the training loop
         self._lent: deque[Cutter] = deque()  # holds the cutter while no thread uses it
         self._asked_at = 0.0  # when the source was asked for the value that it makes now
         self._source_clock = SourceClock()
@@ -231,7 +198,8 @@ class Epoch:
             chunk.left -= stop - start
             if not chunk.left and chunk in self._open:
                 self._open.discard(chunk)
-                self._open_chunks.remove(chunk)
+                self._taken_nbytes += chunk.weight
+                self._taken += 1
                 chunk.release()
         self._wake_feeder()
         self._labeller.record_delivery(item.rows)
@@ -244,7 +212,7 @@ class Epoch:
     @property
     def nbytes(self) -> int:
         """Bytes of these rows' inputs and answers; pending answers are estimated."""
-        return 0 if self._closed else self._open_chunks.nbytes
+        return 0 if self._closed else max(self._opened_nbytes + self._answers_nbytes - self._taken_nbytes, 0)
 
     @property
     def waiting_s(self) -> tuple[float, float]:
@@ -417,36 +385,32 @@ class Epoch:
                 raise
             if not self._take_back():
                 return
-            reading = cutter.read(value)
-            if not self._set_limits(cutter, reading):
-                return
-            item, ready = cutter.cut(reading)
+            item, ready = cutter.put(value, functools.partial(self._set_limits, cutter))
             self._reuse.check_drawn(item)
             self._offer(item)
             if not self._submit(cutter, ready):
                 return
 
-    def _set_limits(self, cutter: Cutter, reading: Reading) -> bool:
-        """Tell the cutter the limits of a value's teachers; return False if the epoch is closed.
+    def _set_limits(self, cutter: Cutter, longest: Mapping[int | None, int]) -> None:
+        """Tell the cutter the limits of a value's teachers; raise `ClosedError` if the epoch is closed.
 
         This may wait for the first teacher of a route, or for one that accepts a longer sequence. Earlier rows, whose
         teachers are connected, are sent first so that they need not wait.
         """
-        limits = self._labeller.limits
-        for route, longest in reading.longest.items():
+        labeller = self._labeller
+        for route, rows in longest.items():
             part = cutter.routes[route]
             if not part.wants_limits:
                 continue
-            if route is not None and not limits.knows_teacher(route) and not self._submit(cutter, cutter.finish()):
-                return False
-            part.max_rows = limits.max_rows(lambda: self._closed, route)
-            part.max_sequence = limits.max_sequence(route)
-            if longest > part.max_sequence > 0:
-                if not self._submit(cutter, cutter.finish()):
-                    return False
-                part.max_sequence = limits.await_max_sequence(longest, lambda: self._closed, route)
-                part.max_rows = limits.max_rows(lambda: self._closed, route)  # others may have come meanwhile
-        return not self._closed
+            if route is not None and not labeller.knows_teacher(route):
+                self._submit(cutter, cutter.finish())
+            part.max_rows = labeller.max_rows(lambda: self._closed, route)
+            part.max_sequence = labeller.max_sequence(route)
+            if rows > part.max_sequence > 0:
+                self._submit(cutter, cutter.finish())
+                part.max_sequence = labeller.await_max_sequence(rows, lambda: self._closed, route)
+                part.max_rows = labeller.max_rows(lambda: self._closed, route)  # others may have come meanwhile
+        self._check_open()
 
     def _take_back(self) -> bool:
         """Wait for the cutter, which the training loop may be using; False if the epoch is closed."""
@@ -493,15 +457,15 @@ class Epoch:
             if chunk is None:
                 return False
             self._open.add(chunk)
-            self._open_chunks.add(chunk)
+            self._opened_nbytes += chunk.weight
+            self._opened += 1
             chunk.source_s = self._source_clock.read()
             chunk.sent = True
             try:
-                self._labeller.submit(chunk, self._notify, lambda: self._closed)
+                self._opened_nbytes += self._labeller.submit(chunk, self._notify, lambda: self._closed)
             except BaseException as exc:
                 chunk.error = _failure_of(exc)
                 raise
-            self._open_chunks.add_cached(chunk)
             if self._closed:  # possibly before the chunk was added to the open ones
                 self._labeller.cancel([chunk])
             elif self._awaited is chunk:
@@ -541,20 +505,21 @@ class Epoch:
         return awaited is not None and awaited is not before and awaited is not chunk and not awaited.sent
 
     def _has_room(self, chunk: Chunk, backlog: float = 1.0) -> bool:
-        if self._open_chunks.chunks < 2 or chunk in self._needed:
+        count = self._opened - self._taken
+        if count < 2 or chunk in self._needed:
             return True
         # While the size of answers is unknown, only one is requested ahead, until the first arrives.
-        if not chunk.foreseen or self._open_chunks.nbytes + chunk.weight > self._labeller.memory_bytes:
+        if not chunk.foreseen or self.nbytes + chunk.weight > self._labeller.memory_bytes:
             return False
-        return self._labeller.backlog(chunk.route) < backlog and self._open_chunks.chunks < self._labeller.depth
+        return self._labeller.backlog(chunk.route) < backlog and count < self._labeller.depth
 
     # The event loop's thread
 
     def _notify(self, surplus_nbytes: int = 0) -> None:
         """Wake threads that wait for a chunk that was sent, or answered with this many bytes more than estimated."""
         if surplus_nbytes:
-            self._open_chunks.add_answer(surplus_nbytes)
-            if surplus_nbytes > 0 and self._open_chunks.nbytes > self._labeller.memory_bytes:
+            self._answers_nbytes += surplus_nbytes
+            if surplus_nbytes > 0 and self.nbytes > self._labeller.memory_bytes:
                 self._call_limit_answers()
         # A waiting thread sets `_awaited` before it checks the condition, so this check misses none. Usually no thread
         # has to be woken.

@@ -18,6 +18,7 @@ import numpy as np
 
 from edl.background import BackgroundLoop
 from edl.distill.cache import CacheKey, CacheView, Found, RowIds, SequenceIds, SoftLabelCache, fingerprints_of
+from edl.distill.cache.records import as_ids
 from edl.distill.pipeline.answers import outputs_nbytes
 from edl.distill.source.chunk import Chunk
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
@@ -86,104 +87,157 @@ def _weights(seed: int, count: int) -> Array:
     return np.random.default_rng(seed).integers(1, 2**64, count, np.uint64)
 
 
-@dataclass(frozen=True)
-class CacheKeyTemplate:
-    """Key of a service's labels without the model's version."""
+class ServiceLabels:
+    """The labels of a service in the cache: their key without the model's version, and how to look them up.
 
-    output_spec: OutputSpec  # what the student asks for
-    dataset: str  # see `CacheKey`
-    service: str  # see `CacheKey`
-    inputs: tuple[str, ...] = ()  # names of all inputs that may be sent
-    # versions that teachers of the service declared to be hashes of the weights
-    weights_versions: Collection[str] = ()
+    `service` is the name of `CacheKey`, `own` the names of all services of the reader, and `weights_versions` the
+    versions that the service's teachers declared to be hashes of the weights.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        output_spec: OutputSpec,
+        service: str,
+        weights_versions: Collection[str] = (),
+        own: Collection[str] = (),
+    ) -> None:
+        self.config = config
+        self.inputs: tuple[str, ...] = ()  # names of all inputs that may be sent
+        self._output_spec = output_spec
+        self._service = service
+        self._weights_versions = weights_versions
+        self._own = own
+        self._seen = SeenInputs()
+        self._views: dict[tuple[str, str], CacheView] = {}  # by model and version
 
     def key(self, spec: ModelSpec, version: str) -> CacheKey:
         """Return the key of the labels of a version of the model."""
-        of_weights = version == spec.weights_version or version in self.weights_versions
+        of_weights = version == spec.weights_version or version in self._weights_versions
         return CacheKey(
             model=spec.name,
             version=version,
-            outputs=self.output_spec.outputs,
-            top_k=self.output_spec.top_k,
-            temperature=self.output_spec.temperature,
-            dtype=self.output_spec.dtype,
-            dataset=self.dataset,
-            service="" if of_weights else self.service,
+            outputs=self._output_spec.outputs,
+            top_k=self._output_spec.top_k,
+            temperature=self._output_spec.temperature,
+            dtype=self._output_spec.dtype,
+            dataset=self.config.dataset,
+            service="" if of_weights else self._service,
             inputs=() if spec.inputs else self.inputs,
         )
 
+    def view(self, spec: ModelSpec) -> CacheView:
+        """Return the view of a model's labels. If it has no rows yet, warn of labels of it from another service."""
+        view = self._views.get((spec.name, spec.version))
+        if view is not None:
+            return view
+        cache, key = self.config.cache, self.key(spec, spec.version)
+        there = cache.keys()
+        beside = [
+            other for other in there if replace(other, service=key.service) == key and other.service not in self._own
+        ]
+        if beside and key not in there:
+            logger.warning(
+                "soft-label cache %s: labels of model %r version %r that were kept for %s are not used for %r: the "
+                "same version of another service may be another model",
+                cache.path or "in memory",
+                key.model,
+                key.version,
+                " and ".join(repr(other.service) if other.service else "a service not named" for other in beside),
+                key.service,
+            )
+        view = self._views[spec.name, spec.version] = cache.view(key)
+        return view
 
-def open_view(cache: SoftLabelCache, key: CacheKey, own: Collection[str]) -> CacheView:
-    """Return the view of a key. If it has no rows yet, warn of labels of the same model from another service."""
-    there = cache.keys()
-    beside = [other for other in there if replace(other, service=key.service) == key and other.service not in own]
-    if beside and key not in there:
-        logger.warning(
-            "soft-label cache %s: labels of model %r version %r that were kept for %s are not used for %r: the same "
-            "version of another service may be another model",
-            cache.path or "in memory",
-            key.model,
-            key.version,
-            " and ".join(repr(other.service) if other.service else "a service not named" for other in beside),
-            key.service,
-        )
-    return cache.view(key)
+    def look_up(self, chunk: Chunk, spec: ModelSpec, fields: Mapping[str, Array]) -> CacheMiss:
+        """Look up the labels of a chunk's rows, whose inputs are `fields`.
+
+        Raises:
+            SettingsError: An id stands for differing inputs.
+        """
+        assert chunk.ids is not None
+        self.inputs = self.inputs or tuple(chunk.fields)
+        sent = {name: array for name, array in fields.items() if not spec.inputs or name in spec.inputs}
+        ids = _chunk_ids(chunk, sent, spec.sequences) if chunk.lengths is not None else RowIds.of(chunk.ids, sent)
+        if isinstance(ids, RowIds):
+            self._seen.check(ids, sent)
+        if not spec.version:
+            return CacheMiss(Found(np.zeros(len(chunk.ids), np.bool_), {}, chunk.lengths), None, ids, self, spec)
+        view = self.view(spec)
+        found = view.get(ids)
+        return CacheMiss(found, view, _select_ids(ids, ~found.mask), self, spec)
 
 
-def offline_view(cache_config: CacheConfig, output_spec: OutputSpec) -> CacheView:
-    """Return the only view in the cache that matches the specification, for a student without teachers.
+class OfflineLabels:
+    """All labels of a student without teachers.
 
-    Without a dtype in `output_spec` any dtype matches, but labels with exactly the same specification go first.
+    They are from the only view in the cache that matches the specification. Without a dtype in `output_spec` any dtype
+    matches, but labels with exactly the same specification go first.
 
     Raises:
         SettingsError: There are no matching labels, or they are from several models or versions.
     """
-    fitting = [
-        key
-        for key in cache_config.cache.keys()  # noqa: SIM118 - not a mapping
-        if set(output_spec.outputs) == set(key.outputs)
-        and (not output_spec.model or key.model == output_spec.model)
-        and (not output_spec.version or key.version == output_spec.version)
-        and (key.top_k, key.dataset) == (output_spec.top_k, cache_config.dataset)
-        and (output_spec.top_k is None or key.temperature == output_spec.temperature)
-        and output_spec.dtype in (None, key.dtype)
-        and cache_config.cache.store_dtype in (None, key.dtype)
-    ]
-    dtype = cache_config.cache.store_dtype or output_spec.dtype
-    same_words = [key for key in fitting if (key.outputs, key.dtype) == (output_spec.outputs, dtype)]
-    for found in (fitting, same_words):
-        if len(found) == 1:
-            return cache_config.cache.view(found[0])
-    there = "; ".join(key.to_json() for key in (fitting or cache_config.cache.keys())) or "nothing"
-    wanted = (
-        f"outputs {list(output_spec.outputs)}, top_k={output_spec.top_k}, temperature={output_spec.temperature:g}, "
-        f"dtype={dtype}, dataset={cache_config.dataset!r}"
-        + (f", version={output_spec.version!r}" if output_spec.version else "")
-    )
-    raise SettingsError(
-        f"no teachers are named, and the cache {cache_config.cache.path or 'in memory'} has {len(fitting)} sets of "
-        f"labels for {wanted}; it holds: {there}"
-    )
+
+    def __init__(self, config: CacheConfig, output_spec: OutputSpec) -> None:
+        self._seen = SeenInputs()
+        cache = config.cache
+        fitting = [
+            key
+            for key in cache.keys()  # noqa: SIM118 - not a mapping
+            if set(output_spec.outputs) == set(key.outputs)
+            and (not output_spec.model or key.model == output_spec.model)
+            and (not output_spec.version or key.version == output_spec.version)
+            and (key.top_k, key.dataset) == (output_spec.top_k, config.dataset)
+            and (output_spec.top_k is None or key.temperature == output_spec.temperature)
+            and output_spec.dtype in (None, key.dtype)
+            and cache.store_dtype in (None, key.dtype)
+        ]
+        dtype = cache.store_dtype or output_spec.dtype
+        exact = [key for key in fitting if (key.outputs, key.dtype) == (output_spec.outputs, dtype)]
+        for found in (fitting, exact):
+            if len(found) == 1:
+                self.view = cache.view(found[0])
+                return
+        there = "; ".join(key.to_json() for key in (fitting or cache.keys())) or "nothing"
+        wanted = (
+            f"outputs {list(output_spec.outputs)}, top_k={output_spec.top_k}, "
+            f"temperature={output_spec.temperature:g}, dtype={dtype}, dataset={config.dataset!r}"
+            + (f", version={output_spec.version!r}" if output_spec.version else "")
+        )
+        raise SettingsError(
+            f"no teachers are named, and the cache {cache.path or 'in memory'} has {len(fitting)} sets of labels for "
+            f"{wanted}; it holds: {there}"
+        )
+
+    def look_up(self, chunk: Chunk) -> Outputs:
+        """Return the labels of all rows of a chunk.
+
+        Raises:
+            NoTeacherError: Some labels are missing.
+            SettingsError: The labels are for sequences and the chunk is not, or they are for other inputs.
+        """
+        assert chunk.ids is not None
+        if chunk.lengths is None:
+            self._seen.check(as_ids(chunk.ids), chunk.fields)
+        inputs = self.view.layout.sequence_inputs if self.view.layout is not None else None
+        ids = _chunk_ids(chunk, chunk.fields, POSITION, inputs)
+        found = self.view.get(ids)
+        if not found.complete:
+            samples = ids.ids if isinstance(ids, SequenceIds) else ids
+            missing = next(sample for sample, there in zip(samples, found.mask, strict=True) if not there)
+            words = ", or is that of another text," if isinstance(ids, SequenceIds) else ""
+            raise NoTeacherError(
+                f"the label of sample {missing!r} is not in the cache{words} and no teachers are named"
+            )
+        return found.outputs
+
+    def empty(self) -> Outputs:
+        """Return the outputs of no rows; none if the cache holds no row."""
+        layout = self.view.layout
+        return {} if layout is None else layout.restore(layout.unpack([]))
 
 
-def look_up_offline(view: CacheView, chunk: Chunk) -> Found:
-    """Return the labels of all rows from the cache alone.
-
-    Raises:
-        NoTeacherError: Some labels are missing.
-        SettingsError: The labels are for sequences and the chunk is not, or they are for other inputs.
-    """
-    ids = chunk_ids(chunk, chunk.fields, POSITION, view.layout.sequence_inputs if view.layout is not None else None)
-    found = view.get(ids)
-    if not found.complete:
-        samples = ids.ids if isinstance(ids, SequenceIds) else ids
-        missing = next(sample for sample, there in zip(samples, found.mask, strict=True) if not there)
-        words = ", or is that of another text," if isinstance(ids, SequenceIds) else ""
-        raise NoTeacherError(f"the label of sample {missing!r} is not in the cache{words} and no teachers are named")
-    return found
-
-
-def chunk_ids(
+def _chunk_ids(
     chunk: Chunk, fields: Mapping[str, Array], position: str, inputs: Sequence[str] | None = None
 ) -> Sequence[Any] | SequenceIds:
     """Return the ids to look up a chunk's labels.
@@ -204,6 +258,13 @@ def chunk_ids(
     return SequenceIds(chunk.ids, chunk.lengths, prints, tuple(sorted(sent)))
 
 
+def _select_ids(ids: Sequence[Any] | SequenceIds, mask: Array) -> Sequence[Any] | SequenceIds:
+    if isinstance(ids, SequenceIds):
+        return ids[mask]
+    found = [sample for sample, wanted in zip(ids, mask, strict=True) if wanted]
+    return RowIds(found, ids.fingerprints) if isinstance(ids, RowIds) else found
+
+
 @dataclass(frozen=True)
 class CacheMiss:
     """The rows or sequences of a chunk that the cache lacks, to be completed with an answer."""
@@ -211,8 +272,7 @@ class CacheMiss:
     found: Found  # rows that the cache has
     view: CacheView | None  # where they were looked up; None if no answer has told the model's version yet
     ids: Sequence[Any] | SequenceIds  # the missing ones
-    cache: SoftLabelCache  # the view's cache
-    labels: CacheKeyTemplate  # key of the labels without the version
+    labels: ServiceLabels  # the service's
     spec: ModelSpec  # the model for whose version the rows were looked up; labels of another version are kept apart
 
     @property
@@ -229,12 +289,12 @@ class CacheMiss:
         if self.view is not None and version == self.spec.version:
             self.view.put(ids, outputs)
             return
-        view = self.cache.view(self.labels.key(self.spec, version))
+        view = self.labels.config.cache.view(self.labels.key(self.spec, version))
         is_new = ~view.contains(ids)
         if is_new.any():
             lengths = ids.lengths if isinstance(ids, SequenceIds) else None
             rows = np.flatnonzero(Found(is_new, {}, lengths).row_mask)
-            view.put(select_ids(ids, is_new), {name: output[rows] for name, output in outputs.items()})
+            view.put(_select_ids(ids, is_new), {name: output[rows] for name, output in outputs.items()})
 
     def completed(self, answer: Outputs) -> Outputs:
         """Return the outputs of all rows, from the cache and the answer."""
@@ -332,11 +392,3 @@ class CacheQueue:
         if words not in self._reported and len(self._reported) < 64:  # more would not be read
             self._reported.add(words)
             logger.warning("%s", words, exc_info=exc)
-
-
-def select_ids(ids: Sequence[Any] | SequenceIds, mask: Array) -> Sequence[Any] | SequenceIds:
-    """Return some of the ids."""
-    if isinstance(ids, SequenceIds):
-        return ids[mask]
-    found = [sample for sample, wanted in zip(ids, mask, strict=True) if wanted]
-    return RowIds(found, ids.fingerprints) if isinstance(ids, RowIds) else found

@@ -143,7 +143,7 @@ class LabelSession:
         self.labeller.check()
         cutter.time_budget.always = self._options.check_all_bytes
         for route, part in cutter.routes.items():
-            part.fit = functools.partial(self.labeller.limits.rows_that_fit, route=route)
+            part.fit = functools.partial(self.labeller.rows_that_fit, route=route)
         epoch = self._epoch = Epoch(self.labeller, source, cutter, end_source)
         # Another thread may have closed the labeller before it could see and close this epoch.
         if self.labeller.closed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,6 @@ class Chunk:
     # bytes of each service's answer, estimated until it is there
     answers_nbytes: list[int] = field(default_factory=list)
     foreseen: bool = True  # whether all of them could be estimated
-    surplus_nbytes: int = 0  # by how much answers from a cache exceed the estimate
     route: int | None = None  # number of the only service that is asked; None for all of them
     source_s: float = 0.0  # seconds that the epoch's source had taken when it was sent
 
@@ -82,16 +81,6 @@ class Item:
     def rows(self) -> int:
         """Rows of the item."""
         return sum(stop - start for _, start, stop in self.parts)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A value that the source yielded, and what a cutter reads from it before cutting it."""
-
-    value: Any  # as the source yielded it
-    # by route, rows of the longest sequence that goes there; 0 if the rows are not sequences
-    longest: Mapping[int | None, int] = field(default_factory=lambda: {None: 0})
-    found: Any = None  # private to the cutter that read it
 
 
 class ReuseDetector:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from edl.distill.padding import as_token_mask
-from edl.distill.source.chunk import Chunk, Item, Reading
+from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.fingerprint import ItemFingerprint, TimeBudget
 from edl.errors import SourceError
 from edl.protocol.arrays import RowBuffer, as_array
@@ -44,6 +44,9 @@ two."""
 CHECKING_SHARE = 0.02  # training does not notice it; at 20 ms a batch, it suffices to check all of 4.8 MB
 
 Getter = Callable[[Any], Any]
+Prepare = Callable[[Mapping[int | None, int]], None]
+"""Called before a value's rows are put into requests, with the rows of the longest sequence by route (0 if the rows are
+not sequences). It tells the gatherers the limits of the teachers."""
 
 
 @dataclass(frozen=True)
@@ -270,20 +273,12 @@ class Cutter(abc.ABC):
         self.routes = {number: Gatherer(self, number) for number in numbers}
 
     @abc.abstractmethod
-    def read(self, value: Any) -> Reading:
-        """Read what must be known about the source's next item before `cut`, which is called with the result.
+    def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
+        """Cut the source's next item; return it with the chunks that are full now.
 
         Raises:
             SourceError: The item cannot be sent, or no teachers are named for it.
         """
-
-    @abc.abstractmethod
-    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
-        """Cut an item that was read; return it with the chunks that are full now."""
-
-    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
-        """Read and cut the source's next item, if the teachers' limits are already set."""
-        return self.cut(self.read(value))
 
     def finish(self) -> list[Chunk]:
         """Seal what is not full, in the order in which it was begun: the source is at its end, or silent."""
@@ -346,8 +341,8 @@ class BatchCutter(Cutter):
 
     usual_rows = 256  # a quarter of what `edl serve` queues, and four times what it computes at once
 
-    def read(self, value: Any) -> Reading:
-        """Read a batch."""
+    def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
+        """Cut a batch, whose rows may be of several routes."""
         what = f"batch {self.seen}"
         fingerprint, fields = self._read_fields(value, what)
         rows = _common_rows(fields, what)
@@ -355,23 +350,20 @@ class BatchCutter(Cutter):
         routes: list[int | None] = [None]
         if self._router is not None:
             routes = [*self._router.of_batch(value, rows, what)]
-        return Reading(value, dict.fromkeys(routes, 0), (fields, ids, fingerprint, routes))
-
-    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
-        """Cut a batch, whose rows may be of several routes."""
-        fields, ids, fingerprint, routes = reading.found
-        found = {route: self._split(route, fields, ids, routes) for route in reading.longest}
+        present = dict.fromkeys(routes, 0)
+        prepare(present)
+        found = {route: self._split(route, fields, ids, routes) for route in present}
         chunks = [chunk for of_route in found.values() for chunk in of_route]
         parts = [(chunk, 0, chunk.rows) for chunk in chunks]
         if len(found) > 1:
-            rows = {
+            places = {
                 route: iter([(chunk, row, row + 1) for chunk in of_route for row in range(chunk.rows)])
                 for route, of_route in found.items()
             }
-            parts = _merged(next(rows[route]) for route in routes)
+            parts = _merged(next(places[route]) for route in routes)
         chunks[0].rest_nbytes = fingerprint.rest_nbytes
         self.seen += 1
-        return Item(reading.value, parts, (fingerprint,)), chunks
+        return Item(value, parts, (fingerprint,)), chunks
 
     def _split(
         self, route: int | None, fields: Mapping[str, Array], ids: Sequence[Any] | None, routes: Sequence[int | None]
@@ -399,17 +391,16 @@ class SampleCutter(Cutter):
     usual_rows = 32
     of_lists = False  # whether the source yields lists of samples
 
-    def read(self, value: Any) -> Reading:
-        """Read a sample, or a list of samples."""
-        if self.of_lists:
-            if not isinstance(value, Collection):  # a generator, say, which could not be iterated again on delivery
-                what = "sequences" if self.of_sequences else "samples"
-                kind = type(value).__name__
-                raise SourceError(f"after {self.seen} {what} the source yielded {kind}, which is no list of samples")
-            value = list(value)  # the source may put other samples into its own
-            return _reading(value, [self._read_sample(each, self.seen + at) for at, each in enumerate(value)])
-        unit = self._read_sample(value, self.seen)
-        return Reading(value, {unit.route: unit.rows}, ([unit], None, None))
+    def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
+        """Cut a sample, or a list of samples."""
+        if not self.of_lists:
+            return self._cut(value, [self._read_sample(value, self.seen)], prepare)
+        if not isinstance(value, Collection):  # a generator, say, which could not be iterated again on delivery
+            what = "sequences" if self.of_sequences else "samples"
+            kind = type(value).__name__
+            raise SourceError(f"after {self.seen} {what} the source yielded {kind}, which is no list of samples")
+        value = list(value)  # the source may put other samples into its own
+        return self._cut(value, [self._read_sample(each, self.seen + at) for at, each in enumerate(value)], prepare)
 
     def _read_sample(self, sample: Any, number: int) -> _Unit:
         what = f"sample {number}"
@@ -421,20 +412,30 @@ class SampleCutter(Cutter):
         sample_id = self._get_id(sample, what) if self.ids is not None else None
         return _Unit(what, arrays, rows, route, sample_id, fingerprint.rest_nbytes, fingerprint)
 
-    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
-        """Cut what was read; each sequence is a part of the item."""
-        units, fingerprint, mask = reading.found
+    def _cut(
+        self,
+        value: Any,
+        units: Sequence[_Unit],
+        prepare: Prepare,
+        batch: ItemFingerprint | None = None,
+        mask: Array | None = None,
+        count: int | None = None,
+    ) -> tuple[Item, list[Chunk]]:
+        """Gather the units of a value; each sequence is a part of the item.
+
+        `batch`: the fingerprint of the whole value, if units have none. `count`: by how much `seen` advances.
+        """
+        longest: dict[int | None, int] = {}
+        for unit in units:
+            longest[unit.route] = max(longest.get(unit.route, 0), unit.rows)
+        prepare(longest)
         ready: list[Chunk] = []
         places = [self._gather(unit, ready) for unit in units]
         if not self.of_sequences and len(places) > 1:
             places = _merged(places)
-        self.seen += self._count(units)
-        prints = [unit.fingerprint for unit in units] if fingerprint is None else [fingerprint]
-        return Item(reading.value, places, tuple(filter(None, prints)), mask), ready
-
-    def _count(self, units: Sequence[_Unit]) -> int:
-        """Return by how much an item advances `seen`, which errors name."""
-        return len(units)
+        self.seen += len(units) if count is None else count
+        prints = [unit.fingerprint for unit in units] if batch is None else [batch]
+        return Item(value, places, tuple(filter(None, prints)), mask), ready
 
 
 class SampleListCutter(SampleCutter):
@@ -481,8 +482,8 @@ class PaddedBatchCutter(SequenceCutter):
         super().__init__(getters, chunk_rows, services, ids, router)
         self._mask = mask
 
-    def read(self, value: Any) -> Reading:
-        """Read the sequences of a batch that have tokens."""
+    def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
+        """Cut a batch; each sequence of it that has tokens is a part of the item."""
         what = f"batch {self.seen}"
         mask_name = _MASK if _MASK not in self.getters else f"{_MASK} (the mask)"  # an input may be called so, too
         fingerprint, arrays = self._read_fields(value, what, {**self.getters, mask_name: self._mask})
@@ -502,15 +503,8 @@ class PaddedBatchCutter(SequenceCutter):
             rest_nbytes = 0 if units else fingerprint.rest_nbytes
             text = f"{what}, sequence {row}"
             units.append(_Unit(text, own, int(kept.sum()), routes[row], ids[row], rest_nbytes))
-        return _reading(value, units, fingerprint, mask.copy())
-
-    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
-        """Cut a batch; each sequence of it that has tokens is a part of the item."""
-        item, ready = super().cut(reading)
+        item, ready = self._cut(value, units, prepare, fingerprint, mask.copy(), count=1)
         return item, [*ready, *self.finish()] if self.whole_batches else ready
-
-    def _count(self, units: Sequence[_Unit]) -> int:
-        return 1
 
 
 class SequenceColumnsCutter(SequenceCutter):
@@ -519,8 +513,8 @@ class SequenceColumnsCutter(SequenceCutter):
     For data sets whose arrays stay as they are: they are not looked at again.
     """
 
-    def read(self, value: Any) -> Reading:
-        """Read a batch."""
+    def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
+        """Cut a batch."""
         batch = f"batch {self.seen}"
         columns = {name: self._get(name, getter, value, batch) for name, getter in self.getters.items()}
         ids = self._get_id(value, batch)
@@ -530,19 +524,7 @@ class SequenceColumnsCutter(SequenceCutter):
             what = f"sample {sample_id!r}" if ids is not None else f"{batch}, sequence {row}"
             arrays = {name: as_array(part, what) for name, part in zip(columns, found, strict=True)}
             units.append(_Unit(what, arrays, _common_rows(arrays, what, "sequence", "tokens"), None, sample_id))
-        return _reading(value, units)
-
-    def _count(self, units: Sequence[_Unit]) -> int:
-        return 1
-
-
-def _reading(
-    value: Any, units: Sequence[_Unit], fingerprint: ItemFingerprint | None = None, mask: Array | None = None
-) -> Reading:
-    longest: dict[int | None, int] = {}
-    for unit in units:
-        longest[unit.route] = max(longest.get(unit.route, 0), unit.rows)
-    return Reading(value, longest, (units, fingerprint, mask))
+        return self._cut(value, units, prepare, count=1)
 
 
 def _merged(places: Iterable[tuple[Chunk, int, int]]) -> list[tuple[Chunk, int, int]]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-from collections import deque
+import queue
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
 from edl.errors import SourceError
-from edl.notifier import Notifier
 
 _FRAMEWORKS = ("torch", "paddle")
 _APPLIES = ("builtins", "itertools")
@@ -96,7 +95,7 @@ def _outcome(iterator: Iterator[Any]) -> Callable[[], Any]:
     return lambda: value
 
 
-def _raise(error: Exception) -> NoReturn:
+def _raise(error: BaseException) -> NoReturn:
     raise error
 
 
@@ -188,7 +187,7 @@ def _came_through_fetching(traceback: TracebackType | None) -> bool:
 class Handover:
     """An iterator over what another thread puts in; ended by that thread, at the latest when it closes.
 
-    It takes no lock, so the garbage collector may close it in the middle of any function.
+    The garbage collector may close it in the middle of any function, which `SimpleQueue.put` permits.
 
     Args:
         given: What the user gave as the source, which the other thread reads.
@@ -196,40 +195,27 @@ class Handover:
 
     def __init__(self, given: object) -> None:
         self.given = given
-        self._values: deque[Any] = deque()
-        self._changed = Notifier()
-        self._ended = False
-        self._failure: BaseException | None = None
+        self._values: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._closed = False
 
     def put(self, value: Any) -> None:
-        """Have the iterator yield a value, unless it has ended."""
-        if self._ended:
-            return
-        self._values.append(value)
-        self._changed.notify()
+        """Have the iterator yield a value."""
+        self._values.put(lambda: value)
 
     def end(self, failure: BaseException | None = None) -> None:
-        """End the iterator behind what was put in.
-
-        Args:
-            failure: is raised there; None for an end.
-        """
-        self._failure = failure
-        self._ended = True
-        self._changed.notify()
+        """End the iterator behind what was put in, or raise `failure` there."""
+        self._values.put(functools.partial(_raise, StopIteration() if failure is None else failure))
 
     def close(self) -> None:
         """End the iterator at once."""
-        self._values.clear()
+        self._closed = True
         self.end()
 
     def __iter__(self) -> Handover:
         return self
 
     def __next__(self) -> Any:
-        self._changed.wait_for(lambda: self._values or self._ended)
-        try:
-            return self._values.popleft()
-        except IndexError:
-            failure, self._failure = self._failure, None
-            raise failure or StopIteration from None
+        take = self._values.get()
+        if self._closed:
+            raise StopIteration
+        return take()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from typing_extensions import override
 
 from edl.distill.compress import TopK
 from edl.distill.divergences import NO_LABEL
@@ -119,16 +120,9 @@ class DistillTrainer(transformers.Trainer):
         """Return the counters of the labels of this training, None while there is none."""
         return self._labelled.stats() if self._labelled is not None else None
 
+    @override
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as `transformers.Trainer` does, and disconnect from the teachers at the end, even after an error.
-
-        Args:
-            *args: Positional arguments of `transformers.Trainer.train`.
-            **kwargs: Keyword arguments of `transformers.Trainer.train`.
-
-        Returns:
-            What `transformers.Trainer.train` returns.
-        """
+        # Disconnects from the teachers at the end, even after an error.
         self._head_is_checked = False
         try:
             return super().train(*args, **kwargs)
@@ -138,17 +132,9 @@ class DistillTrainer(transformers.Trainer):
             if labelled is not None:
                 labelled.close()
 
+    @override
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Take the batches of an optimizer step, with labels, and count their rows.
-
-        Args:
-            epoch_iterator: Iterator of a prepared loader, past the batches that were trained before a restart.
-            num_batches: Number of batches to take.
-            device: Device of the count.
-
-        Returns:
-            The batches, and the number of their rows that are learned, summed over all processes.
-        """
+        # Takes the batches of an optimizer step with labels.
         if self._epoch is None or self._epoch_source is not epoch_iterator:
             if self._labelled is None:
                 self._labelled = self._label(self.callback_handler.train_dataloader)
@@ -156,38 +142,19 @@ class DistillTrainer(transformers.Trainer):
             self._epoch = self._merged(self._labelled.label(epoch_iterator))
         return super().get_batch_samples(self._epoch, num_batches, device)
 
+    @override
     def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as `transformers.Trainer` does, with teachers' labels if `eval_teachers` says so.
-
-        Args:
-            dataloader: Prepared loader.
-            description: Argument of `transformers.Trainer.evaluation_loop`.
-            *args: Positional arguments of `transformers.Trainer.evaluation_loop`.
-            **kwargs: Keyword arguments of `transformers.Trainer.evaluation_loop`.
-
-        Returns:
-            What `transformers.Trainer.evaluation_loop` returns.
-        """
         if not self.distill_args.eval_teachers or description != "Evaluation":
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
         with self._label(dataloader) as labelled:
             merged: Any = _EvaluationBatches(dataloader, self._merged(iter(labelled)))
             return super().evaluation_loop(merged, description, *args, **kwargs)
 
+    @override
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """Evaluate a batch as `transformers.Trainer` does; with teachers' labels it needs none of its own for a loss.
-
-        Args:
-            model: The wrapped student.
-            inputs: A batch.
-            prediction_loss_only: Whether only the loss is wanted.
-            ignore_keys: Outputs of the student that are no predictions.
-
-        Returns:
-            The loss, the predictions and the batch's own labels; each may be None.
-        """
+        # With teachers' labels it needs none of its own for a loss.
         usual = self.label_names, self.can_return_loss
         if _LABELS not in inputs or (usual[0] and all(inputs.get(name) is not None for name in usual[0])):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -197,20 +164,11 @@ class DistillTrainer(transformers.Trainer):
         finally:
             self.label_names, self.can_return_loss = usual
 
+    @override
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss with teachers' labels; for a batch without them, as in evaluations, the Trainer's own loss.
-
-        Args:
-            model: The wrapped student.
-            inputs: A batch.
-            return_outputs: Whether to return the student's outputs as well.
-            num_items_in_batch: Learned rows of the whole optimizer step, and rows with labels of their own.
-
-        Returns:
-            The loss; with `return_outputs` a pair of it and the student's outputs.
-        """
+        # With teachers' labels; of a batch without them, as in evaluations, the Trainer's own loss.
         if _LABELS not in inputs:
             if isinstance(num_items_in_batch, torch.Tensor) and num_items_in_batch.ndim:
                 num_items_in_batch = num_items_in_batch[-1]

@@ -26,7 +26,6 @@ class Labels:
     followed = awaited_rows = 0
 
     def __init__(self) -> None:
-        self.limits = self
         self.closed = self.lacking = self.gives_up = False
         self.failure: Exception | None = None
         self.waiting: list[tuple[Chunk, Callable[..., None]]] = []

@@ -12,7 +12,7 @@ import pytest
 
 from edl.distill.cache import CacheKey, Found, SoftLabelCache
 from edl.distill.pipeline import label_cache as module
-from edl.distill.pipeline.label_cache import CacheConfig, CacheKeyTemplate, CacheMiss, CacheQueue, offline_view
+from edl.distill.pipeline.label_cache import CacheConfig, CacheMiss, CacheQueue, OfflineLabels, ServiceLabels
 from edl.distill.teachers import Teachers, service_identities
 from edl.distill.transport.schema import ModelSpec, OutputSpec
 from edl.errors import SettingsError
@@ -43,7 +43,7 @@ def cache_queue(stack: ExitStack) -> CacheQueue:
 def put(cache_queue: CacheQueue, view: Any, number: int, nbytes: int = 64) -> None:
     """Queue a label of so many bytes for a sample that the view lacks."""
     unused: Any = None
-    missing = CacheMiss(Found(np.zeros(1, bool), {}), view, [number], unused, unused, ModelSpec("m", "1", {}, {}))
+    missing = CacheMiss(Found(np.zeros(1, bool), {}), view, [number], unused, ModelSpec("m", "1", {}, {}))
     cache_queue.put(missing, {"y": np.zeros((1, nbytes // 4), np.float32)}, "1")
 
 
@@ -141,10 +141,10 @@ def test_exact_question_goes_first(there: list[CacheKey], ask: OutputSpec, chose
         for key in there:
             cache.view(key).put([1], {name: np.zeros((1, 3), key.dtype or "float32") for name in key.outputs})
         if chosen is not None:
-            assert offline_view(CacheConfig(cache), ask).key == chosen
+            assert OfflineLabels(CacheConfig(cache), ask).view.key == chosen
             return
         with pytest.raises(SettingsError, match="sets of labels for"):
-            offline_view(CacheConfig(cache), ask)
+            OfflineLabels(CacheConfig(cache), ask)
 
 
 def test_who_a_groups_labels_are_of() -> None:
@@ -160,7 +160,8 @@ def test_looks_of_a_version_say_nothing() -> None:
     """A count of microseconds looks like a hash; only what teachers call a hash is shared between services."""
     version, other = "1700000000123456", "0123456789abcdef"
     named, hashed = (ModelSpec("m", version, {}, {}, weights_version=said) for said in ("", version))
-    labels = CacheKeyTemplate(OutputSpec(("y",)), "", "a", weights_versions={other})
+    with SoftLabelCache() as cache:
+        labels = ServiceLabels(CacheConfig(cache), OutputSpec(("y",)), "a", {other})
     assert labels.key(named, version).service == "a"
     assert labels.key(hashed, version).service == labels.key(hashed, other).service == ""
     assert labels.key(hashed, "0000000000000000").service == "a"

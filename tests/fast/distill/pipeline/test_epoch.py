@@ -36,10 +36,6 @@ class Labels:
     def backlog(self, route: int | None) -> float:
         return 0.0
 
-    @property
-    def limits(self) -> Any:
-        return self
-
     def max_rows(self, stopped: Callable[[], bool], route: int | None) -> int:
         return 0
 
@@ -52,7 +48,7 @@ class Labels:
     def record_delivery(self, rows: int) -> None: ...
     def record_wait(self, seconds: float, source_s: float) -> None: ...
 
-    def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
+    def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> int:
         if self.submit_error is not None:
             raise self.submit_error
         rows = {"y": chunk.fields["x"].copy()}
@@ -62,6 +58,7 @@ class Labels:
             changed()
 
         threading.Thread(target=answer, name="answer").start()
+        return 0
 
 
 class Training:

@@ -225,7 +225,7 @@ def test_new_certificate_without_restart(serve: Serve, tmp_path: Path, ca: Autho
 
 
 def test_client_ca_replaced_shuts_out(serve: Serve, tmp_path: Path, ca: Authority, student: Any) -> None:
-    """Also a student with an open channel: it ends, and the next handshake fails. gRPC alone has its connection's age."""
+    """Also a student with an open channel: it ends, and the next handshake fails. Over gRPC the age ends it."""
     first, second = Authority("first"), Authority("second")
     teacher = serve(server=serving(tmp_path, ca.issue(), first) | {"tensor_channel": True})
     shut_out = student(teacher, believing(tmp_path, ca, first.issue("student")))

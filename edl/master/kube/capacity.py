@@ -350,9 +350,9 @@ class ClusterCapacity:
         """All pods of the cluster."""
         return self._pods.values()
 
-    def without(self, uid: str) -> ClusterCapacity:
-        """Return the same cluster without a pod."""
-        return ClusterCapacity(self._nodes.values(), [pod for pod in self._pods.values() if pod.uid != uid])
+    def without(self, uids: Collection[str]) -> ClusterCapacity:
+        """Return the same cluster without some pods."""
+        return ClusterCapacity(self._nodes.values(), [pod for pod in self._pods.values() if pod.uid not in uids])
 
     def shows(self, uid: str, node: str) -> bool:
         """Return whether a pod is known here, and to be on a node: else what is seen here is older than the pod."""

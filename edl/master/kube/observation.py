@@ -184,6 +184,7 @@ class OwnerObservation:
         strangers: uids of pods that have the members' label and are none, such as copies of a member.
         capacity: what the cluster has idle; None where the operator may not see that.
         allocation: workers that arbitration over all jobs gives this one; None where it does not arbitrate.
+        starts_after: job that has waited so long for its minimum that this one must not start before; empty for none.
         service_holder: pool of another namespace whose the service is, in the same store; empty for none.
         target: what the pool's `scaleTargetRef` names; None if there is no such object.
     """
@@ -194,5 +195,6 @@ class OwnerObservation:
     capacity: ClusterCapacity | None = None
     store: StoreAnswer = field(default_factory=StoreAnswer)
     allocation: int | None = None
+    starts_after: str = ""
     service_holder: str = ""
     target: ScaleTarget | None = None

@@ -51,7 +51,7 @@ class JobRequest:
     pause_s: float = 30.0  # that a change of its size costs
     age_s: float = math.inf  # that it has run
     moves: int = 0  # how often its size was changed
-    waited_s: float = 0.0  # for its minimum
+    waited_s: float = 0.0  # for its minimum, without a break
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_workers <= self.max_workers or self.gpus < 1:

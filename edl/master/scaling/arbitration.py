@@ -19,7 +19,7 @@ arbiter run on its own result moves nothing. What does not belong here: how many
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,6 +41,7 @@ class Allocation:
     changes: Mapping[str, str]  # job -> why it has other workers than before, in a few words
     steps: int  # workers that were placed on the way, at most as many as there are GPUs
     settled: bool  # nothing more would be moved from here; False if the steps were used up before
+    held_back: Mapping[str, str]  # pending job that has no workers -> the job that has waited so long, to start first
 
     def count_workers(self, job: str) -> int:
         """Return how many workers a job has."""
@@ -80,19 +81,29 @@ def arbitrate(
             elif count > 0:
                 plan.add_workers(job, numbers[node], count)
     former = _release_impossible_workers(plan)
+    patience_s = plan.settings.patience_s
+    impatient = [
+        job
+        for job, request in enumerate(requests)
+        if plan.is_waiting(job)
+        and patience_s is not None
+        and request.waited_s >= patience_s
+        and _could_ever_fit(plan, job)
+    ]
     settled = False  # each pass but two places a worker, and there are as many as GPUs to place
     while not settled:
         # Only a pass that every job enters unmoved, as it would another decision, shows that this would change nothing.
         fresh = not any(plan.has_moved(job) for job in range(len(requests)))
-        served = _admit_pending_jobs(plan, former)
+        served = _admit_pending_jobs(plan, former, impatient)
         grown = _grow_jobs(plan)
         exchanged = _exchange_workers(plan)
         settled = fresh and not (served or grown or exchanged)
         plan.begin_pass()
     after = [{names[node]: count for node, count in sorted(places.items())} for places in plan.of_job]
+    pending = [job for job in range(len(requests)) if plan.is_waiting(job)]
     return Allocation(
         placements={request.name: after[job] for job, request in enumerate(requests) if after[job]},
-        pending=tuple(request.name for job, request in enumerate(requests) if plan.is_waiting(job)),
+        pending=tuple(requests[job].name for job in pending),
         changes={
             request.name: plan.reasons[job] or "lost workers, and waits for its minimum"
             for job, request in enumerate(requests)
@@ -100,6 +111,11 @@ def arbitrate(
         },
         steps=plan.steps,
         settled=not plan.exhausted,
+        held_back={
+            requests[job].name: requests[impatient[0]].name
+            for job in pending
+            if impatient and job > impatient[0] and not former[job]
+        },
     )
 
 
@@ -132,7 +148,7 @@ def _release_impossible_workers(plan: AllocationPlan) -> list[dict[int, int]]:
     return former
 
 
-def _admit_pending_jobs(plan: AllocationPlan, former: Sequence[Mapping[int, int]]) -> bool:
+def _admit_pending_jobs(plan: AllocationPlan, former: Sequence[Mapping[int, int]], impatient: Collection[int]) -> bool:
     """Give every waiting job its minimum that gets it, all of it or nothing; return whether a job was served.
 
     No job is brought below its minimum. A job that does not fit is passed over, unless it has waited so long that
@@ -145,7 +161,6 @@ def _admit_pending_jobs(plan: AllocationPlan, former: Sequence[Mapping[int, int]
     served = blocked = False
     # Surplus only shrinks while jobs are served, so that the search for workers of one size goes on where it stopped.
     searches: dict[int, Iterator[tuple[int, list[int]]]] = {}
-    patience_s = plan.settings.patience_s
     for job in waiting:
         request = plan.requests[job]
         if blocked and not former[job]:
@@ -155,8 +170,7 @@ def _admit_pending_jobs(plan: AllocationPlan, former: Sequence[Mapping[int, int]
             served = True
             continue
         refused.append((request.gpus, request.min_workers))
-        if patience_s is not None and request.waited_s >= patience_s and _could_ever_fit(plan, job):
-            blocked = True
+        blocked = blocked or job in impatient
     return served
 
 

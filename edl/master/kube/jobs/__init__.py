@@ -7,6 +7,6 @@ do, or with an error that does not pass by itself. Elsewhere: how many workers a
 
 from edl.master.kube.jobs.launches import shares_cluster
 from edl.master.kube.jobs.planner import plan_job
-from edl.master.kube.jobs.status import find_final_phase
+from edl.master.kube.jobs.status import find_final_phase, find_waiting_since_s
 
-__all__ = ["find_final_phase", "plan_job", "shares_cluster"]
+__all__ = ["find_final_phase", "find_waiting_since_s", "plan_job", "shares_cluster"]

@@ -127,6 +127,8 @@ def size_workers(
     now_s, target = observation.now_s, find_target(job, observation)
     gang, after = starts_as_gang(job), dict(records)
     workers = {key: pod for key, pod in current.items() if pod.role == WORKER}
+    if observation.starts_after and not any(pod.scheduled for pod in workers.values()):
+        target = 0  # the scheduler would give the GPUs that become free to pods of this job
     ranked = sorted(workers, key=lambda key: _rank(workers[key], gang))
     kept, shrunk = ranked[:target], ranked[target:]
     homeless: list[str] = []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from edl.kube.objects import Object, format_time
+from edl.master.kube.capacity import GPU
 from edl.master.kube.jobs.launches import MASTER, WORKER
 from edl.master.kube.members.naming import build_selector
 from edl.master.kube.members.pods import MemberPod
@@ -243,6 +244,25 @@ class JobView:
     failure: JobFailure | None = None
 
 
+def find_waiting_since_s(job: ElasticJob, pods: Iterable[MemberPod]) -> float | None:
+    """Return since when a job waits for GPUs of its minimum, Unix time; None if it does not, or that is not recorded.
+
+    That it waits, the pods tell: all of its minimum are there, and the scheduler wants GPUs for one. A job that waits
+    for a quota, a volume or a repaired script keeps nobody from starting. Since when, the condition `Scheduled` tells;
+    a job that was suspended since waits from its new start, and none has waited for longer than it has been there.
+    """
+    workers = [pod for pod in pods if pod.role == WORKER and pod.live]
+    if len(workers) < job.min_replicas or sum(pod.scheduled for pod in workers) >= job.min_replicas:
+        return None
+    if not any(pod.pending and GPU in pod.unschedulable for pod in workers):
+        return None
+    scheduled, started_s = find_condition(job.status, "Scheduled"), get_started_s(job)
+    since_s = read_time(scheduled.get("lastTransitionTime"))
+    if scheduled.get("status") != "False" or since_s is None or started_s is None:
+        return None
+    return max(since_s, started_s, job.created_s)
+
+
 def get_started_s(job: ElasticJob) -> float | None:
     """Return when a job's present run was started, Unix time; None before, and while it is suspended."""
     return read_time(job.status.get("startTime"))
@@ -261,7 +281,7 @@ def write_job_status(job: ElasticJob, observation: OwnerObservation, view: JobVi
     finished = view.failure is not None or bool(view.succeeded)
     conditions = [
         _describe_accepted(job, observation),
-        _describe_scheduled(job, view, finished),
+        _describe_scheduled(job, observation, view, finished),
         _describe_running(job, view, ready, finished),
         _describe_suspended(view),
         _describe_complete(view),
@@ -318,7 +338,7 @@ def _describe_accepted(job: ElasticJob, observation: OwnerObservation) -> Condit
     return Condition("Accepted", True, "Valid", "the spec can be worked on")
 
 
-def _describe_scheduled(job: ElasticJob, view: JobView, finished: bool) -> Condition:
+def _describe_scheduled(job: ElasticJob, observation: OwnerObservation, view: JobView, finished: bool) -> Condition:
     def build(holds: bool, reason: str, message: str) -> Condition:
         return Condition("Scheduled", holds, reason, message)
 
@@ -326,6 +346,9 @@ def _describe_scheduled(job: ElasticJob, view: JobView, finished: bool) -> Condi
         return build(False, "Finished", "the job has ended")
     if view.suspended:
         return build(False, "Suspended", "spec.suspend is true")
+    if observation.starts_after and not view.target:
+        text = f"{observation.starts_after} has waited for its workers for so long that it starts first"
+        return build(False, "WaitingForTurn", text)
     count = sum(pod.scheduled for pod in view.workers)
     refused = next((pod for pod in view.workers if pod.pending and pod.unschedulable), None)
     words = f"; {refused.key} waits: {refused.unschedulable}" if refused else ""

@@ -58,7 +58,12 @@ class Operator:
             stack.callback(self._events.close)
             allowlist = StoreAllowlist(settings.store, settings.allow_stores)
             self._surroundings = LiveSurroundings(
-                self._add, allowlist, self._has_pods, self._list_pools, self.namespaces
+                self._add,
+                allowlist,
+                self._has_pods,
+                self._list_pools,
+                self.namespaces,
+                self._client.read_server_time,
             )
             stack.callback(self._surroundings.close)
             self._reconciler = Reconciler(

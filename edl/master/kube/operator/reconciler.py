@@ -330,7 +330,7 @@ class Reconciler:
                 self._warned.add(reason)
                 logger.warning("%s: %s", owner.key, reason)
         strangers = frozenset(str(pod["metadata"].get("uid")) for pod in listed) - {pod.uid for pod in pods}
-        known = self._surroundings.look(owner)
+        known = self._surroundings.look(owner, pods)
         return replace(known, now_s=self._clock(), pods=pods, strangers=strangers, target=target)
 
     def _refuse(self, kind: ResourceHandling, resource: Object, problems: tuple[SpecProblem, ...]) -> float:

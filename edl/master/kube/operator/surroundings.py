@@ -1,8 +1,10 @@
 """`LiveSurroundings`: what is known beside a resource and its pods: stores, idle capacity, and the shares of jobs.
 
-Jobs that ask for GPUs share them by arbitration. Left out are jobs with a queue of Kueue, or a scheduler that starts
-gangs (Volcano, KAI), which are theirs to arbitrate, jobs that only `/scale` moves, and jobs without GPUs. What these
-hold is no longer there to share. A resource that wants more members than there are is looked at when room comes.
+Jobs that ask for GPUs share them by arbitration. It bounds how far jobs grow; the pods of minima are the scheduler's to
+place, but once a job has waited for too long, no other of its priority class starts before it. Left out are jobs with a
+queue of Kueue, or a scheduler that starts gangs (Volcano, KAI), which are theirs to arbitrate, jobs that only `/scale`
+moves, and jobs without GPUs. What these hold is no longer there to share. A resource that wants more members than there
+are is looked at when room comes.
 """
 
 from __future__ import annotations
@@ -12,28 +14,28 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from edl.background import BackgroundLoop
-from edl.master.kube.capacity import ClusterCapacity, PodClaim
-from edl.master.kube.jobs import find_final_phase, shares_cluster
+from edl.master.kube.capacity import GPU, ONE, ClusterCapacity, PodClaim
+from edl.master.kube.jobs import find_final_phase, find_waiting_since_s, shares_cluster
 from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL, ROLE_LABEL
+from edl.master.kube.members.pods import MemberPod
 from edl.master.kube.observation import OwnerObservation, StoreAnswer
 from edl.master.kube.operator.owner_keys import OwnerKeyCleanup
 from edl.master.kube.operator.service_holders import ServiceHolders
 from edl.master.kube.operator.settings import StoreAllowlist
 from edl.master.kube.operator.stores import StoreDirectory
 from edl.master.kube.resources import ElasticJob, MemberOwner, TeacherPool
-from edl.master.scaling.arbitration import JobRequest, arbitrate
+from edl.master.scaling.allocation_plan import ArbitrationSettings, JobRequest
+from edl.master.scaling.arbitration import arbitrate
 
 logger = logging.getLogger(__name__)
 
-_GPU: Final = "nvidia.com/gpu"
-_THOUSANDTHS: Final = 1000
-"""In which capacity counts amounts."""
+_PATIENCE_S: Final = ArbitrationSettings().patience_s or math.inf
 _MOST_ROUNDS: Final = 8
 """Arbitrations in a row, each of which goes on where the steps of the one before were used up."""
 
@@ -44,7 +46,9 @@ class SharingJob:
 
     Attributes:
         most: workers that it can use.
+        claim: what a worker asks for.
         submitted_s: when it was made, in seconds since 1970.
+        waiting_since_s: since when it waits for GPUs of its minimum, in seconds since 1970; None if it does not.
         remaining_s: seconds that the rest of it takes with the workers that it has; None if unknown.
     """
 
@@ -52,12 +56,29 @@ class SharingJob:
     uid: str
     least: int
     most: int
-    gpus: int
+    claim: PodClaim
     submitted_s: float
     remaining_s: int | None = None
+    priority_class: str = ""
+    waiting_since_s: float | None = None
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a worker."""
+        return self.claim.requests.get(GPU, 0) // ONE
 
 
-def read_sharing_job(job: ElasticJob, wanted: int | None, remaining_s: int | None) -> SharingJob | None:
+@dataclass(frozen=True)
+class JobShare:
+    """How many workers a job may have, and the job that has waited so long that it starts first; empty for none."""
+
+    workers: int
+    starts_after: str = ""
+
+
+def read_sharing_job(
+    job: ElasticJob, wanted: int | None = None, remaining_s: int | None = None, pods: Iterable[MemberPod] = ()
+) -> SharingJob | None:
     """Return a job as arbitration sees it; None if it takes no part."""
     spec = job.template.get("spec")
     spec = spec if isinstance(spec, dict) else {}
@@ -65,36 +86,62 @@ def read_sharing_job(job: ElasticJob, wanted: int | None, remaining_s: int | Non
         return None
     if find_final_phase(job):
         return None
-    gpus = _count_gpus(spec)
-    if gpus < 1:
+    claim = _read_claim(job)
+    if claim is None or claim.requests.get(GPU, 0) < ONE:
         return None
     most = job.max_replicas if wanted is None else max(job.min_replicas, min(job.max_replicas, wanted))
-    return SharingJob(job.key, job.uid, job.min_replicas, most, gpus, job.created_s, remaining_s)
+    return SharingJob(
+        job.key,
+        job.uid,
+        job.min_replicas,
+        most,
+        claim,
+        job.created_s,
+        remaining_s,
+        job.priority_class_name or str(spec.get("priorityClassName") or ""),
+        find_waiting_since_s(job, pods),
+    )
 
 
 def compute_shares(
-    capacity: ClusterCapacity, jobs: Sequence[SharingJob], pools: Mapping[str, int] = MappingProxyType({})
-) -> Mapping[str, int]:
+    capacity: ClusterCapacity,
+    jobs: Sequence[SharingJob],
+    pools: Mapping[str, int] = MappingProxyType({}),
+    now_s: float = 0.0,
+) -> Mapping[str, JobShare]:
     """Return how many workers each job may have, by its key.
 
     Jobs count as old ones: the arbiter would hold young ones back, and take from them what has been made and waits for
     its node, while the reallocations that this damps are not counted here.
 
     `pools` has the uid of each pool that lends what it has, and how many teachers it keeps for itself.
+
+    A job that waits for its minimum holds others back only where its workers could start if no job had any: the
+    arbiter does not know which nodes it may use. Those of another priority class are not held back, which the
+    scheduler serves in their order, and whose place a class of more priority takes.
     """
     workers: dict[str, list[PodClaim]] = {job.uid: [] for job in jobs}
     for pod in capacity.pods:
         owner = pod.labels.get(OWNER_UID_LABEL, "")
         if owner in workers and pod.labels.get(ROLE_LABEL) == "worker" and not pod.ended:
             workers[owner].append(pod)
-    priorities = {job.uid: max((pod.priority or 0 for pod in workers[job.uid]), default=0) for job in jobs}
+    classes = {job.priority_class: pod.priority or 0 for job in jobs for pod in workers[job.uid]}
+    priorities = {
+        job.uid: max((pod.priority or 0 for pod in workers[job.uid]), default=classes.get(job.priority_class, 0))
+        for job in jobs
+    }
     lent = _find_lent(capacity, pools, min(priorities.values(), default=0))
-    nodes = capacity.list_devices(lambda pod: pod.labels.get(OWNER_UID_LABEL) in priorities or pod.uid in lent)
+    lent |= {pod.uid for pods in workers.values() for pod in pods}
+    nodes = capacity.list_devices(lambda pod: pod.uid in lent)
+    emptied = capacity.without(lent) if any(job.waiting_since_s is not None for job in jobs) else capacity
     requests, placements = [], {}
     for job in jobs:
         pods = workers[job.uid]
         placements[job.key] = Counter(pod.node for pod in pods if pod.node)
         there = placements[job.key].total()
+        waited_s = 0.0 if job.waiting_since_s is None else max(0.0, now_s - job.waiting_since_s)
+        if waited_s and _count_room(job.claim, emptied) < job.least:
+            waited_s = 0.0
         requests.append(
             JobRequest(
                 name=job.key,
@@ -104,14 +151,22 @@ def compute_shares(
                 priority=priorities[job.uid],
                 submitted_s=job.submitted_s,
                 remaining=None if job.remaining_s is None or not there else float(job.remaining_s * there),
+                waited_s=waited_s,
             )
         )
     allocation = arbitrate(nodes, requests, placements)
+    first_of = allocation.held_back
     for _ in range(_MOST_ROUNDS):
         if allocation.settled:
             break
         allocation = arbitrate(nodes, requests, allocation.placements)  # its steps were used up before it was done
-    return {job.key: allocation.count_workers(job.key) for job in jobs}
+    known = {job.key: job for job in jobs}
+    held_back = {
+        key: first
+        for key, first in first_of.items()
+        if known[key].priority_class == known[first].priority_class and not allocation.count_workers(key)
+    }
+    return {key: JobShare(allocation.count_workers(key), held_back.get(key, "")) for key in known}
 
 
 def _find_lent(capacity: ClusterCapacity, pools: Mapping[str, int], priority: int) -> frozenset[str]:
@@ -126,14 +181,6 @@ def _find_lent(capacity: ClusterCapacity, pools: Mapping[str, int], priority: in
         pods.sort(key=lambda pod: (not pod.node, pod.deleting, pod.created, pod.name))
         lent |= {pod.uid for pod in pods[pools[uid] :] if (pod.priority or 0) < priority}
     return frozenset(lent)
-
-
-def _count_gpus(spec: Mapping[str, Any]) -> int:
-    """Return the GPUs that a worker asks for; 0 where its template cannot be read, which admission refuses later."""
-    try:
-        return PodClaim.of({"spec": spec}).requests.get(_GPU, 0) // _THOUSANDTHS
-    except ValueError:
-        return 0
 
 
 _QUIET_S: Final = 10.0
@@ -230,6 +277,7 @@ class LiveSurroundings:
         on_key: called with the key of a resource that should be looked at.
         has_pods: whether pods of an owner are there, by namespace and uid; asks the API server.
         list_pools: returns the pools of a namespace; asks the API server.
+        clock: the time by the API server's clock, in seconds since 1970.
     """
 
     def __init__(
@@ -239,14 +287,17 @@ class LiveSurroundings:
         has_pods: Callable[[str, str], bool] = lambda namespace, uid: True,
         list_pools: Callable[[str], Sequence[TeacherPool]] = lambda namespace: (),
         namespaces: Sequence[str] = (),
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._on_key = on_key
+        self._clock = clock
         self._cleanup = OwnerKeyCleanup(has_pods, lambda url: not allowlist.find_refusal(url))
         self._stores = StoreDirectory(on_key, allowlist)
         self._get_capacity: Callable[[], ClusterCapacity | None] = lambda: None
         self._lock = threading.Lock()
         self._sharing: dict[str, SharingJob] = {}
-        self._shares: Mapping[str, int] = {}
+        self._shares: Mapping[str, JobShare] = {}
+        self._computed_s = 0.0
         self._services = ServiceHolders(on_key, list_pools, namespaces)
         self._waiting = WaitingOwners()
         self._computing = threading.Lock()
@@ -264,7 +315,7 @@ class LiveSurroundings:
         self._changed = True
         self._loop.wake()
 
-    def look(self, owner: MemberOwner) -> OwnerObservation:
+    def look(self, owner: MemberOwner, pods: Iterable[MemberPod] = ()) -> OwnerObservation:
         """Return what is known now beside the resource's pods; lists all pools before the first answer on a pool.
 
         Raises:
@@ -278,12 +329,13 @@ class LiveSurroundings:
         answer = self._ask_store(owner)
         capacity = self._get_capacity()
         self._waiting.observe(owner, capacity)
-        allocation = None
+        share = None
         if isinstance(owner, ElasticJob):
             remaining_s = answer.progress.remaining_s if answer.progress is not None else None
-            allocation = self._share(owner, answer.wanted, remaining_s, capacity)
+            share = self._share(owner, read_sharing_job(owner, answer.wanted, remaining_s, pods), capacity)
         holder = self._find_holder(owner) if isinstance(owner, TeacherPool) else ""
-        return OwnerObservation(capacity=capacity, store=answer, allocation=allocation, service_holder=holder)
+        found = OwnerObservation(capacity=capacity, store=answer, service_holder=holder)
+        return found if share is None else replace(found, allocation=share.workers, starts_after=share.starts_after)
 
     def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:
         """Note whether a resource waits for room, to look at it when more is idle. An ended job leaves its share."""
@@ -335,10 +387,7 @@ class LiveSurroundings:
             )
         raise TypeError(f"{type(owner).__name__} is neither job nor pool")
 
-    def _share(
-        self, job: ElasticJob, wanted: int | None, remaining_s: int | None, capacity: ClusterCapacity | None
-    ) -> int | None:
-        sharing = read_sharing_job(job, wanted, remaining_s)
+    def _share(self, job: ElasticJob, sharing: SharingJob | None, capacity: ClusterCapacity | None) -> JobShare | None:
         with self._lock:
             before = self._sharing.pop(job.key, None)
             if sharing is None:
@@ -353,6 +402,7 @@ class LiveSurroundings:
 
     def _step(self) -> float | None:
         now_s = time.monotonic()
+        self._changed = self._changed or self._has_lost_patience()
         if not self._changed:
             return 60.0
         if now_s - self._looked_s < _SPREAD_S:
@@ -373,7 +423,13 @@ class LiveSurroundings:
         self._changed = True
         return wait_s
 
-    def _recompute(self, but: str = "") -> Mapping[str, int]:
+    def _has_lost_patience(self) -> bool:
+        """Whether a job has waited for too long since the shares were computed."""
+        with self._lock:
+            since = [job.waiting_since_s for job in self._sharing.values() if job.waiting_since_s is not None]
+        return any(self._computed_s < since_s + _PATIENCE_S <= self._clock() for since_s in since)
+
+    def _recompute(self, but: str = "") -> Mapping[str, JobShare]:
         """Compute the shares, and have all other jobs looked at whose share has changed; return the shares.
 
         One thread at a time, each by what is known then: a thread that began earlier would write over newer shares.
@@ -384,7 +440,8 @@ class LiveSurroundings:
             pools = {pool.uid: pool.min_replicas for pool in found}
             with self._lock:
                 jobs = list(self._sharing.values())
-            shares = compute_shares(capacity, jobs, pools) if jobs and capacity is not None else {}
+            self._computed_s = self._clock()
+            shares = compute_shares(capacity, jobs, pools, self._computed_s) if jobs and capacity is not None else {}
             with self._lock:
                 before, self._shares = self._shares, shares
         for key, count in shares.items():

@@ -369,7 +369,7 @@ def _makes_room(draft: _Draft, chosen: MemberPod, waiting: MemberPod | None) -> 
     excluded = [node.node for node in record.excluded_nodes if node.until_s > draft.observation.now_s]
     pod = build_teacher_pod(draft.pool, member.index, record.try_number, excluded)
     try:
-        return capacity.without(chosen.uid).count_fitting(pod, ignored=(member.uid,)) > 0
+        return capacity.without({chosen.uid}).count_fitting(pod, ignored=(member.uid,)) > 0
     except ValueError:  # not as the API has it: the API server says so in its own words when the pod is made
         return True
 

@@ -80,6 +80,7 @@ def test_large_jobs_do_not_starve() -> None:
             placements = {job: dict(places) for job, places in found.placements.items()}
             if "big" in placements:
                 return True
+            assert set(found.held_back.values()) <= ({"big"} if 60.0 * turn >= (patience_s or 1e9) else set())
         return False
 
     assert started(600.0)

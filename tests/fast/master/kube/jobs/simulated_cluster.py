@@ -28,6 +28,7 @@ class SimulatedCluster:
         self.made = 0
         self.wanted: int | None = None
         self.allocation: int | None = None
+        self.starts_after = ""
         self.progress: WorkProgress | None = None
         self.stale = ""
         self.unreachable = ""
@@ -61,6 +62,7 @@ class SimulatedCluster:
             capacity=self.capacity,
             store=StoreAnswer(self.wanted, self.progress, self.stale, self.refused, self.unreachable),
             allocation=self.allocation,
+            starts_after=self.starts_after,
         )
         plan = plan_job(job, observation)
         assert plan_job(job, observation) == plan, "the same from the same"

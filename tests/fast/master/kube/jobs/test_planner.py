@@ -49,6 +49,23 @@ def test_grows_by_single_workers() -> None:
     assert (condition["status"], condition["reason"]) == ("True", "MinimumScheduled")
 
 
+def test_new_job_lets_one_that_waits_start() -> None:
+    cluster = SimulatedCluster(minReplicas=1, maxReplicas=1)
+    cluster.reconcile()
+    cluster.starts_after = "elasticjobs/ns/big"
+    cluster.settle()
+    assert cluster.pods == {}, "the scheduler would give it the GPUs that become free"
+    condition = cluster.find_condition("Scheduled")
+    assert (condition["reason"], "elasticjobs/ns/big" in condition["message"]) == ("WaitingForTurn", True)
+    assert cluster.status["message"] == condition["message"]
+    cluster.starts_after = ""
+    cluster.settle()
+    assert len(cluster.list_running()) == 1
+    cluster.starts_after = "elasticjobs/ns/big"
+    cluster.settle()
+    assert len(cluster.list_running()) == 1, "what runs goes on"
+
+
 def test_many_workers_come_by_the_hundred() -> None:
     """A look stays short, and is followed by the next at once."""
     cluster = SimulatedCluster(minReplicas=250, maxReplicas=250)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from edl.errors import AccessDeniedError
-from edl.kube.objects import Object
+from edl.kube.objects import Object, format_time
 from edl.master.kube.capacity import ClusterCapacity
+from edl.master.kube.jobs import find_waiting_since_s
+from edl.master.kube.members.pods import MemberPod
 from edl.master.kube.operator.service_holders import ServiceHolders
 from edl.master.kube.operator.settings import StoreAllowlist
 from edl.master.kube.operator.surroundings import LiveSurroundings, WaitingOwners, compute_shares, read_sharing_job
@@ -41,12 +43,13 @@ def make_pod(name: str, node: str, owner: str = "", gpus: int = 1) -> Object:
 
 
 def share(nodes: list[Object], pods: list[Object], *jobs: ElasticJob) -> dict[str, int]:
-    sharing = [found for job in jobs if (found := read_sharing_job(job, None, None)) is not None]
+    sharing = [found for job in jobs if (found := read_sharing_job(job)) is not None]
     found = compute_shares(ClusterCapacity.of(nodes, pods), sharing)
-    return {key.rpartition("/")[2]: count for key, count in found.items()}
+    return {key.rpartition("/")[2]: share.workers for key, share in found.items()}
 
 
 FOUR = [make_node("n", 4)]
+MADE_S = share_job("a").created_s
 
 
 def test_jobs_share_what_is_idle() -> None:
@@ -75,7 +78,49 @@ def test_jobs_share_what_is_idle() -> None:
     ids=["kueue", "external", "suspended", "no GPU", "volcano", "unreadable"],
 )
 def test_job_that_others_arbitrate(job: ElasticJob) -> None:
-    assert read_sharing_job(job, None, None) is None
+    assert read_sharing_job(job) is None
+
+
+def wait_since(at_s: float, *, least: int = 2, words: str = "3 Insufficient nvidia.com/gpu", **status: Any) -> Any:
+    """Return since when a job waits whose second worker has no node."""
+    scheduled = {"type": "Scheduled", "status": "False", "lastTransitionTime": format_time(at_s)}
+    written = {"conditions": [scheduled], "startTime": format_time(MADE_S + 10), **status}
+    pods = [MemberPod("w0", "worker", 0, 0, "u0", scheduled=True), MemberPod("w1", "worker", 1, 0, "u1")]
+    pods[1] = replace(pods[1], unschedulable=words)
+    return find_waiting_since_s(replace(share_job("big", least=least), status=written), pods)
+
+
+def test_time_waited_is_bounded() -> None:
+    """It is read from the status, and no edit of job or status makes it longer than what the API server tells."""
+    assert wait_since(MADE_S + 60) == MADE_S + 60
+    assert wait_since(0.0) == MADE_S + 10, "nobody has waited before the job was made and started"
+    assert wait_since(0.0, startTime=format_time(0.0)) == MADE_S
+    assert wait_since(MADE_S, startTime=format_time(MADE_S + 7200)) == MADE_S + 7200, "suspended, and resumed"
+    assert wait_since(MADE_S, startTime=None) is None
+    assert wait_since(MADE_S, conditions=[]) is None
+    assert wait_since(MADE_S, least=1) is None, "it has its minimum"
+    assert wait_since(MADE_S, least=3) is None, "a quota, or a pause after an end, keeps the third pod away"
+    assert wait_since(MADE_S, words="pod has unbound immediate PersistentVolumeClaims") is None
+
+
+def test_job_that_waited_too_long_is_first() -> None:
+    """Small jobs would take each GPU as it comes free, and one that needs a whole node would wait for ever."""
+    pods = [make_pod("a-0", "n", "a"), make_pod("big-0", "", "big", gpus=4), make_pod("b-0", "", "b")]
+    small = [share_job("a", most=1), share_job("b", most=1), share_job("c", most=1, priorityClassName="urgent")]
+
+    def hold(waited_s: float, node: Object = FOUR[0], pod: Object | None = None) -> list[str]:
+        sharing = [found for job in small if (found := read_sharing_job(job)) is not None]
+        big = read_sharing_job(replace(share_job("big", most=1, gpus=4, pod=pod), created_s=0.0))
+        assert big is not None
+        jobs = [*sharing, replace(big, waiting_since_s=1000.0)]
+        found = compute_shares(ClusterCapacity.of([node], pods), jobs, {}, 1000.0 + waited_s)
+        assert {share.starts_after for share in found.values()} <= {"", big.key}
+        return [key.rpartition("/")[2] for key, share in found.items() if share.starts_after]
+
+    assert hold(3599.0) == []
+    assert hold(3600.0) == ["b"], "one that runs goes on, and another priority class is the scheduler's to order"
+    assert hold(3600.0, make_node("n", 3)) == [], "no node is large enough"
+    assert hold(3600.0, pod={"nodeSelector": {"gpu": "h100"}}) == [], "none that it may use"
 
 
 class GivenCapacity:
@@ -198,9 +243,9 @@ def make_teacher(number: int, priority: int) -> Object:
 )
 def test_only_what_can_be_taken_is_lent(pools: dict[str, int], priority: int, count: int) -> None:
     pods = [make_pod("a-0", "n", "a"), *(make_teacher(number, priority) for number in range(3))]
-    sharing = read_sharing_job(share_job("a"), None, None)
+    sharing = read_sharing_job(share_job("a"))
     assert sharing is not None
-    assert compute_shares(ClusterCapacity.of(FOUR, pods), [sharing], pools) == {sharing.key: count}
+    assert compute_shares(ClusterCapacity.of(FOUR, pods), [sharing], pools)[sharing.key].workers == count
 
 
 def test_room_is_counted_for_who_waits() -> None:

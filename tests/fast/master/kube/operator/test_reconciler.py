@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -22,8 +23,11 @@ from edl.kube.responses import NotServedError
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.observation import OwnerObservation, StoreAnswer, find_condition
 from edl.master.kube.operator.reconciler import Reconciler
+from edl.master.kube.operator.settings import StoreAllowlist
+from edl.master.kube.operator.surroundings import LiveSurroundings
 from edl.master.kube.resources import MemberOwner
 from tests.fast.master.kube.operator.in_memory_api import InMemoryApi, OperatorKilled
+from tests.fast.master.kube.operator.owners import NOWHERE
 
 PAGE = (Path(__file__).parents[5] / "docs/kubernetes-conditions.md").read_text()
 KEY = "elasticjobs/lab/digits"
@@ -46,7 +50,7 @@ class GivenSurroundings:
         self._api = api
         self._given = given
 
-    def look(self, owner: MemberOwner) -> OwnerObservation:
+    def look(self, owner: MemberOwner, pods: object) -> OwnerObservation:
         found, capacity = self._given, None
         if found.cores is not None:
             amounts = {"cpu": str(found.cores), "memory": "64Gi", "pods": "110"}
@@ -67,6 +71,12 @@ class GivenSurroundings:
 def make_job(**spec: Any) -> Object:
     fields = {"run": ["train.py"], "store": "consul://c", "template": TEMPLATE, "scaling": "external", **spec}
     return {"metadata": dict(METADATA), "spec": fields}
+
+
+def make_gpu_node(gpus: int) -> Object:
+    amounts = {"cpu": "64", "memory": "256Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
+    status = {"allocatable": amounts, "conditions": [{"type": "Ready", "status": "True"}]}
+    return {"metadata": {"name": "node1"}, "spec": {}, "status": status}
 
 
 def make_api(**spec: Any) -> InMemoryApi:
@@ -159,6 +169,49 @@ def test_resource_that_goes() -> None:
     read_job(api)["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
     assert make_reconciler(api)[0].reconcile(KEY) == math.inf
     assert api.names(PODS) == []
+
+
+def test_patience_outlives_the_operator() -> None:
+    """A job that has waited an hour for a whole node is served first, also by an operator that has just started."""
+    api, node = InMemoryApi(), make_gpu_node(8)
+
+    def put(name: str, gpus: int) -> str:
+        container = {"name": "main", "image": "i", "resources": {"limits": {"nvidia.com/gpu": gpus}}}
+        fields = {"run": ["t.py"], "store": NOWHERE, "template": {"spec": {"containers": [container]}}}
+        metadata = {**METADATA, "name": name, "uid": f"u-{name}", "creationTimestamp": format_time(api.now_s)}
+        api.put(ELASTIC_JOBS, {"metadata": metadata, "spec": fields})
+        return f"elasticjobs/lab/{name}"
+
+    def start_and_look(*keys: str) -> None:
+        pods = [obj for (plural, *_), obj in api.objects.items() if plural == "pods"]
+        for pod in pods:
+            words = {"reason": "Unschedulable", "message": "0/1 nodes are available: 1 Insufficient nvidia.com/gpu"}
+            if "nodeName" not in pod["spec"]:
+                refused = [{"type": "PodScheduled", "status": "False", **words}]
+                pod["status"] = {"phase": "Pending", "conditions": refused}
+        around = LiveSurroundings(lambda key: None, StoreAllowlist(), clock=lambda: api.now_s)
+        with contextlib.closing(around):
+            around.set_capacity(lambda: ClusterCapacity.of([node], pods))
+            new: Any = Reconciler(api, around, lambda *_: None, clock=lambda: api.now_s)
+            for key in keys:
+                new.reconcile(key)
+
+    big = put("big", 8)
+    start_and_look(big)
+    api.now_s += 3590.0
+    small = put("small", 1)
+    start_and_look(big, small)
+    assert api.names(PODS) == ["big-worker-0-0", "small-worker-0-0"]
+    api.now_s += 20.0
+    start_and_look(big, small)
+    assert api.names(PODS) == ["big-worker-0-0"]
+    scheduled = find_condition(api.objects["elasticjobs", "lab", "small"]["status"], "Scheduled")
+    assert (scheduled["reason"], big in scheduled["message"]) == ("WaitingForTurn", True)
+    end_pod(api, api.objects["pods", "lab", "big-worker-0-0"], "start")
+    start_and_look(big, small)
+    api.now_s += 60.0
+    start_and_look(big, small)
+    assert api.names(PODS) == ["big-worker-0-0", "small-worker-0-1"]
 
 
 def test_refused_spec_makes_nothing() -> None:

@@ -262,24 +262,26 @@ def _add_allowed_hosts(parser: CommandParser) -> None:
 
 _PROXY = """\
 Answers as a vLLM does that is asked for the log-probabilities of prompts, with all live teachers
-of a service behind it: language models of `edl serve --hf` and `edl register vllm://`. A trainer
+of one or several services behind it: language models of `edl serve --hf` and `edl register vllm://`. A trainer
 that is configured with one teacher's URL (TRL, Axolotl, ms-swift, ...) gets teachers that come,
 go and die by changing that URL. Nothing is generated."""
 
 _PROXY_EXAMPLES = """\
 examples:
   edl proxy qwen --port 9000                        then teacher_model_server_url="http://localhost:9000" in TRL
-  edl proxy qwen --store consul://10.0.0.7:8500 --top-k 100 --tokenizer ./student
+  edl proxy qwen --store consul://10.0.0.7:8500 --tokenizer ./student
+  edl proxy math code=qwen-coder                    teacher_server_urls={"math": "http://localhost:9000/math", ...}
   edl proxy 10.0.0.9:8001,10.0.0.10:8001 --model qwen       teachers without a store
   edl proxy qwen --host 0.0.0.0 --token-file tokens --tls-cert cert.pem --tls-key key.pem
   curl -s localhost:9000/v1/completions -H 'Content-Type: application/json' \\
        -d '{"prompt": [[3, 1, 4, 1, 5]], "max_tokens": 1, "prompt_logprobs": 5}'"""
 
 _PROXY_DETAILS = """\
-POST /v1/completions takes prompts as token ids with prompt_logprobs up to --top-k, max_tokens 0 or
-1, and temperature 1 (or 0, which only matters for the token that nobody reads). /health is 200 while
-a teacher is live, /livez while this process is; /metrics is for Prometheus. While no teacher is live,
-a request waits --teacher-timeout and is then answered with 503 and Retry-After.
+POST /v1/completions takes prompts as token ids with prompt_logprobs up to --top-k, and max_tokens 0
+or 1. Teachers of `edl serve --hf` take any temperature; engines take 1 (0 means 1). With several
+services, "model" or the URL (/NAME/v1/completions) chooses one. /health is 200 while each service
+has a live teacher (/NAME/health: that one), /livez while this process lives; /metrics is for
+Prometheus. While no teacher is live, a request waits --teacher-timeout, then the answer is 503.
 
 Start it beside each trainer, or once for all. At SIGTERM it refuses new requests and answers those
 under way (--drain). Exit codes: 0 ended, 1 not everything was answered in time, 2 wrong usage."""
@@ -291,12 +293,13 @@ def proxy(argv: Sequence[str]) -> int:
     """Run `edl proxy`."""
     parser = CommandParser("edl proxy", _PROXY, _PROXY_EXAMPLES, _PROXY_DETAILS)
     add = parser.add_argument
-    add("service", metavar="SERVICE", help="the teachers' service, or host:port of teachers, separated by commas")
+    named = "the teachers' service, or host:port of teachers, separated by commas; NAME is the model's for clients"
+    add("services", nargs="+", metavar="[NAME=]SERVICE", help=named)
     parser.add_store_option("where teachers register")
-    add("--model", metavar="NAME", default="", help="the name that clients ask for (default: SERVICE)")
+    add("--model", metavar="NAME", default="", help="the same as NAME=, for one service")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", type=port, default=9000, help="0 for a free port (default: 9000)")
-    add("--top-k", type=int, default=64, metavar="K", help="largest prompt_logprobs of a request (default: 64)")
+    add("--top-k", type=int, default=128, metavar="K", help="largest prompt_logprobs of a request (default: 128)")
     add("--timeout", type=duration(), default=600.0, metavar="TIME", help="response timeout (default: 10m)")
     wait = "how long a request waits while no teacher is live (default: 60s)"
     add("--teacher-timeout", type=duration(), default=60.0, metavar="TIME", help=wait)
@@ -316,9 +319,8 @@ def proxy(argv: Sequence[str]) -> int:
     from edl.proxy.settings import ProxySettings
 
     settings = ProxySettings(
-        service=options.service,
+        services=_services_by_name(options.services, options.model),
         discovery=options.store,
-        model=options.model,
         host=options.host,
         port=options.port,
         top_k=options.top_k,
@@ -331,10 +333,27 @@ def proxy(argv: Sequence[str]) -> int:
         credentials=_server_credentials(options, environ=False),
     )
     with collect_signals() as caught, ProxyServer(settings) as server:
-        print(printable(f"Teachers of {options.service} answer at {server.url} ; Ctrl-C ends it."), flush=True)
+        print(
+            printable(f"Teachers of {', '.join(settings.services)} answer at {server.url} ; Ctrl-C ends it."),
+            flush=True,
+        )
         _wait(caught)
         logger.info("refusing new requests; answers under way have %g s", options.drain)
         return 0 if server.drain(options.drain) else _EXIT_CUT
+
+
+def _services_by_name(given: Sequence[str], model: str) -> dict[str, str]:
+    if model:
+        if len(given) > 1 or "=" in given[0]:
+            raise SettingsError(f"--model {model!r} names one SERVICE: write NAME=SERVICE for each instead")
+        return {model: given[0]}
+    found = {}
+    for text in given:
+        name, _, service = text.rpartition("=")
+        if not service or (name or service) in found or text.startswith("="):
+            raise SettingsError(f"service {text!r}: expected SERVICE or NAME=SERVICE, each name once")
+        found[name or service] = service
+    return found
 
 
 # --- edl operator ---

@@ -1,5 +1,8 @@
 """Routes of a proxy: who may ask, how many tokens are held at a time, and how vLLM's requests become a `Scorer`'s.
 
+Each route exists twice: for all models, and below `/NAME` for one of them, since some trainers know a teacher by its
+URL alone.
+
 What does not belong here: threads and sockets (`server`).
 """
 
@@ -10,17 +13,17 @@ import contextlib
 import itertools
 import logging
 import math
+import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Final
 
 import numpy as np
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
-from edl.distill import Scorer
 from edl.distill.compress import TopK
 from edl.errors import (
     ClosedError,
@@ -28,6 +31,7 @@ from edl.errors import (
     NoTeacherError,
     OverloadedError,
     RejectedError,
+    SettingsError,
     SourceError,
     TemporaryError,
 )
@@ -38,11 +42,14 @@ from edl.proxy.completions import (
     RequestRefusal,
     answer_head,
     answer_tail,
+    at_temperature,
     encode_choice,
     encode_error,
     read_request,
 )
+from edl.proxy.scorers import ScorerKey, ScorerPool, in_thread
 from edl.proxy.settings import ProxySettings
+from edl.quoting import listed, quote, shown
 
 logger = logging.getLogger(__name__)
 
@@ -52,25 +59,26 @@ _WRITE_S: Final = 60.0
 """Deadline for a client to take a piece: one that reads nothing must not hold its labels for ever."""
 _PIECE: Final = 256 << 10  # bytes: about what `PIECE_ENTRIES` have, and little enough for a slow line
 _READERS: Final = 32
-"""Bodies that are read at a time, each of which may have `_body_limit`; smaller than `_SLOW_BODY` they do not count."""
+"""Bodies that are read at a time, each of which may have `body_limit`; smaller than `_SLOW_BODY` they do not count."""
 _BODY_BYTES: Final = 256 << 20
 """Of these together: about what labels have unless the user says otherwise."""
 _PARSERS: Final = 2  # bodies that become Python's objects at a time, of up to 30 times the bytes
 _SLOW_BODY: Final = 64 << 10  # bytes: beyond, reading takes milliseconds, in which no one else would be answered
 _RETRY_S: Final = 5.0
 """Until a client asks again where no teacher is live: one starts within seconds, or later than anybody can say."""
-_PROBES: Final = frozenset({"/health", "/livez"})
-"""Answered under any name and without a token: a kubelet has neither, and vLLM's clients show none there."""
 _NO_STORE: Final = {"Cache-Control": "no-store", "Server": "edl", "X-Content-Type-Options": "nosniff"}
 
 _MOST_WAITING: Final = 16
 """Requests of the largest size whose ids may wait, 4 bytes a token: the excess is refused at once, so that its client
 tries another proxy, or later."""
+_MOST_REASON: Final = 300
+"""Characters of a reason phrase: clients take a status line of some thousand bytes at most."""
+_MOST_REASONS: Final = 200
+"""Reasons that are logged, each once: clients choose the words of some, and must not fill the disk."""
 _FULL_RETRY_S: Final = 1.0  # a request of the largest size takes seconds
 _SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """From a short prompt on an idle GPU to the longest batch behind a full queue."""
 
-_T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -94,7 +102,7 @@ class TokenGate:
             raise RequestRefusal(
                 413,
                 f"{tokens} tokens in a request, 16 at least of each prompt, and {self._most} are taken: send fewer "
-                "prompts (--max-tokens)",
+                "prompts (edl proxy --max-tokens)",
             )
         if self.waiting + tokens > _MOST_WAITING * self._most:
             raise RequestRefusal(503, f"{self.waiting} tokens wait already", _FULL_RETRY_S)
@@ -133,10 +141,10 @@ class TokenGate:
 
 
 class _ProxyMetrics:
-    """Counters and gauges of a proxy, in a registry of their own; its scorer's are added to it."""
+    """Counters and gauges of a proxy, in the registry of its scorers' metrics."""
 
-    def __init__(self, gate: TokenGate) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, gate: TokenGate, registry: CollectorRegistry) -> None:
+        self.registry = registry
         self._requests = Counter(
             "edl_proxy_requests", "Requests for scores by status.", ["status"], registry=self.registry
         )
@@ -158,20 +166,21 @@ class _ProxyMetrics:
 
 
 class ScoringApi:
-    """Answers requests through a scorer that was made with `targets=True`."""
+    """Answers requests through scorers."""
 
-    def __init__(self, settings: ProxySettings, scorer: Scorer) -> None:
+    def __init__(self, settings: ProxySettings, scorers: ScorerPool) -> None:
         self.draining = False  # if so, nothing new is taken
         self.open_requests = 0
         self._settings = settings
-        self._scorer = scorer
+        self._scorers = scorers
         self._gate = TokenGate(settings.room)
-        self._max_readers = min(_READERS, max(_BODY_BYTES // _body_limit(settings.room), 2))
+        self.body_limit = (1 << 20) + 12 * settings.room  # bytes: an id of 10 digits, a comma and a space
+        self._max_readers = min(_READERS, max(_BODY_BYTES // self.body_limit, 2))
         self._readers = asyncio.Semaphore(self._max_readers)
         self._parsers = asyncio.Semaphore(_PARSERS)
         self._numbers = itertools.count()
         self._since = int(time.time())
-        self.metrics = _ProxyMetrics(self._gate)
+        self.metrics = _ProxyMetrics(self._gate, scorers.registry)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Answer `POST /v1/completions`."""
@@ -181,6 +190,7 @@ class ScoringApi:
         try:
             deadline = began + self._settings.timeout_s
             wanted = await self._read(request, deadline)
+            self._check_length(wanted)
             async with self._gate.room(wanted.weight, _until(deadline)):
                 labels = await self._score(wanted, _until(deadline))
                 response = await self._send(request, wanted, labels)
@@ -188,7 +198,7 @@ class ScoringApi:
             return response
         except RequestRefusal as refusal:
             status = refusal.status
-            return _refused(refusal, closing=self.draining)
+            raise
         except web.HTTPException as exc:
             status = exc.status
             raise
@@ -199,20 +209,39 @@ class ScoringApi:
     async def _read(self, request: web.Request, deadline: float) -> CompletionRequest:
         if self.draining:
             raise RequestRefusal(503, "this proxy ends", _RETRY_S)
-        known = self._settings.model_name, self._settings.top_k
+        known = self._asked(request), self._settings.top_k
         if request.content_length is not None and request.content_length <= _SLOW_BODY:
             return read_request(await _body_of(request, deadline), *known)
         async with _turn(self._readers, deadline, f"{self._max_readers} large bodies are being read already"):
             body = await _body_of(request, deadline)
             async with _turn(self._parsers, deadline, "other large bodies are being parsed"):
-                return await _in_thread(read_request, body, *known)
+                return await in_thread(read_request, body, *known)
+
+    def _asked(self, request: web.Request) -> Mapping[str, str]:
+        """Return the services that a URL names, by model; all of them if it names none."""
+        services, name = self._settings.services, request.match_info.get("model")
+        if name is not None and name not in services:
+            raise RequestRefusal(404, f"no model {quote(name)} for this URL; there is {listed(services)}")
+        return services if name is None else {name: services[name]}
+
+    def _check_length(self, wanted: CompletionRequest) -> None:
+        """Refuse a prompt that is longer than a request may be; the scorer refuses what teachers do not take."""
+        longest, room = max(map(len, wanted.prompts)), self._settings.room
+        most = self._scorers.first(wanted.model).max_sequence
+        if longest <= room:
+            return
+        if most and most <= room:
+            raise RequestRefusal(400, f"a prompt has {longest} tokens, and the teachers take at most {most}")
+        words = f"a prompt has {longest} tokens, and this proxy takes {room} in a request (edl proxy --max-tokens)"
+        raise RequestRefusal(413, words)
 
     async def _score(self, wanted: CompletionRequest, timeout_s: float) -> list[tuple[TopK, Any]]:
         # Row t predicts token t + 1; a prediction of what follows the last token is not needed.
         targets = [np.append(ids[1:], ids[:1])[:, None] for ids in wanted.prompts]
+        key = ScorerKey(wanted.model, max(wanted.k, 1), wanted.temperature)
         try:
-            future = self._scorer.score(wanted.prompts, targets=targets, timeout_s=timeout_s)
-            return await asyncio.wrap_future(future)
+            async with self._scorers.use(key) as scorer:
+                return await asyncio.wrap_future(scorer.score(wanted.prompts, targets=targets, timeout_s=timeout_s))
         except EDLError as exc:
             raise _refusal_of(exc) from exc
 
@@ -224,43 +253,45 @@ class ScoringApi:
         if self.draining:
             response.force_close()
         await response.prepare(request)
-        await _write(response, answer_head(str(next(self._numbers)), int(time.time()), self._settings.model_name))
+        await _write(response, answer_head(str(next(self._numbers)), int(time.time()), wanted.model))
         for index, (ids, (top, own)) in enumerate(zip(wanted.prompts, labels, strict=True)):
-            pieces = encode_choice(index, ids, top, own, wanted.k, wanted.with_ids)
-            if len(ids) * self._settings.top_k <= PIECE_ENTRIES:
+            scaled = at_temperature(top, own, wanted.temperature)
+            pieces = encode_choice(index, ids, *scaled, wanted.k, wanted.with_ids)
+            if len(ids) * wanted.k <= PIECE_ENTRIES:
                 await _write(response, b"".join((b"," if index else b"", *pieces)))
                 continue
             if index:
                 await _write(response, b",")
-            while piece := await _in_thread(next, pieces, b""):
+            while piece := await in_thread(next, pieces, b""):
                 await _write(response, piece)
         await _write(response, answer_tail(wanted.tokens))
         await response.write_eof()
         return response
 
-    async def models(self, _: web.Request) -> web.Response:
+    async def models(self, request: web.Request) -> web.Response:
         """Answer `GET /v1/models`."""
-        length = self._scorer.max_sequence
-        model = {
-            "id": self._settings.model_name,
-            "object": "model",
-            "created": self._since,
-            "owned_by": "edl",
-            "root": self._settings.service,
-            "parent": None,
+        found = []
+        for name, service in self._asked(request).items():
+            length = min(self._scorers.first(name).max_sequence or math.inf, self._settings.room)
             # vLLM's has room for a token that is generated.
-            "max_model_len": length + 1 if length else None,
-        }
-        return web.json_response({"object": "list", "data": [model]}, headers=_NO_STORE)
+            model = {"id": name, "object": "model", "created": self._since, "owned_by": "edl", "root": service}
+            found.append({**model, "parent": None, "max_model_len": length + 1})
+        return web.json_response({"object": "list", "data": found}, headers=_NO_STORE)
 
-    async def health(self, _: web.Request) -> web.Response:
-        """Answer `GET /health`: a teacher is live, and this does not end."""
+    async def health(self, request: web.Request) -> web.Response:
+        """Answer `GET /health`: a teacher of each service is live, and this does not end."""
         if self.draining:
-            return _refused(RequestRefusal(503, "this proxy ends", _RETRY_S), closing=True)
-        stats = self._scorer.stats()
-        if not stats.teachers_live:
-            why = f" ({stats.discovery})" if stats.discovery else ""
-            return _refused(RequestRefusal(503, f"no teacher of {self._settings.service!r} is live{why}", _RETRY_S))
+            raise RequestRefusal(503, "this proxy ends", _RETRY_S)
+        for name, service in self._asked(request).items():
+            stats = self._scorers.first(name).stats()
+            if not stats.teachers_live:
+                known = [
+                    f"{teacher.endpoint}: {teacher.why or teacher.state}"
+                    for teacher in stats.teachers.values()
+                    if teacher.state != "gone"
+                ]
+                why = stats.discovery or listed(known, 3, "; ") or "none is registered"
+                raise RequestRefusal(503, f"no teacher of {service!r} is live ({why})", _RETRY_S)
         return web.Response(headers=_NO_STORE)
 
     async def live(self, _: web.Request) -> web.Response:
@@ -278,40 +309,72 @@ class ScoringApi:
         return web.Response(body=body, headers={**_NO_STORE, "Content-Type": content_type})
 
 
-def make_app(api: ScoringApi, max_tokens: int, hosts: HostCheck | None, tokens: BearerTokenCheck | None) -> Any:
-    """Return the application, a `web.Application`, for requests of at most `max_tokens`."""
+def make_app(api: ScoringApi, hosts: HostCheck | None, tokens: BearerTokenCheck | None) -> Any:
+    """Return the application, a `web.Application`."""
+    logged: set[str] = set()
 
     @web.middleware
     async def checked(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        if request.path not in _PROBES:
-            if tokens is not None and not tokens.allows_header(request.headers.get("Authorization")):
-                return _error(401, "token required: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
-            if not _is_same_origin(request):
-                return _error(403, "cross-origin requests are refused")
-            if request.headers.get("Content-Encoding", "identity") != "identity":
-                return _error(415, "bodies are taken as they are: send it without Content-Encoding")
-            if hosts is not None and not hosts.allows(request.headers.get("Host")):
-                return _error(403, "not known under the name in the Host header: use localhost, or --allow-host NAME")
-        try:
-            return await handler(request)
-        except web.HTTPNotFound:
-            words = f"{request.path} is not here: this proxy scores prompts, POST /v1/completions with prompt_logprobs"
-            return _error(404, words)
-        except web.HTTPRequestEntityTooLarge:
-            return _error(413, f"more than {_body_limit(max_tokens)} bytes: send fewer prompts (--max-tokens)")
-        except web.HTTPException as exc:
-            if exc.status < 400:
-                raise
-            return _error(exc.status, exc.reason, dict(exc.headers) if exc.status == 405 else None)
+        # Probes are answered under any name and without a token: a kubelet has neither, and vLLM's clients show none.
+        probe = request.match_info.handler in (api.health, api.live)
+        response = None if probe else _find_refusal(request, hosts, tokens)
+        if response is None:
+            response = await _answer(request, handler, api)
+        if response.status >= 400 and not probe:
+            words = re.sub(r"\d+", "0", response.reason)  # lengths and addresses make no new reason
+            if words not in logged and len(logged) < _MOST_REASONS:
+                logged.add(words)
+                logger.warning("refused with %d: %s (such refusals are logged once)", response.status, response.reason)
+        return response
 
-    app = web.Application(middlewares=[checked], client_max_size=_body_limit(max_tokens))
-    app.router.add_post("/v1/completions", api.completions)
-    app.router.add_get("/v1/models", api.models)
-    app.router.add_get("/health", api.health)
+    app = web.Application(middlewares=[checked], client_max_size=api.body_limit)
+    for prefix in ("", "/{model:.+}"):
+        app.router.add_post(f"{prefix}/v1/completions", api.completions)
+        app.router.add_get(f"{prefix}/v1/models", api.models)
+        app.router.add_get(f"{prefix}/health", api.health)
+        app.router.add_get(f"{prefix}/health/", api.health)
+        app.router.add_get(f"{prefix}/get_world_size", api.world_size)
     app.router.add_get("/livez", api.live)
-    app.router.add_get("/get_world_size", api.world_size)
     app.router.add_get("/metrics", api.show_metrics)
     return app
+
+
+def _find_refusal(
+    request: web.Request, hosts: HostCheck | None, tokens: BearerTokenCheck | None
+) -> web.StreamResponse | None:
+    """Return the answer to a client that may not ask; None if it may."""
+    if tokens is not None and not tokens.allows_header(request.headers.get("Authorization")):
+        return _error(401, "token required: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
+    if not _is_same_origin(request):
+        return _error(403, "cross-origin requests are refused")
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        return _error(415, "bodies are taken as they are: send it without Content-Encoding")
+    if hosts is not None and not hosts.allows(request.headers.get("Host")):
+        return _error(403, "not known under the name in the Host header: use localhost, or --allow-host NAME")
+    return None
+
+
+async def _answer(request: web.Request, handler: _Handler, api: ScoringApi) -> web.StreamResponse:
+    """Answer a request, with an error if that is what comes of it."""
+    try:
+        return await handler(request)
+    except RequestRefusal as refusal:
+        headers = {} if refusal.retry_after_s is None else {"Retry-After": str(math.ceil(refusal.retry_after_s))}
+        response = _error(refusal.status, refusal.message, headers)
+        if api.draining:
+            response.force_close()
+        return response
+    except web.HTTPNotFound:
+        words = f"{shown(request.path, 100)} is not here: this proxy scores prompts, POST /v1/completions"
+        if request.path.endswith("/infer/"):
+            words += "; ms-swift sends it token ids up to version 4.2, and chats since 4.3"
+        return _error(404, words)
+    except web.HTTPRequestEntityTooLarge:
+        return _error(413, f"more than {api.body_limit} bytes: send fewer prompts (edl proxy --max-tokens)")
+    except web.HTTPException as exc:
+        if exc.status < 400:
+            raise
+        return _error(exc.status, exc.reason, dict(exc.headers) if exc.status == 405 else None)
 
 
 def _is_same_origin(request: web.Request) -> bool:
@@ -322,21 +385,6 @@ def _is_same_origin(request: web.Request) -> bool:
 
 def _until(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)
-
-
-async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a function in a thread, and wait for its end also if the caller is cancelled.
-
-    Until then it holds its arguments, and the caller holds the room for them.
-    """
-    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        return await asyncio.shield(call)
-    except asyncio.CancelledError:
-        await asyncio.wait([call])
-        if not call.cancelled():
-            call.exception()  # nobody asks for it
-        raise
 
 
 @contextlib.asynccontextmanager
@@ -363,7 +411,7 @@ async def _body_of(request: web.Request, deadline: float) -> bytes:
 def _refusal_of(error: EDLError) -> RequestRefusal:
     """Return what a client is told where teachers do not score its prompts."""
     words = str(error)
-    if isinstance(error, RejectedError | SourceError):
+    if isinstance(error, RejectedError | SourceError | SettingsError):
         return RequestRefusal(400, words)
     if isinstance(error, OverloadedError):
         return RequestRefusal(503, words, max(error.retry_after_s, 1.0))
@@ -375,19 +423,13 @@ def _refusal_of(error: EDLError) -> RequestRefusal:
     return RequestRefusal(502, words)
 
 
-def _refused(refusal: RequestRefusal, *, closing: bool = False) -> web.Response:
-    headers = {} if refusal.retry_after_s is None else {"Retry-After": str(math.ceil(refusal.retry_after_s))}
-    response = _error(refusal.status, refusal.message, headers)
-    if closing:
-        response.force_close()
-    return response
-
-
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    shown = {**_NO_STORE, "Content-Type": "application/json"}
+    sent = {**_NO_STORE, "Content-Type": "application/json"}
     if headers:
-        shown.update({name: text for name, text in headers.items() if name not in ("Content-Type", "Content-Length")})
-    return web.Response(status=status, body=encode_error(status, message), headers=shown)
+        sent.update({name: text for name, text in headers.items() if name not in ("Content-Type", "Content-Length")})
+    # Many clients show the reason phrase alone, which is a line of ASCII.
+    reason = shown(message, _MOST_REASON).encode("ascii", "replace").decode()
+    return web.Response(status=status, reason=reason, body=encode_error(status, message), headers=sent)
 
 
 async def _write(response: web.StreamResponse, data: bytes) -> None:
@@ -396,8 +438,3 @@ async def _write(response: web.StreamResponse, data: bytes) -> None:
             await asyncio.wait_for(response.write(data[at : at + _PIECE]), _WRITE_S)
     except asyncio.TimeoutError:
         raise ConnectionResetError(f"the client took nothing for {_WRITE_S:g} s") from None
-
-
-def _body_limit(max_tokens: int) -> int:
-    """Return the largest number of bytes of a request with this many tokens."""
-    return (1 << 20) + 12 * max_tokens  # an id of 10 digits, a comma and a space

@@ -1,7 +1,7 @@
 """vLLM's completions protocol: the body of `POST /v1/completions`, checked, and the JSON of answers.
 
 A field that asks for something the proxy cannot do is refused by name. A field that means nothing where nothing is
-generated (penalties, `top_p`, `seed`, `echo`, ...) is ignored. Position p of `prompt_logprobs` is the prediction OF
+generated (penalties, `top_p`, `seed`, ...) is ignored. Position p of `prompt_logprobs` is the prediction OF
 token p, which is row p - 1 of the labels; position 0 is null.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edl.distill.compress import TopK
-from edl.quoting import clip, shown
+from edl.quoting import clip, listed, shown
 
 _MAX_ID: Final = np.iinfo(np.int32).max
 _SINGLE: Final = ("n", "best_of")
@@ -45,8 +45,10 @@ class RequestRefusal(Exception):
 class CompletionRequest:
     """Prompts whose tokens a client wants scored."""
 
+    model: str
     prompts: list[npt.NDArray[np.int32]]  # [tokens] each, at least one token
     k: int  # entries of a position, besides the prompt's own token
+    temperature: float = 1.0
     with_ids: bool = False  # whether the answer repeats the prompts' ids
 
     @property
@@ -60,26 +62,36 @@ class CompletionRequest:
         return sum(max(len(ids), _LEAST_WEIGHT) for ids in self.prompts)
 
 
-def read_request(body: bytes, model: str, max_k: int) -> CompletionRequest:
-    """Read and check the body of a request; raise a RequestRefusal of 400 or 404 that names the field and its value."""
+def read_request(body: bytes, models: Collection[str], max_k: int) -> CompletionRequest:
+    """Read and check the body of a request to one of these models.
+
+    Raises:
+        RequestRefusal: 400 or 404, with the field and its value.
+    """
     try:
-        return _read_fields(json.loads(body), model, max_k)
+        return _read_fields(json.loads(body), models, max_k)
     except (ValueError, RecursionError) as exc:
         raise RequestRefusal(400, f"the body is not JSON: {clip(str(exc), 200)}") from exc
 
 
-def _read_fields(fields: object, model: str, max_k: int) -> CompletionRequest:
+def _read_fields(fields: object, models: Collection[str], max_k: int) -> CompletionRequest:
     if not isinstance(fields, dict):
         raise RequestRefusal(400, "the body is not a JSON object")
     named = fields.get("model")
-    if named is not None and named != model:
-        raise RequestRefusal(404, f"the model {_shown(named)} does not exist; this proxy has {model!r}")
+    if named is None and len(models) > 1:
+        raise RequestRefusal(
+            400, f"model is missing: one of {listed(models)}, or its URL, such as /{next(iter(models))}"
+        )
+    model = next(iter(models)) if named is None else named
+    if model not in list(models):  # which takes values that cannot be hashed, too
+        raise RequestRefusal(404, f"the model {_shown(model)} does not exist; there is {listed(models)}")
     _refuse_generation(fields)
-    return CompletionRequest(_prompts(fields.get("prompt")), _k(fields, max_k), fields.get("return_token_ids") is True)
+    k, with_ids = _k(fields, max_k), fields.get("return_token_ids") is True
+    return CompletionRequest(model, _prompts(fields.get("prompt")), k, _temperature(fields), with_ids)
 
 
 def _refuse_generation(fields: Mapping[str, Any]) -> None:
-    """Refuse what only a server that generates can do, and other temperatures than 1."""
+    """Refuse what only a server that generates can do."""
     tokens = fields.get("max_tokens")
     if tokens is not None and (isinstance(tokens, bool) or tokens not in (0, 1)):
         raise RequestRefusal(
@@ -96,16 +108,18 @@ def _refuse_generation(fields: Mapping[str, Any]) -> None:
         value = fields.get(name)
         if value is not None and value is not False:
             raise RequestRefusal(400, f"{name}: not known here: the ids of `prompt` are scored, all of them")
+
+
+def _temperature(fields: Mapping[str, Any]) -> float:
     temperature = fields.get("temperature")
-    if temperature is None:
-        return
     # 0 is what clients send for the token that is generated and thrown away. It cannot be meant for the teacher.
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or temperature not in (0, 1):
-        raise RequestRefusal(
-            400,
-            f"temperature={_shown(temperature)}: log-probabilities of a prompt are those at temperature 1, which is "
-            "not what was asked for. Distill at temperature 1",
-        )
+    if temperature is None or (temperature == 0 and not isinstance(temperature, bool)):
+        return 1.0
+    # With less than 0.01, a float32 could not hold log-probabilities.
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not number or not 0.01 <= temperature <= 100:
+        raise RequestRefusal(400, f"temperature={_shown(temperature)}: expected a number from 0.01 to 100, or 0")
+    return float(temperature)
 
 
 def _k(fields: Mapping[str, Any], max_k: int) -> int:
@@ -113,6 +127,8 @@ def _k(fields: Mapping[str, Any], max_k: int) -> int:
     if k is None:
         # Of tokens that are generated; where none are, those of the prompt can be meant alone (ms-swift asks so).
         k, name = fields.get("logprobs"), "logprobs"
+        if k is not None and fields.get("echo"):
+            raise RequestRefusal(400, "echo with logprobs: this proxy answers in prompt_logprobs alone; ask with it")
     if k is None:
         raise RequestRefusal(400, "prompt_logprobs is missing: this proxy scores prompts, and generates nothing")
     if isinstance(k, bool) or not isinstance(k, int):
@@ -152,6 +168,15 @@ def _shown(value: object) -> str:
     return shown(json.dumps(value), 100)
 
 
+def at_temperature(labels: TopK, own: npt.NDArray[Any], temperature: float) -> tuple[TopK, npt.NDArray[Any]]:
+    """Turn log-probabilities at temperature 1, whose tail is summed up at another one, into those at that one."""
+    if temperature == 1:
+        return labels, own
+    values = np.asarray(labels.values, np.float64) / temperature
+    total = np.logaddexp(np.logaddexp.reduce(values, axis=-1), np.asarray(labels.tail_lse, np.float64))[:, None]
+    return TopK(labels.ids, values - total, labels.tail_lse), np.asarray(own, np.float64) / temperature - total
+
+
 def encode_choice(
     index: int, prompt: npt.NDArray[np.int32], labels: TopK, own: npt.NDArray[Any], k: int, with_ids: bool
 ) -> Iterator[bytes]:
@@ -171,6 +196,7 @@ def encode_choice(
         f'"token_ids":{"[]" if with_ids else "null"},"prompt_logprobs":[null'
     ).encode()
     ids, values, last = np.asarray(labels.ids), np.asarray(labels.values), np.asarray(own)[:, 0]
+    k = min(k, ids.shape[1])  # a small vocabulary may have fewer
     rows = max(1, PIECE_ENTRIES // ids.shape[1])  # all that are there are looked at, even if k is less
     for start in range(0, len(prompt) - 1, rows):
         end = min(start + rows, len(prompt) - 1)

@@ -9,11 +9,10 @@ import logging
 import time
 from typing import Final
 
-from edl.distill import Options, Scorer
-from edl.distill.metrics import export
 from edl.http_server.server import AppServer, BearerTokenCheck, HostCheck
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.proxy.app import ScoringApi, make_app
+from edl.proxy.scorers import ScorerPool
 from edl.proxy.settings import ProxySettings
 
 logger = logging.getLogger(__name__)
@@ -24,7 +23,7 @@ _POLL_S: Final = 0.05  # for the last answer of a proxy that ends
 
 
 class ProxyServer(AppServer):
-    """Answers as a vLLM does that is asked for the log-probabilities of prompts, with the teachers of a service.
+    """Answers as a vLLM does that is asked for the log-probabilities of prompts, with the teachers of services.
 
     If no teacher is live requests wait for one, and are refused after `teacher_timeout_s`.
 
@@ -39,21 +38,12 @@ class ProxyServer(AppServer):
         credentials = CredentialFiles.of(settings.credentials, serving=True)
         super().__init__("edl-proxy", settings.host, settings.port, credentials, _MOST_CONNECTIONS)
         self._settings = settings
-        self._scorer = Scorer(
-            settings.service,
-            top_k=settings.top_k,
-            targets=True,
-            version=settings.version,
-            tokenizer=settings.tokenizer,
-            discovery=settings.discovery,
-            max_tokens=settings.room,
-            options=Options(teacher_timeout_s=settings.teacher_timeout_s, credentials=settings.teacher_credentials),
-        )
+        self._scorers = ScorerPool(settings)
         self._api: ScoringApi | None = None
         try:
             self.start()
         except BaseException:
-            self._scorer.close()
+            self._scorers.close()
             raise
         if not settings.local and not settings.credentials.token_file:
             logger.warning(
@@ -65,13 +55,12 @@ class ProxyServer(AppServer):
     async def serve(self) -> None:
         """See `AppServer.serve`."""
         settings = self._settings
-        self._api = ScoringApi(settings, self._scorer)
-        export(self._scorer, "proxy", self._api.metrics.registry)
+        self._api = ScoringApi(settings, self._scorers)
         tokens = None
         if self._credentials is not None and self._credentials.settings.token_file:
             tokens = BearerTokenCheck(self._credentials)
         hosts = HostCheck(True, settings.allowed_hosts) if settings.local and tokens is None else None
-        await self.run_app(make_app(self._api, settings.room, hosts, tokens), answers_late=True)
+        await self.run_app(make_app(self._api, hosts, tokens), answers_late=True)
 
     def drain(self, timeout_s: float) -> bool:
         """Take nothing new, and wait for the answers that are under way; return whether all were sent in time."""
@@ -88,4 +77,4 @@ class ProxyServer(AppServer):
     def close(self) -> None:
         """End all connections, and those to teachers. May be called twice."""
         super().close()
-        self._scorer.close()
+        self._scorers.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,14 +20,14 @@ class ProxySettings:
     """Settings of a proxy.
 
     Attributes:
-        service: The teachers' service, or `host:port` of teachers, separated by commas.
+        services: By the name of a model that clients ask for, the service of its teachers, or `host:port` of teachers,
+            separated by commas.
         discovery: URL of the registry; None for the default.
-        model: Name that clients ask for; empty for that of the service.
         host: Name or address to listen on.
         port: Port to listen on; 0 for a free one.
-        top_k: Largest number of entries per position; teachers are asked for this many.
+        top_k: Largest number of entries per position that a request may ask for.
         max_tokens: Largest number of tokens held at a time, being asked of teachers or sent to clients; the excess
-            queues. None for as many as have 256 MiB of labels, 262,144 at `top_k=64`.
+            queues. None for as many as have 256 MiB of labels, 131,072 at `top_k=128`.
         timeout_s: Seconds to wait for an answer, queueing included.
         teacher_timeout_s: Seconds that a request waits while no teacher is live.
         version: Version of the model; empty for any.
@@ -39,12 +40,11 @@ class ProxySettings:
         SettingsError: a value is out of range, or tokens would cross the network as they are.
     """
 
-    service: str
+    services: Mapping[str, str]
     discovery: str | None = None
-    model: str = ""
     host: str = "127.0.0.1"
     port: int = 9000
-    top_k: int = 64
+    top_k: int = 128
     max_tokens: int | None = None
     timeout_s: float = 600.0
     teacher_timeout_s: float = 60.0
@@ -77,11 +77,6 @@ class ProxySettings:
         if self.max_tokens is not None:
             return self.max_tokens
         return max(min(_LABEL_BYTES // (_ENTRY_BYTES * self.top_k), 1 << 18), _LEAST_ROOM)
-
-    @property
-    def model_name(self) -> str:
-        """The name that clients ask for."""
-        return self.model or self.service
 
     @property
     def local(self) -> bool:

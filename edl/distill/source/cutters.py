@@ -204,7 +204,7 @@ class Gatherer:
         if self.max_sequence and rows > self.max_sequence:
             raise SourceError(
                 f"{unit.what} is a sequence of {rows} tokens, and teachers take at most {self.max_sequence}: cut it in "
-                "your source, or serve the model with a larger --max-tokens"
+                "your source, or serve the model with a larger --max-tokens if its context is longer"
             )
         fitting = self.fit({POSITION: np.broadcast_to(np.int32(0), (rows,)), **unit.arrays})
         if fitting and rows > fitting:

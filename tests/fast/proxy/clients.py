@@ -65,9 +65,9 @@ def ask(
     return answer.status, json.loads(content) if is_json else content.decode(), dict(answer.getheaders())
 
 
-def check_choice(choice: dict[str, Any], sequence: Sequence[int], k: int) -> None:
+def check_choice(choice: dict[str, Any], sequence: Sequence[int], k: int, sign: int = 1) -> None:
     """Position p holds the prediction of token p, the k best by rank, and the prompt's own token."""
-    expected = prefix_scores_of(np.asarray(sequence, np.int32), VOCABULARY)
+    expected = sign * prefix_scores_of(np.asarray(sequence, np.int32), VOCABULARY)
     positions = choice["prompt_logprobs"]
     assert len(positions) == len(sequence)
     assert positions[0] is None

@@ -12,6 +12,8 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,8 +31,9 @@ from edl.proxy.server import ProxyServer
 from edl.proxy.settings import ProxySettings
 from edl.settings import Credentials
 from edl.testing import LocalTeacher
+from edl.testing.models import prefix_scores_of
 from edl_serving.request_error import invalid_argument
-from tests.fast.distill.sequences.language_model import VOCABULARY, PrefixModel
+from tests.fast.distill.sequences.language_model import VOCABULARY, NegativeModel, PrefixModel
 from tests.fast.proxy.clients import (
     ask,
     axolotl_request,
@@ -44,8 +47,9 @@ from tests.waiting import DEADLINE_S, wait_until
 
 OpenProxy = Callable[..., ProxyServer]
 K = 5
+FAULTY = VOCABULARY - 1  # a token whose prompts are answered with NaN
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-SEQUENCES = [np.random.default_rng(n).integers(0, VOCABULARY, n).tolist() for n in (1, 2, 30, 7, 120)]
+SEQUENCES = [np.random.default_rng(n).integers(0, FAULTY, n).tolist() for n in (1, 2, 30, 7, 120)]
 
 
 class GatedModel(PrefixModel):
@@ -62,7 +66,10 @@ class GatedModel(PrefixModel):
 
     def predict_top_k(self, *arguments: Any) -> Any:
         assert self.released.wait(DEADLINE_S)
-        return super().predict_top_k(*arguments)
+        answers = super().predict_top_k(*arguments)
+        if (arguments[0]["ids"] == FAULTY).any():
+            answers["logprobs"].values[:] = np.nan
+        return answers
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +90,7 @@ def open_proxy(teacher: Inside, stack: contextlib.ExitStack) -> OpenProxy:
     """Opens proxies, and closes them."""
 
     def open_(**settings: Any) -> ProxyServer:
-        defaults = {"service": teacher.target, "model": "m", "port": 0, "top_k": K, "max_tokens": 2000}
+        defaults = {"services": {"m": teacher.target}, "port": 0, "top_k": K, "max_tokens": 2000}
         return stack.enter_context(ProxyServer(ProxySettings(**{**defaults, **settings})))
 
     return open_
@@ -124,22 +131,75 @@ def test_what_clients_look_at_first(open_proxy: OpenProxy) -> None:
 
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"max_tokens": 2}, 400, "generates nothing"),
-    ({"model": "other"}, 404, "'m'"),
-    ({"prompt_logprobs": K + 1}, 400, f"max allowed: {K}"),
+    ({"model": "other"}, 404, "there is m"),
+    ({"prompt_logprobs": 10}, 400, "max allowed: 9"),
     ({"prompt": [[1, VOCABULARY * 10**5]]}, 400, "out of vocabulary"),
-    ({"prompt": [[1] * 201]}, 400, "201"),
+    ({"prompt": [[1] * 201]}, 400, "at most 200"),
+    ({"prompt": [[1] * 2001]}, 400, "at most 200"),
+    ({"prompt_logprobs": 9, "max_tokens": 1}, 400, "set top_k=8"),
     ({"prompt": [[1] * 150] * 14}, 413, "2100 tokens"),
     ({"prompt": [[1]] * 130}, 413, "2080 tokens"),
 ]
 
 
-def test_what_is_refused(open_proxy: OpenProxy) -> None:
-    port = open_proxy().port
-    for changed, status, words in REFUSED:
-        found, answer, _ = ask(port, {**trl_request([[1, 2]], 2, "m"), **changed})
-        assert found == status, answer
-        assert words in answer["error"]["message"]
+def test_what_is_refused(open_proxy: OpenProxy, caplog: pytest.LogCaptureFixture) -> None:
+    """With the reason in the body and in the status line, and in the log once."""
+    port = open_proxy(top_k=9).port
+    for changed, status, words in REFUSED * 2:
+        body = json.dumps({**trl_request([[1, 2]], 2, "m"), **changed}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
+        with pytest.raises(urllib.error.HTTPError, match=re.escape(words)) as refused:
+            urllib.request.urlopen(request, timeout=DEADLINE_S)
+        with refused.value as answer:
+            assert answer.code == status
+            assert words in json.load(answer)["error"]["message"]
         assert ask(port, trl_request([[1, 2]], 2, "m"))[0] == 200, "others are answered"
+    assert caplog.text.count("generates nothing") == 1
+
+
+def test_services_by_name_and_url(open_proxy: OpenProxy, teacher: Inside) -> None:
+    """TRL's asynchronous trainer takes the first model of each URL, and asks that URL for it."""
+    negative = Inside(NegativeModel())
+    try:
+        port = open_proxy(services={"math": teacher.target, "a/b": negative.target}).port
+        assert [model["id"] for model in ask(port, path="/v1/models")[1]["data"]] == ["math", "a/b"]
+        for name, sign in (("math", 1), ("a/b", -1)):
+            wait_until(lambda name=name: ask(port, path=f"/{name}/health")[0] == 200)
+            assert [model["id"] for model in ask(port, path=f"/{name}/v1/models")[1]["data"]] == [name]
+            body = trl_request([SEQUENCES[3]], K, name)
+            for path in ("/v1/completions", f"/{name}/v1/completions"):
+                answer = ask(port, body, path)[1]
+                check_choice(answer["choices"][0], SEQUENCES[3], K, sign=sign)
+                assert answer["model"] == name
+        for path, model, status in (
+            ("/math/v1/completions", "a/b", 404),
+            ("/other/v1/completions", None, 404),
+            ("/v1/completions", None, 400),
+            ("/math/v1/completions", None, 200),
+        ):
+            assert ask(port, {**trl_request([[1, 2]], 2, ""), "model": model}, path)[0] == status
+    finally:
+        negative.close()
+
+
+def test_any_temperature(open_proxy: OpenProxy) -> None:
+    port = open_proxy().port
+    _, answer, _ = ask(port, {**trl_request([SEQUENCES[2]], K, "m"), "temperature": 2.0})
+    whole = prefix_scores_of(np.asarray(SEQUENCES[2], np.int32), VOCABULARY).astype(float) / 2
+    whole -= np.logaddexp.reduce(whole, axis=-1)[:, None]
+    for row, entries in zip(whole, answer["choices"][0]["prompt_logprobs"][1:], strict=False):
+        for token, entry in entries.items():
+            assert entry["logprob"] == pytest.approx(row[int(token)], abs=1e-5)
+
+
+def test_scorers_are_few(open_proxy: OpenProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those longest unused are closed."""
+    monkeypatch.setattr("edl.proxy.scorers._MOST_OPEN", 2)
+    port = open_proxy().port
+    for k in (2, 3, 4, 2):
+        assert ask(port, trl_request([[1, 2]], k, "m"))[0] == 200
+    found = set(re.findall(r'reader="m k=(\d)', ask(port, path="/metrics")[1]))
+    assert found == {"4", "2"}
 
 
 def test_garbage(open_proxy: OpenProxy) -> None:
@@ -208,12 +268,21 @@ def test_clients_that_go_away(open_proxy: OpenProxy, model: GatedModel) -> None:
 def test_no_teacher(open_proxy: OpenProxy) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        proxy = open_proxy(service=f"127.0.0.1:{unused.getsockname()[1]}", teacher_timeout_s=0.5)
+        proxy = open_proxy(services={"m": f"127.0.0.1:{unused.getsockname()[1]}"}, teacher_timeout_s=0.5)
         status, answer, headers = ask(proxy.port, trl_request([[1, 2]], 2, "m"))
         assert (status, headers["Retry-After"]) == (503, "5"), answer
-        status, _, headers = ask(proxy.port, path="/health")
-        assert (status, headers["Retry-After"]) == (503, "5")
+        for path in ("/health", "/health/", "/m/health"):
+            status, answer, headers = ask(proxy.port, path=path)
+            assert (status, headers["Retry-After"]) == (503, "5")
+            assert "is live (127.0.0.1:" in answer["error"]["message"]
         assert ask(proxy.port, path="/livez")[0] == 200
+
+
+def test_a_faulty_answer_stops_nobody(open_proxy: OpenProxy) -> None:
+    port = open_proxy().port
+    assert ask(port, trl_request([[1, FAULTY]], 1, "m"))[0] == 502
+    assert ask(port, path="/health")[0] == 200
+    assert ask(port, trl_request([[1, 2]], 1, "m"))[0] == 200
 
 
 def test_answers_in_time(open_proxy: OpenProxy, model: GatedModel) -> None:
@@ -239,7 +308,7 @@ def test_tokens_are_asked_for(open_proxy: OpenProxy, tmp_path: Any) -> None:
     assert ask(port, path="/metrics")[0] == 401
     assert ask(port, path="/livez")[0] == 200
     with pytest.raises(SettingsError, match="without TLS"):
-        ProxySettings("s", host="0.0.0.0", credentials=Credentials(token_file=str(tokens)))
+        ProxySettings({"s": "s"}, host="0.0.0.0", credentials=Credentials(token_file=str(tokens)))
 
 
 def test_other_names_are_refused(open_proxy: OpenProxy) -> None:
@@ -310,7 +379,12 @@ def test_it_waits_for_a_teacher_and_drains(tmp_path: Path) -> None:
 
 
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, words in ((["--top-k", "0"], "top_k=0"), (["--host", "192.0.2.1"], "cannot listen")):
+    for arguments, words in (
+        (["--top-k", "0"], "top_k=0"),
+        (["--host", "192.0.2.1"], "cannot listen"),
+        (["b=c", "b=d"], "each name once"),
+        (["b", "--model", "m"], "NAME=SERVICE"),
+    ):
         assert main(["proxy", "127.0.0.1:1", *arguments, "--port", "0"]) == 2
         assert words in capsys.readouterr().err
 
@@ -330,13 +404,13 @@ WRONG_PROMPTS: tuple[Any, ...] = ([], [[]], "a", ["a"], [1.0], [True], [[1], 2],
 
 
 def read(**changed: Any) -> Any:
-    return read_request(json.dumps({**GOOD, **changed}).encode(), "m", 8)
+    return read_request(json.dumps({**GOOD, **changed}).encode(), ["m"], 8)
 
 
 @pytest.mark.parametrize(("top_k", "room"), [(1, 1 << 18), (128, 1 << 17), (1 << 16, 4096)])
 def test_room_is_for_labels_of_any_k(top_k: int, room: int) -> None:
-    assert ProxySettings("s", top_k=top_k).room == room
-    assert ProxySettings("s", top_k=top_k, max_tokens=7).room == 7
+    assert ProxySettings({}, top_k=top_k).room == room
+    assert ProxySettings({}, top_k=top_k, max_tokens=7).room == 7
     found = read(prompt=[[1]] * 100 + [[2] * 40])
     assert (found.tokens, found.weight) == (140, 1640), "each has arrays of its own, however short it is"
 
@@ -361,7 +435,8 @@ def test_prompts_and_k() -> None:
         *({"prompt_logprobs": wrong} for wrong in (9, -1, True, 1.0)),
         {"prompt_logprobs": None},
         *({"max_tokens": wrong} for wrong in (2, -1, True)),
-        *({"temperature": wrong} for wrong in (0.5, True, float("nan"))),
+        *({"temperature": wrong} for wrong in (0.001, 101, True, "1", float("nan"))),
+        {"prompt_logprobs": None, "logprobs": 2, "echo": True},
         *({"truncate_prompt_tokens": 0}, {"prompt_embeds": "x"}),
         *({"stream": True}, {"n": 2}, {"best_of": 3}),
     ],

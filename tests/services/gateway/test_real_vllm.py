@@ -165,7 +165,7 @@ def test_what_is_refused(vllm: VllmServer, gateways: Gateways, endpoint: str) ->
 
 @pytest.fixture
 def proxy(gateways: Gateways) -> Iterator[ProxyServer]:
-    with ProxyServer(ProxySettings("m", discovery=gateways.url, port=0, top_k=K)) as server:
+    with ProxyServer(ProxySettings({"m": "m"}, discovery=gateways.url, port=0, top_k=K)) as server:
         yield server
 
 

@@ -6,7 +6,7 @@ usage, 75 if the store or Kubernetes does not answer (EX_TEMPFAIL: try again), 1
 The commands are those of a table here, and the entry points of the group `edl.commands` in any installed package. None
 is imported before it is run: some need torch, and `edl --help` should not.
 
-What does not belong here: anything that a program would want to call. Commands parse, call the library, and print.
+Commands parse, call the library, and print: whatever a program may want to call is in the library.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ First steps (discovery is a SQLite file on this machine: no server to install):
   edl serve --callable mymodel.py:predict --input "image:fp32[1,8,8]" --service digits
       a teacher: any Python function over numpy arrays; start as many as you like
   edl teachers --watch
-      shows which teachers are live, as they come and go
+      shows which teachers are live, and every change
 
 Then, in the student's program:
   from edl.distill.torch import distill
@@ -73,7 +73,7 @@ _COMMANDS = {
     "serve": ("", ""),
     "register": ("", ""),
     "proxy": ("edl.cli.servers:proxy", "Elastic teachers for trainers that know a single vLLM's URL"),
-    "teachers": ("edl.cli.teachers", "The teachers that are live, once or as they come and go"),
+    "teachers": ("edl.cli.teachers", "The teachers that are live, once or as the list changes"),
     "store": ("edl.cli.servers:store", "Serves a store to other hosts, where teachers and jobs meet"),
     "label": ("edl.cli.label", "Soft labels for a whole data set, ahead of time"),
     "master": ("edl.cli.master", "Hands a job's data out to its workers, shard by shard, and loses none"),
@@ -84,14 +84,14 @@ _COMMANDS = {
     "bench": ("edl.cli.bench", "How fast a student can be fed, measured here and now"),
     "submit": ("edl.cli.kube.submit", "Starts an elastic job on Kubernetes, with teachers if wanted"),
     "jobs": ("edl.cli.kube.workloads:jobs", "Jobs and pools of a Kubernetes cluster"),
-    "logs": ("edl.cli.kube.logs", "What the members of a job or pool on Kubernetes write"),
+    "logs": ("edl.cli.kube.logs", "The logs of a job's or pool's members on Kubernetes"),
     "scale": ("edl.cli.kube.workloads:scale", "Sets how many workers a job has, or teachers a pool; `auto` undoes it"),
     "suspend": ("edl.cli.kube.workloads:suspend", "Ends the pods of jobs and pools, which `edl resume` starts again"),
     "resume": ("edl.cli.kube.workloads:resume", "Starts the pods of suspended jobs and pools again"),
     "delete": ("edl.cli.kube.workloads:delete", "Deletes jobs and pools on Kubernetes; asks nothing"),
     "operator": ("edl.cli.servers:operator", "Runs ElasticJobs and TeacherPools of a Kubernetes cluster"),
 }
-"""Name -> target and summary, in the order in which somebody new meets them; without both, it is an entry point."""
+"""Name -> target and summary, in the order in which a new user meets them; without both, it is an entry point."""
 
 _PROVIDERS = {
     "aiohttp": ("aiohttp", "dashboard"),
@@ -100,7 +100,6 @@ _PROVIDERS = {
     "kubernetes": ("kubernetes", "kubernetes"),
     "matplotlib": ("matplotlib", "demo"),
     "paddle": ("paddlepaddle", "paddle"),
-    "plotext": ("plotext", "demo"),
     "sklearn": ("scikit-learn", "demo"),
     "tomli": ("tomli", "serving"),
     "torch": ("torch", "torch"),
@@ -127,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone (`edl teachers | head`). What is still buffered has nowhere to go.
+        # The reader of our output has gone (`edl teachers | head`). The rest of the buffer has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (EDLError, ModuleNotFoundError) as exc:
@@ -153,8 +152,8 @@ def _dispatch(arguments: list[str]) -> int:
     name = arguments[0]
     commands = find_commands()
     if name not in commands:
-        hint = did_you_mean(name, commands) or f"; there are {', '.join(commands)}."
-        print(f"edl: there is no command {name!r}{hint} `edl --help` explains.", file=sys.stderr)
+        hint = did_you_mean(name, commands) or f"; the commands are {', '.join(commands)}."
+        print(f"edl: unknown command {name!r}{hint} `edl --help` explains.", file=sys.stderr)
         return EXIT_USAGE
     return commands[name].load()(arguments[1:]) or 0
 

@@ -23,7 +23,7 @@ from edl.testing import LocalTeacher
 
 _DESCRIPTION = """\
 Asks teachers for the labels of random inputs as fast as the reader can, and prints rows per second, how long a batch
-takes from the source into the training loop, and what it costs in processor time. Without --teachers it starts one
+takes from the source into the training loop, and its cost in processor time. Without --teachers it starts one
 whose model costs nothing: the figure is then what EDL itself can carry on this machine."""
 
 _EXAMPLES = """\
@@ -36,7 +36,7 @@ examples:
       your own teachers, by service; --teachers HOST:PORT,HOST:PORT names them one by one"""
 
 _WARM_UP_S = 1.0
-"""Not counted, since connections are made and windows grow meanwhile."""
+"""Time at the start that is not measured: connections are made and windows grow."""
 _POOL = 16
 """Different inputs in turn: a single array would stay in the processor's cache."""
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class _Load:
-    """What is asked, and for how long; `shape` is a row's."""
+    """The inputs to ask with, and for how long; `shape` is that of a row."""
 
     input: str
     output: str
@@ -88,7 +88,7 @@ class _Load:
 
 @dataclass(frozen=True)
 class _Result:
-    """What was measured after a warm-up.
+    """The figures measured after a warm-up.
 
     `latency_ms` has percentiles of the time from the source to the training loop, `reader_cpu_us` and `teacher_cpu_us`
     the processor time for a row, here and in the teachers started here, `teacher_ms` the median request by teacher.

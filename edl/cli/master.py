@@ -268,7 +268,7 @@ def _default_journal(url: str, job: str) -> str:
     if parts.scheme != "sqlite":
         return "store:"
     file = f"{quote(job, safe='')}.master.sqlite"
-    folder = Path("/" + unquote(parts.path).lstrip("/")).parent  # "//" at the beginning is no other place
+    folder = Path("/" + unquote(parts.path).lstrip("/")).parent  # "//" at the beginning names the same place
     return f"sqlite://{quote(str(folder / file))}"
 
 
@@ -336,9 +336,9 @@ def warn_of_open_port(host: str, credentials: Credentials) -> None:
 _SAMPLE_S: Final = 10.0
 """Between two samples of a job's rate: workers report theirs over several seconds."""
 _PAUSE_S: Final = 30.0
-"""What a change of a job's size is taken to cost before it was measured."""
+"""Assumed cost of a change of a job's size, until it has been measured."""
 _PAUSES: Final = ("rendezvous", "load", "rollback")
-"""What a change of a job's size consists of: workers meet, load the state, and repeat what was lost."""
+"""Categories of time that a change of a job's size costs: workers meet, load the state, and repeat lost work."""
 
 
 def _open_advisor(store: Store, options: argparse.Namespace, leads: Callable[[], bool]) -> ScalingAdvisor:

@@ -1,7 +1,7 @@
 """`edl report`: a picture of a job: what its nodes did when, how far it got, and the goodput.
 
 Within a span of a node's time the categories are stacked by their share: in the file, frequent short saves are a thin
-stripe along a long bar, and areas are amounts of time. matplotlib and plotext are imported only when they draw.
+stripe along a long bar, and areas are amounts of time. matplotlib is imported only when it draws.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ _FORMATS: Final = (".png", ".svg", ".pdf")
 
 _DESCRIPTION = """\
 Draws an elastic job from its ledger, while it runs or after it ended: a row of states for each node, what happened
-when, the steps over time, and the goodput: the part of the wall-clock time that went into steps which were finished
-once and not lost. In the terminal each column shows what most of its time was used for; the file shows all of it."""
+when, and the goodput: the part of the wall-clock time that went into steps which were finished once and not lost. In
+the terminal each column shows what most of its time was used for; the file shows all of it, and the steps over time."""
 
 _EXAMPLES = """\
 examples:
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
         _draw_picture(summary, options.out)
     screen = console(_WIDTH)
     _print_timeline(summary, screen)
-    _print_steps(summary, screen)
+    _print_events(summary, screen)
     if options.out is not None:
         screen.print(Text(printable(f"The picture is in {options.out}")))
     return 0
@@ -149,29 +149,8 @@ def _main_categories(spans: Sequence[Span], begin_s: float, width_s: float, coun
     return [max(TimeCategory, key=lambda state: parts[state]) if 2 * sum(parts) > width_s else None for parts in sums]
 
 
-def _print_steps(summary: JobSummary, console: Console) -> None:
-    """Draw the last step over time, and the job's events below."""
-    import plotext
-
+def _print_events(summary: JobSummary, console: Console) -> None:
     unit, unit_s = _time_unit(summary.elapsed_s)
-    marks = sorted(
-        ((node.began - summary.began + mark.at_us / 1e6) / unit_s, mark.step)
-        for node in summary.nodes
-        for mark in node.record.marks
-        if mark.step >= 0
-    )
-    if marks:
-        figure = plotext.figure
-        figure.clear()
-        figure.plot_size(min(console.width, _WIDTH), 14)
-        figure.title(f"last step, by {unit} since the job began")
-        figure.ruler("x").lim(0, summary.elapsed_s / unit_s)
-        highest = max(1, *(step for _, step in marks))
-        ticks = [highest * part // 4 for part in range(5)]
-        figure.ruler("y").ticks(ticks, [f"{tick:,}" for tick in ticks])
-        curve = figure.signal([at for at, _ in marks], [step for _, step in marks], marker=plotext.marker("hd", "cyan"))
-        figure.draw(curve.lines())
-        console.print(Text.from_ansi(figure.build().string(colorless=not console.is_terminal)))
     for event in summary.events[-_MAX_ROWS:]:
         at = (event.at - summary.began) / unit_s
         console.print(Text(printable(f"{at:10.2f} {unit[0]}  {event.kind:<10}  {event.node}  {event.text}".rstrip())))

@@ -1,9 +1,7 @@
 """Commands that serve in the foreground until a signal: `edl store`, `edl dashboard`, `edl proxy` and `edl operator`.
 
-Each parses its options, starts a server of the library, and waits. What a server needs is imported when it starts,
+Each parses its options, starts a server of the library, and waits. A server's packages are imported when it starts,
 since the help of a command must not wait for aiohttp or gRPC.
-
-What does not belong here: the servers themselves.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ _PAGE_PORT: Final = 8650
 
 
 def _wait(caught: Sequence[int], check: Callable[[], None] = lambda: None) -> int:
-    """Wait for a signal; return its number. `check` is called meanwhile, and raises what went wrong."""
+    """Wait for a signal; return its number. `check` is called until then, and raises what went wrong."""
     while not caught:
         check()
         time.sleep(_POLL_S)
@@ -193,7 +191,7 @@ page unless --token-file is given. /metrics is for Prometheus, /healthz for prob
 dashboard for Grafana, and what each metric means."""
 
 _KUBE_TIMEOUT_S = 3.0
-"""For the API server: the look at the store waits for it."""
+"""Timeout of the API server: reading the store waits for it."""
 
 
 def dashboard(argv: Sequence[str]) -> int:
@@ -283,7 +281,7 @@ services, "model" or the URL (/NAME/v1/completions) chooses one. /health is 200 
 has a live teacher (/NAME/health: that one), /livez while this process lives; /metrics is for
 Prometheus. While no teacher is live, a request waits --teacher-timeout, then the answer is 503.
 
-Start it beside each trainer, or once for all. At SIGTERM it refuses new requests and answers those
+Start one for each trainer, or one for all. At SIGTERM it refuses new requests and answers those
 under way (--drain). Exit codes: 0 ended, 1 not everything was answered in time, 2 wrong usage."""
 
 _EXIT_CUT = 1  # not everything was answered in time, as `edl serve` has it
@@ -364,7 +362,7 @@ are idle, and gives them back. It finds the cluster as kubectl does, or by the s
 in. Normally the chart starts it (serving/kube/chart); on a machine of yours it does the same, with your rights.
 
 All that it remembers is in the status of the resources. Kill it at any moment: pods keep running, and the next operator
-continues from there. A second one beside it does no harm. While the API server is away it waits.
+continues from there. A second one does no harm. While the API server is away, it waits.
 
 It needs the CRDs, and the Role edl-operator in each namespace (docs/kubernetes-operators.md). With the ClusterRole
 edl-capacity it sees what is idle before it starts a pod; without it, a pod that waits tells.

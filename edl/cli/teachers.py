@@ -57,7 +57,7 @@ _EXAMPLES = """\
 examples:
   edl teachers                     all services of the default registry (a SQLite file of yours)
   edl teachers digits              one service, with its load: "3 live; 2 students wait 31% of their time; 5 would do"
-  edl teachers digits --watch      joins, leaves and changes of one service, as they come
+  edl teachers digits --watch      a line for each join, leave and change of one service
   edl teachers --json | jq .       for programs; with --watch one JSON object a line
   edl teachers --store consul://10.0.0.7:8500"""
 
@@ -309,7 +309,7 @@ def brief_meta(meta: Any, limit: int = 48) -> str:
 
 @dataclass(frozen=True)
 class LoadView:
-    """What the Store says of a service.
+    """A service's load, as the store has it.
 
     `load` is None if the Store does not answer, and `trouble` says why; `wanted` is None if no master decides. What
     teachers whose registration `lapsed` published last says nothing about now.

@@ -1,20 +1,15 @@
 """The state as Prometheus metrics: https://prometheus.io/docs/practices/naming/.
 
-Labels name jobs, datasets, services, teachers and students that are there at the moment, and never a sample or a shard:
-what is gone is no series any more. A job's label is `job_name`, since `job` is Prometheus's own.
-
-While the Store does not answer there are no series of jobs and services: Prometheus shows a gap rather than a figure
-that is not known.
-
-What does not belong here: how the state is found (`edl.dashboard.state`), and HTTP.
+Labels name jobs, datasets, services, teachers and students that exist at the moment, never a sample or a shard; the
+series of others end. A job's label is `job_name`, since `job` is Prometheus's own. While the store does not answer,
+jobs and services have no series: Prometheus shows a gap rather than an unknown figure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -25,16 +20,8 @@ from edl.dashboard.state.records import SHARD_STATES
 from edl.dashboard.state.schema import DashboardState, JobStatus, MasterStatus, ServiceStatus
 
 
-@dataclass(frozen=True)
-class MetricSpec:
-    """A metric of the page.
-
-    Attributes:
-        name: as it is exported.
-        kind: "counter" or "gauge".
-        labels: their names.
-        text: its help.
-    """
+class MetricSpec(NamedTuple):
+    """A metric of the page: its exported name, the names of its labels, and its help."""
 
     name: str
     kind: Literal["counter", "gauge"]
@@ -42,15 +29,8 @@ class MetricSpec:
     text: str
 
 
-@dataclass(frozen=True)
-class ServerFigures:
-    """What the server itself counts.
-
-    Attributes:
-        looks: at the Store.
-        look_s: that the last look took.
-        clients: that follow the stream of events.
-    """
+class ServerFigures(NamedTuple):
+    """Counters of the server: looks at the store, seconds that the last one took, clients of the stream of events."""
 
     looks: int
     look_s: float
@@ -62,14 +42,14 @@ _DATASET: Final = ("job_name", "dataset")
 _TEACHER: Final = ("service", "teacher")
 _STUDENT: Final = ("service", "student", "job_name")
 _JOB_STATES: Final = ("forming", "running", "done", "failed", "down", "gave up", "unknown")
-_BEGAN_ANEW: Final = 0.5
-"""Of a counter's highest value: a new job of the same name begins near 0, and a rollback takes back minutes."""
+_RESTARTED: Final = 0.5
+"""Share of a counter's highest value: a new job of the same name begins near 0, and a rollback takes back minutes."""
 _TEACHER_STATES: Final = ("starting", "ready", "draining", "lapsed")
 
 METRICS: Final = (
     MetricSpec("edl_dashboard_store_up", "gauge", (), "1 if the last look at the Store and the registry succeeded."),
     MetricSpec("edl_dashboard_looks_total", "counter", (), "Looks at the Store, for all clients together."),
-    MetricSpec("edl_dashboard_last_look_seconds", "gauge", (), "What the last look took."),
+    MetricSpec("edl_dashboard_last_look_seconds", "gauge", (), "Duration of the last look."),
     MetricSpec("edl_dashboard_clients", "gauge", (), "Browsers that follow the stream of events."),
     MetricSpec("edl_dashboard_unreadable_records", "gauge", (), "Records in the Store that cannot be read."),
     MetricSpec("edl_job_state", "gauge", (*_JOB, "state"), "1 for the state that the job is in."),
@@ -135,7 +115,7 @@ class DashboardMetrics(Collector):
         self._counters = _Counters()
         self.registry.register(self)
         for registry in registries:
-            self.registry.register(_Others(registry))
+            self.registry.register(registry)  # it collects, as a collector does
 
     def describe(self) -> Iterator[Metric]:
         """Yield nothing: what there is to collect is known at a scrape."""
@@ -162,19 +142,6 @@ class DashboardMetrics(Collector):
         yield from samples.families()
 
 
-class _Others(Collector):
-    """Passes another registry's metrics on."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def describe(self) -> Iterator[Metric]:
-        yield from ()
-
-    def collect(self) -> Iterable[Metric]:
-        return self._registry.collect()
-
-
 class _Samples:
     """The samples of a scrape, by metric."""
 
@@ -195,10 +162,10 @@ class _Samples:
 
 
 class _Counters:
-    """Holds counters that fall a little: Prometheus takes one that falls for one that began anew, and counts all again.
+    """Holds counters that fall a little: Prometheus takes any fall for a restart from 0, and would count all again.
 
     A late record of a node moves seconds from a category to another; a worker that goes back to its checkpoint gives
-    shards back. A counter that falls below a half has begun anew.
+    shards back. A counter that falls below a half has restarted.
     """
 
     def __init__(self) -> None:
@@ -208,7 +175,7 @@ class _Counters:
     def held(self, value: float, *key: str) -> float:
         """Return the value, or the highest before where it fell a little."""
         before = self._highest.get(key, 0.0)
-        self._highest[key] = value if value > before or value < before * _BEGAN_ANEW else before
+        self._highest[key] = value if value > before or value < before * _RESTARTED else before
         self._seen.add(key)
         return self._highest[key]
 

@@ -1,9 +1,7 @@
 """The server of the page: files, `/api/state`, `/api/events`, `/metrics` and probes, in threads of its own.
 
-Imports aiohttp (the extra `dashboard`): import this module where a page is asked for, and nowhere else.
-
-What does not belong here: what is to be seen (`edl.dashboard.state`), how it looks (`edl/dashboard/static`), when the
-store is looked at (`edl.dashboard.streams`), and listening (`edl.http_server`).
+It imports aiohttp (the extra `dashboard`): import this module only to serve a page. `edl.dashboard.streams` decides
+when to read the store, and `edl.http_server` listens.
 """
 
 from __future__ import annotations
@@ -130,10 +128,10 @@ class DashboardSettings:
 class DashboardServer(AppServer):
     """Serves the page of a Store.
 
-    A Store that is away is no error: the page says so, and shows what was known last.
+    If the store does not answer, the page says so, and shows what was known last.
 
     Args:
-        settings: Where to serve the page, and to whom.
+        settings: The store, where to listen, and who may see the page.
         registries: Registries whose metrics `/metrics` shows as well.
         heartbeat_s: Seconds between two heartbeats of the stream of events.
         write_s: Seconds in which a client of the stream must take an event.
@@ -357,7 +355,7 @@ def _form(message: str, status: int = 200) -> web.Response:
 
 
 def _read_static_files() -> Mapping[str, tuple[bytes, str, str]]:
-    """Return content, type and ETag of the page's files by path. What is not there at the start is never sent."""
+    """Return content, type and ETag of the page's files by path. Files that are added later are never sent."""
     found = {}
     for path in sorted(_STATIC.rglob("*")):
         if path.is_file() and path.resolve().is_relative_to(_STATIC.resolve()):

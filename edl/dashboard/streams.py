@@ -3,12 +3,9 @@
 One thread looks for all clients together: about once a second while there are any, and otherwise every 10 s, so that
 pictures have no gap for the time in which no page was open.
 
-Clients get server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html). There is no queue: a
-client waits for a state newer than its last, so it costs a single state in memory, however slow it is, and what it was
-too slow for is left out. A client that takes nothing at all for a while is let go; it connects again, and says what it
-had.
-
-What does not belong here: what a look reads (`edl.dashboard.state`).
+Clients get server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), without a queue: a
+client waits for a state newer than its last, so even a slow one costs a single state in memory, and misses those in
+between. A client that reads nothing for a while is disconnected; it connects again, and names the last event it had.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ _LONGEST_S: Final = 60.0
 _LONGEST_STALE_S: Final = 3.0
 """The same if the Store did not answer, which may take its deadline: a person waits for it to be back."""
 _IDLE_S: Final = 10.0
-"""Between two looks that nobody follows."""
+"""Time between two looks while no client follows."""
 
 
 class Published:
@@ -54,10 +51,10 @@ class Published:
         self.made_at: Final = time.monotonic()
         self._encoded: dict[int, bytes] = {}
         if previous is not None:
-            self.encode(previous.look)  # in the thread of the look, since most clients will ask for this
+            self.encode(previous.look)  # here, in the reading thread, since most clients will ask for this
 
     async def encoded(self, after_look: int = -1) -> bytes:
-        """Return the state as JSON, encoded in a thread: it may have megabytes, and other clients wait meanwhile."""
+        """Return the state as JSON, encoded in a thread: it may have megabytes, and must not hold up other clients."""
         found = self._encoded.get(after_look)
         if found is None:
             found = await asyncio.wrap_future(start_call("edl-dashboard-encode", lambda: self.encode(after_look)))
@@ -125,7 +122,7 @@ class LookLoop:
         self.followers -= 1
 
     def look_of(self, event_id: str) -> int | None:
-        """Return the look of an event id that this process sent; None for any other text."""
+        """Return the number of the look in an event id of this process; None for any other text."""
         boot, _, number = event_id.partition("-")
         if boot != self._boot or not number.isascii() or not number.isdigit() or len(number) > 15:
             return None
@@ -144,7 +141,7 @@ class LookLoop:
         if self._background.close(timeout_s):
             self._reader.close()
         else:
-            logger.warning("a look at the store has not ended within %.0f s, and is left alone", timeout_s)
+            logger.warning("reading the store has not ended within %.0f s; not waiting for it", timeout_s)
 
     def _look(self) -> float:
         now = time.monotonic()
@@ -270,7 +267,7 @@ def _limit_buffer(request: web.Request) -> None:
 
 
 async def _event(published: Published, look: int | None) -> bytes:
-    """Return an event: the whole state, or what is new in its histories for a client that has a look's state."""
+    """Return an event: the whole state, or an update for a client that has the state of `look`."""
     kind = b"state" if look is None else b"update"
     data = await published.encoded(-1 if look is None else look)
     return b"event: %s\nid: %s\ndata: %s\n\n" % (kind, published.id.encode(), data)

@@ -58,7 +58,7 @@ def test_the_whole_story(tmp_path: Path) -> None:
     assert sum(told["distilled"]) > sum(told["alone"])
 
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    for words in ("student distilled", "Who served how many", "kill teacher-1", "join teacher-4", "drain teacher-2"):
+    for words in ("student distilled", "Rows by teacher", "KILL  teacher-1", "JOIN  teacher-4", "DRAIN teacher-2"):
         assert words in text
 
 

@@ -110,7 +110,7 @@ def test_without_operator(scene: Scene, person: Person, edl_store: str) -> None:
     assert any(namespace in line for line in everywhere), everywhere
     watch, watched = person.start("jobs", "--watch")
     scene.wait("a first look", lambda: "lonely" in watched.read_text())
-    refused = "--teachers digits: there is no pool of this name"
+    refused = "--teachers digits: no pool in namespace"
     assert refused in person.run(*SUBMIT, "--teachers", "digits", "steps.py", code=2)
     pool = ("--teachers", "digits=0:2", "--serve", "digits=--callable teacher.py:predict")
     person.run(*SUBMIT, "--name", "first", *pool, "steps.py")
@@ -124,7 +124,7 @@ def test_without_operator(scene: Scene, person: Person, edl_store: str) -> None:
     person.run("delete", "lonely", "first", "third", "pool/digits", "--wait", *PATIENT)
     left = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
     assert left.split() == ["configmap/kube-root-ca.crt"]
-    scene.wait("a look at nothing", lambda: "There are no jobs" in watched.read_text())
+    scene.wait("a look at nothing", lambda: "No jobs or pools" in watched.read_text())
     assert watch.poll() is None, "it goes on until Ctrl-C"
     watch.send_signal(signal.SIGINT)
     assert watch.wait(60) == 130

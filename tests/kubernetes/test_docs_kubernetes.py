@@ -49,7 +49,7 @@ def test_page_is_true(scene: Scene, tmp_path: Path, edl_store: str) -> None:
     follow = next(text for line, text in said.items() if "--follow" in line)
     assert re.search(r"worker-0  \| epoch 2: loss \d", follow), follow
     assert "job/first-student: Succeeded" in follow
-    assert "Succeeded" in said["edl jobs"] or "no jobs" in said["edl jobs"]
+    assert "Succeeded" in said["edl jobs"] or "No jobs" in said["edl jobs"]
     assert "first-student" in said["kubectl get elasticjobs,teacherpools"]
     assert "digits" in said["kubectl get elasticjobs,teacherpools"]
     assert "Succeeded" in said["edl status first-student"]

@@ -1,12 +1,8 @@
 """`edl demo`: teachers that come and go, and students that never notice, on scikit-learn's handwritten digits.
 
-- `models` has the plan (how much of everything), the images, the teacher and the students;
-- `story` runs it all: teachers are ordinary `edl serve` processes, students train from a `DistillReader` while a
-  timeline is recorded, and every label is checked again;
-- `report` shows what happens, and what happened.
-
-What does not belong here: anything that EDL itself would need. It is a user's program and uses public names; the page
-shows the advisor's classes as docs/scaling.md does.
+`models` has the plan (how much of everything), the images, the teacher and the students. `story` runs it all: teachers
+are ordinary `edl serve` processes, students train from a `DistillReader` while a timeline is recorded, and every label
+is checked again. It is a user's program and uses public names; EDL needs nothing of it.
 """
 
 from __future__ import annotations
@@ -27,10 +23,11 @@ __all__ = ["main"]
 _DESCRIPTION = """\
 Trains a teacher on scikit-learn's handwritten digits, serves it with several `edl serve` processes, and trains much
 smaller students on its soft labels. Meanwhile one teacher is killed with SIGKILL, a new one joins, and one is drained
-with SIGTERM. Beside each distilled student the same student learns from the images' own labels alone.
+with SIGTERM. For comparison, the same students also learn from the images' own labels alone.
 
-At the end you see how well they all do, that every sample came exactly once with its own label, who served how many,
-and the throughput over time, with the kill, the join and the drain marked. About two minutes on two cores.
+At the end you see how well they all do, that every sample came exactly once with its own label, and how many rows each
+teacher served. A picture has the throughput over time, with the kill, the join and the drain marked. About two minutes
+on two cores.
 
 The teachers sleep for a while in each batch, so that the little network takes as long as a large one; everything else
 is real: processes, sockets, signals, discovery."""
@@ -57,8 +54,7 @@ def main(argv: Sequence[str]) -> int:
     _check(options)
 
     from edl.cli.demo.models import DemoPlan
-    from edl.cli.demo.report import Screen
-    from edl.cli.demo.story import tell
+    from edl.cli.demo.story import Screen, tell
 
     plan = DemoPlan(out=options.out)
     if options.quick:

@@ -70,7 +70,7 @@ class DemoPlan:
 
 
 _HELD_OUT = 600
-"""Of 1,797 digits, for the accuracy: a third, so that half a percent between students is three digits."""
+"""Digits kept for the accuracy, a third of 1,797: half a percent between students is three digits."""
 
 Batch = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
 """Images float32 [rows, 1, 8, 8], labels int64 [rows], and each sample's number in the epoch int64 [rows]."""
@@ -250,7 +250,7 @@ _TOLERANCE = 1e-3
 
 
 class Delivered:
-    """What the students were given, row by row in the order in which it came."""
+    """The rows that the students were given, in their order."""
 
     def __init__(self, plan: DemoPlan) -> None:
         self._parts: list[tuple[np.ndarray[Any, Any], ...]] = []

@@ -1,26 +1,36 @@
-"""The demo from beginning to end: its teachers, an epoch of its students, and what happens to both meanwhile."""
+"""The demo from beginning to end: its teachers, an epoch of its students, what happens to both, and how it is shown."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import statistics
 import sys
 import tempfile
 import time
 import webbrowser
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Final, Literal, TypeAlias
 
+import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 from safetensors.torch import save_file
 
+from edl.background import BackgroundLoop
 from edl.cli.demo.models import (
     Delivered,
     DemoPlan,
     Digits,
+    Findings,
     ModelPair,
     Teacher,
     accuracy,
@@ -30,99 +40,143 @@ from edl.cli.demo.models import (
     size,
     train_teacher,
 )
-from edl.cli.demo.report import Bar, DemoResult, Screen, Timeline, draw_picture, show_picture, show_result
+from edl.cli.output import table
 from edl.discovery import open_store
 from edl.distill import Credentials, DistillReader, Options, ReaderStats
 from edl.errors import EDLError, SettingsError
 from edl.master.scaling.advisor import ScalingAdvisor
 from edl.testing import LocalTeacher
 
-SERVICE = "digits"
+_SERVICE: Final = "digits"
+_START_S: Final = 120.0
+"""How long a teacher may take to be ready: several import torch at once, on few cores."""
+_STOP_S: Final = 10.0
+"""How long a teacher may take to drain: it has some ten milliseconds of work left."""
+_PLAIN_S: Final = 5.0
+"""Time between two lines of progress outside a terminal."""
+_SAMPLE_S: Final = 0.1
+"""Time between two samples of the counters: the picture's bins of half a second hold five."""
+_BIN_S: Final = 0.5
 
-_START_S = 120.0
-"""How long a teacher may take to be ready: it imports torch beside others that do, on few cores."""
-_STOP_S = 10.0
-"""How long a teacher may take to drain: a batch takes it some ten milliseconds."""
+_Kind = Literal["kill", "join", "drain"]
+_STYLES: Final = {"kill": "bold red", "join": "bold green", "drain": "bold yellow"}
+_COLOURS: Final = ("#4c78a8", "#72b7b2", "#eeca3b", "#b279a2", "#9d755d", "#83bcb6")
+_EVENTS: Final = {
+    "kill": ("#d62728", "killed (SIGKILL)"),
+    "join": ("#2ca02c", "joins"),
+    "drain": ("#e08214", "drains (SIGTERM)"),
+}
 
 
-class Fleet:
-    """Starts and ends teachers by name. A context manager: it ends what still runs."""
+# --- Printing ---
 
-    def __init__(self, folder: Path, checkpoint: Path, discovery: str, pause_ms: float) -> None:
-        self._folder = folder
-        self._checkpoint = checkpoint
-        self._discovery = discovery
-        self._pause_ms = pause_ms
-        self._teachers: dict[str, LocalTeacher] = {}
+_Bar: TypeAlias = Callable[[int, str], None]
+"""Shows how much of a step is done, and a text."""
+
+
+class Screen:
+    """Prints for people. `console` is rich's."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+        self._step = 0
+
+    def step(self, text: str) -> None:
+        """Say what comes next."""
+        self._step += 1
+        self.console.print(Text(f"{self._step}. {text}", "bold"))
+
+    def say(self, text: str, style: str = "") -> None:
+        """Say something about the present step."""
+        self.console.print(Text(f"   {text}", style))
+
+    @contextmanager
+    def log_of(self, logger: str) -> Iterator[None]:
+        """Show what the library logs."""
+        handler, log = logging.Handler(), logging.getLogger(logger)
+        handler.emit = lambda record: self.say(f"{record.name}: {record.getMessage()}", "dim")  # type: ignore[method-assign]
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+
+    @contextmanager
+    def bar(self, total: int) -> Iterator[_Bar]:
+        """Show progress towards `total`; `say` prints above it."""
+        if not self.console.is_terminal:
+            next_s = time.monotonic() + _PLAIN_S
+
+            def show_line(done: int, text: str) -> None:
+                nonlocal next_s
+                if time.monotonic() >= next_s:
+                    next_s = time.monotonic() + _PLAIN_S
+                    self.say(f"{done / total:4.0%}  {text}")
+
+            yield show_line
+            return
+        ends = TextColumn("{task.description}"), TimeRemainingColumn(compact=True)
+        columns = (TextColumn("  "), BarColumn(bar_width=28), TaskProgressColumn(), *ends)
+        with Progress(*columns, console=self.console, transient=True, refresh_per_second=8) as progress:
+            task = progress.add_task("", total=total)
+            yield lambda done, text: progress.update(task, completed=done, description=text)
+
+
+# --- Teachers ---
+
+
+def _start_teacher(name: str, checkpoint: Path, discovery: str, pause_ms: float) -> LocalTeacher:
+    """Start a teacher, without waiting until it serves."""
+    serve = {
+        "torch-factory": "edl.cli.demo.models:teacher",
+        "checkpoint": checkpoint,
+        "option": {"pause_ms": pause_ms},
+        "input": "image:float32[1,8,8]",
+        "output": "logits:float32[10]",
+        "device": "cpu",
+        "threads": 1,
+        "linger": "2s",  # this machine is busy, and students may hear of a drain late
+        "id": name,
+    }
+    env = {"OMP_NUM_THREADS": "1"}
+    return LocalTeacher("", name="digits", service=_SERVICE, discovery=discovery, serve=serve, env=env, wait=False)
+
+
+class _Fleet:
+    """The teachers, by name. A context manager: it ends those that still run, and keeps their logs."""
+
+    def __init__(self, plan: DemoPlan, checkpoint: Path, discovery: str) -> None:
+        self._plan = plan
+        self._where = checkpoint, discovery
+        self.teachers: dict[str, LocalTeacher] = {}
 
     def start(self, name: str) -> None:
-        """Start a teacher, without waiting until it serves."""
-        serve = {
-            "torch-factory": "edl.cli.demo.models:teacher",
-            "checkpoint": self._checkpoint,
-            "option": {"pause_ms": self._pause_ms},
-            "input": "image:float32[1,8,8]",
-            "output": "logits:float32[10]",
-            "device": "cpu",
-            "threads": 1,
-            "linger": "2s",  # this machine is busy, and students may hear of a drain late
-            "id": name,
-        }
-        self._teachers[name] = LocalTeacher(
-            "",
-            name="digits",
-            service=SERVICE,
-            discovery=self._discovery,
-            serve=serve,
-            env={"OMP_NUM_THREADS": "1"},
-            wait=False,
-        )
-
-    def wait_ready(self, name: str) -> None:
-        """Wait until the teacher serves.
-
-        Raises:
-            EDLError: it ended, or it takes too long.
-        """
-        self._teachers[name].wait_ready(_START_S)
-
-    def kill(self, name: str) -> None:
-        """Send SIGKILL: the teacher is gone at once, in the middle of its work."""
-        self._teachers[name].kill()
-
-    def drain(self, name: str) -> None:
-        """SIGTERM: the teacher leaves discovery, finishes what it has, and exits."""
-        self._teachers[name].terminate()
+        self.teachers[name] = _start_teacher(name, *self._where, self._plan.pause_ms)
 
     def exit_code(self, name: str) -> int | None:
-        """How the teacher ended, waiting a little for it; None while it runs."""
+        """Return how a teacher ended, waiting a little for it; None if it still runs."""
         with contextlib.suppress(TimeoutError):
-            return self._teachers[name].wait(_STOP_S)
+            return self.teachers[name].wait(_STOP_S)
         return None
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> _Fleet:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if exc is None:
-                self._drain_all()
+            if kind is None:
+                for teacher in self.teachers.values():
+                    teacher.terminate()
+                for name in self.teachers:
+                    self.exit_code(name)
         finally:
-            for name, teacher in self._teachers.items():
-                self._folder.joinpath(f"{name}.log").write_text(teacher.log)
+            for name, teacher in self.teachers.items():
+                self._plan.out.joinpath(f"{name}.log").write_text(teacher.log)
                 teacher.close()
 
-    def _drain_all(self) -> None:
-        for teacher in self._teachers.values():
-            teacher.terminate()
-        for name in self._teachers:
-            self.exit_code(name)
 
-
-@contextlib.contextmanager
-def show_page(discovery: str, screen: Screen) -> Iterator[None]:
+@contextmanager
+def _page(discovery: str, screen: Screen) -> Iterator[None]:
     """Serve the page, say where, and have a browser open it if this is a person's terminal."""
     from edl.dashboard.server import DashboardServer, DashboardSettings
 
@@ -137,7 +191,7 @@ def show_page(discovery: str, screen: Screen) -> Iterator[None]:
 
 
 def _is_window() -> bool:
-    """Whether the browser opens a window: one for terminals would take the demo's."""
+    """Return whether the browser opens a window: one for terminals would take the demo's."""
     try:
         return type(webbrowser.get()) is not webbrowser.GenericBrowser
     except webbrowser.Error:
@@ -148,29 +202,106 @@ def _is_window() -> bool:
 
 
 @dataclass(frozen=True)
-class EpochOutcome:
-    """What the epoch left behind; `took_s` lasts from the first request for a batch to the last batch learned."""
+class TeacherEvent:
+    """At `at_s` seconds of the epoch, `kind` happened to `teacher`."""
 
-    pairs: list[ModelPair]
-    delivered: Delivered
-    timeline: Timeline
-    stats: ReaderStats
-    took_s: float
+    at_s: float
+    kind: _Kind
+    teacher: str
 
 
-def train_students(plan: DemoPlan, digits: Digits, discovery: str, fleet: Fleet, screen: Screen) -> EpochOutcome:
+class _Timeline:
+    """Records a reader's counters in a thread of its own, and what happens to teachers. A context manager."""
+
+    def __init__(self, stats: Callable[[], ReaderStats]) -> None:
+        self._stats = stats
+        self._began = time.monotonic()
+        self.samples: list[tuple[float, ReaderStats]] = []
+        self.events: list[TeacherEvent] = []
+
+    def __enter__(self) -> _Timeline:
+        self._began = time.monotonic()
+        self._sample()  # here, since the thread may get its first turn late
+        self._sampling = BackgroundLoop("edl-demo-timeline", self._sample)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sampling.close()
+        self._sample()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._began
+
+    def mark(self, kind: _Kind, teacher: str) -> None:
+        self.events.append(TeacherEvent(self.now_s, kind, teacher))
+
+    def _sample(self) -> float:
+        self.samples.append((self.now_s, self._stats()))
+        return _SAMPLE_S
+
+
+class _Troubles:
+    """Kills, starts and drains teachers as the epoch reaches the fractions that the plan names."""
+
+    def __init__(
+        self, plan: DemoPlan, reader: DistillReader, fleet: _Fleet, timeline: _Timeline, screen: Screen
+    ) -> None:
+        self._reader = reader
+        self._plan = plan
+        self._fleet = fleet
+        self._timeline = timeline
+        self._screen = screen
+        self._newcomer = f"teacher-{plan.teachers + 1}"
+        self._done: set[str] = set()
+
+    def at(self, fraction: float) -> None:
+        """Do what is due when this fraction of the epoch is done."""
+        plan, teachers = self._plan, self._fleet.teachers
+        if fraction >= plan.kill_at and self._is_first("kill"):
+            self._tell("kill", "teacher-1", "gets SIGKILL in the middle of its work")
+            teachers["teacher-1"].kill()
+        if fraction >= plan.join_at and self._is_first("start"):
+            self._fleet.start(self._newcomer)
+        if "start" in self._done and "join" not in self._done:
+            if fraction >= plan.drain_at:  # a very slow machine: let it come before the next one goes
+                teachers[self._newcomer].wait_ready(_START_S)
+            seen = self._reader.stats().teachers.get(self._newcomer)
+            if seen is not None and seen.state == "ready" and self._is_first("join"):
+                self._tell("join", self._newcomer, "has started and is found: it serves from now on")
+        if fraction >= plan.drain_at and self._is_first("drain"):
+            self._tell("drain", "teacher-2", "gets SIGTERM: it finishes what it has, and leaves")
+            teachers["teacher-2"].terminate()
+
+    def _tell(self, kind: _Kind, teacher: str, words: str) -> None:
+        self._screen.say(f"{kind.upper():<5} {teacher} {words}", _STYLES[kind])
+        self._timeline.mark(kind, teacher)
+
+    def _is_first(self, what: str) -> bool:
+        first = what not in self._done
+        self._done.add(what)
+        return first
+
+
+def _train_students(
+    plan: DemoPlan, digits: Digits, discovery: str, fleet: _Fleet, screen: Screen
+) -> tuple[list[ModelPair], Delivered, _Timeline, ReaderStats, float]:
     """Train every seed's two students on the batches of an epoch of `DistillReader`; the seeds take turns.
 
     This is what a student's program looks like; the rest is about what the demo does to its teachers.
+
+    Returns:
+        The students, what they were given, the timeline, the reader's counters, and how long the epoch took.
     """
     pairs = [ModelPair(seed, plan.steps, plan.temperature) for seed in range(plan.seeds)]
     delivered = Delivered(plan)
     options = Options(credentials=Credentials())  # the demo's teachers have none, whatever the environment says
     reader = DistillReader(ins=["image", None, None], predicts=["logits"], options=options)
-    reader.set_dynamic_teacher(discovery, SERVICE)
+    reader.set_dynamic_teacher(discovery, _SERVICE)
     reader.set_batch_generator(lambda: batches(digits, plan))
-    with reader, screen.bar(plan.batches) as bar, screen.words_of("edl"):
-        with Timeline(reader.stats) as timeline:
+    with reader, screen.bar(plan.batches) as bar, screen.log_of("edl"):
+        with _Timeline(reader.stats) as timeline:
             troubles = _Troubles(plan, reader, fleet, timeline, screen)
             losses: deque[tuple[float, float]] = deque(maxlen=50)
             for batch, (image, label, number, logits) in enumerate(reader()):
@@ -179,59 +310,177 @@ def train_students(plan: DemoPlan, digits: Digits, discovery: str, fleet: Fleet,
                 delivered.add(image, label, number, logits)
                 troubles.at((batch + 1) / plan.batches)
                 if batch % 10 == 0:
-                    _show_progress(bar, batch, plan, reader.stats(), timeline, losses)
+                    stats = reader.stats()
+                    rate = stats.rows_delivered / max(timeline.now_s, 1e-3)
+                    hard, soft = (statistics.fmean(column) for column in zip(*losses, strict=True))
+                    words = f"training loss: alone {hard:.2f}, distilled {soft:.2f} (not comparable)"
+                    bar(batch, f"{rate:,.0f} rows/s  {stats.teachers_live} teachers  {words}")
             took_s = timeline.now_s
-        return EpochOutcome(pairs, delivered, timeline, reader.stats(), took_s)
+        return pairs, delivered, timeline, reader.stats(), took_s
 
 
-def _show_progress(
-    bar: Bar, batch: int, plan: DemoPlan, stats: ReaderStats, timeline: Timeline, losses: deque[tuple[float, float]]
-) -> None:
-    rate = stats.rows_delivered / max(timeline.now_s, 1e-3)
-    hard, soft = (statistics.fmean(column) for column in zip(*losses, strict=True))
-    losses_now = f"training loss: alone {hard:.2f}, distilled {soft:.2f} (not comparable)"
-    text = f"{rate:,.0f} rows/s  {stats.teachers_live} teachers  {losses_now}"
-    bar(batch, text)
+# --- How it went ---
 
 
-class _Troubles:
-    """Kills, starts and drains teachers as the epoch reaches the fractions that the plan names."""
+def _draw_picture(timeline: _Timeline, path: Path, what: str) -> None:
+    """Draw rows per second by teacher, stacked, in bins of half a second. `what` begins the title."""
+    from matplotlib.figure import Figure
 
-    def __init__(self, plan: DemoPlan, reader: DistillReader, fleet: Fleet, timeline: Timeline, screen: Screen) -> None:
-        self._reader = reader
-        self._plan = plan
-        self._fleet = fleet
-        self._timeline = timeline
-        self._screen = screen
-        self._killed = "teacher-1"
-        self._newcomer = f"teacher-{plan.teachers + 1}"
-        self._drained = "teacher-2"
-        self._done: set[str] = set()
+    times = [at for at, _ in timeline.samples]
+    edges = np.arange(0.0, times[-1], _BIN_S)  # without the last bin, which is not full
+    names = dict.fromkeys(name for _, stats in timeline.samples for name in stats.teachers)
 
-    def at(self, fraction: float) -> None:
-        """Note that the epoch is at `fraction`."""
-        if fraction >= self._plan.kill_at and self._once("kill"):
-            self._screen.event("kill", f"{self._killed} gets SIGKILL in the middle of its work")
-            self._timeline.mark("kill", self._killed)
-            self._fleet.kill(self._killed)
-        if fraction >= self._plan.join_at and self._once("start"):
-            self._fleet.start(self._newcomer)
-        if "start" in self._done and "join" not in self._done:
-            if fraction >= self._plan.drain_at:
-                self._fleet.wait_ready(self._newcomer)  # a very slow machine: let it come before the next one goes
-            seen = self._reader.stats().teachers.get(self._newcomer)
-            if seen is not None and seen.state == "ready" and self._once("join"):
-                self._timeline.mark("join", self._newcomer)
-                self._screen.event("join", f"{self._newcomer} has started and is found: it serves from now on")
-        if fraction >= self._plan.drain_at and self._once("drain"):
-            self._screen.event("drain", f"{self._drained} gets SIGTERM: it finishes what it has, and leaves")
-            self._timeline.mark("drain", self._drained)
-            self._fleet.drain(self._drained)
+    def rate(count: Callable[[ReaderStats], int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return np.diff(np.interp(edges, times, [count(stats) for _, stats in timeline.samples])) / _BIN_S
 
-    def _once(self, what: str) -> bool:
-        first = what not in self._done
-        self._done.add(what)
-        return first
+    def rows_of(name: str) -> Callable[[ReaderStats], int]:
+        return lambda stats: stats.teachers[name].rows if name in stats.teachers else 0
+
+    served = [rate(rows_of(name)) for name in names]
+    middles = edges[:-1] + _BIN_S / 2
+    figure = Figure(figsize=(10, 4.8), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    colours = [_COLOURS[index % len(_COLOURS)] for index in range(len(names))]
+    axes.stackplot(middles, *served, labels=list(names), colors=colours, alpha=0.85)
+    delivered = rate(lambda stats: stats.rows_delivered)
+    axes.plot(middles, delivered, color="#222222", linewidth=1.6, label="into the training loop")
+    top = 1.32 * max(1.0, float(np.max(sum(served, np.zeros_like(middles)))))
+    for row, event in enumerate(timeline.events):
+        colour, words = _EVENTS[event.kind]
+        axes.axvline(event.at_s, color=colour, linewidth=1.6, linestyle="--")
+        axes.annotate(
+            f"{event.teacher} {words}",
+            (event.at_s, top),
+            xytext=(5, -6 - 15 * row),
+            textcoords="offset points",
+            verticalalignment="top",
+            color=colour,
+            fontsize=9,
+            fontweight="bold",
+            bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1.5},  # over other events' lines
+        )
+    axes.set(xlim=(0, times[-1]), ylim=(0, top), xlabel="seconds of the epoch", ylabel="soft labels per second")
+    axes.set_title(f"{what}, each labelled once and in order, while teachers come and go", loc="left", fontsize=12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    figure.legend(loc="outside lower center", fontsize=9, frameon=False, ncols=len(names) + 1)
+    figure.savefig(path)
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """The demo's figures. Accuracies are shares of the held-out images; of students, by seed.
+
+    Attributes:
+        exit_codes: How the teachers ended that were killed or drained; None if one still ran long after.
+        took_s: Seconds that the epoch took; `whole_s` for the whole demo.
+    """
+
+    plan: DemoPlan
+    teacher_parameters: int
+    student_parameters: int
+    teacher_images: int
+    test_images: int
+    teacher: float
+    alone: tuple[float, ...]
+    distilled: tuple[float, ...]
+    stats: ReaderStats
+    events: tuple[TeacherEvent, ...]
+    exit_codes: dict[str, int | None]
+    findings: Findings
+    took_s: float
+    whole_s: float
+
+
+def _table(title: str, *columns: str) -> Table:
+    found = table(*columns, numbers=columns[1:])
+    found.title, found.title_justify, found.title_style = title, "left", "bold"
+    return found
+
+
+def _accuracies(result: DemoResult) -> Table:
+    title = f"Right on {result.test_images} images that none of them has seen"
+    table = _table(title, "", "parameters", "learned from", "mean", "lowest to highest")
+
+    def row(name: str, parameters: int, learned: str, values: Sequence[float], style: str = "") -> None:
+        many = len(values) > 1
+        mean = f"{statistics.fmean(values):.1%}" + (f" ±{100 * statistics.stdev(values):.1f}" if many else "")
+        table.add_row(
+            name,
+            f"{parameters:,}",
+            learned,
+            mean,
+            f"{min(values):.1%} to {max(values):.1%}" if many else "",
+            style=style,
+        )
+
+    row("teacher", result.teacher_parameters, f"{result.teacher_images:,} images, labels", [result.teacher])
+    small = result.student_parameters
+    row("student alone", small, f"{result.plan.labelled} images, labels", result.alone)
+    row("student distilled", small, "the same, soft labels", result.distilled, "bold green")
+    return table
+
+
+def _comparison(result: DemoResult) -> Text:
+    plan = result.plan
+    gains = [soft - hard for soft, hard in zip(result.distilled, result.alone, strict=True)]
+    return Text(
+        f"{plan.seeds} seeds. Both students of a seed start with the same weights and take {plan.steps} steps\n"
+        "on the same distorted images; only the labels differ. Distilled beats alone by\n"
+        f"{100 * statistics.fmean(gains):.1f} points ({100 * min(gains):+.1f} to {100 * max(gains):+.1f})."
+    )
+
+
+def _samples(result: DemoResult) -> Table:
+    stats, findings = result.stats, result.findings
+    table = _table(f"Samples, in {result.took_s:.0f} s", "", "", "")
+    table.show_header = False
+    table.columns[2].justify = "left"
+
+    def row(name: str, value: int, note: str = "") -> None:
+        table.add_row(name, f"{value:,}", note)
+
+    def verdict(name: str, wrong: int, note: str = "") -> None:
+        sign, style = ("✗", "bold red") if wrong else ("✓", "green")
+        table.add_row(name, f"{wrong:,}", Text(f"{sign} {note}", style))
+
+    row("asked of teachers", stats.rows_asked)
+    row("received", stats.rows_received)
+    row("resent", stats.rows_resent, "were with a teacher that went away")
+    row("hedged", stats.rows_hedged, "were late, so a second teacher was asked")
+    row("delivered to the students", findings.checked)
+    verdict("lost", findings.lost)
+    verdict("repeated", findings.repeated)
+    verdict("out of order", findings.out_of_order)
+    wrong = findings.mislabelled + findings.changed
+    difference = findings.largest_difference
+    equal = f"equal within {difference:.0e}" if difference else "exactly equal"
+    verdict("with another's label", wrong, f"all computed again here: {equal}")
+    return table
+
+
+def _teachers(result: DemoResult) -> Table:
+    table = _table("Rows by teacher", "teacher", "rows", "share", "requests", "failed", "what became of it")
+    table.columns[-1].justify = "left"
+    events: dict[str, TeacherEvent] = {event.teacher: event for event in result.events}
+    whole = max(1, sum(teacher.rows for teacher in result.stats.teachers.values()))
+    for name, teacher in sorted(result.stats.teachers.items()):
+        fate = _fate(events.get(name), result.exit_codes.get(name))
+        cells = (f"{teacher.rows:,}", f"{teacher.rows / whole:.0%}", f"{teacher.requests:,}", f"{teacher.failures:,}")
+        table.add_row(name, *cells, Text(*fate))
+    return table
+
+
+def _fate(event: TeacherEvent | None, exit_code: int | None) -> tuple[str, str]:
+    if event is None:
+        return "served to the end", ""
+    when = f"at {event.at_s:.1f} s"
+    if event.kind == "join":
+        return f"joined {when}", "green"
+    ended = "still ran 10 s later" if exit_code is None else f"exit code {exit_code}"
+    if event.kind == "kill":
+        return f"SIGKILL {when}", "red"
+    return f"SIGTERM {when}, then {ended}", "yellow"
 
 
 # --- All of it ---
@@ -243,7 +492,7 @@ def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
     """Run the demo and show how it ends.
 
     Raises:
-        EDLError: a sample was lost, repeated, out of order, changed, or given another sample's label.
+        EDLError: A sample was lost, repeated, out of order, changed, or given another sample's label.
     """
     began = time.monotonic()
     torch.set_num_threads(1)  # the teachers want the other cores
@@ -264,52 +513,52 @@ def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
         save_file(teacher.state_dict(), checkpoint)
         discovery = f"sqlite:///{scratch}/discovery.sqlite"
         if plan.dashboard:
-            stack.enter_context(show_page(discovery, screen))
+            stack.enter_context(_page(discovery, screen))
 
         screen.step(f"{plan.teachers} processes serve it: `edl serve`, found through a SQLite file.")
-        with Fleet(plan.out, checkpoint, discovery, plan.pause_ms) as fleet:
+        with _Fleet(plan, checkpoint, discovery) as fleet:
             names = [f"teacher-{number}" for number in range(1, plan.teachers + 1)]
             for name in names:
                 fleet.start(name)
             for name in names:
-                fleet.wait_ready(name)
+                fleet.teachers[name].wait_ready(_START_S)
 
-            screen.step(f"Students learn from {plan.total_rows:,} distorted images, with soft labels as they come.")
+            screen.step(f"Students learn from {plan.total_rows:,} distorted images, with the teachers' soft labels.")
             screen.say(
                 f"{plan.seeds} seeds, {plan.labelled} images each ({_MOTIONS}), {plan.steps} steps of {plan.rows}"
             )
-            outcome = train_students(plan, digits, discovery, fleet, screen)
-            ended = [event.teacher for event in outcome.timeline.events if event.kind != "join"]
+            pairs, delivered, timeline, stats, took_s = _train_students(plan, digits, discovery, fleet, screen)
+            ended = [event.teacher for event in timeline.events if event.kind != "join"]
             exit_codes = {name: fleet.exit_code(name) for name in ended}
 
         screen.step("Every sample is looked at again, and every label compared with the teacher's.")
-        findings = check(outcome.delivered, digits, teacher)
+        findings = check(delivered, digits, teacher)
         alone, distilled = (
             tuple(accuracy(model, digits.test_images, digits.test_labels) for model in models)
-            for models in zip(*((pair.alone, pair.distilled) for pair in outcome.pairs), strict=True)
+            for models in zip(*((pair.alone, pair.distilled) for pair in pairs), strict=True)
         )
         result = DemoResult(
             plan=plan,
             teacher_parameters=size(teacher),
-            student_parameters=size(outcome.pairs[0].alone),
+            student_parameters=size(pairs[0].alone),
             teacher_images=len(digits.images),
             test_images=len(digits.test_images),
             teacher=teacher_accuracy,
             alone=alone,
             distilled=distilled,
-            stats=outcome.stats,
-            events=tuple(outcome.timeline.events),
+            stats=stats,
+            events=tuple(timeline.events),
             exit_codes=exit_codes,
             findings=findings,
-            took_s=outcome.took_s,
+            took_s=took_s,
             whole_s=time.monotonic() - began,
         )
         figure = plan.out / "demo.png"
-        draw_picture(outcome.timeline, figure, f"{plan.total_rows:,} samples for {plan.seeds} students")
-        result.write(plan.out / "demo.json")
-        show_result(result, screen.console)
-        show_picture(outcome.timeline, screen.console)
-        screen.console.print(f"Picture: {figure}, figures: {plan.out / 'demo.json'}, teachers' logs beside them.")
+        _draw_picture(timeline, figure, f"{plan.total_rows:,} samples for {plan.seeds} students")
+        fields = {**asdict(result), "all_well": findings.all_well}
+        plan.out.joinpath("demo.json").write_text(json.dumps(fields, indent=1, default=str) + "\n")
+        screen.console.print("", _accuracies(result), _comparison(result), "", _samples(result), _teachers(result))
+        screen.console.print(f"In {plan.out}: the picture (demo.png), the figures (demo.json) and the teachers' logs.")
         if not findings.all_well:
             raise EDLError(f"the promise was broken: {findings}")
         return result

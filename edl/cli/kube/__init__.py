@@ -1,9 +1,7 @@
-"""Commands for jobs and pools that an operator runs on Kubernetes: a module `cmd_NAME` for a command, as in `edl.cli`.
+"""Commands for jobs and pools that an operator runs on Kubernetes.
 
-They write and read custom resources (`ElasticJob`, `TeacherPool`), and the operator does the rest; they find the
-cluster as kubectl does.
-
-What does not belong here: what the operator makes of resources (`edl.master.kube`), and calls to the API (`edl.kube`).
+They write and read custom resources (`ElasticJob`, `TeacherPool`) through `edl.kube`, and the operator
+(`edl.master.kube`) does the rest. They find the cluster as kubectl does.
 """
 
 __all__: list[str] = []

@@ -1,9 +1,8 @@
-"""`edl logs`: what the members of a job or pool on Kubernetes write, together or of a single member.
+"""`edl logs`: the logs of a job's or pool's members on Kubernetes, of all together or of one.
 
 `LogFollower` looks for pods of the job every second and has a `PodLog` read each one in a thread, so that a member's
 log continues in the pod that replaces its last one. The API server closes connections, and nodes go away: `LineCutter`
-makes of all connections to a pod one log, without gaps or repetitions. `PhaseObserver` tells how the job is, and when
-it has ended.
+makes of all connections to a pod one log, without gaps or repetitions. `PhaseObserver` follows the job's phase.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from edl.kube.resource_types import PODS
 from edl.master.kube.members.naming import INDEX_LABEL, ROLE_LABEL, TRY_LABEL
 
 FINAL_PHASES: Final = ("Succeeded", "Failed", "Rejected", "Deleted")
-"""Phases after which nothing more comes; a resource that was rejected stays so until somebody changes it."""
+"""Phases after which there is no further output; a rejected resource stays so until its spec changes."""
 _TAKEN_UP_S: Final = 15.0
 """An operator looks at a new resource within a second; after this long there is probably none."""
 _REFUSALS: Final = ("ObjectRefused", "AccessDenied")
@@ -65,7 +64,7 @@ _COLOURS: Final = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95)
 """Colours of ANSI terminals for members, in turn; black and white are the text's."""
 
 Note: TypeAlias = Callable[[str], None]
-"""Takes a line about what happens."""
+"""Takes a line about an event."""
 
 
 # --- How far a job is ---
@@ -93,7 +92,7 @@ class PhaseObserver:
         item = decode_workload(self._target.kind, found)
         if not item.phase and not self._warned and self._clock() - self._began > _TAKEN_UP_S:
             self._warned = True
-            self._note(f"{self._target}: no operator has taken it up yet: does `edl operator` run for this namespace?")
+            self._note(f"{self._target}: no operator has taken it up yet: is `edl operator` running for its namespace?")
         phase = self._judge(item)
         if phase != self._last and phase:
             condition = item.condition("Accepted" if phase == "Rejected" else phase)
@@ -201,8 +200,7 @@ def terminal_safe(text: str) -> str:
 class MemberPodLog:
     """A pod of a member, such as "worker-0".
 
-    `started` says that the container runs or ran, `ended` that it runs no more and will not be started again, `detail`
-    why it has not started.
+    `started` says that the container runs or ran, `ended` that it has ended for good, `detail` why it has not started.
     """
 
     member: str
@@ -300,7 +298,7 @@ class PodLog:
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """Read no more, as soon as the connection lets go."""
+        """Stop reading, at the end of the connection at the latest."""
         self._stopping.set()
 
     def run(self) -> None:
@@ -354,7 +352,7 @@ class PodLog:
         return count
 
     def _is_over(self) -> bool:
-        """Whether the container has written its last."""
+        """Return whether the container has ended for good."""
         try:
             found = self._client.get(PODS, self.pod.pod)
         except KubernetesError:
@@ -496,12 +494,12 @@ class LogFollower:
 # --- The command ---
 
 _DESCRIPTION = """\
-Shows what the members of a job or pool wrote, each line behind its member's name; with -f what they write from now on
-as well, across the pods that replace one another, until the job has ended."""
+Shows the logs of a job's or pool's members, each line behind its member's name. With -f it continues until the job has
+ended, also in the pods that replace others."""
 
 _EXAMPLES = """\
 examples:
-  edl logs first-job                what the present pods wrote
+  edl logs first-job                the logs of the present pods
   edl logs first-job -f --tail 10   continue until the job ends or Ctrl-C
   edl logs first-job --worker 0     a single worker, without prefix
   edl logs first-job --previous     the pods before the present ones: why did they end?
@@ -532,7 +530,7 @@ class LogScreen:
         print(text, flush=self._terminal)
 
     def note(self, words: str) -> None:
-        """Write a line about what happens."""
+        """Write a line about an event."""
         sys.stdout.flush()
         print(f"edl logs: {printable(words)}", file=sys.stderr, flush=True)
 
@@ -594,7 +592,7 @@ def _show(client: KubeClient, target: Target, role: str | None, options: argpars
 
 
 def _show_recorded(target: Target, role: str | None, index: int | None, shown: set[str], screen: LogScreen) -> None:
-    """Show what the operator kept of pods that are gone."""
+    """Show the last messages that the operator kept of pods that are gone."""
     members = target.resource.get("status", {}).get("members") or {}
     for member, record in members.items():
         its_role, _, its_index = member.rpartition("-")

@@ -1,8 +1,8 @@
 """The resources that `edl submit` sends: made of its options or read from a file, and checked for slips.
 
-An option's value is checked where it is parsed, so that the error names it. What the operator accepts is checked by
-`edl.master.kube.resources`; the last section here finds what neither the operator nor the API server would refuse: it
-drops fields that a CRD does not have, and a pod's template has no schema there.
+An option's value is checked where it is parsed, so that the error names it. `edl.master.kube.resources` checks the rest
+as the operator will; the last section here finds misspelled fields, which the API server drops without an error if the
+CRD does not have them, and never sees in a pod's template.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCRIPT_FOLDER: Final = "/edl/script"
 MAX_SCRIPT_BYTES: Final = 700_000
 """A ConfigMap, with names and JSON's escapes around its data, is at most 1 MiB; a binary file grows by 4/3."""
 MAX_NAME: Final = 52
-"""Characters of a job's name: what Kubernetes allows a CronJob, so that whoever makes jobs by one has room left."""
+"""Characters of a job's name: as many as Kubernetes allows a CronJob, so that a CronJob can make such jobs."""
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DIGEST_CHARS: Final = 10
@@ -43,12 +43,12 @@ _GPU: Final = "nvidia.com/gpu"
 _VOLUME: Final = "edl-script"
 _TYPES: Final = {(item.api_version, item.kind): item for item in (ELASTIC_JOBS, TEACHER_POOLS, CONFIG_MAPS)}
 _MAX_BYTES: Final = 8 * 1024 * 1024
-"""Of a file: Kubernetes takes objects of some 1.5 MB, and YAML of many megabytes takes minutes to read."""
+"""Size of a file: Kubernetes takes objects of some 1.5 MB, and YAML of many megabytes takes minutes to read."""
 _PLAIN: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[a-z/][a-z0-9/._-]*", re.IGNORECASE)
 """Texts that are texts for every reader of YAML without quotes. Readers differ on others: PyYAML takes 1e-3 and y as
 texts, kubectl as a number and a boolean."""
 _MOST_NODES: Final = 200_000
-"""Of a file, with what its aliases repeat: the largest object that Kubernetes takes has fewer."""
+"""Nodes of a file, counting those that its aliases repeat: the largest object that Kubernetes takes has fewer."""
 _INT: Final = re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)")
 _FLOAT: Final = re.compile(
     r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
@@ -96,7 +96,7 @@ class RequestedPool:
 
 @dataclass(frozen=True)
 class SubmitOptions:
-    """What a job is made of. Empty text stands for what the template, the operator or the image says."""
+    """The options of a job. Empty text leaves it to the template, the operator or the image."""
 
     name: str
     script: str
@@ -305,7 +305,7 @@ def _template(
     pod = _child(template, "spec", {})
     containers: list[Object] = _child(pod, "containers", [])
     if not isinstance(containers, list) or not all(isinstance(item, dict) for item in containers):
-        raise SettingsError("--template: spec.containers is no list of containers")
+        raise SettingsError("--template: spec.containers is not a list of containers")
     if not containers:
         containers.append({"name": _CONTAINER})
     container = _main_container(containers)
@@ -374,7 +374,7 @@ def read_manifests(path: str) -> list[Object]:
     documents = [item for item in _load_all(path) if item is not None]
     found = [part for item in documents for part in _parts(item)]
     if not found:
-        raise SettingsError(f"{path}: there is no manifest in it")
+        raise SettingsError(f"{path}: contains no manifest")
     for number, item in enumerate(found, 1):
         _check_kind(path, number, item)
     return found
@@ -411,14 +411,14 @@ def _load_all(path: str) -> list[Any]:
     except OSError as exc:
         raise SettingsError(f"{path} cannot be read: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
-        raise SettingsError(f"{path} is no text in UTF-8") from exc
+        raise SettingsError(f"{path} is not UTF-8 text") from exc
     if len(text) > _MAX_BYTES:
         raise SettingsError(f"{path} is larger than {_MAX_BYTES:,} bytes, which no manifest is")
     try:
         documents = load_documents(text)
-        json.dumps(documents, allow_nan=False)  # bytes and the like are YAML's, and no JSON
+        json.dumps(documents, allow_nan=False)  # YAML has types that JSON lacks, such as bytes
     except (TypeError, ValueError, RecursionError) as exc:
-        raise SettingsError(f"{path} is no YAML of a manifest: {exc}") from exc
+        raise SettingsError(f"{path} is not a YAML manifest: {exc}") from exc
     return documents
 
 
@@ -430,7 +430,7 @@ def _parts(document: Any) -> list[Any]:
 
 def _check_kind(path: str, number: int, item: Any) -> None:
     if not isinstance(item, dict):
-        raise SettingsError(f"{path}: manifest {number} is no object, but {type(item).__name__}")
+        raise SettingsError(f"{path}: manifest {number} is {type(item).__name__}; expected an object")
     kind = item.get("apiVersion"), item.get("kind")
     if not all(isinstance(word, str) for word in kind) or kind not in _TYPES:
         known = ", ".join(f"{api} {name}" for api, name in _TYPES)
@@ -554,7 +554,7 @@ def _find_unknown(found: object, path: str, known: frozenset[str]) -> Iterator[s
         if name not in known:
             plain = str(name).replace("_", "").replace("-", "")
             hint = did_you_mean(plain, known) or f"; there are {', '.join(sorted(known))}"
-            yield f"{quote(f'{path}.{name}' if path else str(name))} is no field, and would be dropped{hint}"
+            yield f"{quote(f'{path}.{name}' if path else str(name))} is an unknown field, and would be dropped{hint}"
 
 
 def _find_pod_slips(found: Any, kind: str, path: str) -> Iterator[str]:
@@ -583,4 +583,4 @@ def _find_pod_slips(found: Any, kind: str, path: str) -> Iterator[str]:
         near = difflib.get_close_matches(plain, by_lower, n=1, cutoff=_NEAR)
         meant = by_lower[near[0]] if near else _ELSEWHERE.get(plain) if kind == "V1Container" else None
         if meant:
-            yield f"{quote(f'{path}.{name}')} is no field, and would be dropped; did you mean {meant!r}?"
+            yield f"{quote(f'{path}.{name}')} is an unknown field, and would be dropped; did you mean {meant!r}?"

@@ -1,9 +1,7 @@
 """Writes a job's resources into the cluster: all of them, or none.
 
 An answer may be lost, or come too late, although the API server has made the object. So each object has a mark of its
-submission, by which it is found again.
-
-What does not belong here: what is in them.
+submission, by which it is found again. `manifests` makes their contents.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class _Request:
 
 
 def check_manifests(manifests: Sequence[Object]) -> None:
-    """Refuse what the operator would refuse, and what the API server would drop without a word."""
+    """Refuse specs that the operator would refuse, and fields that the API server would drop without an error."""
     for manifest in manifests:
         kind = manifest_type(manifest)
         if slips := find_slips(manifest):
@@ -92,7 +90,7 @@ def find_pools(client: KubeClient, demands: Sequence[RequestedPool]) -> dict[str
         found = client.get(TEACHER_POOLS, demand.service)
         if found is None:
             raise SettingsError(
-                f"--teachers {demand.service}: there is no pool of this name in namespace {client.namespace!r}; say "
+                f"--teachers {demand.service}: no pool in namespace {client.namespace!r} has this name; say "
                 f"what its teachers serve, --serve '{demand.service}=--torch-factory …' (what follows `edl serve`)"
             )
         pools[demand.service] = found
@@ -151,7 +149,7 @@ def _take_back(client: KubeClient, requests: Sequence[_Request], tell: Callable[
 
 
 def _find(client: KubeClient, request: _Request) -> Object | None:
-    """Return the object of a request that was not answered; None if there is none, or it is somebody else's."""
+    """Return the object of a request that was not answered; None if there is none, or another program made it."""
     found = client.get(manifest_type(request.manifest), request.manifest["metadata"]["name"], request.namespace)
     return found if found is not None and _read_mark(found) == _read_mark(request.manifest) else None
 

@@ -42,7 +42,7 @@ _EXIT_TIMEOUT: Final = 124
 _DESCRIPTION = """\
 Makes an ElasticJob, which EDL's operator runs: elastic workers, each `edl run SCRIPT ARGS...` in a pod. A SCRIPT of
 this machine is sent along in a ConfigMap (that file alone, below 700 KB); one that is in the image needs
---script-in-image. --teachers asks for a pool of teachers beside it, which grows into GPUs that are idle."""
+--script-in-image. --teachers adds a pool of teachers, which grows into idle GPUs."""
 
 _EXAMPLES = """\
 examples:

@@ -2,9 +2,7 @@
 
 `edl status` joins what Kubernetes knows of a job with what its agents report in a store. The author of a job chooses
 its store, and would otherwise get the token or a file of anyone who looks at the job: only a store that the user named
-is opened.
-
-What does not belong here: reading resources (`edl.dashboard.state.cluster`).
+is opened. `edl.dashboard.state.cluster` reads the resources.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ def cluster_view(status: KubernetesStatus, now_s: float, *, namespaces: bool) ->
     ]
     if not parts:
         where = "the cluster" if namespaces else f"namespace {', '.join(status.namespaces)!r}"
-        parts.append(Text(printable(f"There are no jobs and no pools in {where}; `edl submit` makes one.")))
+        parts.append(Text(printable(f"No jobs or pools in {where}; `edl submit` makes one.")))
     if status.more_jobs:
         parts.append(Text(f"and {status.more_jobs:,} jobs that ended before those", "dim"))
     if status.stale:
@@ -309,7 +307,7 @@ class WorkloadStatus:
     def _read_store(
         self, status: dict[str, Any], spec: dict[str, Any], item: KubernetesWorkload
     ) -> tuple[JobStatus | None, str]:
-        """Ask the job's store. That it does not answer from here is not an error of the job."""
+        """Ask the job's store. It may be out of reach from here, which is not an error of the job."""
         url = self._store_url or status.get("store") or spec.get("store")
         if item.kind != "job" or not item.job_id or not isinstance(url, str) or not url:
             return None, ""
@@ -350,7 +348,7 @@ def show_workload(
     """Run `edl status` for a job or pool of a cluster; `show_job` shows what a store says of a job.
 
     Raises:
-        SettingsError: There is none, or it was deleted meanwhile.
+        SettingsError: There is none, or it was deleted while this looked.
         EDLError: The API server does not answer, or refuses.
     """
     target = find_target(client, options.job)

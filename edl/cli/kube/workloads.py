@@ -2,8 +2,6 @@
 
 The operator does the work; these commands read and write `ElasticJob` and `TeacherPool`. They find the cluster as
 kubectl does, and a resource by `NAME`, `job/NAME` or `pool/NAME`.
-
-What does not belong here: what the operator makes of resources (`edl.master.kube`), and calls to the API (`edl.kube`).
 """
 
 from __future__ import annotations
@@ -335,12 +333,12 @@ def delete(argv: Sequence[str]) -> int:
 
 
 def _delete(client: KubeClient, target: Target) -> None:
-    """Delete the very resource that was found; another of its name that came meanwhile stays."""
+    """Delete the very resource that was found; a new one of the same name stays."""
     scripts = _list_scripts(client, target) if target.kind == "job" else []
     try:
         client.delete(target.type, target.name, uid=target.uid)
     except ConflictError as exc:
-        raise ConflictError(f"{target} was made again meanwhile, and is left alone: {exc}") from exc
+        raise ConflictError(f"{target} has been made again, and is left alone: {exc}") from exc
     for metadata in scripts:
         client.delete(CONFIG_MAPS, metadata["name"], uid=metadata["uid"])
 

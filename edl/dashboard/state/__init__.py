@@ -1,9 +1,7 @@
-"""What there is to see at a moment: jobs, services and events, read from a Store and a Registry.
+"""The state at a moment: jobs, services and events, read from a Store and a Registry.
 
-`schema` is the state as documented dataclasses, and `StateReader` makes it. What others wrote is checked before it is
-shown: a record that is garbage is listed, and takes nothing else off the page.
-
-What does not belong here: HTTP, and anything that writes to the Store.
+`schema` has the state as documented dataclasses, and `StateReader` makes it. Every record is checked before it is
+shown: an unreadable one is listed, and takes nothing else off the page. Nothing here writes to the Store.
 """
 
 from edl.dashboard.state.reader import StateReader

@@ -1,8 +1,7 @@
 """Jobs and pools of a Kubernetes cluster, as the page, `edl jobs` and `edl status` show them.
 
-What stands in an object may come from anyone who may write it: each field is of its type and bounded, or None.
-
-What does not belong here: what should be (`edl.master.kube`); nothing here writes to a cluster.
+Anyone with rights on an object may have written its fields: each is checked and bounded, or None. Nothing here writes
+to a cluster.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from edl.quoting import shown
 _MAX_MESSAGE: Final = 4096
 """Characters: as many as Kubernetes keeps of what ended a container, so a traceback is shown as far as there is one."""
 _MAX_MEMBERS: Final = 2000
-"""Of a job: more help no reader of a page."""
+"""Members of a job on the page."""
 _ENDED: Final = ("Succeeded", "Failed")
 _TRIED_AGAIN: Final = ("ObjectRefused", "AccessDenied", "QuotaExceeded")
 """Reasons of Accepted=False that are of the API server's, and not of the spec: the operator tries again."""
@@ -222,12 +221,12 @@ def _record(value: Any) -> _Json:
 
 
 MAX_JOBS: Final = 500
-"""Those that go on and those that ended last: a cluster keeps them until they are deleted."""
+"""Jobs that `edl jobs` shows, those that ended last at the end: a cluster keeps them until they are deleted."""
 _PODS: Final = "=".join(MANAGED_BY)
 
 
 class ClusterReader:
-    """Reads jobs and pools, again and again. Not thread-safe."""
+    """Reads jobs and pools of some namespaces (all without a name), again and again. Not thread-safe."""
 
     def __init__(
         self, client: KubeClient, namespaces: Sequence[str], *, members: bool = False, max_jobs: int = MAX_JOBS
@@ -242,7 +241,7 @@ class ClusterReader:
         """Ask for all.
 
         Raises:
-            EDLError: the API server does not answer, or refuses.
+            EDLError: The API server does not answer, or refuses.
         """
         jobs = self._list(ELASTIC_JOBS)
         pools = self._list(TEACHER_POOLS)
@@ -262,7 +261,7 @@ class ClusterReader:
         return [item for place in places for item in self._client.list(kind, place, label_selector=labels).items]
 
     def read_again(self) -> KubernetesStatus:
-        """Ask for all; where that cannot be, return what was known last, with `stale` set."""
+        """Ask for all; if that fails, return what was known last, with `stale` set."""
         try:
             return self.read()
         except EDLError as exc:
@@ -271,35 +270,34 @@ class ClusterReader:
 
 
 _MAX_SHOWN: Final = 100
-"""On the page, as of jobs of a Store."""
+"""Jobs on the page, as many as of a Store."""
 _EVERY_S: Final = 2.0
-"""Between two looks, of three lists a namespace, for each namespace: the operator changes a status about as often."""
+"""Time between two looks, of three lists per namespace: the operator changes a status about as often."""
 _AWAY_S: Final = 10.0
-"""After a look without an answer, which may have taken its timeout, and held up the rest of the page."""
+"""Time after a failed look, which may have taken its timeout, and held up the rest of the page."""
 _SHARE: Final = 0.2
-"""Of the time that looks may take: a cluster of thousands of jobs is looked at less often."""
+"""Share of the time that looks may take: a cluster of thousands of jobs is looked at less often."""
 
 
-class ClusterView:
-    """Jobs and pools of some namespaces, as new as a page needs them. Not thread-safe.
+class ClusterView(ClusterReader):
+    """Jobs and pools as new as a page needs them. Not thread-safe.
 
     Raises:
-        SettingsError: no cluster is named anywhere, or the file that names it cannot be used.
+        SettingsError: No cluster is named anywhere, or the file that names it cannot be used.
     """
 
     def __init__(self, settings: KubeSettings, namespaces: Sequence[str] = ()) -> None:
-        self._client = KubeClient(settings)
-        places = tuple(dict.fromkeys(name or self._client.namespace for name in namespaces or ("",)))
-        self._reader = ClusterReader(self._client, places, members=True, max_jobs=_MAX_SHOWN)
-        self._last = KubernetesStatus(places)
+        client = KubeClient(settings)
+        places = tuple(dict.fromkeys(name or client.namespace for name in namespaces or ("",)))
+        super().__init__(client, places, members=True, max_jobs=_MAX_SHOWN)
         self._every_s = min(_EVERY_S * len(places), _AWAY_S)
         self._next = 0.0
 
-    def read(self) -> KubernetesStatus:
-        """Return what is there; with `stale` set, and otherwise as known last, where the API server does not say."""
+    def latest(self) -> KubernetesStatus:
+        """Return what is there, after a look if one is due; `stale` says why it is old."""
         began = time.monotonic()
         if began >= self._next:
-            self._last = self._reader.read_again()
+            self.read_again()
             took_s = time.monotonic() - began
             every_s = _AWAY_S if self._last.stale else self._every_s
             self._next = began + took_s + max(every_s - took_s, took_s * (1.0 / _SHARE - 1.0))

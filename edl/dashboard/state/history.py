@@ -1,7 +1,7 @@
 """The history of jobs and services: where a picture's points come from.
 
 Three sources, each bounded: looks of the page's own process; the ledger of a job, which says where the time went while
-nobody looked; and the figures of the last hours that a store's process keeps (`StoreSampler`, `read_kept`).
+no page looked; and the figures of the last hours that a store's process keeps (`StoreSampler`, `read_kept`).
 """
 
 from __future__ import annotations

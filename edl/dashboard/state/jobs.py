@@ -20,9 +20,9 @@ from edl.load_reporting import read_wanted
 MASTERS: Final = "master_reports/"
 """Prefix of the keys of masters' reports."""
 LAST_EVENTS: Final = 50
-"""Of a job, in its entry: the merged list has 100."""
+"""Events in a job's entry: the merged list has 100."""
 _STATES: Final = {"leading": "running", "done": "done", "stopped": "down", "silent": "down"}
-"""Of a job of which there is a master only, by the master's state."""
+"""State of a job of which only a master is known, by the master's state."""
 _MAX_REASON: Final = 300
 """Characters of why a record cannot be read: it may quote the record."""
 

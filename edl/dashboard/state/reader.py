@@ -1,7 +1,4 @@
-"""Looks at a Store and a registry, and makes the state; what was known last stays while they do not answer.
-
-What does not belong here: when to look (`edl.dashboard.server`).
-"""
+"""Looks at a Store and a registry, and makes the state; the last known state stays while they do not answer."""
 
 from __future__ import annotations
 
@@ -53,13 +50,13 @@ MAX_JOBS: Final = 100
 _SAMPLE_S: Final = 2.0
 """Between two points of a history: as fine as a picture shows."""
 _GAP_S: Final = 10.0
-"""After so long without a look, the ledger says what happened meanwhile."""
+"""After so long without a look, the ledger fills the gap."""
 _AWAY_S: Final = 30.0
 """After so long without a look, the store's process is asked for the figures of that time."""
 _ROUNDING_S: Final = 0.01
 """Times of a job's end that differ by less are the same."""
 _TIMEOUT_S: Final = 3.0
-"""Of a request to the Store: a look of a few of them ends before a person takes the page for dead."""
+"""Timeout of a request to the Store: a look is a few of them, and should end before a person gives up on the page."""
 
 
 class StateReader:
@@ -120,7 +117,7 @@ class StateReader:
         """
         now_s = time.time()
         self.looks += 1
-        kubernetes = self._cluster.read() if self._cluster is not None else None
+        kubernetes = self._cluster.latest() if self._cluster is not None else None
         try:
             self._open()
             assert self._store is not None

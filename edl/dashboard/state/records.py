@@ -1,33 +1,25 @@
-"""Records that masters and the advisor wrote, checked: each field is of its type and bounded, or None.
-
-What does not belong here: deciding any of it (`edl.master`).
-"""
+"""Records that masters and the advisor wrote, checked: each field is of its type and bounded, or None."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Mapping
-from typing import Any, Final
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar
 
-from edl.dashboard.state.schema import (
-    DatasetStatus,
-    EventRow,
-    MasterStatus,
-    PoisonedShard,
-    ShardFailure,
-    ShardHolder,
-    WantedCount,
-    WantedDecision,
-)
+from edl.dashboard.state.schema import DatasetStatus, EventRow, MasterStatus, WantedCount
 from edl.errors import ProtocolError
+
+D = TypeVar("D")
 
 _MAX_TEXT: Final = 500
 """Characters of a text: a reason in a sentence or two fits; a page of a stranger's text does not."""
 _MAX_WHOLE: Final = 2**53
 """Beyond it JavaScript's numbers skip some."""
 _MAX_ITEMS: Final = 1000
-"""Of a list, such as the students of a teacher: a page with more of them helps no reader."""
+"""Items of a list, such as the students of a teacher: enough for a page."""
 
 
 def decode_object(data: bytes) -> Mapping[str, Any]:
@@ -49,7 +41,7 @@ def text(value: Any, limit: int = _MAX_TEXT) -> str:
     """Return text, clipped; empty for anything else."""
     if not isinstance(value, str):
         return ""
-    return value[:limit].encode(errors="replace").decode()  # half a surrogate pair is no text that can be sent
+    return value[:limit].encode(errors="replace").decode()  # half a surrogate pair cannot be sent
 
 
 def number(value: Any) -> float | None:
@@ -84,8 +76,39 @@ def texts(value: Any, limit: int = _MAX_ITEMS) -> tuple[str, ...]:
     return tuple(text(item) for item in value[:limit] if isinstance(item, str))
 
 
+def read_fields(kind: type[D], row: Mapping[str, Any], **given: Any) -> D:
+    """Return a dataclass read from a JSON object: each field by its name and checked by its type, but for those given.
+
+    Types are str, bool, float, int (from 0), these or None, and tuples of such dataclasses.
+    """
+    values: dict[str, Any] = {}
+    for name, hint in _hints(kind).items():
+        if name in given:
+            values[name] = given[name]
+        elif hint in _READERS:
+            values[name] = _READERS[hint](row.get(name))
+        else:
+            (part, _) = typing.get_args(hint)
+            values[name] = tuple(read_fields(part, item) for item in rows(row.get(name)))
+    return kind(**values)
+
+
+@functools.cache
+def _hints(kind: type[Any]) -> Mapping[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+_READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
+    str: text,
+    str | None: lambda value: text(value) or None,
+    bool: lambda value: value is True,
+    float: lambda value: number(value) or 0.0,
+    float | None: number,
+    int | None: whole,
+}
+
 SHARD_STATES: Final = ("todo", "doing", "done", "poisoned")
-"""Of a shard, in the order of its life."""
+"""The states of a shard, in order."""
 SILENT_S: Final = 30.0
 """A master that leads writes a report about once a second; after so long without any it is gone, or the Store was."""
 _DECISIONS: Final = frozenset({"poisoned", "retried", "takeover"})
@@ -96,7 +119,7 @@ def decode_master(data: bytes, job: str, now_s: float) -> MasterStatus:
     """Read a master's report.
 
     Raises:
-        ProtocolError: the bytes are no JSON object. Fields that are wrong are left out, or None.
+        ProtocolError: The bytes are not a JSON object. Fields that are wrong are left out, or None.
     """
     fields = decode_object(data)
     written = number(fields.get("time"))
@@ -105,90 +128,23 @@ def decode_master(data: bytes, job: str, now_s: float) -> MasterStatus:
     if state == "leading" and (age_s is None or age_s > SILENT_S):
         state = "silent"
     by_name = {dataset.name: dataset for dataset in map(_dataset, rows(fields.get("datasets")))}
-    datasets = sorted(
-        by_name.values(),
-        key=lambda dataset: (not dataset.shards["poisoned"], dataset.name),
-    )
-    return MasterStatus(
-        job=job,
-        state=state,
-        endpoint=text(fields.get("endpoint")),
-        term=whole(fields.get("term")),
-        journal=text(fields.get("journal")),
-        commands=whole(fields.get("commands")),
-        time=written,
-        age_s=age_s,
-        datasets=tuple(datasets),
-        events=tuple(_master_event(row, job) for row in rows(fields.get("events"))),
+    datasets = sorted(by_name.values(), key=lambda dataset: (not dataset.shards["poisoned"], dataset.name))
+    events = (_master_event(row, job) for row in rows(fields.get("events")))
+    return read_fields(
+        MasterStatus, fields, job=job, state=state, age_s=age_s, datasets=tuple(datasets), events=tuple(events)
     )
 
 
 def decode_wanted(fields: Mapping[str, Any]) -> WantedCount:
     """Check a record of how many there should be."""
-    return WantedCount(
-        count=whole(fields.get("count")),
-        now=whole(fields.get("now")),
-        reason=text(fields.get("reason")),
-        since=number(fields.get("since")),
-        time=number(fields.get("time")),
-        decisions=tuple(
-            WantedDecision(number(row.get("time")), whole(row.get("count")), text(row.get("reason")))
-            for row in rows(fields.get("decisions"))
-        ),
-    )
+    return read_fields(WantedCount, fields)
 
 
 def _dataset(row: Mapping[str, Any]) -> DatasetStatus:
     counts = row.get("shards")
     shards = {state: whole(counts.get(state)) or 0 if isinstance(counts, dict) else 0 for state in SHARD_STATES}
-    return DatasetStatus(
-        name=text(row.get("name")),
-        kind=text(row.get("kind")),
-        epoch=whole(row.get("epoch")),
-        epochs=whole(row.get("epochs")),
-        units=whole(row.get("units")),
-        shards=shards,
-        finished=row.get("finished") is True,
-        ended=row.get("ended") is not False,
-        units_done=number(row.get("units_done")),
-        units_per_s=number(row.get("units_per_s")),
-        eta_s=number(row.get("eta_s")),
-        poisoned=tuple(_poisoned(shard) for shard in rows(row.get("poisoned"))),
-        holders=tuple(_holder(holder) for holder in rows(row.get("holders"))),
-    )
-
-
-def _poisoned(row: Mapping[str, Any]) -> PoisonedShard:
-    return PoisonedShard(
-        shard=whole(row.get("shard")),
-        epoch=whole(row.get("epoch")),
-        start=whole(row.get("start")),
-        stop=whole(row.get("stop")),
-        failures=tuple(
-            ShardFailure(text(failure.get("holder")), text(failure.get("reason")), number(failure.get("time")))
-            for failure in rows(row.get("failures"))
-        ),
-    )
-
-
-def _holder(row: Mapping[str, Any]) -> ShardHolder:
-    return ShardHolder(
-        holder=text(row.get("holder")),
-        leases=whole(row.get("leases")),
-        units_done=whole(row.get("units_done")),
-        units_per_s=number(row.get("units_per_s")),
-        seen_s=number(row.get("seen_s")),
-    )
+    return read_fields(DatasetStatus, row, shards=shards, ended=row.get("ended") is not False)
 
 
 def _master_event(row: Mapping[str, Any], job: str) -> EventRow:
-    kind = text(row.get("kind"))
-    return EventRow(
-        time=number(row.get("time")) or 0.0,
-        kind=kind,
-        text=text(row.get("text")),
-        cause=text(row.get("cause")),
-        job=job,
-        node=text(row.get("node")) or None,
-        decision=kind in _DECISIONS,
-    )
+    return read_fields(EventRow, row, job=job, service=None, decision=text(row.get("kind")) in _DECISIONS)

@@ -154,7 +154,7 @@ class WantedCount:
     Attributes:
         now: How many there are.
         since: Time since which this count is wanted.
-        time: Time of the record; if it is older than a minute, no master decides any more.
+        time: Time of the record; if it is older than a minute, no master decides at present.
         decisions: The last ones, oldest first.
     """
 
@@ -216,7 +216,7 @@ class DatasetStatus:
         units: Units of an epoch.
         shards: Counts by state: "todo" and "doing" in this epoch, "done" and "poisoned" in all epochs until now.
         finished: Whether nothing is left to do.
-        ended: Whether no more units will come, as they may from a source that grows.
+        ended: Whether the number of units is final; that of a growing source is not.
         units_done: Units done in all epochs.
         eta_s: Time until the dataset is done at this rate.
         poisoned: The first of the poisoned shards.
@@ -260,7 +260,7 @@ class EventRow:
 
 @dataclass(frozen=True)
 class MasterStatus:
-    """What a job's master reported last.
+    """The last report of a job's master.
 
     Attributes:
         state: "leading", "done" or "stopped"; "silent" if the report of a leading master is old.
@@ -359,7 +359,7 @@ class TeacherStatus:
 class ServicePoint:
     """A service at time `t` of its history: all its live teachers, and the mean of its students' waiting shares.
 
-    `look` is the look of the dashboard that added the point; it is not in the JSON.
+    `look` is the number of the look that added the point; it is not in the JSON.
     """
 
     t: float

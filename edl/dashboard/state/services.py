@@ -1,8 +1,6 @@
 """Services: the registry's teachers joined with the load that they and students report; and the merged events.
 
-A registry keeps no history: what happened to teachers and students is found by comparing looks.
-
-What does not belong here: what follows from the load (`edl.master.scaling`).
+A registry keeps no history: comparing two looks shows which teachers and students came, changed and went.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ def test_jobs_of_each_namespace(
 ) -> None:
     settings = KubeSettings(write_kubeconfig(tmp_path / "config", server.url, namespace="own"))
     view = stack.enter_context(closing(ClusterView(settings, named)))
-    found = view.read()
+    found = view.latest()
     assert found.stale == ""
     assert list(found.namespaces) == shown
     assert sorted(job.namespace for job in found.jobs) == sorted(shown)

@@ -191,10 +191,10 @@ def test_doubtful_texts_are_quoted() -> None:
     ("text", "words"),
     [
         ("", "no manifest"),
-        ("a: [", "no YAML"),
-        ("!!python/object/apply:os.system ['true']", "no YAML"),
+        ("a: [", "not a YAML"),
+        ("!!python/object/apply:os.system ['true']", "not a YAML"),
         ("apiVersion: v1\nkind: Pod\nmetadata: {name: a}", "v1 Pod"),
-        ("a: .nan", "no YAML"),
+        ("a: .nan", "not a YAML"),
         ("a: &a [*a]", "contains itself"),
         ("a: &a [1, 1]\n" + "".join(f"{y}: &{y} [{f'*{x},' * 9}]\n" for x, y in PAIRS), "too large"),
         (

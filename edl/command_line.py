@@ -1,4 +1,4 @@
-"""Command lines: what all of EDL's commands parse in the same way.
+"""Command lines: options and values that all of EDL's commands parse in the same way.
 
 `CommandParser` is argparse's parser with four differences. Wrong usage raises `SettingsError`, which `edl` prints in a
 line. An unknown option is answered with the nearest known one. Options are not abbreviated, since a new option could
@@ -6,9 +6,7 @@ change what an abbreviation means. `--help` shows what most people need and fits
 made by `add_advanced_group`.
 
 Options that several commands have are declared here once: the store, TLS and tokens, the log. So are the types of their
-values: a duration with its unit, a port.
-
-What does not belong here: options that a single command has, and anything that is slow to import.
+values: a duration with its unit, a port. Every command imports this module, so it imports nothing slow.
 """
 
 from __future__ import annotations

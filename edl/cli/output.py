@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 def console(width: int) -> Console:
@@ -19,11 +21,13 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
-def table(*headings: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Return a table without lines; the columns in `numbers` are aligned to the right."""
+def table(headings: Sequence[str], rows: Iterable[Iterable[str | Text]], numbers: Sequence[str] = ()) -> Table:
+    """Return a table without lines; the columns in `numbers` are aligned to the right. Cells are made `printable`."""
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         found.add_column(heading, overflow="fold", justify="right" if heading in numbers else "left")
+    for row in rows:
+        found.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
     return found
 
 

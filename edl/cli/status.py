@@ -254,15 +254,13 @@ def _where_the_time_went(status: JobStatus) -> Text:
     return text
 
 
-def _members(rows: Sequence[NodeStatus]) -> Table:
-    numbers = ("generation", "step", "steps/s", "samples/s", "heard", "replica")
-    replicas = any(row.replica_age_s is not None for row in rows)
-    found = table("node", "ranks", "state", *(numbers if replicas else numbers[:-1]), numbers=numbers)
-    gone = [row for row in rows if row.gone]
-    hidden = gone[_MAX_GONE:]
-    for row in rows:
-        if row not in hidden:
-            found.add_row(*_cells(row)[: len(found.columns)])
+def _members(nodes: Sequence[NodeStatus]) -> Table:
+    numbers = ["generation", "step", "steps/s", "samples/s", "heard"]
+    if any(node.replica_age_s is not None for node in nodes):
+        numbers.append("replica")
+    hidden = [node for node in nodes if node.gone][_MAX_GONE:]
+    headings = ("node", "ranks", "state", *numbers)
+    found = table(headings, (_cells(node)[: len(headings)] for node in nodes if node not in hidden), numbers)
     if hidden:
         found.add_row(Text(f"and {len(hidden)} that left or were lost before", "dim"))
     return found
@@ -274,17 +272,17 @@ def _left_out(exclusion: Exclusion) -> Text:
     return Text.assemble((what, "bold red"), remedy)
 
 
-def _cells(row: NodeStatus) -> list[Text]:
+def _cells(node: NodeStatus) -> list[str | Text]:
     return [
-        Text(printable(row.node), "dim" if row.gone else ""),
-        Text(_ranks(row.ranks) if row.ranks else ""),
-        _coloured(row.state),
-        Text(str(row.generation) if row.generation >= 0 else ""),
-        Text(f"{row.step:,}" if row.step >= 0 else ""),
-        Text(f"{row.steps_per_s:.3g}" if row.steps_per_s and not row.gone else ""),
-        Text(f"{row.samples_per_s:,.0f}" if row.samples_per_s and not row.gone else ""),
-        Text(f"{_duration(row.silent_s)} ago"),
-        Text("" if row.replica_age_s is None else f"{_duration(row.replica_age_s)} old"),
+        Text(printable(node.node), "dim" if node.gone else ""),
+        _ranks(node.ranks) if node.ranks else "",
+        _coloured(node.state),
+        str(node.generation) if node.generation >= 0 else "",
+        f"{node.step:,}" if node.step >= 0 else "",
+        f"{node.steps_per_s:.3g}" if node.steps_per_s and not node.gone else "",
+        f"{node.samples_per_s:,.0f}" if node.samples_per_s and not node.gone else "",
+        f"{_duration(node.silent_s)} ago",
+        "" if node.replica_age_s is None else f"{_duration(node.replica_age_s)} old",
     ]
 
 

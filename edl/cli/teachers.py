@@ -25,7 +25,7 @@ from edl.discovery import open_registry, open_store
 from edl.discovery.records import check_service
 from edl.discovery.registry import Instance, Registry, Snapshot, Watch
 from edl.errors import DiscoveryError
-from edl.load_reporting import ServiceLoad, read_service, read_wanted
+from edl.load_reporting import ServiceLoad, StudentRate, TeacherRate, read_service, read_wanted
 from edl.master.scaling.teachers import TeacherScalingSettings, observe_teachers, required_teachers
 from edl.quoting import clip, did_you_mean
 from edl.settings import DiscoverySettings
@@ -134,20 +134,16 @@ def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -
 
 
 def _teachers(snapshots: Sequence[Snapshot]) -> Table:
-    headings = ("service", "teacher", "endpoint", "model", "capacity", "state", "tags and metadata")
-    found = table(*headings, numbers=("capacity",))
+    rows = []
     for snapshot in snapshots:
         shown = [(instance, instance.state) for instance in snapshot.instances]
         for instance, state in shown + [(instance, "lapsed") for instance in snapshot.lapsed]:
-            notes = " ".join(filter(None, [",".join(instance.tags), brief_meta(instance.meta)]))
-            cells = (snapshot.service, instance.id, instance.endpoint, instance.model, f"{instance.capacity:g}")
+            notes = clip(" ".join(filter(None, [",".join(instance.tags), brief_meta(instance.meta)])), _MOST_NOTES)
             style = {"ready": "green", "draining": "yellow"}.get(state, "red")
-            found.add_row(
-                *(Text(printable(cell)) for cell in cells),
-                Text(state, style),
-                Text(printable(clip(notes, _MOST_NOTES))),
-            )
-    return found
+            where = (snapshot.service, instance.id, instance.endpoint, instance.model)
+            rows.append((*where, f"{instance.capacity:g}", Text(state, style), notes))
+    headings = ("service", "teacher", "endpoint", "model", "capacity", "state", "tags and metadata")
+    return table(headings, rows, ("capacity",))
 
 
 def _snapshot_as_dict(snapshot: Snapshot) -> dict[str, Any]:
@@ -391,38 +387,27 @@ def _wanted_line(wanted: Mapping[str, Any]) -> str:
 
 def _teachers_load(load: ServiceLoad, lapsed: frozenset[str]) -> Table:
     numbers = ("rows/s", "could", "busy", "queue")
-    found = table("teacher", "state", *numbers, "", numbers=numbers)
-    for teacher in load.teachers:
-        name = Text(printable(teacher.teacher or teacher.id))
-        if (teacher.teacher or teacher.id) in lapsed:
-            found.add_row(name, Text("lapsed", "red"), *4 * "-", "")
-            continue
-        found.add_row(
-            name,
-            Text(printable(teacher.state)),
-            _number(teacher.rows_per_s),
-            _number(teacher.rate),
-            _share(teacher.compute_share),
-            "" if teacher.queue_rows is None else f"{teacher.queue_rows:,}",
-            Text(printable(teacher.note), "yellow"),
-        )
-    return found
+
+    def cells(teacher: TeacherRate) -> list[str | Text]:
+        name = teacher.teacher or teacher.id
+        if name in lapsed:
+            return [name, Text("lapsed", "red"), *4 * "-", ""]
+        queue = "" if teacher.queue_rows is None else f"{teacher.queue_rows:,}"
+        rates = _number(teacher.rows_per_s), _number(teacher.rate), _share(teacher.compute_share)
+        return [name, teacher.state, *rates, queue, Text(printable(teacher.note), "yellow")]
+
+    return table(("teacher", "state", *numbers, ""), map(cells, load.teachers), numbers)
 
 
 def _students_load(load: ServiceLoad) -> Table:
     numbers = ("asks rows/s", "would ask", "waits", "waits for data")
-    found = table("student", "job", *numbers, "of teachers", numbers=numbers)
-    for student in load.students:
-        found.add_row(
-            Text(printable(student.id)),
-            Text(printable(student.job)),
-            _number(student.rows_per_s),
-            "idle" if student.idle else _number(student.demand),
-            _share(student.wait_share),
-            _share(student.source_wait_share),
-            Text(printable(", ".join(student.teachers))),
-        )
-    return found
+
+    def cells(student: StudentRate) -> list[str]:
+        rates = _number(student.rows_per_s), "idle" if student.idle else _number(student.demand)
+        shares = _share(student.wait_share), _share(student.source_wait_share)
+        return [student.id, student.job, *rates, *shares, ", ".join(student.teachers)]
+
+    return table(("student", "job", *numbers, "of teachers"), map(cells, load.students), numbers)
 
 
 def _number(value: float | None) -> str:

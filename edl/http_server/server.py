@@ -1,11 +1,9 @@
 """An application of aiohttp in a thread of its own: who is answered, how many connections are open, TLS, the socket.
 
 A server that asks for no token says nothing to a browser that was led to it by another name (DNS rebinding: a
-stranger's page whose name suddenly means 127.0.0.1). Addresses are no names, so they cannot be rebound. Idle
+stranger's page whose name suddenly means 127.0.0.1). An address is not a name, so it cannot be rebound. Idle
 connections must not take all of the process's descriptors: their number is bounded, and one that never asks for
-anything is closed.
-
-What does not belong here: routes, what is behind them, and reading files of tokens (`edl.protocol.tls.credentials`).
+anything is closed. `edl.protocol.tls.credentials` reads the files of tokens.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ import tempfile
 import time
 import webbrowser
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -330,8 +330,9 @@ def _draw_picture(timeline: _Timeline, path: Path, what: str) -> None:
     edges = np.arange(0.0, times[-1], _BIN_S)  # without the last bin, which is not full
     names = dict.fromkeys(name for _, stats in timeline.samples for name in stats.teachers)
 
-    def rate(count: Callable[[ReaderStats], int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        return np.diff(np.interp(edges, times, [count(stats) for _, stats in timeline.samples])) / _BIN_S
+    def rate(count: Callable[[ReaderStats], int]) -> np.ndarray[Any, Any]:
+        rates: np.ndarray[Any, Any] = np.diff(np.interp(edges, times, [count(stats) for _, stats in timeline.samples]))
+        return rates / _BIN_S
 
     def rows_of(name: str) -> Callable[[ReaderStats], int]:
         return lambda stats: stats.teachers[name].rows if name in stats.teachers else 0
@@ -392,33 +393,28 @@ class DemoResult:
     whole_s: float
 
 
-def _table(title: str, *columns: str) -> Table:
-    found = table(*columns, numbers=columns[1:])
+def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str | Text]], left: str = "") -> Table:
+    found = table(headings, rows, [heading for heading in headings[1:] if heading != left])
     found.title, found.title_justify, found.title_style = title, "left", "bold"
     return found
 
 
 def _accuracies(result: DemoResult) -> Table:
-    title = f"Right on {result.test_images} images that none of them has seen"
-    table = _table(title, "", "parameters", "learned from", "mean", "lowest to highest")
+    def row(name: str, parameters: int, learned: str, values: Sequence[float], style: str = "") -> list[str | Text]:
+        mean, bounds = f"{statistics.fmean(values):.1%}", ""
+        if len(values) > 1:
+            mean += f" ±{100 * statistics.stdev(values):.1f}"
+            bounds = f"{min(values):.1%} to {max(values):.1%}"
+        return [Text(cell, style) for cell in (name, f"{parameters:,}", learned, mean, bounds)]
 
-    def row(name: str, parameters: int, learned: str, values: Sequence[float], style: str = "") -> None:
-        many = len(values) > 1
-        mean = f"{statistics.fmean(values):.1%}" + (f" ±{100 * statistics.stdev(values):.1f}" if many else "")
-        table.add_row(
-            name,
-            f"{parameters:,}",
-            learned,
-            mean,
-            f"{min(values):.1%} to {max(values):.1%}" if many else "",
-            style=style,
-        )
-
-    row("teacher", result.teacher_parameters, f"{result.teacher_images:,} images, labels", [result.teacher])
     small = result.student_parameters
-    row("student alone", small, f"{result.plan.labelled} images, labels", result.alone)
-    row("student distilled", small, "the same, soft labels", result.distilled, "bold green")
-    return table
+    rows = [
+        row("teacher", result.teacher_parameters, f"{result.teacher_images:,} images, labels", [result.teacher]),
+        row("student alone", small, f"{result.plan.labelled} images, labels", result.alone),
+        row("student distilled", small, "the same, soft labels", result.distilled, "bold green"),
+    ]
+    title = f"Right on {result.test_images} images that none of them has seen"
+    return _table(title, ("", "parameters", "learned from", "mean", "lowest to highest"), rows)
 
 
 def _comparison(result: DemoResult) -> Text:
@@ -433,42 +429,37 @@ def _comparison(result: DemoResult) -> Text:
 
 def _samples(result: DemoResult) -> Table:
     stats, findings = result.stats, result.findings
-    table = _table(f"Samples, in {result.took_s:.0f} s", "", "", "")
-    table.show_header = False
-    table.columns[2].justify = "left"
 
-    def row(name: str, value: int, note: str = "") -> None:
-        table.add_row(name, f"{value:,}", note)
-
-    def verdict(name: str, wrong: int, note: str = "") -> None:
+    def verdict(name: str, wrong: int, note: str = "") -> tuple[str, str, Text]:
         sign, style = ("✗", "bold red") if wrong else ("✓", "green")
-        table.add_row(name, f"{wrong:,}", Text(f"{sign} {note}", style))
+        return name, f"{wrong:,}", Text(f"{sign} {note}", style)
 
-    row("asked of teachers", stats.rows_asked)
-    row("received", stats.rows_received)
-    row("resent", stats.rows_resent, "were with a teacher that went away")
-    row("hedged", stats.rows_hedged, "were late, so a second teacher was asked")
-    row("delivered to the students", findings.checked)
-    verdict("lost", findings.lost)
-    verdict("repeated", findings.repeated)
-    verdict("out of order", findings.out_of_order)
-    wrong = findings.mislabelled + findings.changed
     difference = findings.largest_difference
     equal = f"equal within {difference:.0e}" if difference else "exactly equal"
-    verdict("with another's label", wrong, f"all computed again here: {equal}")
-    return table
+    wrong = findings.mislabelled + findings.changed
+    rows: list[Sequence[str | Text]] = [
+        ("asked of teachers", f"{stats.rows_asked:,}", ""),
+        ("received", f"{stats.rows_received:,}", ""),
+        ("resent", f"{stats.rows_resent:,}", "were with a teacher that went away"),
+        ("hedged", f"{stats.rows_hedged:,}", "were late, so a second teacher was asked"),
+        ("delivered to the students", f"{findings.checked:,}", ""),
+        verdict("lost", findings.lost),
+        verdict("repeated", findings.repeated),
+        verdict("out of order", findings.out_of_order),
+        verdict("with another's label", wrong, f"all computed again here: {equal}"),
+    ]
+    return _table(f"Samples, in {result.took_s:.0f} s", ("", "rows", " "), rows, left=" ")
 
 
 def _teachers(result: DemoResult) -> Table:
-    table = _table("Rows by teacher", "teacher", "rows", "share", "requests", "failed", "what became of it")
-    table.columns[-1].justify = "left"
-    events: dict[str, TeacherEvent] = {event.teacher: event for event in result.events}
+    events = {event.teacher: event for event in result.events}
     whole = max(1, sum(teacher.rows for teacher in result.stats.teachers.values()))
+    rows = []
     for name, teacher in sorted(result.stats.teachers.items()):
-        fate = _fate(events.get(name), result.exit_codes.get(name))
-        cells = (f"{teacher.rows:,}", f"{teacher.rows / whole:.0%}", f"{teacher.requests:,}", f"{teacher.failures:,}")
-        table.add_row(name, *cells, Text(*fate))
-    return table
+        counts = f"{teacher.rows:,}", f"{teacher.rows / whole:.0%}", f"{teacher.requests:,}", f"{teacher.failures:,}"
+        rows.append((name, *counts, Text(*_fate(events.get(name), result.exit_codes.get(name)))))
+    headings = ("teacher", "rows", "share", "requests", "failed", "what became of it")
+    return _table("Rows by teacher", headings, rows, left=headings[-1])
 
 
 def _fate(event: TeacherEvent | None, exit_code: int | None) -> tuple[str, str]:

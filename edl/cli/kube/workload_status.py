@@ -29,7 +29,13 @@ from edl.dashboard.state.cluster import decode_time, decode_workload
 from edl.dashboard.state.jobs import read_job_status
 from edl.dashboard.state.reader import shown_url
 from edl.dashboard.state.records import text, whole
-from edl.dashboard.state.schema import JobStatus, KubernetesMember, KubernetesStatus, KubernetesWorkload
+from edl.dashboard.state.schema import (
+    JobStatus,
+    KubernetesCondition,
+    KubernetesMember,
+    KubernetesStatus,
+    KubernetesWorkload,
+)
 from edl.discovery import Store, open_store
 from edl.errors import EDLError, SettingsError
 from edl.kube.client import KubeClient
@@ -78,24 +84,25 @@ def workloads_table(items: Sequence[KubernetesWorkload], now_s: float, *, namesp
     kind = items[0].kind
     members, middle = ("workers", ("progress", "remaining")) if kind == "job" else ("teachers", ("borrowed", "service"))
     headings = [*(["namespace"] if namespaces else []), kind, "phase", members, *middle, "age", "why"]
-    found = table(*headings, numbers=("progress", "remaining", "borrowed", "age"))
-    for item in items:
+
+    def cells(item: KubernetesWorkload) -> list[str | Text]:
         phase = item.phase or "not taken up"
         if kind == "job":
             left = "" if item.remaining_s is None or item.ended else f"~{age(item.remaining_s)}"
-            cells = ["" if item.progress is None else f"{item.progress}%", left]
+            extra = ["" if item.progress is None else f"{item.progress}%", left]
         else:
-            cells = ["" if item.borrowed is None else str(item.borrowed), item.job_id]
-        found.add_row(
-            *([Text(printable(item.namespace))] if namespaces else []),
+            extra = ["" if item.borrowed is None else str(item.borrowed), item.job_id]
+        return [
+            *([item.namespace] if namespaces else []),
             Text(printable(item.name), "bold"),
             Text(printable(phase), _STYLES.get(phase, "yellow")),
-            Text(_replicas(item)),
-            *(Text(printable(cell)) for cell in cells),
-            Text(age(None if item.created is None else now_s - item.created)),
+            _replicas(item),
+            *extra,
+            age(None if item.created is None else now_s - item.created),
             Text(printable(clip(_why(item), _MAX_MESSAGE)), "dim"),
-        )
-    return found
+        ]
+
+    return table(headings, map(cells, items), ("progress", "remaining", "borrowed", "age"))
 
 
 def _replicas(item: KubernetesWorkload) -> str:
@@ -204,21 +211,19 @@ def _headline(item: KubernetesWorkload, now_s: float) -> Text:
 
 
 def _conditions(item: KubernetesWorkload, now_s: float) -> Table:
-    found = table("condition", "status", "since", "reason", "why")
-    for each in item.conditions:
+    def cells(each: KubernetesCondition) -> list[str | Text]:
         good = (each.status == "True") != (each.type in _GOOD_IF_FALSE)
         style = "" if each.status == "Unknown" else "green" if good else "yellow"
         if each.type in ("Accepted", "Failed") and not good and each.status != "Unknown":
             style = "bold red"
         since = "" if each.since is None else age(now_s - each.since)
-        cells = [each.type, each.status, since, each.reason, last_line(each.message)]
-        found.add_row(*(Text(printable(cell), style if place == 1 else "") for place, cell in enumerate(cells)))
-    return found
+        return [each.type, Text(printable(each.status), style), since, each.reason, last_line(each.message)]
+
+    return table(("condition", "status", "since", "reason", "why"), map(cells, item.conditions))
 
 
 def _members(members: Sequence[KubernetesMember], now_s: float) -> Table:
-    found = table("member", "state", "node", "try", "failures", "last end", numbers=("try",))
-    for item in members:
+    def cells(item: KubernetesMember) -> list[str | Text]:
         failures = ", ".join(f"{count}x {cause}" for cause, count in item.failures.items())
         if item.memory_factor is not None and item.memory_factor != 1:
             failures += f"; memory x{item.memory_factor:g}"
@@ -229,9 +234,9 @@ def _members(members: Sequence[KubernetesMember], now_s: float) -> Table:
         if detail:
             state.append(f" ({printable(detail)})", "dim")
         attempt = "" if item.attempt is None else str(item.attempt)
-        cells = [item.node, attempt, failures.removeprefix("; "), _last_end(item, now_s)]
-        found.add_row(Text(printable(item.name)), state, *(Text(printable(cell)) for cell in cells))
-    return found
+        return [item.name, state, item.node, attempt, failures.removeprefix("; "), _last_end(item, now_s)]
+
+    return table(("member", "state", "node", "try", "failures", "last end"), map(cells, members), ("try",))
 
 
 def _last_end(item: KubernetesMember, now_s: float) -> str:

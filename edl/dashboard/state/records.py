@@ -69,11 +69,7 @@ def rows(value: Any, limit: int = _MAX_ITEMS) -> list[Mapping[str, Any]]:
     return [item for item in value[:limit] if isinstance(item, dict)]
 
 
-def texts(value: Any, limit: int = _MAX_ITEMS) -> tuple[str, ...]:
-    """Return the texts in a list, the first ones; nothing for anything else."""
-    if not isinstance(value, list):
-        return ()
-    return tuple(text(item) for item in value[:limit] if isinstance(item, str))
+_hints: Final = functools.cache(typing.get_type_hints)
 
 
 def read_fields(kind: type[D], row: Mapping[str, Any], **given: Any) -> D:
@@ -91,11 +87,6 @@ def read_fields(kind: type[D], row: Mapping[str, Any], **given: Any) -> D:
             (part, _) = typing.get_args(hint)
             values[name] = tuple(read_fields(part, item) for item in rows(row.get(name)))
     return kind(**values)
-
-
-@functools.cache
-def _hints(kind: type[Any]) -> Mapping[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {

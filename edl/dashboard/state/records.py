@@ -69,7 +69,7 @@ def rows(value: Any, limit: int = _MAX_ITEMS) -> list[Mapping[str, Any]]:
     return [item for item in value[:limit] if isinstance(item, dict)]
 
 
-_hints: Final = functools.cache(typing.get_type_hints)
+_hints: Final[Callable[[Any], Mapping[str, Any]]] = functools.cache(typing.get_type_hints)
 
 
 def read_fields(kind: type[D], row: Mapping[str, Any], **given: Any) -> D:

@@ -18,9 +18,9 @@ options = parser.parse_args()
 NETS = {"bow": "BOW (Paddle)", "cnn": "CNN", "lstm": "LSTM"}
 ARMS = {  # taught, more text
     (False, False): "hard labels",
-    (False, True): "hard labels, and texts labelled by itself",
+    (False, True): "hard labels, and texts that it labelled itself",
     (True, False): "distilled, the same texts",
-    (True, True): "distilled, and texts without labels",
+    (True, True): "distilled, with unlabelled texts",
 }
 results = [json.loads(line) for line in options.results.read_text().splitlines()]
 

@@ -37,7 +37,8 @@ from benchmarks._cluster.policies import AncestorAutoscaler, EdlArbiter, GangSch
 from benchmarks._cluster.simulation import Placements, Policy, Result, Sample, simulate
 from benchmarks._cluster.trace import ClusterSize, make_trace
 from benchmarks._harness import Goal, Options, Spread, main, note, progress
-from edl.master.scaling.arbitration import JobRequest, arbitrate
+from edl.master.scaling.allocation_plan import JobRequest
+from edl.master.scaling.arbitration import arbitrate
 from edl.master.scaling.workers import ThroughputModel
 
 GOALS = [

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from benchmarks._cluster.simulation import TEACHERS, ClusterView, Placements, RunningJob
 from benchmarks._cluster.trace import Submission
-from edl.master.scaling.arbitration import JobRequest, arbitrate
+from edl.master.scaling.allocation_plan import JobRequest
+from edl.master.scaling.arbitration import arbitrate
 from edl.master.scaling.workers import (
     ThroughputHistory,
     ThroughputModel,

@@ -50,7 +50,8 @@ def open_registry(url: str, *, timeout_s: float = 5.0, credentials: Credentials 
     """
     scheme, parts = _split(url, timeout_s)
     if scheme in _CONSUL:
-        from edl.discovery.consul import ConsulRegistry, ConsulTarget
+        from edl.discovery.consul import ConsulRegistry
+        from edl.discovery.consul_client import ConsulTarget
 
         return ConsulRegistry(ConsulTarget.of(parts, timeout_s))
     if scheme in _ETCD:
@@ -103,7 +104,8 @@ def _open(scheme: str, parts: SplitResult, url: str, timeout_s: float, credentia
 
         return EtcdStore(EtcdTarget.of(parts, timeout_s))
     assert scheme in _CONSUL, f"no store is opened for {scheme}"
-    from edl.discovery.consul import ConsulStore, ConsulTarget
+    from edl.discovery.consul import ConsulStore
+    from edl.discovery.consul_client import ConsulTarget
 
     return ConsulStore(ConsulTarget.of(parts, timeout_s))
 

@@ -23,6 +23,8 @@ from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import Array, array_of, datatype_of, dtype_of
 from edl_serving.backends.source import existing_file
 
+__all__ = ["Array", "Backend", "TensorSpec", "TopKArrays"]
+
 _log = logging.getLogger(__name__)
 
 _COMPLAINTS = ("read-only", "readonly", "not writeable", "not writable")  # numpy, Cython, numba, torch

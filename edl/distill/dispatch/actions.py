@@ -1,10 +1,11 @@
-"""The dispatcher's inputs and outputs: failures of requests, and the actions to take."""
+"""The dispatcher's inputs and outputs: failures and limits of requests, and the actions to take."""
 
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from edl.quoting import shown
 
@@ -22,35 +23,56 @@ class FailureKind(enum.Enum):
 
 @dataclass(frozen=True)
 class RequestFailure:
-    """A failed request.
-
-    `message` is a single printable line of limited length, whatever text the teacher sent.
-    """
+    """A failed request."""
 
     kind: FailureKind  # decides how the dispatcher reacts
-    message: str  # for logs and errors
+    message: str  # for logs and errors: a single printable line of limited length, whatever text the teacher sent
     retry_after_s: float = 0.0  # seconds after which the teacher asks to be retried; 0 without a hint
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message", shown(self.message))
 
 
-@dataclass(frozen=True)
-class Send:
-    """Action: send task `task` to `teacher`, and report how attempt `attempt` ends."""
+class Limits(NamedTuple):
+    """The largest request that is accepted; 0 for no limit."""
 
-    attempt: int  # number of the attempt
-    task: int  # number of the task
-    teacher: str  # the teacher's id
-    timeout_s: float  # seconds until the attempt fails with TIMEOUT
+    max_rows: int = 0
+    max_nbytes: int = 0  # bytes of tensors
+    max_sequence: int = 0  # rows of a sequence
+
+    def accepts(self, rows: float, nbytes: float, longest: float) -> bool:
+        """Return whether a request of this size is accepted, whose longest sequence has `longest` rows."""
+        return (
+            (not self.max_rows or rows <= self.max_rows)
+            and (not self.max_nbytes or nbytes <= self.max_nbytes)
+            and (not self.max_sequence or longest <= self.max_sequence)
+        )
+
+    @property
+    def longest_sequence(self) -> float:
+        """Rows of the longest sequence that fits a request."""
+        return min((limit for limit in (self.max_rows, self.max_sequence) if limit), default=math.inf)
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(eq=False)
+class Send:
+    """Action: send task `task` to `teacher`. The object stands for this attempt until the caller reports its end."""
+
+    task: int
+    teacher: str
     extra: bool  # whether it is a hedge: a second attempt while the first is still pending
+    sent_at: float
+    in_flight: int  # attempts at the teacher, including this one
 
 
 @dataclass(frozen=True)
 class GiveUp:
     """Action: fail task `task`."""
 
-    task: int  # number of the task
+    task: int
     failures: tuple[tuple[str, RequestFailure], ...]  # (teacher, failure) in order of arrival
 
 

@@ -9,19 +9,19 @@ several may wait, because scheduling is just as slow.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
+
+from edl.distill.dispatch.actions import NO_LIMITS, Limits, Send
 
 QUEUE_S = 0.010
 """Seconds of work that may wait at a teacher, if that is more than one request."""
 MOST_QUEUED = 4.0
 """Largest number of requests that may wait at a teacher for that reason."""
 MOST_QUEUED_QUICK = 12.0
-"""The same if a request takes less than `QUICK_S`. It is higher because the job queue sends up to half a window as one
-message (`edl.distill.engine.jobs`), which must be worth its cost. With slower requests, a larger window would only push
-warm memory out of the caches."""
+"""The same if a request takes less than `QUICK_S`: a wake-up costs more than the request. With slower requests, a
+larger window would only push warm memory out of the caches."""
 QUICK_S = 0.001
 """Service time below which, on one host, a message costs more than the request in it."""
 PROBE_EVERY_S = 10.0
@@ -88,16 +88,6 @@ class Window:
         self.size = max(self.size // 2, 1)
         self._since_change = 0
 
-    def reset(self) -> None:
-        """Forget all measurements, because the teacher was away."""
-        self.size = 1
-        self.probing = True
-        self.base_s = float("inf")
-        self._since_change = 0
-        self.median_s = self.usual_s = None
-        self.service_s = 0.0
-        self._latencies.clear()
-
 
 @dataclass
 class TeacherState:
@@ -109,10 +99,8 @@ class TeacherState:
     closed_until: float = 0.0  # gets no requests before this time, in seconds
     no_room_until: float = 0.0  # the same, if it said that it has no room; it counts as live meanwhile
     why: str = ""  # why it is closed, as text
-    max_rows: int = 0  # largest number of rows in a request; 0 for any
-    max_nbytes: int = 0  # largest number of tensor bytes in a request; 0 for any
-    max_sequence: int = 0  # largest number of rows in a sequence; 0 for any
-    in_flight: set[int] = field(default_factory=set)  # numbers of its pending attempts
+    limits: Limits = NO_LIMITS  # the largest request that it accepts
+    in_flight: set[Send] = field(default_factory=set)
     last_progress_at: float = 0.0  # when it last answered, or got work while idle
     failures: int = 0  # failures in a row
     opened: int = 0  # how often in a row it was closed because of failures
@@ -127,19 +115,6 @@ class TeacherState:
     def serves(self, now: float) -> bool:
         """Return whether it is usable, or paused only because it has no room."""
         return self.live and not self.draining and (now >= self.closed_until or self.no_room_until >= self.closed_until)
-
-    def accepts(self, rows: float, nbytes: float, longest: float = 0) -> bool:
-        """Return whether it accepts a request of this size, whose longest sequence has `longest` rows."""
-        return (
-            (not self.max_rows or rows <= self.max_rows)
-            and (not self.max_nbytes or nbytes <= self.max_nbytes)
-            and (not self.max_sequence or longest <= self.max_sequence)
-        )
-
-    @property
-    def longest_sequence(self) -> float:
-        """Rows of the longest sequence that fits a request."""
-        return min((limit for limit in (self.max_rows, self.max_sequence) if limit), default=math.inf)
 
     def has_room(self, now: float) -> bool:
         """Return whether it can take a request now."""

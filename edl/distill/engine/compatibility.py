@@ -18,7 +18,7 @@ import numpy as np
 from edl.discovery.registry import Instance
 from edl.distill.compress import ClampWarnings, TopK
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
-from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
+from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply, TensorMetadata
 from edl.errors import SettingsError
 from edl.protocol import names
 from edl.protocol.tensors import Array
@@ -43,56 +43,51 @@ class TeacherCompatibility:
     def __init__(
         self, service: str, output_spec: OutputSpec, mixed_versions: Literal["warn", "refuse"] = "warn"
     ) -> None:
+        # The first teacher's model, until `select_version` changes its version; None before the first teacher. All
+        # teachers must have a model of this name.
+        self.spec: ModelSpec | None = None
+        self.tokenizer = ""  # hash of the teachers' tokenizer, from the first one that reports it
+        self.selecting_version = False  # whether `select_version` comes next, which warns of several versions
+        self.is_unversioned = False  # whether an answer has named no version, where the metadata name none either
+        self.weights_versions: set[str] = set()  # versions of which a teacher said that they are hashes of the weights
         self._service = service
         self._output_spec = output_spec
         self._refuses = mixed_versions == "refuse"
+        self._has_several = False  # whether more than one connection was accepted
+        self._answered_version = ""  # that `spec` has from answers alone, as the metadata name none
+        self._mixed_versions: frozenset[str] = frozenset()
+        # Versions that were warned of, in addition to that of `spec`; the empty one also next to an unknown version.
+        self._reported_versions: set[str] = set()
         self._row_types: dict[str, tuple[np.dtype[Any], int]] = {}  # dtype and number of dimensions of output rows
         self._row_shapes: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
         self._kept_shapes: dict[str, tuple[int, ...]] = {}
         self._confirmed_by: set[str] = set()  # connected teachers whose answers had these types and shapes
         self._has_delivered = False  # whether there was such an answer in this epoch
-        self._tokenizer = ""  # hash from the first teacher that reports it
-        # The first teacher's model, until `select_version` changes its version; None before the first teacher. All
-        # teachers must have a model of this name.
-        self.spec: ModelSpec | None = None
-        self._has_several = False  # whether more than one connection was accepted
-        self.selecting_version = False  # Whether `select_version` comes next, which warns of several versions
-        # Whether an answer has named no version, where the metadata name none either
-        self.is_unversioned = False
-        self._answered_version = ""  # that `spec` has from answers alone, as the metadata name none
-        self.weights_versions: set[str] = set()  # Versions of which a teacher said that they are hashes of the weights
         self._clamp_warnings = ClampWarnings(service, "ask for dtype=None, or dtype='float32'")
-        self._mixed_versions: frozenset[str] = frozenset()
-        # Versions that were warned of, in addition to that of `spec`; the empty one also next to an unknown version.
-        self._reported_versions: set[str] = set()
 
-    @property
-    def tokenizer(self) -> str:
-        """The hash of the teachers' tokenizer; empty until a teacher reports it."""
-        return self._tokenizer
+    # Models
 
     def lacking(self, instance: Instance, spec: ModelSpec) -> str:
         """Return what this model lacks of what the student asks for, regardless of other teachers; empty if nothing.
 
         Versions do not count, because they change while students run, and students wait for the right one.
         """
-        missing = [name for name in self._output_spec.outputs if spec.outputs and name not in spec.outputs]
+        asked = self._output_spec
+        missing = [name for name in asked.outputs if spec.outputs and name not in spec.outputs]
         if missing:
             near = did_you_mean(missing[0], spec.outputs)
             return f"its model {spec.name!r} has no output {missing[0]!r}, only {listed(spec.outputs)}{near}"
-        if spec.max_top_k and names.LOGPROBS in self._output_spec.outputs:
-            k = self._output_spec.top_k
-            if k is None or k > spec.max_top_k:
-                asked = "whole outputs are asked for" if k is None else f"top_k={k} is asked for"
-                return (
-                    f"its model {spec.name!r} answers with the {spec.max_top_k} largest log-probabilities of a row at "
-                    f"most, and {asked}: set top_k={spec.max_top_k} or less, or serve it with a larger --top-k"
-                )
+        if spec.max_top_k and names.LOGPROBS in asked.outputs and not (asked.top_k and asked.top_k <= spec.max_top_k):
+            wanted = "whole outputs are asked for" if asked.top_k is None else f"top_k={asked.top_k} is asked for"
+            return (
+                f"its model {spec.name!r} answers with the {spec.max_top_k} largest log-probabilities of a row at "
+                f"most, and {wanted}: set top_k={spec.max_top_k} or less, or serve it with a larger --top-k"
+            )
         tokenizer = _tokenizer_of(instance, spec)
-        if self._output_spec.tokenizer not in ("", tokenizer):
+        if asked.tokenizer not in ("", tokenizer):
             has = f"has tokenizer {tokenizer!r}" if tokenizer else "does not say which tokenizer it has"
             return (
-                f"its model {spec.name!r} {has}, and the student's is {self._output_spec.tokenizer!r}: their token ids "
+                f"its model {spec.name!r} {has}, and the student's is {asked.tokenizer!r}: their token ids "
                 "mean different texts. Use a teacher of the student's tokenizer, or leave tokenizer= out if they agree"
             )
         return ""
@@ -102,45 +97,17 @@ class TeacherCompatibility:
         lacking = self.lacking(instance, spec)
         if lacking:
             return lacking
-        tokenizer = _tokenizer_of(instance, spec)
-        known = self.spec
-        before = self._tokenizer or (known.tokenizer if known is not None else "")
-        if before and tokenizer and before != tokenizer:
-            return (
-                f"its model {spec.name!r} has tokenizer {tokenizer!r}, the teachers before it {before!r}: their token "
-                "ids mean different texts"
-            )
-        if known is not None and spec.name != known.name:  # equal versions prove nothing: most models start with "1"
-            return (
-                f"it serves model {spec.name!r}, the teachers before it {known.name!r}, and labels of two models are "
-                "never mixed: name one of them with model=, or give each model its own --service"
-            )
-        if known is not None and spec.inputs and known.inputs:
-            differing = [name for name in known.inputs if spec.inputs.get(name) != known.inputs[name]]
-            if differing or len(spec.inputs) != len(known.inputs):
-                return f"its model {spec.name!r} takes other inputs than the teachers before it"
-        if known is not None and spec.batch_rows not in (0, known.batch_rows):
-            return (
-                f"its model {spec.name!r} takes exactly {spec.batch_rows} rows in a request, the teachers before it "
-                f"{known.batch_rows or 'any number'}: give it another --service"
-            )
-        if known is not None and spec.sequences != known.sequences:  # requests are filled for one kind only
-            return (
-                f"its model {spec.name!r} has {_rows_of(spec)}, the teachers before it {_rows_of(known)}: serve all "
-                f"with the same sequence_input ({names.SEQUENCES})"
-            )
-        for name in self._output_spec.outputs:
-            have, want = spec.outputs.get(name), known.outputs.get(name) if known is not None else None
-            if have is not None and want is not None and not _shapes_match(have.shape, want.shape):
-                return (
-                    f"its model {spec.name!r} gives output {name!r} with rows of shape {list(have.shape)}, "
-                    f"the teachers before it {list(want.shape)}"
-                )
+        spec = replace(spec, tokenizer=_tokenizer_of(instance, spec))
+        known = self.spec or spec  # the first teacher agrees with itself
+        known = replace(known, tokenizer=self.tokenizer or known.tokenizer)
+        difference = _model_difference(spec, known, self._output_spec)
+        if difference:
+            return difference
         if self._refuses and not spec.version:
             return self._version_refusal("")
-        # If the metadata name no version, answers tell (`check_version`).
-        if known is not None and spec.version and known.version != spec.version and not self.selecting_version:
-            if self.refuses_version(spec.version):
+        # If the metadata name no version, answers tell (`_check_version`).
+        if spec.version and known.version != spec.version and not self.selecting_version:
+            if self._refuses:
                 return self._version_refusal(spec.version)
             self._reported_versions.add(spec.version)
             logger.warning(
@@ -151,68 +118,13 @@ class TeacherCompatibility:
                 spec.version,
                 known.version,
             )
-        self._has_several = self._has_several or known is not None
-        self._tokenizer = before or tokenizer
+        self._has_several = self._has_several or self.spec is not None
+        self.tokenizer = known.tokenizer or spec.tokenizer
         if spec.weights_version:
             self.weights_versions.add(spec.weights_version)
         return ""
 
-    def check_version(self, teacher: str, version: str) -> RequestFailure | None:
-        """Return why an answer of this version cannot be used; None if it can. Warns once of each mixture."""
-        known = self.spec
-        if known is None or (version and version == known.version):
-            return None
-        if version and not known.version and not self.is_unversioned:
-            self._adopt_version(known, version)
-            return None
-        if self.refuses_version(version):
-            return RequestFailure(FailureKind.BAD_OUTPUT, f"{teacher}: {self._version_refusal(version)}")
-        if not known.version and not version:
-            self.is_unversioned = True
-            if self._has_several and "" not in self._reported_versions:
-                self._reported_versions.add("")
-                logger.warning(
-                    "nothing tells whether labels of several models are mixed: neither metadata nor answers of %s of "
-                    "%s say which version of its model it has, and it was connected to more than once, or after "
-                    "others. Give the models versions (edl serve --model-version), or name the one that all have with "
-                    "version=",
-                    teacher,
-                    self._service,
-                )
-        elif version not in self._reported_versions:
-            self._reported_versions.add(version)
-            logger.warning(
-                "labels of two versions of a model are mixed: %s of %s answers with version %r, and this epoch began "
-                "with %r. To be sure of one, name it with version=, or set mixed_versions='refuse'",
-                teacher,
-                self._service,
-                version,
-                known.version,
-            )
-        return None
-
-    def _adopt_version(self, known: ModelSpec, version: str) -> None:
-        """Take the version of the first answer as that of a model whose metadata name none."""
-        spec = replace(known, version=version)
-        if self._answered_version in ("", version):
-            self.spec = spec
-        else:
-            self._follow(spec, self._answered_version)
-        self._answered_version = version
-
-    def _follow(self, spec: ModelSpec, before: str) -> None:
-        logger.warning(
-            "the teachers of %s have version %r of their model now, and had %r: from this epoch on, it is labels "
-            "of %r that are looked up and kept",
-            self._service,
-            spec.version,
-            before,
-            spec.version,
-        )
-        self.spec = spec
-        self._reset_shapes()
-        self._kept_shapes.clear()
-        self._reported_versions.clear()
+    # Versions
 
     def refuses_version(self, version: str) -> bool:
         """Return whether labels of this version must not be mixed with the epoch's."""
@@ -230,29 +142,81 @@ class TeacherCompatibility:
             "mixed_versions='refuse': name one with version=, or let the next epoch (of a Scorer the next call) follow"
         )
 
+    def _check_version(self, teacher: str, version: str) -> str:
+        """Return why an answer of this version cannot be used; empty if it can. Warns once of each mixture."""
+        known = self.spec
+        if known is None or (version and version == known.version):
+            return ""
+        if version and not known.version and not self.is_unversioned:
+            # The first answer of a model whose metadata name no version
+            if self._answered_version in ("", version):
+                self.spec = replace(known, version=version)
+            else:
+                self._follow(replace(known, version=version), self._answered_version)
+            self._answered_version = version
+            return ""
+        if self.refuses_version(version):
+            return self._version_refusal(version)
+        if not known.version and not version:
+            self.is_unversioned = True
+            if not self._has_several:
+                return ""
+        if version in self._reported_versions:
+            return ""
+        self._reported_versions.add(version)
+        if not known.version and not version:
+            logger.warning(
+                "nothing tells whether labels of several models are mixed: neither metadata nor answers of %s of "
+                "%s say which version of its model it has, and it was connected to more than once, or after "
+                "others. Give the models versions (edl serve --model-version), or name the one that all have with "
+                "version=",
+                teacher,
+                self._service,
+            )
+        else:
+            logger.warning(
+                "labels of two versions of a model are mixed: %s of %s answers with version %r, and this epoch began "
+                "with %r. To be sure of one, name it with version=, or set mixed_versions='refuse'",
+                teacher,
+                self._service,
+                version,
+                known.version,
+            )
+        return ""
+
+    def _follow(self, spec: ModelSpec, before: str) -> None:
+        logger.warning(
+            "the teachers of %s have version %r of their model now, and had %r: from this epoch on, it is labels "
+            "of %r that are looked up and kept",
+            self._service,
+            spec.version,
+            before,
+            spec.version,
+        )
+        self.spec = spec
+        self._reset_shapes()
+        self._kept_shapes.clear()
+        self._reported_versions.clear()
+
     def select_version(self, live: Sequence[ModelSpec]) -> None:
         """Select, before an epoch, the version under which labels are cached. It stays while a live teacher has it.
 
-        The model's name never changes, because another name means another model than the student asked for.
-
-        Args:
-            live: The models of all teachers that are in use. If empty, the version stays.
+        The model's name never changes, because another name means another model than the student asked for. `live` are
+        the models of all teachers in use; without any, the version stays.
         """
-        if self.spec is None:
-            return
-        name = self.spec.name
-        live = [spec for spec in live if spec.name == name]
-        if not live:
+        known = self.spec
+        live = [spec for spec in live if known is not None and spec.name == known.name]
+        if known is None or not live:
             return
         if self._answered_version:
             # Such teachers may have been replaced unseen, so each epoch waits for an answer that names the version.
             live = [spec if spec.versions else replace(spec, version="") for spec in live]
-            if self.spec.version == self._answered_version:
-                self.spec = replace(self.spec, version="")
+            if known.version == self._answered_version:
+                self.spec = known = replace(known, version="")
         count = Counter(spec.version for spec in live)
-        if self.spec.version not in count:
+        if known.version not in count:
             version = max(sorted(count), key=lambda version: count[version])
-            self._follow(next(spec for spec in live if spec.version == version), self.spec.version)
+            self._follow(next(spec for spec in live if spec.version == version), known.version)
         mixed = frozenset(count) if len(count) > 1 else frozenset()
         if mixed and mixed != self._mixed_versions:
             logger.warning(
@@ -260,10 +224,12 @@ class TeacherCompatibility:
                 "has that one",
                 self._service,
                 ", ".join(map(repr, sorted(mixed))),
-                self.spec.version,
+                self.spec.version if self.spec is not None else "",
             )
         self._mixed_versions = mixed
         self._reported_versions |= mixed
+
+    # Answers
 
     def begin_epoch(self) -> None:
         """Start an epoch: once the teachers of earlier answers have left, answers may have other shapes."""
@@ -273,12 +239,14 @@ class TeacherCompatibility:
         """Note that a teacher or its connection is gone. Another teacher may appear under the same name."""
         self._confirmed_by.discard(teacher)
 
-    def check_output(self, teacher: str, inputs: InputTensors, outputs: Outputs) -> RequestFailure | None:
-        """Check that an answer fits the answers before it."""
-        why = self._difference(inputs, outputs)
-        if why and not self._has_delivered and self._confirmed_by <= {teacher}:
-            self._reset_shapes()  # no other teacher that gave earlier answers is left
-            why = self._difference(inputs, outputs)
+    def check_reply(self, teacher: str, inputs: InputTensors, reply: Reply) -> RequestFailure | None:
+        """Return why an answer cannot be used beside those before it; None if it can."""
+        why = self._check_version(teacher, reply.version)
+        if not why:
+            why = self._difference(inputs, reply.outputs)
+            if why and not self._has_delivered and self._confirmed_by <= {teacher}:
+                self._reset_shapes()  # no other teacher that gave earlier answers is left
+                why = self._difference(inputs, reply.outputs)
         if why:
             return RequestFailure(FailureKind.BAD_OUTPUT, f"{teacher}: {why}")
         self._confirmed_by.add(teacher)
@@ -293,8 +261,10 @@ class TeacherCompatibility:
     def _difference(self, inputs: InputTensors, outputs: Outputs) -> str:
         for name, output in outputs.items():
             array = output.values if isinstance(output, TopK) else output
-            if self._output_spec.dtype == "float16":
-                self._check_clamped(name, array)
+            spec = self._output_metadata(name)
+            # float16 outputs of the model itself are not clamped
+            if self._output_spec.dtype == "float16" and (spec is None or spec.datatype != "FP16"):
+                self._clamp_warnings.after(name, array)
             shape = tuple(array.shape[1:])
             kind = (array.dtype, len(shape))
             agreed = self._row_types.setdefault(name, kind)
@@ -303,15 +273,22 @@ class TeacherCompatibility:
                     f"output {name!r} has rows of {kind[0]} with {kind[1]} dimensions, the teachers before it of "
                     f"{agreed[0]} with {agreed[1]}: ask for one dtype=, or give it another --service"
                 )
-            want = self._expected_row_shape(name, inputs, shape, compressed=isinstance(output, TopK))
-            if shape != want and not _shapes_match(shape, want):
+            if spec is None:
+                # Only earlier answers are known. Inputs of equal shape should give outputs of equal shape.
+                if len(self._row_shapes) >= _MOST_REMEMBERED:
+                    self._row_shapes.clear()
+                want = self._row_shapes.setdefault((name, tuple(of[1:] for _, _, of in inputs)), shape)
+            elif isinstance(output, TopK) and self._output_spec.top_k is not None and spec.shape:
+                classes = spec.shape[-1]
+                want = (*spec.shape[:-1], min(self._output_spec.top_k, classes) if classes > 0 else -1)
+            else:
+                want = spec.shape
+            if not _shapes_match(shape, want):
                 return f"output {name!r} has rows of shape {list(shape)}, the teachers before it {list(want)}"
         return ""
 
-    def _check_clamped(self, name: str, array: Array) -> None:
-        spec = self.spec.outputs.get(name) if self.spec is not None else None
-        if spec is None or spec.datatype != "FP16":  # float16 outputs of the model itself are not clamped
-            self._clamp_warnings.after(name, array)
+    def _output_metadata(self, name: str) -> TensorMetadata | None:
+        return self.spec.outputs.get(name) if self.spec is not None else None
 
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
         """Check that cached labels, which are looked up by a sample's id, fit the sample's current inputs.
@@ -322,75 +299,86 @@ class TeacherCompatibility:
         Raises:
             SettingsError: Outputs have variable dimensions, and the inputs have other shapes than earlier inputs.
         """
-        known = self.spec
-        if known is None or not any(self._varies(name) for name in self._output_spec.outputs):
+        varying = None
+        for name in self._output_spec.outputs:
+            spec = self._output_metadata(name)
+            if spec is not None and -1 in (spec.shape if self._output_spec.top_k is None else spec.shape[:-1]):
+                varying = spec
+        if varying is None or self.spec is None:
             return
         for name, array in fields.items():
-            if known.inputs and name not in known.inputs:
+            if self.spec.inputs and name not in self.spec.inputs:
                 continue
             shape = tuple(array.shape[1:])
             before = self._kept_shapes.setdefault(name, shape)
             if before != shape:
-                varying = next(name for name in self._output_spec.outputs if self._varies(name))
                 raise SettingsError(
-                    f"input {name!r} has rows of shape {list(shape)}, before it {list(before)}, and output {varying!r} "
-                    f"{list(known.outputs[varying].shape)} (-1 is any size) may follow it: kept soft labels would "
+                    f"input {name!r} has rows of shape {list(shape)}, before it {list(before)}, and output "
+                    f"{varying.name!r} {list(varying.shape)} (-1 is any size) may follow it: kept soft labels would "
                     "not fit. Pad all batches to one length, or leave the cache out"
                 )
-
-    def _varies(self, name: str) -> bool:
-        spec = self.spec.outputs.get(name) if self.spec is not None else None
-        if spec is None:
-            return False
-        return -1 in (spec.shape if self._output_spec.top_k is None else spec.shape[:-1])
-
-    def _expected_row_shape(
-        self, name: str, inputs: InputTensors, shape: tuple[int, ...], *, compressed: bool
-    ) -> tuple[int, ...]:
-        """Return the row shape of an output; -1 is any size."""
-        spec = self.spec.outputs.get(name) if self.spec is not None else None
-        if spec is None:
-            # Only earlier answers are known. Inputs of equal shape should give outputs of equal shape.
-            if len(self._row_shapes) >= _MOST_REMEMBERED:
-                self._row_shapes.clear()
-            return self._row_shapes.setdefault((name, tuple(of[1:] for _, _, of in inputs)), shape)
-        if compressed and self._output_spec.top_k is not None and spec.shape:
-            classes = spec.shape[-1]
-            return (*spec.shape[:-1], min(self._output_spec.top_k, classes) if classes > 0 else -1)
-        return spec.shape
 
 
 def _tokenizer_of(instance: Instance, spec: ModelSpec) -> str:
     return spec.tokenizer or instance.meta.get(names.TOKENIZER_META, "")
 
 
-def _rows_of(spec: ModelSpec) -> str:
-    return f"rows that belong to sequences by input {spec.sequences!r}" if spec.sequences else "independent rows"
-
-
 def _shapes_match(left: Sequence[int], right: Sequence[int]) -> bool:
-    return len(left) == len(right) and all(a == b or -1 in (a, b) for a, b in zip(left, right, strict=True))
+    return left == right or (
+        len(left) == len(right) and all(a == b or -1 in (a, b) for a, b in zip(left, right, strict=True))
+    )
+
+
+def _model_difference(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> str:
+    """Return how a teacher's model differs from that of the teachers before it; empty if it can be used like it."""
+    others = "the teachers before it"
+    if spec.name != known.name:  # equal versions prove nothing: most models start with "1"
+        return (
+            f"it serves model {spec.name!r}, {others} {known.name!r}, and labels of two models are "
+            "never mixed: name one of them with model=, or give each model its own --service"
+        )
+    what = f"its model {spec.name!r}"
+    if spec.inputs and known.inputs and dict(spec.inputs) != dict(known.inputs):
+        return f"{what} takes other inputs than {others}"
+    if spec.batch_rows not in (0, known.batch_rows):
+        return (
+            f"{what} takes exactly {spec.batch_rows} rows in a request, {others} "
+            f"{known.batch_rows or 'any number'}: give it another --service"
+        )
+    if spec.sequences != known.sequences:  # requests are filled for one kind only
+        of = {
+            of: f"rows that belong to sequences by input {of!r}" if of else "independent rows"
+            for of in (spec.sequences, known.sequences)
+        }
+        return (
+            f"{what} has {of[spec.sequences]}, {others} {of[known.sequences]}: serve all with the same "
+            f"sequence_input ({names.SEQUENCES})"
+        )
+    difference = _output_difference(spec, known, output_spec)
+    return f"{what} {difference[0]}, {others} {difference[1]}" if difference else ""
+
+
+def _output_difference(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> tuple[str, str] | None:
+    """Return in what the outputs of two models differ, as words about either; None if they agree."""
+    if spec.tokenizer and known.tokenizer and spec.tokenizer != known.tokenizer:
+        return f"has tokenizer {spec.tokenizer!r}", f"{known.tokenizer!r}: their token ids mean different texts"
+    for name in output_spec.outputs:
+        have, want = spec.outputs.get(name), known.outputs.get(name)
+        if have is not None and want is not None and not _shapes_match(have.shape, want.shape):
+            return f"gives output {name!r} with rows of shape {list(have.shape)}", f"{list(want.shape)}"
+    return None
 
 
 def outputs_disagreement(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> str:
     """Return how the outputs of two services differ, whose labels may share a batch; empty if they agree."""
-    if spec.tokenizer and known.tokenizer and spec.tokenizer != known.tokenizer:
-        return (
-            f"model {known.name!r} has tokenizer {known.tokenizer!r}, model {spec.name!r} {spec.tokenizer!r}: their "
-            "token ids mean different texts"
-        )
+    difference = _output_difference(spec, known, output_spec)
+    if difference:
+        return f"model {spec.name!r} {difference[0]}, model {known.name!r} {difference[1]}"
     for name in output_spec.outputs:
         have, want = spec.outputs.get(name), known.outputs.get(name)
-        if have is None or want is None:
-            continue
-        if not _shapes_match(have.shape, want.shape):
+        if have is not None and want is not None and have.datatype != want.datatype and output_spec.dtype is None:
             return (
-                f"model {known.name!r} gives output {name!r} with rows of shape {list(want.shape)}, model "
-                f"{spec.name!r} {list(have.shape)}, and labels of a batch have one shape"
-            )
-        if have.datatype != want.datatype and output_spec.dtype is None:
-            return (
-                f"model {known.name!r} gives output {name!r} as {want.datatype}, model {spec.name!r} as "
-                f"{have.datatype}: ask for dtype='float32'"
+                f"model {spec.name!r} gives output {name!r} as {have.datatype}, model {known.name!r} as "
+                f"{want.datatype}: ask for dtype='float32'"
             )
     return ""

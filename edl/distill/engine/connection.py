@@ -1,10 +1,10 @@
 """Keeps connections to the teachers of a service, from their appearance in discovery until their last request ends.
 
 A `TeacherConnection` connects, checks the model, and reconnects until it is closed. The `ConnectionPool` has one for
-each teacher. A lapsed registration does not end a connection, because only the teacher itself can show whether it is
-alive. A teacher that answers stays in use even if the registry has forgotten it; one that does not answer is tried
-again while it is listed. The pool also detects when waiting for a first teacher is useless, because all have answered
-and none fits (`ConnectionPool.lacking`).
+each teacher, and tells the dispatcher which teachers are there. A lapsed registration does not end a connection,
+because only the teacher itself can show whether it is alive. A teacher that answers stays in use even if the registry
+has forgotten it; one that does not answer is tried again while it is listed. The pool also detects when waiting for a
+first teacher is useless, because all have answered and none fits (`ConnectionPool.lacking`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import asyncio
 import contextlib
 import logging
 import random
+import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edl.discovery.registry import Instance, Snapshot
-from edl.distill.dispatch.actions import FailureKind
+from edl.distill.dispatch.actions import NO_LIMITS, Action, FailureKind, Limits
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.engine.compatibility import TeacherCompatibility
 from edl.distill.options import Options
+from edl.distill.stats import TeacherStats
 from edl.distill.teachers import ResolvedInstance
 from edl.distill.transport.calls import RequestFailed, TeacherLacks
 from edl.distill.transport.client import Done, TeacherClient
@@ -31,7 +33,7 @@ from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, OutputSpec, parse_priority
 from edl.distill.transport.shm import RegionNames
 from edl.errors import SettingsError
-from edl.notifier import wait_within
+from edl.notifier import Notifier, wait_within
 from edl.protocol import names
 from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles
 from edl.protocol.tls.handshake import explain_handshake, looks_like_handshake
@@ -51,53 +53,48 @@ _LAST_LAPSED_BACKOFF_S = 15.0
 _NEEDS_ATTENTION = (FailureKind.REJECTED, FailureKind.BAD_OUTPUT)  # waiting alone will not make connecting succeed
 _STEADY_S = 2.0
 """A connection that breaks sooner than this counts as a failed attempt to connect."""
+_CHECK_S = 2.0
+"""How often a teacher whose registration lapsed is asked whether it is ready, since the registry no longer knows."""
+_MOST_NAMES = 3  # teachers named in a log line
+_MOST_TEACHERS = 20  # teachers described in an error
+_MOST_GONE = 100
+"""How many departed teachers are remembered by name: enough to see what became of each where pods come and go."""
+
+
+@dataclass
+class TeacherCounts:
+    """What became of a teacher's requests. Written on the event loop, read from any thread."""
+
+    endpoint: str
+    rows: int = 0
+    requests: int = 0
+    failures: int = 0
+
+    def departed(self) -> TeacherStats:
+        """Return these counts for a teacher that left."""
+        return TeacherStats(self.endpoint, "gone", "", self.rows, self.requests, self.failures)
 
 
 class TeacherConnection:
-    """Keeps a discovered instance connected, on the event loop.
+    """Keeps a discovered instance connected, on the event loop, and reports to its pool."""
 
-    Args:
-        output_spec: What the student asks for; if it names no model, the instance's is used.
-        shared_memory: Whether to use shared memory if the teacher is on this host.
-        on_connected: Called when requests may be sent.
-        on_disconnected: Called when requests may no longer be sent.
-        on_connect_failed: Called when an attempt to connect failed.
-    """
-
-    def __init__(
-        self,
-        instance: Instance,
-        output_spec: OutputSpec,
-        options: Options,
-        *,
-        shared_memory: bool,
-        files: CredentialFiles | None = None,
-        compatibility: TeacherCompatibility,
-        on_connected: Callable[[TeacherConnection], None],
-        on_disconnected: Callable[[TeacherConnection], None],
-        on_connect_failed: Callable[[TeacherConnection], None],
-    ) -> None:
+    def __init__(self, instance: Instance, pool: ConnectionPool) -> None:
         self.instance = instance
+        self.counts = TeacherCounts(instance.endpoint)
         self.state = "connecting"  # "ready", "connecting" or "set aside"
-        self.why = ""  # Reason why it is not ready, for people
+        self.why = ""  # why it is not ready, for people
         # Whether it has answered and lacks what is asked for, so that only a change of the server would help
         self.lacks = False
         # Whether its registration lapsed. Another server may have taken its address since, so the client connects
         # only to a server with the same version of the model, and less often.
         self.lapsed = False
-        self._version = instance.meta.get("version", "")
-        self._output_spec = _complete_spec(output_spec, instance)
+        self.unlisted = False  # whether it lapsed, and the registry no longer lists it
+        self.leaving = ""  # "left" or "draining" if it gets no new requests, and ends with its last one
         # The model that `refresh` found, if it changed; connecting again may take a while
         self.changed_spec: ModelSpec | None = None
-        # The name that the certificate has, if the address of the instance is one of several of that name
-        self._authority = instance.authority if isinstance(instance, ResolvedInstance) else ""
-        self._shared_memory = shared_memory
-        self._files = files
-        self._options = options
-        self._compatibility = compatibility
-        self._on_connected = on_connected
-        self._on_disconnected = on_disconnected
-        self._on_connect_failed = on_connect_failed
+        self._pool = pool
+        self._version = instance.meta.get("version", "")
+        self._output_spec = _complete_spec(pool.output_spec, instance)
         self._client: TeacherClient | None = None
         self._names: RegionNames = {}
         self._retired: weakref.WeakSet[TeacherClient] = weakref.WeakSet()  # finish their last requests
@@ -126,7 +123,7 @@ class TeacherConnection:
             self.reconnect(why)
 
     async def refresh(self) -> None:
-        """Check that the model is unchanged, and reconnect if not. Returns after the attempt to reconnect.
+        """Check that the teacher is ready and its model unchanged; if not, return after an attempt to reconnect.
 
         A server may load another model, and gRPC may silently reconnect to another server at the same address.
         """
@@ -134,11 +131,12 @@ class TeacherConnection:
         self.changed_spec = None
         if client is not None:
             try:
-                spec = await client.fetch_spec(_CONNECT_TIMEOUT_S)
+                spec = await client.refresh_spec(_CONNECT_TIMEOUT_S)
                 self.changed_spec = spec if spec != client.spec else None
                 changed = "" if spec == client.spec else f"its model is another one now, of version {spec.version!r}"
             except RequestFailed as exc:
-                changed = exc.failure.message
+                # A teacher that is full is alive, and the connection to it would not be accepted again.
+                changed = exc.failure.message if exc.failure.kind is not FailureKind.OVERLOADED else ""
             if changed and client is self._client:
                 self.reconnect(changed)
         elif self.state == "set aside":  # the reason may no longer apply
@@ -146,23 +144,19 @@ class TeacherConnection:
             self._retry_now.set()
         await self._attempted.wait()
 
-    async def check(self) -> None:
-        """Check that the teacher is still ready, and drop the connection if not."""
+    def reconnect(self, why: str) -> None:
+        """Reconnect, and check again that the teacher can be used. Pending requests may still succeed."""
         client = self._client
         if client is None:
             return
-        try:
-            await client.check_ready(_CONNECT_TIMEOUT_S)
-        except RequestFailed as exc:
-            # A teacher that is full, or does not know the method, is alive.
-            if client is self._client and exc.failure.kind is FailureKind.LOST:
-                self.reconnect(exc.failure.message)
-
-    def reconnect(self, why: str) -> None:
-        """Reconnect, and check again that the teacher can be used."""
-        if self._client is not None:
-            self.why = why
-            self._disconnect()
+        self.why = why
+        self._client = None
+        self.state = "connecting"
+        self._attempted.clear()
+        self._pool.connection_lost(self)
+        self._broken.set()
+        self._retired.add(client)
+        client.retire()
 
     async def close(self) -> None:
         """Disconnect; pending requests end with LOST."""
@@ -175,77 +169,76 @@ class TeacherConnection:
         if last is not None:
             await last.close()
 
-    def _disconnect(self) -> None:
-        """Stop using the current connection; its pending requests may still succeed."""
-        client = self._client
-        self._client = None
-        self.state = "connecting"
-        self._attempted.clear()
-        self._on_disconnected(self)
-        self._broken.set()
-        if client is not None:
-            self._retired.add(client)
-            client.retire()
-
     async def _run(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
+        files = self._pool.files
         while True:
-            version = self._files.current(now=True).version if self._files is not None else 0
+            version = files.current(now=True).version if files is not None else 0
             client = TeacherClient(
                 self.instance.endpoint,
                 self._output_spec,
-                shared_memory=self._shared_memory,
+                shared_memory=self._pool.shared_memory,
                 region_names=self._names,
-                files=self._files,
-                options=self._options,
+                files=files,
+                options=self._pool.options,
                 on_lost=self._lost,
-                authority=self._authority,
+                # The name that the certificate has, if the instance is one of several addresses of that name
+                authority=self.instance.authority if isinstance(self.instance, ResolvedInstance) else "",
             )
-            connected = lacks = False
-            try:
-                spec = await client.open(_CONNECT_TIMEOUT_S)
-                lacks = bool(self._compatibility.lacking(self.instance, spec))
-                refused = self._replacement_reason(spec) or self._compatibility.incompatibility(self.instance, spec)
-                connected = not refused
-                self.state = "ready" if connected else "set aside"
-            except RequestFailed as exc:
-                lacks = isinstance(exc, TeacherLacks)
-                why = await self._explain_handshake(exc.failure.message)
-                refused = why or exc.failure.message
-                self.state = "set aside" if why or exc.failure.kind in _NEEDS_ATTENTION else "connecting"
-            except Exception as exc:
-                # Continue after any error, because `refresh` and the dispatcher wait for the attempt to end.
-                logger.debug("connecting to teacher %s failed in a way not foreseen", self.instance.id, exc_info=True)
-                refused = f"{self.instance.endpoint}: {type(exc).__name__}: {exc}"
-                self.state = "set aside"
-            finally:
-                if not connected:
-                    await client.close()
-            refused = shown(refused)
+            refused, lacks = await self._connect(client)
             self._attempted.set()
-            if connected:
+            if not refused:
                 connected_at = time.monotonic()
                 self._client = client
                 self.why = ""
                 self.lacks = False
-                self._version = spec.version
                 self._broken.clear()
-                self._on_connected(self)
+                self._pool.connection_up(self)
                 await self._until_broken(version)
                 if time.monotonic() - connected_at > _STEADY_S:
                     backoff_s = _FIRST_BACKOFF_S
                     continue  # reconnect at once, since the process may be back; only the next failure waits
-            elif refused != self.why:
-                level = logging.WARNING if self.state == "set aside" else logging.INFO
-                logger.log(level, "teacher %s is not used: %s", self.instance.id, refused)
-                self.why = refused
-            self.lacks = lacks
-            if not connected:
-                self._on_connect_failed(self)
+            else:
+                if refused != self.why:
+                    level = logging.WARNING if self.state == "set aside" else logging.INFO
+                    logger.log(level, "teacher %s is not used: %s", self.instance.id, refused)
+                    self.why = refused
+                self.lacks = lacks  # after the reason, which another thread may read then
+                self._pool.connect_failed(self)
             with contextlib.suppress(asyncio.TimeoutError):
                 await wait_within(self._retry_now.wait(), backoff_s * random.uniform(0.8, 1.2))
             self._retry_now.clear()
             backoff_s = min(backoff_s * 2, _LAST_LAPSED_BACKOFF_S if self.lapsed else _LAST_BACKOFF_S)
+
+    async def _connect(self, client: TeacherClient) -> tuple[str, bool]:
+        """Try to connect, and set `state`.
+
+        Returns:
+            Why the teacher is not used, empty if it is; and whether it lacks what is asked for.
+        """
+        lacks, refused = False, "the attempt was cancelled"
+        try:
+            spec = await client.open(_CONNECT_TIMEOUT_S)
+            compatibility = self._pool.compatibility
+            lacks = bool(compatibility.lacking(self.instance, spec))
+            refused = self._replacement_reason(spec) or compatibility.incompatibility(self.instance, spec)
+            self.state = "set aside" if refused else "ready"
+            if not refused:
+                self._version = spec.version
+        except RequestFailed as exc:
+            lacks = isinstance(exc, TeacherLacks)
+            why = await self._explain_handshake(exc.failure.message)
+            refused = why or exc.failure.message
+            self.state = "set aside" if why or exc.failure.kind in _NEEDS_ATTENTION else "connecting"
+        except Exception as exc:
+            # Continue after any error, because `refresh` and the dispatcher wait for the attempt to end.
+            logger.debug("connecting to teacher %s failed in a way not foreseen", self.instance.id, exc_info=True)
+            refused = f"{self.instance.endpoint}: {type(exc).__name__}: {exc}"
+            self.state = "set aside"
+        finally:
+            if refused:
+                await client.close()
+        return shown(refused), lacks
 
     def _replacement_reason(self, spec: ModelSpec) -> str:
         """Return why this may not be the server that was registered; empty if it is."""
@@ -257,29 +250,32 @@ class TeacherConnection:
 
     async def _until_broken(self, version: int) -> None:
         """Wait until the connection is dropped, and drop it when certificates or tokens change."""
-        if self._files is None:
+        files = self._pool.files
+        if files is None:
             await self._broken.wait()
+            return
         while not self._broken.is_set():
             try:
                 # At random intervals, so that a student does not lose all its teachers at once.
                 await wait_within(self._broken.wait(), CHECK_EVERY_S * random.uniform(0.5, 2))
             except asyncio.TimeoutError:
-                assert self._files is not None
-                if self._files.current(now=True).version != version:
-                    self.why = "its credentials were replaced: reconnecting"
-                    self._disconnect()
+                if files.current(now=True).version != version:
+                    self.reconnect("its credentials were replaced: reconnecting")
 
     async def _explain_handshake(self, words: str) -> str:
         """Return which certificate problem made an attempt to connect fail; empty if unknown."""
         if not looks_like_handshake(words):
             return ""
-        says_tls = self.instance.meta.get(names.TLS_META) == "1"
+        instance = self.instance
         try:
             return await explain_handshake(
-                self.instance.endpoint, self._files, says_tls=says_tls, authority=self._authority
+                instance.endpoint,
+                self._pool.files,
+                says_tls=instance.meta.get(names.TLS_META) == "1",
+                authority=instance.authority if isinstance(instance, ResolvedInstance) else "",
             )
         except Exception:
-            logger.exception("the reason why %s cannot be connected to was not found", self.instance.endpoint)
+            logger.exception("the reason why %s cannot be connected to was not found", instance.endpoint)
             return ""
 
 
@@ -296,43 +292,50 @@ def _complete_spec(output_spec: OutputSpec, instance: Instance) -> OutputSpec:
     return output_spec
 
 
-_CHECK_S = 2.0
-"""How often a teacher whose registration lapsed is asked whether it is ready, since the registry no longer knows."""
-_MOST_NAMES = 3  # teachers named in a log line
-_MOST_TEACHERS = 20  # teachers described in an error
-
-
 class ConnectionPool:
-    """The connections of a service, on the event loop. Tells the dispatcher which teachers drain, are lost or left.
+    """The teachers of a service, on the event loop; other threads may read.
 
     Args:
-        on_dropped: Called with a connection that is no longer needed and should be closed.
+        files: Certificates and tokens; None for neither.
+        changed: Called after teachers have come or gone, with the actions that the dispatcher takes then.
     """
 
     def __init__(
         self,
         service: str,
+        output_spec: OutputSpec,
+        options: Options,
         dispatcher: Dispatcher,
-        connect: Callable[[Instance], TeacherConnection],
-        on_dropped: Callable[[TeacherConnection], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        *,
+        changed: Callable[[list[Action]], None],
+        shared_memory: bool = False,
+        files: CredentialFiles | None = None,
     ) -> None:
+        self.output_spec, self.options = output_spec, options
+        self.shared_memory, self.files = shared_memory, files
+        self.connections: dict[str, TeacherConnection] = {}  # by the teacher's id
+        self.compatibility = TeacherCompatibility(service, output_spec, options.mixed_versions)
+        self.limits = (
+            NO_LIMITS  # of the known teachers, or of the last ones. Replaced as a whole, so never half changed
+        )
+        self.news = Notifier()  # told when a teacher connects
         self._service = service
         self._dispatcher = dispatcher
-        self._connect = connect
-        self._on_dropped = on_dropped
-        self._spawn = spawn
-        self._leaving: dict[str, str] = {}  # reason by name
-        self._unlisted: set[str] = set()  # lapsed, and no longer listed
+        self._changed = changed
+        self._tasks: set[asyncio.Task[None]] = set()
         self._checking: asyncio.Task[None] | None = None
         self._stale = ""
         self._near = ""
         self._is_whole = False
-        self.connections: dict[str, TeacherConnection] = {}  # Connections by the teacher's id
+        self._lock = threading.Lock()  # so that a leaving teacher's counts are neither doubled nor missing
+        self._gone: dict[str, TeacherCounts] = {}  # the teachers that left last
+        self._departed = TeacherCounts("")  # sums over all teachers that left
+
+    # Any thread
 
     @property
     def stale(self) -> str:
-        """Why discovery does not work; empty if it does. Callable from any thread."""
+        """Why discovery does not work; empty if it does."""
         kept = sorted(
             connection.instance.id
             for connection in list(self.connections.values())
@@ -345,6 +348,65 @@ class ConnectionPool:
                 " use. It cannot renew it: its log says why (a full disk, a file or token that may not write)"
             )
         return "; ".join(filter(None, [self._stale, lapsed]))
+
+    def describe(self) -> str:
+        """Describe all teachers for error messages."""
+        known = [
+            f"{each.instance.id}: {_LAPSED + '; ' if each.lapsed else ''}{self._state(each)[1] or 'connecting'}"
+            for each in list(self.connections.values())
+        ]
+        nobody = f"none is registered{self._near or ':'} `edl teachers` lists those that are"
+        found = listed(known, _MOST_TEACHERS, "; ") or nobody
+        return found + (f"; discovery: {self.stale}" if self.stale else "")
+
+    def lacking(self) -> str:
+        """Return what each teacher lacks, once all have answered and none has what is asked for.
+
+        The result is empty while a suitable teacher may still appear: while one is connecting, unreachable, draining or
+        left to other students, or while the registry does not answer. In a rolling update a teacher drains before it is
+        replaced, so students wait. It is also empty once a teacher has been used, which proves that there are some.
+        """
+        connections = list(self.connections.values())
+        if self.compatibility.spec is not None or not self._is_whole or not connections:
+            return ""
+        return self.describe() if all(connection.lacks for connection in connections) else ""
+
+    def teacher_stats(self) -> tuple[dict[str, TeacherStats], TeacherStats]:
+        """Return the counters of each teacher, with gauges of those that are there, and the sums over departed ones."""
+        with self._lock:
+            teachers = {name: counts.departed() for name, counts in self._gone.items()}
+            present, departed = self.connections.copy(), self._departed.departed()
+        for name, connection in present.items():
+            counts, state = connection.counts, self._dispatcher.teachers.get(name)
+            status, why = self._state(connection)
+            teachers[name] = TeacherStats(
+                endpoint=counts.endpoint,
+                state=status,
+                why=why,
+                rows=counts.rows,
+                requests=counts.requests,
+                failures=counts.failures,
+                in_flight=len(state.in_flight) if state else 0,
+                window=state.window.size if state else 0,
+                median_s=(state.window.median_s or 0.0) if state else 0.0,
+            )
+        return teachers, departed
+
+    def _state(self, connection: TeacherConnection) -> tuple[str, str]:
+        """Return a teacher's state, and the reason as text."""
+        state = self._dispatcher.teachers.get(connection.instance.id)
+        if connection.leaving:
+            return "draining", ""
+        if state is not None and connection.state == "ready" and state.closed_until > time.monotonic():
+            return "set aside", state.why
+        return connection.state, connection.why
+
+    # On the loop
+
+    def counts_of(self, name: str) -> TeacherCounts:
+        """Return the counts of a teacher, for writing: those of departed teachers if it left before its last answer."""
+        connection = self.connections.get(name)
+        return connection.counts if connection is not None else self._departed
 
     def apply_snapshot(self, snapshot: Snapshot, near: str = "", whole: bool = True) -> None:
         """Connect to new teachers, and retire those that left.
@@ -361,111 +423,20 @@ class ConnectionPool:
         ready = {instance.id: instance for instance in snapshot.instances if instance.state == "ready"}
         lapsed = {instance.id: instance for instance in snapshot.lapsed}
         draining = {instance.id for instance in snapshot.instances if instance.state == "draining"}
-        listed = lapsed | ready
         for name, connection in list(self.connections.items()):
-            if name in listed:
-                if listed[name].endpoint != connection.instance.endpoint:
-                    self._retire(name, "left")
-                    self._drop(name)
-            elif (
-                connection.lapsed
-                and connection.spec is not None
-                and name not in draining
-                and name not in snapshot.revoked
-            ):
-                self._unlisted.add(name)  # the registry has forgotten the teacher, but it answers
+            instance = ready.get(name) or lapsed.get(name)
+            answers = connection.lapsed and connection.spec is not None
+            if instance is not None:
+                if instance.endpoint != connection.instance.endpoint:
+                    self._retire(connection, "left")
+                    self._drop(connection)
+            elif answers and name not in draining and name not in snapshot.revoked:
+                connection.unlisted = True  # the registry has forgotten the teacher, but it answers
             else:
-                self._retire(name, "draining" if name in draining else "left")
-        for name, instance in ready.items():
-            self._mark_renewed(name)
-            self._add(name, instance)
-        self._keep_lapsed(lapsed)
-        # Teachers that leave, or whose registration is invalid, may be about to be replaced.
-        self._is_whole = whole and not (snapshot.stale or lapsed or draining or snapshot.rejected)
-
-    def is_current(self, connection: TeacherConnection) -> bool:
-        """Return whether this is still the connection to its teacher, and the teacher is not leaving."""
-        name = connection.instance.id
-        return name not in self._leaving and self.connections.get(name) is connection
-
-    def connection_lost(self, connection: TeacherConnection) -> None:
-        """Note that a connection broke. It reconnects by itself."""
-        level = logging.INFO if connection.instance.id in self._leaving else logging.WARNING
-        logger.log(level, "teacher %s of %s is lost: %s", connection.instance.id, self._service, connection.why)
-        self._dispatcher.teacher_down(connection.instance.id)
-        if connection.instance.id in self._unlisted and self.connections.get(connection.instance.id) is connection:
-            self._retire(connection.instance.id, "left")
-            self._drop(connection.instance.id)
-
-    def end_if_idle(self, name: str) -> None:
-        """Drop the connection to a leaving teacher if its last request has ended."""
-        state = self._dispatcher.teachers.get(name)
-        if name in self._leaving and (state is None or not state.in_flight):
-            self._drop(name)
-
-    def teacher_state(self, name: str) -> tuple[str, str]:
-        """Return a teacher's state, and the reason as text."""
-        connection = self.connections.get(name)
-        return self._state(connection) if connection is not None else ("gone", "")
-
-    def describe(self) -> str:
-        """Describe all teachers for error messages. Callable from any thread."""
-        known = [
-            f"{each.instance.id}: {_LAPSED + '; ' if each.lapsed else ''}{self._state(each)[1] or 'connecting'}"
-            for each in list(self.connections.values())
-        ]
-        nobody = f"none is registered{self._near or ':'} `edl teachers` lists those that are"
-        found = listed(known, _MOST_TEACHERS, "; ") or nobody
-        return found + (f"; discovery: {self.stale}" if self.stale else "")
-
-    def lacking(self) -> str:
-        """Return what each teacher lacks, once all have answered and none has what is asked for.
-
-        The result is empty while a suitable teacher may still appear: while one is connecting, unreachable, draining or
-        left to other students, or while the registry does not answer. In a rolling update a teacher drains before it is
-        replaced, so students wait. Callable from any thread.
-        """
-        connections = list(self.connections.values())
-        if not self._is_whole or not connections or not all(connection.lacks for connection in connections):
-            return ""
-        return self.describe()
-
-    async def close(self) -> None:
-        """End all connections."""
-        await asyncio.gather(*(connection.close() for connection in self.connections.values()))
-
-    def _add(self, name: str, instance: Instance) -> None:
-        if name in self._leaving:
-            self._drop(name)
-        if name not in self.connections:
-            self.connections[name] = self._connect(instance)
-            self._dispatcher.teacher_connecting(name)
-
-    def _mark_renewed(self, name: str) -> None:
-        """Note that a teacher is registered, possibly after its registration had lapsed."""
-        connection = self.connections.get(name)
-        if connection is None or not connection.lapsed:
-            return
-        connection.lapsed = False
-        self._unlisted.discard(name)
-        if connection.spec is None:
-            self._drop(name)  # the caller connects again at once
-        else:
-            logger.info("teacher %s of %s is registered again", name, self._service)
-
-    def _keep_lapsed(self, lapsed: Mapping[str, Instance]) -> None:
-        """Keep teachers whose registration lapsed but which answer, and try those that are new or do not answer."""
-        kept = []
-        for name, instance in lapsed.items():
-            if self._leaving.get(name) == "draining":
-                continue
-            self._add(name, instance)
-            connection = self.connections[name]
-            if not connection.lapsed:
-                connection.lapsed = True
-                if connection.spec is not None:
-                    kept.append(name)
-            self._unlisted.discard(name)
+                self._retire(connection, "draining" if name in draining else "left")
+        for instance in ready.values():
+            self._add(instance, lapsed=False)
+        kept = [instance.id for instance in lapsed.values() if self._add(instance, lapsed=True)]
         if kept:
             logger.warning(
                 "discovery of %s: the registration of %s has lapsed; it is used for as long as it answers",
@@ -474,36 +445,137 @@ class ConnectionPool:
             )
         if lapsed and (self._checking is None or self._checking.done()):
             self._checking = self._spawn(self._check_lapsed())
+        # Teachers that leave, or whose registration is invalid, may be about to be replaced.
+        self._is_whole = whole and not (snapshot.stale or lapsed or draining or snapshot.rejected)
+
+    def _add(self, instance: Instance, *, lapsed: bool) -> bool:
+        """Keep or make the connection to a listed teacher; return whether it lapsed just now, and answers."""
+        known = self.connections.get(instance.id)
+        if known is not None and lapsed and known.leaving == "draining":
+            return False
+        if known is not None and known.lapsed and not lapsed and known.spec is not None:
+            logger.info("teacher %s of %s is registered again", instance.id, self._service)
+        elif known is not None and (known.leaving or (known.lapsed and not lapsed)):
+            self._drop(known)  # one that is registered again is tried again at once
+            known = None
+        if known is None:
+            known = self._connect(instance)
+            with self._lock:
+                self.connections[instance.id] = known
+                self._gone.pop(instance.id, None)
+            self._dispatcher.teacher_connecting(instance.id)
+        lapsed_now = lapsed and not known.lapsed and known.spec is not None
+        known.lapsed, known.unlisted = lapsed, False
+        return lapsed_now
+
+    def _connect(self, instance: Instance) -> TeacherConnection:
+        return TeacherConnection(instance, self)
+
+    def connection_up(self, connection: TeacherConnection) -> None:
+        """Note that requests may be sent."""
+        spec, name = connection.spec, connection.instance.id
+        if spec is None or connection.leaving or self.connections.get(name) is not connection:
+            return
+        logger.info("teacher %s of %s is ready", name, self._service)
+        if self.compatibility.spec is None:
+            self.compatibility.spec = spec
+        limits = Limits(spec.max_rows, spec.max_nbytes, spec.max_sequence)
+        actions = self._dispatcher.teacher_up(name, time.monotonic(), limits, spec.max_in_flight)
+        self.limits = self._dispatcher.limits
+        self.news.notify()
+        self._changed(actions)
+
+    def connect_failed(self, connection: TeacherConnection) -> None:
+        """Note that an attempt to connect failed."""
+        if self.connections.get(connection.instance.id) is connection:
+            self._changed(self._dispatcher.teacher_unreachable(connection.instance.id, time.monotonic()))
+
+    def connection_lost(self, connection: TeacherConnection) -> None:
+        """Note that a connection broke. It reconnects by itself."""
+        name = connection.instance.id
+        self.compatibility.forget_teacher(name)
+        level = logging.INFO if connection.leaving else logging.WARNING
+        logger.log(level, "teacher %s of %s is lost: %s", name, self._service, connection.why)
+        self._dispatcher.teacher_down(name)
+        if connection.unlisted and self.connections.get(name) is connection:
+            self._retire(connection, "left")
+            self._drop(connection)
+        self._changed([])
+
+    def end_if_idle(self, name: str) -> None:
+        """Drop the connection to a leaving teacher if its last request has ended."""
+        connection, state = self.connections.get(name), self._dispatcher.teachers.get(name)
+        if connection is not None and connection.leaving and (state is None or not state.in_flight):
+            self._drop(connection)
+
+    async def follow_version(self, timeout_s: float) -> None:
+        """Ask the teachers, before an epoch, which version they have; see `TeacherCompatibility.select_version`."""
+        self.compatibility.selecting_version = True
+        try:
+            asked = [self._spawn(each.refresh()) for each in self.connections.values() if not each.leaving]
+            if asked:
+                _, late = await asyncio.wait(asked, timeout=timeout_s)
+                for task in late:
+                    task.cancel()
+        finally:
+            self.compatibility.selecting_version = False
+        found = [each.spec or each.changed_spec for each in self.connections.values() if not each.leaving]
+        self.compatibility.select_version([spec for spec in found if spec is not None])
+        for connection in list(self.connections.values()):
+            if connection.spec is not None and self.compatibility.refuses_version(connection.spec.version):
+                connection.reconnect("another version of the model is followed")  # and is refused then, with words
+
+    async def close(self) -> None:
+        """End all connections."""
+        await asyncio.gather(*(connection.close() for connection in self.connections.values()))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.connections.clear()
 
     async def _check_lapsed(self) -> None:
-        while connections := [connection for connection in self.connections.values() if connection.lapsed]:
-            await asyncio.gather(*(connection.check() for connection in connections))
+        while lapsed := [connection for connection in self.connections.values() if connection.lapsed]:
+            await asyncio.gather(*(connection.refresh() for connection in lapsed if connection.spec is not None))
             await asyncio.sleep(_CHECK_S)
 
-    def _retire(self, name: str, why: str) -> None:
+    def _retire(self, connection: TeacherConnection, why: str) -> None:
         """Send no new requests to a teacher; its connection ends with its last request."""
-        if name in self._leaving:
+        if not connection.leaving:
+            name = connection.instance.id
+            logger.info("teacher %s of %s: %s", name, self._service, why)
+            connection.leaving = why
+            self._dispatcher.teacher_draining(name)
+            self.end_if_idle(name)
+
+    def _drop(self, connection: TeacherConnection) -> None:
+        name, counts = connection.instance.id, connection.counts
+        if self.connections.get(name) is not connection:
             return
-        logger.info("teacher %s of %s: %s", name, self._service, why)
-        self._leaving[name] = why
-        self._dispatcher.teacher_draining(name)
-        self.end_if_idle(name)
-
-    def _drop(self, name: str) -> None:
-        connection = self.connections.pop(name, None)
-        self._leaving.pop(name, None)
-        self._unlisted.discard(name)
+        with self._lock:
+            del self.connections[name]
+            self._departed.rows += counts.rows
+            self._departed.requests += counts.requests
+            self._departed.failures += counts.failures
+            self._gone[name] = counts
+            if len(self._gone) > _MOST_GONE:
+                del self._gone[next(iter(self._gone))]
+        self.compatibility.forget_teacher(name)
         self._dispatcher.teacher_removed(name)
-        if connection is not None:
-            self._on_dropped(connection)
+        if self._dispatcher.teachers:  # otherwise keep the limits, since the last teacher may come back
+            self.limits = self._dispatcher.limits
+        self._spawn(connection.close())
+        self._changed([])
 
-    def _state(self, connection: TeacherConnection) -> tuple[str, str]:
-        state = self._dispatcher.teachers.get(connection.instance.id)
-        if connection.instance.id in self._leaving:
-            return "draining", ""
-        if state is not None and connection.state == "ready" and state.closed_until > time.monotonic():
-            return "set aside", state.why
-        return connection.state, connection.why
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a bug in the engine of %s", self._service, exc_info=task.exception())
 
 
 _LAPSED = "its registration has lapsed"

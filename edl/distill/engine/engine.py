@@ -1,8 +1,9 @@
 """`Engine`, which runs the requests of a service on the event loop, as the dispatcher decides.
 
-Methods of `Engine` below "Any thread" may be called from anywhere; the rest runs on the loop. The set of teachers is in
-`connection`, decisions are in `edl.distill.dispatch`, and the data source and the order of delivery in
-`edl.distill.pipeline`.
+The feeding thread submits jobs; `Engine` sends them to teachers, and calls each job back once. `Outage` decides,
+without I/O, when work has waited too long for a teacher. Methods below "Any thread" may be called from anywhere; the
+rest runs on the loop. The set of teachers is in `connection`, decisions are in `edl.distill.dispatch`, and the data
+source and the order of delivery in `edl.distill.pipeline`.
 """
 
 from __future__ import annotations
@@ -11,30 +12,29 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from dataclasses import replace
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
-from edl.discovery.registry import Instance, Snapshot
-from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
-from edl.distill.dispatch.dispatcher import Dispatcher
-from edl.distill.engine.compatibility import TeacherCompatibility
-from edl.distill.engine.connection import ConnectionPool, TeacherConnection
-from edl.distill.engine.event_loop import EventLoopThread
-from edl.distill.engine.jobs import (
-    EngineCounters,
-    JobQueue,
-    LabelJob,
-    Outage,
-    ServiceLimits,
-    give_up_error,
+from edl.discovery.registry import Snapshot
+from edl.distill.dispatch.actions import (
+    Action,
+    Deliver,
+    FailureKind,
+    GiveUp,
+    Limits,
+    RequestFailure,
+    Send,
 )
+from edl.distill.dispatch.dispatcher import Dispatcher
+from edl.distill.engine.connection import ConnectionPool
+from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.options import Options
 from edl.distill.stats import ReaderStats
+from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply
 from edl.distill.transport.shm import Arena
-from edl.errors import EDLError, NoTeacherError, SettingsError
-from edl.notifier import Notifier
+from edl.errors import BadOutputError, EDLError, NoTeacherError, RejectedError, SettingsError
 from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
 
@@ -44,6 +44,24 @@ _POLL_EVERY_S = 0.002
 """Shortest interval between checks of deadlines and gauges, because under load each costs more than a request."""
 _REFRESH_TIMEOUT_S = 1.0
 """How long the start of an epoch waits for the teachers' versions. A live teacher answers within milliseconds."""
+_REMIND_S = 10.0
+"""Pause between two warnings of an outage: often enough for a person who watches, and only six log lines a minute."""
+_SILENT_S = 5.0
+"""How long live teachers may be silent before a warning: longer than most models need for a batch."""
+
+
+@dataclass(eq=False)
+class LabelJob:
+    """The rows of one request, to be labelled by one service."""
+
+    number: int  # rising in the order of delivery
+    payload: Payload
+    # Called on the loop, once, with the outputs or an error, and the model's version
+    on_done: Callable[[Outputs | EDLError, str], None]
+    on_started: Callable[[], None]  # Called on the loop when the job is sent for the first time
+    open_attempts: int = 0  # number of its pending requests
+    dispatched: bool = False  # whether it no longer waits for its first send: sent, cancelled or failed
+    finished: bool = False  # whether `on_done` was called, or never will be
 
 
 class Engine:
@@ -65,78 +83,93 @@ class Engine:
         files: CredentialFiles | None = None,
     ) -> None:
         self.name = name
-        self.output_spec = output_spec
         self._thread = thread
         self._arena = arena
-        self._options = options
         self._timeout_s = options.teacher_timeout_s
-        self._files = files
+        self._request_timeout_s = options.policy.request_timeout_s
         self._dispatcher = Dispatcher(options.policy)
-        self._compatibility = TeacherCompatibility(name, output_spec, options.mixed_versions)
-        self._pool = ConnectionPool(name, self._dispatcher, self._connect, self._connection_dropped, self._spawn)
+        self._pool = ConnectionPool(
+            name,
+            output_spec,
+            options,
+            self._dispatcher,
+            changed=self._teachers_changed,
+            shared_memory=arena is not None,
+            files=files,
+        )
+        self._submitted: deque[LabelJob] = deque()  # jobs that the loop has not taken yet
+        self._woken = False
         self._jobs: dict[int, LabelJob] = {}
-        self._spec_known = Notifier()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._attempts: dict[int, Callable[[], object]] = {}  # functions that cancel them
+        self._attempts: dict[Send, Callable[[], object]] = {}  # functions that cancel them
         self._timer: asyncio.TimerHandle | None = None
         self._polled_at = 0.0
-        self._job_queue = JobQueue(thread, self, self._submit)
         self._outage = Outage(options.teacher_timeout_s, options.policy.request_timeout_s)
-        self._counters = EngineCounters()
         self._closed = False
-        self.limits = ServiceLimits()  # Limits of the live teachers. Replaced on the loop, read in any thread.
-        # Number of jobs that no longer wait for their first send: sent, cancelled or failed. Counted on the loop, read
-        # in any thread. Not part of `limits`, which would otherwise be replaced for each request.
-        self.dispatched = 0
+        # Counted on the loop, read in any thread: rows by what became of them, and jobs that were sent, cancelled or
+        # failed, so that they no longer wait for their first send
+        self.rows_asked = self._rows_received = self._rows_resent = self._rows_hedged = self.dispatched = 0
+        self.capacity = 0  # requests that the teachers together want in flight, as of some milliseconds ago
 
     # Any thread
 
-    @property
-    def wants_arena(self) -> bool:
-        """Whether a teacher on this host reads shared memory."""
-        return any(connection.shares_memory for connection in list(self._pool.connections.values()))
-
     def submit(self, job: LabelJob) -> None:
-        """Ask for a job's labels. Jobs are numbered in the order of delivery."""
-        self._job_queue.put(job)
+        """Ask for a job's labels, from the feeding thread. Jobs are numbered in the order of delivery."""
+        self._submitted.append(job)
+        # The loop looks for jobs after each event that may make a teacher free, so neither side misses the other.
+        if not self._woken and not self.full:
+            self._woken = True
+            self._thread.call(self._wake)
 
     @property
     def full(self) -> bool:
         """Whether no teacher can take more requests and an answer is pending."""
         return self._dispatcher.full and bool(self._attempts)
 
+    @property
+    def wants_arena(self) -> bool:
+        """Whether a teacher on this host reads shared memory."""
+        return any(connection.shares_memory for connection in list(self._pool.connections.values()))
+
+    @property
+    def limits(self) -> Limits:
+        """What all teachers accept in a request, and the longest sequence that one of them accepts.
+
+        They are those of the last change of teachers.
+        """
+        return self._pool.limits
+
     def await_spec(self, timeout_s: float) -> ModelSpec | None:
         """Wait for the first teacher, and return its model; None if there is none within `timeout_s`."""
-        self._spec_known.wait_for(lambda: self._compatibility.spec is not None, timeout_s)
-        return self._compatibility.spec
+        self._pool.news.wait_for(lambda: self._pool.compatibility.spec is not None, timeout_s)
+        return self._pool.compatibility.spec
 
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
         """Check that cached labels fit; see `TeacherCompatibility.check_cacheable`. From a single thread at a time."""
-        self._compatibility.check_cacheable(fields)
+        self._pool.compatibility.check_cacheable(fields)
 
     @property
     def weights_versions(self) -> Collection[str]:
         """The versions that teachers have so far declared to be hashes of the weights; grows while the engine runs."""
-        return self._compatibility.weights_versions
+        return self._pool.compatibility.weights_versions
 
     @property
     def is_unversioned(self) -> bool:
         """Whether neither the model's metadata nor an answer has named a version."""
-        return self._compatibility.is_unversioned
+        return self._pool.compatibility.is_unversioned
 
     @property
     def tokenizer(self) -> str:
         """The hash of the teachers' tokenizer; empty until a teacher or its registration reports it."""
-        return self._compatibility.tokenizer
+        return self._pool.compatibility.tokenizer
 
     def select_version(self) -> None:
         """Ask the teachers, before an epoch whose labels are cached, which version of the model they have.
 
         Takes milliseconds if the teachers answer, and about a second otherwise.
         """
-        if self._compatibility.spec is not None:
+        if self._pool.compatibility.spec is not None:
             with contextlib.suppress(TimeoutError):  # then the version stays for this epoch
-                self._thread.run(self._follow_version(), 2 * _REFRESH_TIMEOUT_S)
+                self._thread.run(self._pool.follow_version(_REFRESH_TIMEOUT_S), 2 * _REFRESH_TIMEOUT_S)
 
     @property
     def awaits_teachers(self) -> bool:
@@ -144,17 +177,13 @@ class Engine:
         return any(connection.spec is None for connection in list(self._pool.connections.values()))
 
     def wait_changed(self, timeout_s: float) -> None:
-        """Wait until the teachers' limits change, as when one connects, or `timeout_s` have passed."""
+        """Wait until a teacher connects that changes the limits, or `timeout_s` have passed."""
         before = self.limits
-        self._spec_known.wait_for(lambda: self.limits != before, timeout_s)
+        self._pool.news.wait_for(lambda: self.limits != before, timeout_s)
 
     def lacking(self) -> SettingsError | None:
-        """Return the error if all teachers lack what is asked for; None while a suitable teacher may still appear.
-
-        Once a teacher has been used, there is no error: it proves that such teachers exist, so students wait for
-        others.
-        """
-        found = self._pool.lacking() if self._compatibility.spec is None else ""
+        """Return the error if all teachers lack what is asked for; None while a suitable teacher may still appear."""
+        found = self._pool.lacking()
         if not found:
             return None
         return SettingsError(f"no teacher of {self.name} has what is asked for, and none is on its way ({found})")
@@ -170,38 +199,44 @@ class Engine:
             oversized_rows: Rows of a request that is too large for the live teachers; 0 without such a request.
             oversized_sequence: Rows of a sequence in it that is too long for them; 0 without one.
         """
-        limits = self.limits
+        limits, waited, found = self.limits, f"within {self._timeout_s:g} s", self._pool.describe()
         if oversized_sequence:
-            return NoTeacherError(
-                f"no live teacher for {self.name} took a sequence of {oversized_sequence} tokens within "
-                f"{self._timeout_s:g} s ({self._pool.describe()}): start a teacher that takes it again (edl serve "
-                "--max-tokens), or cut sequences in your source"
+            what = (
+                f"took a sequence of {oversized_sequence} tokens {waited} ({found}): start a teacher that takes it "
+                "again (edl serve --max-tokens), or cut sequences in your source"
             )
-        if oversized_rows and (not limits.max_rows or oversized_rows <= limits.max_rows):
+        elif oversized_rows and (not limits.max_rows or oversized_rows <= limits.max_rows):
             nbytes = max((job.payload.nbytes for job in self._jobs.values()), default=0)
-            return NoTeacherError(
-                f"no live teacher for {self.name} took a request of {oversized_rows} rows with {nbytes:,} bytes within "
-                f"{self._timeout_s:g} s, and {limits.max_nbytes:,} bytes are what all of them take: set batch_rows "
-                "(set_teacher_batch_size) to fewer rows, or leave it out; a teacher says what it takes (edl serve "
-                "--max-message), for others it is Options(max_request_bytes=...)"
+            what = (
+                f"took a request of {oversized_rows} rows with {nbytes:,} bytes {waited}, and {limits.max_nbytes:,} "
+                "bytes are what all of them take: set batch_rows (set_teacher_batch_size) to fewer rows, or leave it "
+                "out; a teacher says what it takes (edl serve --max-message), for others it is "
+                "Options(max_request_bytes=...)"
             )
-        if oversized_rows:
-            return NoTeacherError(
-                f"no live teacher for {self.name} took a request of {oversized_rows} rows within "
-                f"{self._timeout_s:g} s, and {limits.max_rows} rows are what all of them take: set "
-                "batch_rows (set_teacher_batch_size) to that or less, or leave it out"
+        elif oversized_rows:
+            what = (
+                f"took a request of {oversized_rows} rows {waited}, and {limits.max_rows} rows are what all of them "
+                "take: set batch_rows (set_teacher_batch_size) to that or less, or leave it out"
             )
-        found = self._pool.describe()
-        return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found})")
-
-    @property
-    def rows_asked(self) -> int:
-        """Number of rows asked for so far."""
-        return self._counters.asked
+        else:
+            what = f"{waited} ({found})"
+        return NoTeacherError(f"no live teacher for {self.name} {what}")
 
     def stats(self) -> ReaderStats:
         """Return counters and gauges of this service."""
-        return self._counters.stats(self._dispatcher, self._pool.teacher_state, self._pool.stale)
+        teachers, departed = self._pool.teacher_stats()
+        return ReaderStats(
+            rows_asked=self.rows_asked,
+            rows_received=self._rows_received,
+            rows_resent=self._rows_resent,
+            rows_hedged=self._rows_hedged,
+            requests_hedged=self._dispatcher.hedged,
+            set_aside={kind.value: count for kind, count in self._dispatcher.pauses.copy().items()},
+            teachers_live=self._dispatcher.count_serving(self._now()),
+            teachers=teachers,
+            departed=departed,
+            discovery=self._pool.stale,
+        )
 
     # On the loop
 
@@ -211,162 +246,80 @@ class Engine:
             self._pool.apply_snapshot(snapshot, near, whole)
             self._set_timer()
 
+    def _teachers_changed(self, actions: list[Action]) -> None:
+        self._apply(actions)
+        self._take_jobs()
+
     def begin_epoch(self) -> None:
         """Start an epoch; see `TeacherCompatibility.begin_epoch`."""
-        self._compatibility.begin_epoch()
+        self._pool.compatibility.begin_epoch()
 
     def send_until(self, last: float) -> None:
         """Send only jobs up to the number `last`; others that are under way are taken back, and sent again later."""
         if last == self._dispatcher.last:
             return
         was_idle = self._is_idle
-        for attempt in self._dispatcher.send_until(last):
-            if attempt in self._attempts:
-                self._attempts[attempt]()
+        self._cancel_attempts(self._dispatcher.send_until(last))
         if was_idle:
             self._outage.start_work(self._now())
         self._apply(self._dispatcher.tick(self._now()))
+
+    def set_awaited(self, number: int) -> None:
+        """Note that the training loop waits for this job."""
+        self._take_jobs()
+        if number in self._jobs:
+            self._apply(self._dispatcher.set_awaited(number, self._now()))
+
+    def cancel(self, numbers: list[int]) -> None:
+        """Drop jobs whose labels are no longer wanted."""
+        self._take_jobs()
+        for number in numbers:
+            job = self._jobs.pop(number, None)
+            if job is not None:
+                self._cancel_attempts(self._dispatcher.drop_task(number))
+                self._end(job)
+        self._take_jobs()
+        self._set_timer()
+
+    async def close(self) -> None:
+        """End all connections; open jobs are never called back."""
+        self._closed = True
+        self._take_jobs()
+        if self._timer is not None:
+            self._timer.cancel()
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            job.finished = True
+        await self._pool.close()
+        for job in jobs.values():
+            self._release(job)
+
+    # Requests
 
     @property
     def _is_idle(self) -> bool:
         """Whether there is no job that may be sent. Jobs were added in the order of their numbers."""
         return not self._jobs or next(iter(self._jobs)) > self._dispatcher.last
 
-    def _submit(self, job: LabelJob) -> None:
-        if self._closed:
-            job.on_done(NoTeacherError("the reader is closed"), "")
-            return
-        if not self._jobs:
-            self._outage.start_work(self._now())
-        self._jobs[job.number] = job
-        self._counters.asked += job.payload.rows
-        payload = job.payload
-        self._apply(
-            self._dispatcher.add_task(job.number, self._now(), payload.rows, payload.nbytes, payload.longest_sequence)
-        )
+    def _wake(self) -> None:
+        self._woken = False
+        self._take_jobs()
 
-    def set_awaited(self, number: int) -> None:
-        """Note that the training loop waits for this job."""
-        self._job_queue.drain()
-        if number in self._jobs:
-            self._apply(self._dispatcher.set_awaited(number, self._now()))
-
-    def cancel(self, numbers: list[int]) -> None:
-        """Drop jobs whose labels are no longer wanted."""
-        self._job_queue.drain()
-        for number in numbers:
-            job = self._jobs.pop(number, None)
-            if job is not None:
-                job.finished = True
-                if not job.sent:
-                    self.dispatched += 1
-                for attempt in self._dispatcher.drop_task(number):
-                    if attempt in self._attempts:
-                        self._attempts[attempt]()
-                self._release(job)
-        self._job_queue.drain()
-        self._set_timer()
-
-    async def close(self) -> None:
-        """End all connections; open jobs are never called back."""
-        self._closed = True
-        self._job_queue.drain()
-        if self._timer is not None:
-            self._timer.cancel()
-        jobs = list(self._jobs.values())
-        self._jobs = {}
-        for job in jobs:
-            job.finished = True
-        await self._pool.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for job in jobs:
-            self._release(job)
-        self._pool.connections.clear()
-
-    # Teachers
-
-    def _connect(self, instance: Instance) -> TeacherConnection:
-        self._counters.add_teacher(instance.id, instance.endpoint)
-        return TeacherConnection(
-            instance,
-            self.output_spec,
-            self._options,
-            shared_memory=self._arena is not None,
-            files=self._files,
-            compatibility=self._compatibility,
-            on_connected=self._teacher_up,
-            on_disconnected=self._teacher_down,
-            on_connect_failed=self._teacher_unreachable,
-        )
-
-    def _connection_dropped(self, connection: TeacherConnection) -> None:
-        self._counters.remove_teacher(connection.instance.id)
-        self._compatibility.forget_teacher(connection.instance.id)
-        if self._dispatcher.teachers:  # otherwise keep the limits, since the last teacher may come back
-            self._update_request_limits()
-        self._spawn(connection.close())
-        self._set_timer()
-
-    def _teacher_up(self, connection: TeacherConnection) -> None:
-        if not self._pool.is_current(connection):
-            return
-        logger.info("teacher %s of %s is ready", connection.instance.id, self.name)
-        if self._compatibility.spec is None:
-            self._compatibility.spec = connection.spec
-        spec = connection.spec
-        limits = (spec.max_rows, spec.max_nbytes, spec.max_in_flight, spec.max_sequence) if spec is not None else ()
-        actions = self._dispatcher.teacher_up(connection.instance.id, self._now(), *limits)
-        self._update_request_limits()
-        self._spec_known.notify()
-        self._apply(actions)
-        self._job_queue.drain()
-
-    def _update_request_limits(self) -> None:
-        dispatcher = self._dispatcher
-        self.limits = replace(
-            self.limits,
-            max_rows=dispatcher.max_rows,
-            max_nbytes=dispatcher.max_nbytes,
-            max_sequence=dispatcher.max_sequence,
-        )
-
-    def _teacher_unreachable(self, connection: TeacherConnection) -> None:
-        if self._pool.connections.get(connection.instance.id) is connection:
-            self._apply(self._dispatcher.teacher_unreachable(connection.instance.id, self._now()))
-
-    def _teacher_down(self, connection: TeacherConnection) -> None:
-        self._compatibility.forget_teacher(connection.instance.id)
-        self._pool.connection_lost(connection)
-        self._set_timer()
-
-    async def _follow_version(self) -> None:
-        pool = self._pool
-        self._compatibility.selecting_version = True
-        try:
-            looks = [
-                self._spawn(connection.refresh())
-                for connection in pool.connections.values()
-                if pool.is_current(connection)
-            ]
-            if looks:
-                _, late = await asyncio.wait(looks, timeout=_REFRESH_TIMEOUT_S)
-                for look in late:
-                    look.cancel()
-        finally:
-            self._compatibility.selecting_version = False
-        wanted = [
-            connection.spec or connection.changed_spec
-            for connection in pool.connections.values()
-            if pool.is_current(connection)
-        ]
-        self._compatibility.select_version([spec for spec in wanted if spec is not None])
-        for connection in list(pool.connections.values()):
-            if connection.spec is not None and self._compatibility.refuses_version(connection.spec.version):
-                connection.reconnect("another version of the model is followed")  # and is refused then, with words
-
-    # Requests
+    def _take_jobs(self) -> None:
+        """Give all submitted jobs to the dispatcher."""
+        while self._submitted:
+            job = self._submitted.popleft()
+            if self._closed:
+                job.on_done(NoTeacherError("the reader is closed"), "")
+                continue
+            now, payload = self._now(), job.payload
+            if not self._jobs:
+                self._outage.start_work(now)
+            self._jobs[job.number] = job
+            self.rows_asked += payload.rows
+            self._apply(
+                self._dispatcher.add_task(job.number, now, payload.rows, payload.nbytes, payload.longest_sequence)
+            )
 
     def _apply(self, actions: list[Action]) -> None:
         if self._closed:
@@ -374,40 +327,40 @@ class Engine:
         for action in actions:
             if isinstance(action, Send):
                 job = self._jobs[action.task]
-                if not job.sent:
-                    job.sent = True
-                    self.dispatched += 1
+                if not job.dispatched:
+                    self._mark_dispatched(job)
                     job.on_started()
                 job.open_attempts += 1
                 if action.extra:
-                    self._counters.hedged += job.payload.rows
-                self._attempts[action.attempt] = self._start(action, job)
+                    self._rows_hedged += job.payload.rows
+                self._attempts[action] = self._start(action, job)
             elif isinstance(action, GiveUp):
-                job = self._jobs.pop(action.task)
-                self._finish(job, give_up_error(action), "")
+                self._finish(action.task, _give_up_error(action), "")
         self._set_timer()
 
     def _start(self, send: Send, job: LabelJob) -> Callable[[], object]:
         """Send a request; return what cancels it."""
         ended = functools.partial(self._attempt_ended, send, job)
         connection = self._pool.connections.get(send.teacher)
-        cancel = connection.start(job.payload, send.timeout_s, ended) if connection is not None else None
+        cancel = connection.start(job.payload, self._request_timeout_s, ended) if connection is not None else None
         if cancel is not None:
             return cancel
         left = RequestFailure(FailureKind.LOST, f"teacher {send.teacher} left")
         self._thread.loop.call_soon(ended, left)
         return lambda: None
 
+    def _cancel_attempts(self, attempts: list[Send]) -> None:
+        for attempt in attempts:
+            if attempt in self._attempts:
+                self._attempts[attempt]()
+
     def _attempt_ended(self, send: Send, job: LabelJob, result: Reply | RequestFailure | None) -> None:
         """Handle the end of an attempt: a reply, a failure, or None if it was cancelled."""
         actions: list[Action] = []
-        self._attempts.pop(send.attempt, None)
+        self._attempts.pop(send, None)
         try:
             if isinstance(result, Reply):
-                compatibility = self._compatibility
-                failure = compatibility.check_version(send.teacher, result.version)
-                failure = failure or compatibility.check_output(send.teacher, job.payload.inputs, result.outputs)
-                result = failure or result
+                result = self._pool.compatibility.check_reply(send.teacher, job.payload.inputs, result) or result
             if isinstance(result, RequestFailure):
                 actions = self._record_failure(send, job, result)
             elif result is not None:
@@ -417,13 +370,13 @@ class Engine:
             self._release(job)
         self._apply(actions)
         self._pool.end_if_idle(send.teacher)
-        self._job_queue.drain()
+        self._take_jobs()
 
     def _record_failure(self, send: Send, job: LabelJob, failure: RequestFailure) -> list[Action]:
-        self._counters.teacher(send.teacher).failures += 1
+        self._pool.counts_of(send.teacher).failures += 1
         resent = self._dispatcher.resent
-        actions = self._dispatcher.attempt_failed(send.attempt, failure, self._now())
-        self._counters.resent += (self._dispatcher.resent - resent) * job.payload.rows
+        actions = self._dispatcher.attempt_failed(send, failure, self._now())
+        self._rows_resent += (self._dispatcher.resent - resent) * job.payload.rows
         if failure.kind is FailureKind.BAD_OUTPUT:
             logger.warning("teacher %s of %s is set aside: %s", send.teacher, self.name, failure.message)
         elif failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED):
@@ -431,23 +384,30 @@ class Engine:
         return actions
 
     def _record_answer(self, send: Send, job: LabelJob, reply: Reply) -> list[Action]:
-        counts = self._counters.teacher(send.teacher)
+        counts = self._pool.counts_of(send.teacher)
         counts.requests += 1
-        actions = self._dispatcher.attempt_answered(send.attempt, self._now())
+        actions = self._dispatcher.attempt_answered(send, self._now())
         if any(isinstance(action, Deliver) for action in actions) and not self._closed:
             self._outage.record_answer(self._now())
             counts.rows += job.payload.rows
-            self._counters.received += job.payload.rows
-            del self._jobs[job.number]
-            self._finish(job, reply.outputs, reply.version)
+            self._rows_received += job.payload.rows
+            self._finish(job.number, reply.outputs, reply.version)
         return actions
 
-    def _finish(self, job: LabelJob, result: Outputs | EDLError, version: str) -> None:
-        job.finished = True
-        if not job.sent:
-            self.dispatched += 1
+    def _finish(self, number: int, result: Outputs | EDLError, version: str) -> None:
+        job = self._jobs.pop(number)
+        self._end(job)
         job.on_done(result, version)
+
+    def _end(self, job: LabelJob) -> None:
+        self._mark_dispatched(job)
+        job.finished = True
         self._release(job)
+
+    def _mark_dispatched(self, job: LabelJob) -> None:
+        if not job.dispatched:
+            job.dispatched = True
+            self.dispatched += 1
 
     def _release(self, job: LabelJob) -> None:
         """Return the job's slot of shared memory once no request reads it."""
@@ -469,56 +429,112 @@ class Engine:
         due: float | None = now + _POLL_EVERY_S
         if now >= self._polled_at + _POLL_EVERY_S:
             self._polled_at = now
-            if self._dispatcher.capacity != self.limits.capacity:
-                self.limits = replace(self.limits, capacity=self._dispatcher.capacity)
-            due, outage_check_at = self._dispatcher.next_event(now), self._check_outage(now)
-            due = outage_check_at if due is None else due if outage_check_at is None else min(due, outage_check_at)
+            self.capacity = self._dispatcher.capacity
+            dues = (self._dispatcher.next_event(now), self._check_outage(now))
+            due = min((each for each in dues if each is not None), default=None)
         if due is not None and (self._timer is None or due < self._timer.when() - 0.001):
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._thread.loop.call_at(max(due, now + 0.001), self._wake)
+            self._timer = self._thread.loop.call_at(max(due, now + 0.001), self._time_passed)
 
-    def _wake(self) -> None:
+    def _time_passed(self) -> None:
         self._timer = None
         self._polled_at = 0.0
         self._apply(self._dispatcher.tick(self._now()))
-        self._job_queue.drain()
+        self._take_jobs()
 
     def _check_outage(self, now: float) -> float | None:
         """Track how long there have been no teachers or answers, and fail all open jobs when it is too long."""
         if self._is_idle:
             self._outage.finish_work()
             return None
-        oversized_rows = self._dispatcher.oversized_rows(now)
-        status = self._outage.check(now, self._dispatcher.count_serving(now) if not oversized_rows else 0)
+        rows, sequence = self._dispatcher.oversized(now)
+        status = self._outage.check(now, self._dispatcher.count_serving(now) if not rows else 0)
         if status.message:
-            which = f" takes a request of {oversized_rows} rows" if oversized_rows else ""
+            which = f" takes a request of {rows} rows" if rows else ""
             logger.warning("no live teacher for %s%s%s", self.name, which, status.message)
         if status.silent_s:
             logger.warning("no teacher of %s has answered for %.0f s: still waiting", self.name, status.silent_s)
-        if status.expired:
-            self._fail_all(self.no_teacher(oversized_rows, self._dispatcher.oversized_sequence(now)))
-            return None
-        return status.check_at
-
-    def _fail_all(self, error: NoTeacherError) -> None:
+        if not status.expired:
+            return status.check_at
+        error = self.no_teacher(rows, sequence)
         self._outage.finish_work()
-        jobs = self._jobs
-        self._jobs = {}
-        for number, job in jobs.items():
+        for number in list(self._jobs):
             self._dispatcher.drop_task(number)
-            self._finish(job, error, "")
+            self._finish(number, error, "")
+        return None
 
     def _now(self) -> float:
         return self._thread.loop.time()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._thread.loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-        return task
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("a bug in the engine of %s", self.name, exc_info=task.exception())
+def _give_up_error(action: GiveUp) -> RejectedError | BadOutputError:
+    """Return the error that the training loop gets for a task that was given up."""
+    words = "; ".join(f"{teacher}: {failure.kind.value}: {failure.message}" for teacher, failure in action.failures)
+    if any(failure.kind is FailureKind.REJECTED for _, failure in action.failures):
+        return RejectedError(f"teachers refuse a request: {words}")
+    return BadOutputError(f"no teacher could label a request: {words}")
+
+
+@dataclass(frozen=True)
+class OutageStatus:
+    """State of open work during an outage."""
+
+    expired: bool  # whether the work has waited too long and fails
+    check_at: float  # when to check again, in seconds
+    message: str = ""  # text about the wait for a live teacher; empty if there is nothing new to report
+    # seconds for which live teachers have not answered; 0 if that is not worth a warning or was reported
+    silent_s: float = 0.0
+
+
+class Outage:
+    """Tracks how long there have been no teachers or no answers. Every method takes the time `now` in seconds."""
+
+    def __init__(self, timeout_s: float, request_timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._outage_since: float | None = None
+        self._reminded_at = 0.0
+        self._progress_at = 0.0
+        self._longest_silence_s = 0.0  # longest silence of live teachers that ended with an answer, so it is normal
+        self._silence_reported = self._had_outage = False
+
+    def start_work(self, now: float) -> None:
+        """Start the clock, because there is work again."""
+        self._progress_at = now
+        self._outage_since = None
+        self._silence_reported = self._had_outage = False
+
+    def record_answer(self, now: float) -> None:
+        """Note that an answer arrived."""
+        if not self._had_outage:
+            self._longest_silence_s = max(self._longest_silence_s, now - self._progress_at)
+        self._progress_at = now
+        self._silence_reported = self._had_outage = False
+
+    def finish_work(self) -> None:
+        """Stop the clock: all work is done."""
+        self._outage_since = None
+
+    def check(self, now: float, live: int) -> OutageStatus:
+        """Return the state of open work."""
+        stuck_at = self._progress_at + self._timeout_s + self._request_timeout_s
+        if live:
+            self._outage_since = None
+            silent_at = self._progress_at + max(_SILENT_S, 2 * self._longest_silence_s)
+            if self._silence_reported or now < silent_at:
+                return OutageStatus(now >= stuck_at, stuck_at if self._silence_reported else min(silent_at, stuck_at))
+            self._silence_reported = True
+            return OutageStatus(now >= stuck_at, stuck_at, silent_s=now - self._progress_at)
+        self._had_outage = True
+        message = ""
+        if self._outage_since is None:
+            self._outage_since = self._reminded_at = now
+            message = f": waiting up to {self._timeout_s:g} s"
+        given_up_at = min(self._outage_since + self._timeout_s, stuck_at)
+        if now >= given_up_at:
+            return OutageStatus(True, given_up_at, message)
+        if now >= self._reminded_at + _REMIND_S:
+            self._reminded_at = now
+            message = f" since {now - self._outage_since:.0f} s"
+        return OutageStatus(False, min(given_up_at, self._reminded_at + _REMIND_S), message)

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 
 from edl.distill.cache import CacheView, SequenceIds
 from edl.distill.engine.compatibility import outputs_disagreement
-from edl.distill.engine.engine import Engine
+from edl.distill.engine.engine import Engine, LabelJob
 from edl.distill.engine.event_loop import EventLoopThread
-from edl.distill.engine.jobs import LabelJob
 from edl.distill.pipeline.answers import AnswerSizeEstimator, empty_like, empty_outputs, item_outputs, outputs_nbytes
 from edl.distill.pipeline.label_cache import CacheMiss, CacheQueue, OfflineLabels, ServiceLabels
 from edl.distill.pipeline.request import LabelRequest
@@ -254,7 +253,7 @@ class ChunkLabeller:
     @property
     def depth(self) -> int:
         """Number of chunks to keep open: enough that a teacher four times slower than the rest does not stop them."""
-        capacities = [engine.limits.capacity for engine in self._engines]
+        capacities = [engine.capacity for engine in self._engines]
         return max(8, 4 * (sum(capacities) if self.request.router is not None else max(capacities, default=0)))
 
     def backlog(self, route: int | None) -> float:

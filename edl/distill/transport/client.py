@@ -161,12 +161,8 @@ class TeacherClient:
             with contextlib.suppress(RequestFailed):
                 self._channel = await open_channel(self._calls, self._ids, math.inf)
 
-    async def check_ready(self, timeout_s: float) -> None:
-        """Check that server and model are ready, as `open` does.
-
-        Raises:
-            RequestFailed: LOST if not.
-        """
+    async def refresh_spec(self, timeout_s: float) -> ModelSpec:
+        """Check that server and model are still ready, and return the present metadata; see `open` for errors."""
         deadline = time.monotonic() + timeout_s
         for method, request in (
             ("ServerReady", kserve.ServerReadyRequest()),
@@ -174,10 +170,6 @@ class TeacherClient:
         ):
             if not (await self._calls.call(method, request, deadline)).ready:
                 raise RequestFailed(FailureKind.LOST, f"{self.endpoint} is not ready any more")
-
-    async def fetch_spec(self, timeout_s: float) -> ModelSpec:
-        """Ask for the model's present metadata; see `open` for errors."""
-        deadline = time.monotonic() + timeout_s
         return await fetch_spec(self._calls, self.output_spec, self._server, self.spec, deadline)
 
     def start(self, payload: Payload, timeout_s: float, done: Done) -> Callable[[], None]:

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
+from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, Limits, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
-from edl.distill.engine.jobs import Outage, OutageStatus
+from edl.distill.engine.engine import Outage, OutageStatus
 from edl.distill.options import Policy
 from edl.distill.transport.calls import failure_from_status
 from edl.protocol.transport import grpc
@@ -116,7 +116,7 @@ class Simulation(Timeline):
             if isinstance(action, Send):
                 self.sends.append(action)
                 when = self.teachers[action.teacher].reply_at(self.now)
-                self.at(when, lambda a=action.attempt: self.dispatcher.attempt_answered(a, self.now))  # type: ignore[misc]
+                self.at(when, lambda a=action: self.dispatcher.attempt_answered(a, self.now))  # type: ignore[misc]
             else:
                 assert isinstance(action, Deliver), "given up"
                 assert action.task not in self.latency, "delivered twice"
@@ -146,7 +146,7 @@ def fail(
     dispatcher: Dispatcher, send: Send, kind: FailureKind, now: float, words: str = "no", retry_after_s: float = 0.0
 ) -> list[Action]:
     """Report that an attempt has failed."""
-    return dispatcher.attempt_failed(send.attempt, RequestFailure(kind, words, retry_after_s), now)
+    return dispatcher.attempt_failed(send, RequestFailure(kind, words, retry_after_s), now)
 
 
 @pytest.mark.parametrize("teachers", ["a", "abc"])
@@ -157,7 +157,7 @@ def test_refused_task_is_given_up(teachers: str) -> None:
     while isinstance(actions[0], Send):
         (send,) = sends(actions)
         asked.append((send.teacher, RequestFailure(FailureKind.REJECTED, f"{send.teacher} has no input 'x'")))
-        actions = dispatcher.attempt_failed(send.attempt, asked[-1][1], 0.1)
+        actions = dispatcher.attempt_failed(send, asked[-1][1], 0.1)
     (end,) = actions
     assert isinstance(end, GiveUp)
     assert [*end.failures] == asked
@@ -168,7 +168,7 @@ def test_wrong_refusal_sets_a_teacher_aside() -> None:
     dispatcher = connected("a", "b")
     (first,) = sends(dispatcher.add_task(1, 0.0))
     (second,) = sends(fail(dispatcher, first, FailureKind.REJECTED, 0.1, "unknown model"))
-    dispatcher.attempt_answered(second.attempt, 0.2)
+    dispatcher.attempt_answered(second, 0.2)
     assert "unknown model" in dispatcher.teachers[first.teacher].why
     assert dispatcher.count_serving(0.2) == 1
 
@@ -190,7 +190,7 @@ def test_circuit_opens_for_longer_each_time() -> None:
         pending = sends(dispatcher.tick(now))
     assert pauses[:5] == [1.0, 2.0, 4.0, 8.0, 16.0]
     assert set(pauses[5:]) == {30.0}
-    dispatcher.attempt_answered(pending[0].attempt, now)
+    dispatcher.attempt_answered(pending[0], now)
     assert dispatcher.count_serving(now) == 1
     assert dispatcher.teachers["a"].opened == 0
 
@@ -237,13 +237,13 @@ def test_task_in_flight_is_not_given_up() -> None:
     dispatcher = connected("a")
     for task in range(50):
         (send,) = sends(dispatcher.add_task(task, float(task)))
-        dispatcher.attempt_answered(send.attempt, task + 0.01)
+        dispatcher.attempt_answered(send, task + 0.01)
     (first,) = sends(dispatcher.add_task(50, 50.0))
     (extra,) = sends(dispatcher.teacher_up("b", 51.0) + dispatcher.set_awaited(50, 52.0))
     assert extra.extra
     dispatcher.teacher_draining("b")
     assert fail(dispatcher, first, FailureKind.REJECTED, 52.1) == []
-    assert isinstance(dispatcher.attempt_answered(extra.attempt, 52.2)[0], Deliver)
+    assert isinstance(dispatcher.attempt_answered(extra, 52.2)[0], Deliver)
 
 
 def test_refusal_waits_for_a_full_teacher() -> None:
@@ -285,7 +285,7 @@ def test_without_a_hint_the_pause_grows(hint: float) -> None:
         pending = sends(dispatcher.tick(now))
     assert pauses[:6] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6]
     assert set(pauses[6:]) == {2.0}
-    (send,) = sends(dispatcher.attempt_answered(pending[0].attempt, now))
+    (send,) = sends(dispatcher.attempt_answered(pending[0], now))
     fail(dispatcher, send, FailureKind.OVERLOADED, now, "full", retry_after_s=hint)
     assert state.closed_until == pytest.approx(now + 0.05), "there was room in between"
 
@@ -374,8 +374,8 @@ def test_extra_requests_stay_below_5_percent(share: float, factor: float, pace: 
 def test_dropped_tasks_answer_is_ignored() -> None:
     dispatcher = connected("a")
     (send,) = sends(dispatcher.add_task(1, 0.0))
-    assert dispatcher.drop_task(1) == [send.attempt]
-    assert dispatcher.attempt_answered(send.attempt, 1.0) == []
+    assert dispatcher.drop_task(1) == [send]
+    assert dispatcher.attempt_answered(send, 1.0) == []
     assert not dispatcher._tasks
 
 
@@ -391,26 +391,26 @@ def test_oldest_task_is_sent_again_first() -> None:
 
 def test_task_goes_only_where_it_fits() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_up("small", 0.0, 8)
+    dispatcher.teacher_up("small", 0.0, Limits(8))
     assert sends(dispatcher.add_task(1, 0.0, 20)) == []
-    assert (dispatcher.oversized_rows(0.0), dispatcher.max_rows) == (20, 8)
+    assert (dispatcher.oversized(0.0), dispatcher.limits.max_rows) == ((20, 0), 8)
     (small,) = sends(dispatcher.add_task(2, 0.0, 8))
     assert small.teacher == "small"
-    (large,) = sends(dispatcher.teacher_up("large", 0.1, 30))
+    (large,) = sends(dispatcher.teacher_up("large", 0.1, Limits(30)))
     assert (large.task, large.teacher) == (1, "large")
-    assert (dispatcher.oversized_rows(0.1), dispatcher.max_rows) == (0, 8)
+    assert (dispatcher.oversized(0.1), dispatcher.limits.max_rows) == ((0, 0), 8)
     assert sends(dispatcher.add_task(3, 0.1, 31)) == []
-    assert dispatcher.oversized_rows(0.1) == 31
+    assert dispatcher.oversized(0.1) == (31, 0)
     assert [send.task for send in sends(dispatcher.teacher_up("any", 0.2))] == [3]
     dispatcher.teacher_removed("small")
-    assert dispatcher.max_rows == 30
+    assert dispatcher.limits.max_rows == 30
 
 
 def test_broken_connection_counts_once() -> None:
     dispatcher = connected("a", hedge_budget=0.0)
     state = dispatcher.teachers["a"]
     state.window.size, state.window.probing = 16, False
-    attempts = [send.attempt for task in range(16) for send in sends(dispatcher.add_task(task, 0.0))]
+    attempts = [send for task in range(16) for send in sends(dispatcher.add_task(task, 0.0))]
     assert len(attempts) == 16
     dispatcher.teacher_down("a")
     for attempt in attempts:
@@ -445,7 +445,7 @@ class World(Timeline):
         super().__init__(Dispatcher(Policy(window=WINDOW)))
         self.ended: dict[int, Deliver | GiveUp] = {}
         self._courses = {f"t{number}": course for number, course in enumerate(courses)}
-        self._on_way: dict[int, Send] = {}
+        self._on_way: dict[Send, None] = {}
         self._up: set[str] = set()
         self._answers = {name: itertools.cycle(course.answers) for name, course in self._courses.items()}
         for name, course in self._courses.items():
@@ -480,7 +480,7 @@ class World(Timeline):
             self.dispatcher.teacher_draining(name)
             return ()
         (self.dispatcher.teacher_down if course.goes == "breaks" else self.dispatcher.teacher_removed)(name)
-        lost = [attempt for attempt, send in self._on_way.items() if send.teacher == name]
+        lost = [send for send in self._on_way if send.teacher == name]
         return [action for attempt in lost for action in self._reply(attempt, RequestFailure(FailureKind.LOST, "gone"))]
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
@@ -489,23 +489,24 @@ class World(Timeline):
                 course = self._courses[action.teacher]
                 assert action.teacher in self._up, "it is not connected"
                 assert action.task not in self.ended
-                self._on_way[action.attempt] = action
-                others = self._on_way.values()
+                self._on_way[action] = None
+                others = self._on_way.keys()
                 assert sum(send.teacher == action.teacher for send in others) <= WINDOW
                 assert sum(send.task == action.task for send in others) <= 2, "it is hedged once at most"
                 kind = next(self._answers[action.teacher])
                 failure = None if kind is None else RequestFailure(kind, "no", 0.3)
                 self.at(
                     self.now + course.service_s,
-                    lambda attempt=action.attempt, failure=failure: self._reply(attempt, failure),  # type: ignore[misc]
+                    lambda attempt=action, failure=failure: self._reply(attempt, failure),  # type: ignore[misc]
                 )
             else:
                 assert action.task not in self.ended
                 self.ended[action.task] = action
 
-    def _reply(self, attempt: int, failure: RequestFailure | None) -> Sequence[Action]:
-        if self._on_way.pop(attempt, None) is None:
+    def _reply(self, attempt: Send, failure: RequestFailure | None) -> Sequence[Action]:
+        if attempt not in self._on_way:
             return ()
+        del self._on_way[attempt]
         if failure is None:
             return self.dispatcher.attempt_answered(attempt, self.now)
         return self.dispatcher.attempt_failed(attempt, failure, self.now)

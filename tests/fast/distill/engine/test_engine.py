@@ -15,18 +15,17 @@ from prometheus_client import CollectorRegistry
 
 from edl.discovery.registry import Instance, Rejected, Snapshot
 from edl.distill.compress import top_k
-from edl.distill.dispatch.actions import FailureKind, Send
+from edl.distill.dispatch.actions import Action, FailureKind, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.engine.compatibility import TeacherCompatibility, outputs_disagreement
-from edl.distill.engine.connection import ConnectionPool, TeacherConnection
-from edl.distill.engine.engine import Engine
+from edl.distill.engine.connection import ConnectionPool, TeacherConnection, TeacherCounts
+from edl.distill.engine.engine import Engine, LabelJob
 from edl.distill.engine.event_loop import EventLoopThread, _GarbageGuard
-from edl.distill.engine.jobs import EngineCounters, JobQueue, LabelJob
 from edl.distill.metrics import export
 from edl.distill.options import Options, Policy
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.request import Payload
-from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata
+from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply, TensorMetadata
 from edl.errors import SettingsError
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -40,9 +39,9 @@ def test_request_cancelled_unstarted_ends() -> None:
     job = LabelJob(0, PAYLOAD, lambda *_: None, lambda: None, open_attempts=1)
 
     async def cancel_at_once() -> None:
-        send = Send(attempt=7, task=0, teacher="gone", timeout_s=DEADLINE_S, extra=False)
-        engine._attempts[send.attempt] = engine._start(send, job)
-        engine._attempts[send.attempt]()
+        send = Send(0, "gone", extra=False, sent_at=0.0, in_flight=1)
+        engine._attempts[send] = engine._start(send, job)
+        engine._attempts[send]()
         await asyncio.sleep(0)  # the task is cancelled
         await asyncio.sleep(0)  # and what it left undone is done
 
@@ -67,37 +66,37 @@ def test_collector_is_on_after_the_last_fork(monkeypatch: pytest.MonkeyPatch) ->
     assert states == [False, False, False, True]
 
 
-@dataclass
-class Demand:
-    full: bool = False
+class SlowEngine(Engine):
+    """Each job is taken, and answered some time later; six at a time are all that its teachers take."""
 
+    def __init__(self, thread: EventLoopThread) -> None:
+        super().__init__("x", OutputSpec(("y",)), Options(), thread=thread, arena=None)
+        self.taken: list[int] = []
+        self._attempts = {}
 
-def job_of(number: int) -> LabelJob:
-    return LabelJob(number, PAYLOAD, lambda result, version: None, lambda: None)
+    def _apply(self, actions: list[Action]) -> None:
+        for number in list(self._jobs):
+            del self._jobs[number]
+            self.taken.append(number)
+            send = Send(number, "a", extra=False, sent_at=0.0, in_flight=1)
+            self._attempts[send] = lambda: None
+            self._dispatcher.full = len(self._attempts) >= 6
+            self._thread.loop.call_soon(self._answered, send)
+
+    def _answered(self, send: Send) -> None:
+        del self._attempts[send]
+        self._dispatcher.full = len(self._attempts) >= 6
+        self._take_jobs()
 
 
 def test_no_job_is_lost_or_overtakes() -> None:
-    """Full teachers take nothing until one answers, some time after a job was taken, as in an engine."""
-    thread, demand, open_jobs, taken = EventLoopThread.acquire(), Demand(), 0, list[int]()
-
-    def take(job: LabelJob) -> None:
-        nonlocal open_jobs
-        taken.append(job.number)
-        open_jobs += 1
-        demand.full = open_jobs >= 6
-        thread.loop.call_soon(answered)
-
-    def answered() -> None:
-        nonlocal open_jobs
-        open_jobs -= 1
-        demand.full = open_jobs >= 6
-        jobs.drain()
-
-    jobs = JobQueue(thread, demand, take)
+    thread = EventLoopThread.acquire()
     try:
+        engine = SlowEngine(thread)
+        engine._dispatcher.add_task = lambda *_: []  # type: ignore[method-assign]
         for number in range(5000):
-            jobs.put(job_of(number))
-        wait_until(lambda: taken == [*range(5000)])
+            engine.submit(LabelJob(number, PAYLOAD, lambda *_: None, lambda: None))
+        wait_until(lambda: engine.taken == [*range(5000)])
     finally:
         thread.release()
 
@@ -107,27 +106,32 @@ class FakeConnection:
     """In place of a connection: up for as long as `spec` is not None."""
 
     instance: Instance
+    counts: TeacherCounts
     spec: object | None = None
     lapsed: bool = False
+    unlisted: bool = False
+    leaving: str = ""
     why: str = ""
     state: str = "set aside"
     lacks: bool = False
 
+    async def close(self) -> None:
+        """There is nothing to close."""
 
-class World:
-    """`ConnectionPool` over fakes."""
+
+class World(ConnectionPool):
+    """A pool of fake connections."""
 
     def __init__(self) -> None:
         self.made: list[FakeConnection] = []
-        self.on_dropped: list[TeacherConnection] = []
         self.dispatcher = Dispatcher(Policy())
-        self.pool = ConnectionPool("s", self.dispatcher, self._connect, self.on_dropped.append, self._spawn)
+        super().__init__("s", OutputSpec(("y",)), Options(), self.dispatcher, changed=lambda actions: None)
 
     def see(self, *ready: str, lapsed: str = "", revoked: str = "", draining: str = "") -> None:
         """A new snapshot, of teachers with one letter each."""
         instances = [*map(_teacher, ready), *(_teacher(name, "draining") for name in draining)]
         gone = tuple(map(_teacher, lapsed))
-        self.pool.apply_snapshot(Snapshot("s", tuple(instances), lapsed=gone, revoked=frozenset(revoked)))
+        self.apply_snapshot(Snapshot("s", tuple(instances), lapsed=gone, revoked=frozenset(revoked)))
 
     def lack(self, *teachers: str) -> None:
         """They have answered, and lack what is asked for."""
@@ -142,10 +146,10 @@ class World:
     def down(self, name: str) -> None:
         """Its connection breaks."""
         self.connection(name).spec = None
-        self.pool.connection_lost(self.pool.connections[name])
+        self.connection_lost(self.connections[name])
 
     def connection(self, name: str) -> FakeConnection:
-        return cast(FakeConnection, self.pool.connections[name])
+        return cast(FakeConnection, self.connections[name])
 
     @property
     def is_usable(self) -> str:
@@ -153,7 +157,7 @@ class World:
         return "".join(sorted(name for name, state in self.dispatcher.teachers.items() if state.is_usable(1.0)))
 
     def _connect(self, instance: Instance) -> TeacherConnection:
-        self.made.append(FakeConnection(instance))
+        self.made.append(FakeConnection(instance, TeacherCounts(instance.endpoint)))
         return cast(TeacherConnection, self.made[-1])
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -191,8 +195,7 @@ def test_forgotten_teacher_loses_connection(world: World) -> None:
     world.see("b")
     world.down("a")
     assert world.is_usable == "b"
-    assert "a" not in world.pool.connections
-    assert world.on_dropped
+    assert "a" not in world.connections
 
 
 def test_renewed_teacher_is_tried_at_once(world: World) -> None:
@@ -215,31 +218,23 @@ def test_teachers_that_may_come_are_awaited() -> None:
     """A wait is in vain only where every teacher has answered, and none is on its way, or on its way out."""
     world = World()
     world.see()
-    assert not world.pool.lacking(), "teachers may start later than students"
+    assert not world.lacking(), "teachers may start later than students"
     world.see("a", "b")
     world.lack("a")
-    assert not world.pool.lacking(), "one has not answered yet"
+    assert not world.lacking(), "one has not answered yet"
     world.lack("b")
-    assert world.pool.lacking() == "a: has no output 'y'; b: has no output 'y'"
+    assert world.lacking() == "a: has no output 'y'; b: has no output 'y'"
     for others in ({"draining": "c"}, {"lapsed": "c"}):
         world.see("a", "b", **others)
-        assert not world.pool.lacking(), others
+        assert not world.lacking(), others
     world.see("a", "b")
-    assert world.pool.lacking()
+    assert world.lacking()
     seen = Snapshot("s", (_teacher("a"), _teacher("b")))
     for other in (replace(seen, stale="away"), replace(seen, rejected=(Rejected("c", "no port"),))):
-        world.pool.apply_snapshot(other)
-        assert not world.pool.lacking(), other
-    world.pool.apply_snapshot(seen, whole=False)
-    assert not world.pool.lacking(), "the others are left to other students"
-
-
-class Reader:
-    def __init__(self) -> None:
-        self.counters, self.dispatcher = EngineCounters(), Dispatcher()
-
-    def stats(self) -> ReaderStats:
-        return self.counters.stats(self.dispatcher, lambda name: ("ready", ""), "")
+        world.apply_snapshot(other)
+        assert not world.lacking(), other
+    world.apply_snapshot(seen, whole=False)
+    assert not world.lacking(), "the others are left to other students"
 
 
 def series(registry: CollectorRegistry, name: str) -> dict[str, float]:
@@ -251,31 +246,38 @@ def series(registry: CollectorRegistry, name: str) -> dict[str, float]:
     }
 
 
-def answer(reader: Reader, teacher: str) -> None:
-    counts = reader.counters.teacher(teacher)
-    counts.rows += 4
-    counts.requests += 1
-
-
 def test_labels_of_those_that_left_go() -> None:
-    reader, registry = Reader(), CollectorRegistry()
+    class Reader:
+        """Of the teachers of `world`."""
+
+        def stats(self) -> ReaderStats:
+            teachers, departed = world.teacher_stats()
+            pauses = {kind.value: count for kind, count in world.dispatcher.pauses.items()}
+            return ReaderStats(teachers=teachers, departed=departed, set_aside=pauses)
+
+    def answer(teacher: str) -> None:
+        counts = world.counts_of(teacher)
+        counts.rows += 4
+        counts.requests += 1
+
+    world, reader, registry = World(), Reader(), CollectorRegistry()
     export(reader, registry=registry)
-    for number in range(500):
-        reader.counters.add_teacher(f"pod-{number}", "h:1")
-        answer(reader, f"pod-{number}")
-        reader.counters.remove_teacher(f"pod-{number}")
-        answer(reader, f"pod-{number}")  # to a request that was on its way
-    reader.counters.add_teacher("pod-500", "h:1")
+    for number in range(501):
+        world.see(f"pod-{number}")
+        if number:
+            answer(f"pod-{number - 1}")  # to a request that was on its way
+        if number < 500:
+            answer(f"pod-{number}")
     assert series(registry, "edl_reader_teacher_rows_total") == {"departed": 4000.0, "pod-500": 0.0}
     assert series(registry, "edl_reader_teacher_in_flight") == {"pod-500": 0.0}, "a gauge of nobody is none"
     assert len(reader.stats().teachers) == 101, "a person may still read of the last hundred"
     assert reader.stats().teachers["pod-499"].state == "gone"
-    reader.counters.add_teacher("pod-499", "h:1")
-    answer(reader, "pod-499")
+    world.see("pod-500", "pod-499")
+    answer("pod-499")
     rows = series(registry, "edl_reader_teacher_rows_total")
     assert rows == {"departed": 4000.0, "pod-500": 0.0, "pod-499": 4.0}, "one that comes again is counted anew"
     assert len(reader.stats().teachers) == 101
-    reader.dispatcher.pauses[FailureKind.BAD_OUTPUT] += 2
+    world.dispatcher.pauses[FailureKind.BAD_OUTPUT] += 2
     for reason, count in (("bad output", 2), ("lost", 0)):
         labels = {"reader": "reader", "reason": reason}
         assert registry.get_sample_value("edl_reader_set_aside_total", labels) == count
@@ -301,12 +303,12 @@ def agree(known: ModelSpec | None, k: int | None = None, mixed: Any = "warn", **
 def words(
     compatibility: TeacherCompatibility, *shape: int, dtype: str = "float32", inputs: tuple[int, ...] = (4, 5)
 ) -> str:
-    failure = compatibility.check_output("t", [("x", "FP32", inputs)], {"y": np.zeros((4, *shape), dtype)})
+    failure = compatibility.check_reply("t", [("x", "FP32", inputs)], Reply({"y": np.zeros((4, *shape), dtype)}, "1"))
     return failure.message if failure is not None else ""
 
 
 def version_words(compatibility: TeacherCompatibility, version: str) -> str:
-    failure = compatibility.check_version("t", version)
+    failure = compatibility.check_reply("t", [], Reply({}, version))
     return failure.message if failure is not None else ""
 
 
@@ -330,7 +332,7 @@ def test_input_shape_fixes_output_shape() -> None:
 def test_top_k_has_k_classes() -> None:
     def fits(known: tuple[int, ...], shape: tuple[int, ...], k: int = 3) -> bool:
         outputs: dict[str, Any] = {"y": top_k(np.zeros((2, *shape), "f4"), k)}
-        return agree(spec(*known), k=3).check_output("t", [("x", "FP32", (2, 5))], outputs) is None
+        return agree(spec(*known), k=3).check_reply("t", [("x", "FP32", (2, 5))], Reply(outputs, "1")) is None
 
     assert fits((-1, 9), (5, 9))
     assert fits((3, 9), (3, 9))
@@ -432,7 +434,7 @@ def test_another_tokenizer_is_refused() -> None:
 def test_two_tokenizers_are_never_mixed() -> None:
     """Nor among the services of a reader with routes. A teacher that tells none is believed, also the first."""
     one, other = replace(spec(9), tokenizer="aa"), replace(spec(9), tokenizer="bb")
-    assert "tokenizer 'bb', model 'm' 'aa'" in outputs_disagreement(one, other, OutputSpec(("y",)))
+    assert "tokenizer 'aa', model 'm' 'bb'" in outputs_disagreement(one, other, OutputSpec(("y",)))
     assert not outputs_disagreement(one, spec(9), OutputSpec(("y",)))
     for told in ("says", "registered"):
         compatibility = agree(None)

@@ -462,7 +462,7 @@ class Dispatcher:
         if head is not None and self._idle_due(head) <= now:
             late.add(head)
         for attempt in sorted(late, key=lambda attempt: attempt.task):
-            # What the training loop has waited for too long goes beyond the budget.
+            # Only a task that the training loop has waited for too long goes beyond the budget.
             if self._hedge_tokens < 1 and not (attempt is head and self._starving_at(attempt) <= now):
                 continue
             task = self._tasks[attempt.task]
@@ -500,7 +500,8 @@ class Dispatcher:
 
     def _idle_due(self, head: Send) -> float:
         """Return when to ask an idle teacher as well for what the training loop waits for; infinity for never."""
-        if self._hedge_tokens <= _MAX_HEDGE_TOKENS / 2 or self._has_unassigned():
+        waiting = (self._tasks[number] for number in self._waiting if number <= self.last and number in self._tasks)
+        if self._hedge_tokens <= _MAX_HEDGE_TOKENS / 2 or any(not task.attempts for task in waiting):
             return math.inf
         task = self._tasks[head.task]
         idle = [
@@ -517,10 +518,6 @@ class Dispatcher:
         if median is None or median > gain_s:
             return head.sent_at
         return head.sent_at + median + gain_s
-
-    def _has_unassigned(self) -> bool:
-        waiting = (task for task in self._waiting if task in self._tasks and task <= self.last)
-        return any(not self._tasks[task].attempts for task in waiting)
 
 
 def _doubled(first_s: float, times: int, longest_s: float) -> float:

@@ -109,15 +109,7 @@ class TeacherCompatibility:
         if spec.version and known.version != spec.version and not self.selecting_version:
             if self._refuses:
                 return self._version_refusal(spec.version)
-            self._reported_versions.add(spec.version)
-            logger.warning(
-                "labels of two models are mixed: teacher %s of %s has version %r, others have %r. If that is not "
-                "meant, give one of them another --service; if the models are the same, both one --model-version",
-                instance.id,
-                self._service,
-                spec.version,
-                known.version,
-            )
+            self._warn_mixed(instance.id, spec.version, known.version)
         self._has_several = self._has_several or self.spec is not None
         self.tokenizer = known.tokenizer or spec.tokenizer
         if spec.weights_version:
@@ -157,14 +149,13 @@ class TeacherCompatibility:
             return ""
         if self.refuses_version(version):
             return self._version_refusal(version)
-        if not known.version and not version:
-            self.is_unversioned = True
-            if not self._has_several:
-                return ""
-        if version in self._reported_versions:
+        if version or known.version:
+            if version not in self._reported_versions:
+                self._warn_mixed(teacher, version, known.version)
             return ""
-        self._reported_versions.add(version)
-        if not known.version and not version:
+        self.is_unversioned = True
+        if self._has_several and "" not in self._reported_versions:
+            self._reported_versions.add("")
             logger.warning(
                 "nothing tells whether labels of several models are mixed: neither metadata nor answers of %s of "
                 "%s say which version of its model it has, and it was connected to more than once, or after "
@@ -173,16 +164,19 @@ class TeacherCompatibility:
                 teacher,
                 self._service,
             )
-        else:
-            logger.warning(
-                "labels of two versions of a model are mixed: %s of %s answers with version %r, and this epoch began "
-                "with %r. To be sure of one, name it with version=, or set mixed_versions='refuse'",
-                teacher,
-                self._service,
-                version,
-                known.version,
-            )
         return ""
+
+    def _warn_mixed(self, teacher: str, version: str, known: str) -> None:
+        self._reported_versions.add(version)
+        logger.warning(
+            "labels of two models are mixed: teacher %s of %s has version %r, others have %r. To be sure of one, name "
+            "it with version=, or set mixed_versions='refuse'; if the models are the same, give both one "
+            "--model-version",
+            teacher,
+            self._service,
+            version,
+            known,
+        )
 
     def _follow(self, spec: ModelSpec, before: str) -> None:
         logger.warning(
@@ -240,7 +234,7 @@ class TeacherCompatibility:
         self._confirmed_by.discard(teacher)
 
     def check_reply(self, teacher: str, inputs: InputTensors, reply: Reply) -> RequestFailure | None:
-        """Return why an answer cannot be used beside those before it; None if it can."""
+        """Return why an answer does not go with earlier ones; None if it can be used."""
         why = self._check_version(teacher, reply.version)
         if not why:
             why = self._difference(inputs, reply.outputs)

@@ -94,6 +94,8 @@ class TeacherConnection:
         self.changed_spec: ModelSpec | None = None
         self._pool = pool
         self._version = instance.meta.get("version", "")
+        # The name that the certificate has, if the instance is one of several addresses of that name
+        self._authority = instance.authority if isinstance(instance, ResolvedInstance) else ""
         self._output_spec = _complete_spec(pool.output_spec, instance)
         self._client: TeacherClient | None = None
         self._names: RegionNames = {}
@@ -182,8 +184,7 @@ class TeacherConnection:
                 files=files,
                 options=self._pool.options,
                 on_lost=self._lost,
-                # The name that the certificate has, if the instance is one of several addresses of that name
-                authority=self.instance.authority if isinstance(self.instance, ResolvedInstance) else "",
+                authority=self._authority,
             )
             refused, lacks = await self._connect(client)
             self._attempted.set()
@@ -266,16 +267,11 @@ class TeacherConnection:
         """Return which certificate problem made an attempt to connect fail; empty if unknown."""
         if not looks_like_handshake(words):
             return ""
-        instance = self.instance
+        endpoint, says_tls = self.instance.endpoint, self.instance.meta.get(names.TLS_META) == "1"
         try:
-            return await explain_handshake(
-                instance.endpoint,
-                self._pool.files,
-                says_tls=instance.meta.get(names.TLS_META) == "1",
-                authority=instance.authority if isinstance(instance, ResolvedInstance) else "",
-            )
+            return await explain_handshake(endpoint, self._pool.files, says_tls=says_tls, authority=self._authority)
         except Exception:
-            logger.exception("the reason why %s cannot be connected to was not found", instance.endpoint)
+            logger.exception("the reason why %s cannot be connected to was not found", endpoint)
             return ""
 
 
@@ -323,6 +319,7 @@ class ConnectionPool:
         self._dispatcher = dispatcher
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()  # those that close dropped connections
         self._checking: asyncio.Task[None] | None = None
         self._stale = ""
         self._near = ""
@@ -453,11 +450,12 @@ class ConnectionPool:
         known = self.connections.get(instance.id)
         if known is not None and lapsed and known.leaving == "draining":
             return False
-        if known is not None and known.lapsed and not lapsed and known.spec is not None:
-            logger.info("teacher %s of %s is registered again", instance.id, self._service)
-        elif known is not None and (known.leaving or (known.lapsed and not lapsed)):
+        is_renewed = known is not None and known.lapsed and not lapsed
+        if known is not None and (known.leaving or (is_renewed and known.spec is None)):
             self._drop(known)  # one that is registered again is tried again at once
             known = None
+        elif is_renewed:
+            logger.info("teacher %s of %s is registered again", instance.id, self._service)
         if known is None:
             known = self._connect(instance)
             with self._lock:
@@ -528,6 +526,7 @@ class ConnectionPool:
     async def close(self) -> None:
         """End all connections."""
         await asyncio.gather(*(connection.close() for connection in self.connections.values()))
+        await asyncio.gather(*self._closing, return_exceptions=True)  # cancelled, they would leave sockets open
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -563,7 +562,7 @@ class ConnectionPool:
         self._dispatcher.teacher_removed(name)
         if self._dispatcher.teachers:  # otherwise keep the limits, since the last teacher may come back
             self.limits = self._dispatcher.limits
-        self._spawn(connection.close())
+        self._closing.add(self._spawn(connection.close()))
         self._changed([])
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -574,6 +573,7 @@ class ConnectionPool:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._closing.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a bug in the engine of %s", self._service, exc_info=task.exception())
 

@@ -15,6 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from edl.discovery.registry import Snapshot
 from edl.distill.dispatch.actions import (
@@ -298,7 +299,7 @@ class Engine:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether there is no job that may be sent. Jobs were added in the order of their numbers."""
+        """Whether no job may be sent now. Jobs were added in the order of their numbers."""
         return not self._jobs or next(iter(self._jobs)) > self._dispatcher.last
 
     def _wake(self) -> None:
@@ -449,7 +450,7 @@ class Engine:
             self._outage.finish_work()
             return None
         rows, sequence = self._dispatcher.oversized(now)
-        status = self._outage.check(now, self._dispatcher.count_serving(now) if not rows else 0)
+        status = self._outage.check(now, 0 if rows else self._dispatcher.count_serving(now))
         if status.message:
             which = f" takes a request of {rows} rows" if rows else ""
             logger.warning("no live teacher for %s%s%s", self.name, which, status.message)
@@ -476,15 +477,13 @@ def _give_up_error(action: GiveUp) -> RejectedError | BadOutputError:
     return BadOutputError(f"no teacher could label a request: {words}")
 
 
-@dataclass(frozen=True)
-class OutageStatus:
+class OutageStatus(NamedTuple):
     """State of open work during an outage."""
 
     expired: bool  # whether the work has waited too long and fails
     check_at: float  # when to check again, in seconds
-    message: str = ""  # text about the wait for a live teacher; empty if there is nothing new to report
-    # seconds for which live teachers have not answered; 0 if that is not worth a warning or was reported
-    silent_s: float = 0.0
+    message: str = ""  # news of the wait for a live teacher; empty without news
+    silent_s: float = 0.0  # seconds for which live teachers have not answered; 0 without news
 
 
 class Outage:

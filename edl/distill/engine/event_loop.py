@@ -91,11 +91,7 @@ class EventLoopThread:
             raise ClosedError("the reader is closed") from None
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine on the loop and wait for its result.
-
-        Raises:
-            TimeoutError: It took longer than `timeout_s`, and was cancelled.
-        """
+        """Run a coroutine on the loop and return its result. One that takes longer is cancelled: `TimeoutError`."""
         self.check()
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
@@ -132,9 +128,8 @@ class _GarbageGuard:
     """Keeps a forked child from collecting the parent's garbage.
 
     If the child collected an unreachable gRPC channel of the parent, it would wait for ever for a thread that only the
-    parent has. So inherited objects are frozen (`gc.freeze`), and only the child's own garbage is collected.
-
-    Several threads may fork at once: the first turns the parent's collector off, and the last turns it on again.
+    parent has. So inherited objects are frozen (`gc.freeze`). Several threads may fork at once: the first turns the
+    parent's collector off, and the last turns it on again.
     """
 
     lock = threading.Lock()

@@ -1,6 +1,8 @@
-"""Calls a teacher's server: the channel, the methods of KServe v2, their errors, and the ids that both sides log.
+"""Calls a teacher's server over gRPC, and inspects the server and its model before the first request.
 
-Every error leaves here as `RequestFailed`, with a `RequestFailure` that the dispatcher understands.
+Every error leaves here as `RequestFailed`, with a `RequestFailure` that the dispatcher understands. `TeacherLacks` says
+that waiting does not help, unless the server or the student is changed. A server's answers are not trusted, because it
+may answer anything.
 
 gRPC decompresses messages before this program sees them, so a few hundred bytes could become gigabytes here. So
 compression is off, and a channel accepts messages only up to the largest possible answer.
@@ -14,25 +16,30 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import logging
 import math
 import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.options import Options
-from edl.distill.transport.schema import ModelSpec
+from edl.distill.transport.schema import NO_BATCH_REMEDY, ModelSpec, OutputSpec, TensorMetadata, choose_priority
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.channel import Metadata, aio_channel, call_metadata
 from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
+from edl.quoting import did_you_mean, listed, quote
+
+logger = logging.getLogger("edl.distill")
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", -1),
@@ -50,7 +57,7 @@ class RequestIds(Iterator[str]):
     """Ids of the requests over a connection: 8 random hexadecimal digits, and the request's number in 8 digits."""
 
     def __init__(self) -> None:
-        self._prefix = f"{secrets.randbelow(2**32 - 1) + 1:08x}"  # not 0, which is no valid span
+        self._prefix = f"{secrets.randbelow(2**32 - 1) + 1:08x}"  # not 0, which is not a valid span
         self._numbers = itertools.count()
         # for a request without a span of the user's: the trace of this process, the parent this connection
         self.traceparent = f"00-{_trace_of(os.getpid())}-{self._prefix}00000000-00"
@@ -93,8 +100,6 @@ _MARGIN = 4
 bytes of FP16 outputs (INT32 ids and FP32 values), and FP32 instead of FP16 takes twice."""
 _BESIDE_NBYTES = 4 << 20  # room for headers
 _MOST_OF_CHARACTER = 4  # bytes of a character in UTF-8
-_METADATA = ("ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "RepositoryIndex")
-_SHARED_MEMORY = ("SystemSharedMemoryRegister", "SystemSharedMemoryUnregister")
 
 
 def max_answer_nbytes(spec: ModelSpec, limit: int) -> int:
@@ -139,13 +144,12 @@ def rows_that_fit(fields: Mapping[str, Array], spec: ModelSpec, nbytes: int) -> 
 
 
 def _channel_options(nbytes: int) -> list[tuple[str, Any]]:
-    few = {
-        "name": [{"service": names.SERVICE, "method": method} for method in (*_METADATA, *_SHARED_MEMORY)],
-        "maxResponseMessageBytes": min(nbytes, _METADATA_NBYTES),
-    }
+    any_method = {"service": names.SERVICE}  # but for those that are named
+    limits = ((any_method, min(nbytes, _METADATA_NBYTES)), (any_method | {"method": "ModelInfer"}, nbytes))
+    methods = [{"name": [name], "maxResponseMessageBytes": most} for name, most in limits]
     return [
         ("grpc.max_receive_message_length", min(nbytes, 2**31 - 1)),
-        ("grpc.service_config", json.dumps({"methodConfig": [few]})),
+        ("grpc.service_config", json.dumps({"methodConfig": methods})),
         ("grpc.service_config_disable_resolution", 1),
         # Announce no compression, which servers respect, and do not decompress messages of those that do not.
         ("grpc.compression_enabled_algorithms_bitset", 1),
@@ -153,12 +157,20 @@ def _channel_options(nbytes: int) -> list[tuple[str, Any]]:
     ]
 
 
-_REJECTED = {
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.OUT_OF_RANGE,
+_KINDS = {
+    grpc.StatusCode.UNAVAILABLE: FailureKind.LOST,
+    grpc.StatusCode.CANCELLED: FailureKind.LOST,
+    grpc.StatusCode.NOT_FOUND: FailureKind.LOST,  # the model or the version is gone, which says nothing of the request
+    grpc.StatusCode.UNAUTHENTICATED: FailureKind.LOST,
+    grpc.StatusCode.PERMISSION_DENIED: FailureKind.LOST,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: FailureKind.OVERLOADED,
+    grpc.StatusCode.DEADLINE_EXCEEDED: FailureKind.TIMEOUT,
+    grpc.StatusCode.INVALID_ARGUMENT: FailureKind.REJECTED,
+    grpc.StatusCode.UNIMPLEMENTED: FailureKind.REJECTED,
+    grpc.StatusCode.FAILED_PRECONDITION: FailureKind.REJECTED,
+    grpc.StatusCode.OUT_OF_RANGE: FailureKind.REJECTED,
 }
+"""The kind of failure for each status; `FailureKind.ERROR` for any other."""
 _ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 """The teacher refuses any request of this student, so another teacher may answer it."""
 
@@ -192,27 +204,16 @@ def failure_from_status(
     code: grpc.StatusCode, details: str, retry_after_ms: str | bytes | int | None, endpoint: str
 ) -> RequestFailed:
     """Return the failure for a gRPC status; `retry_after_ms` is the teacher's hint, None without one."""
-    message = f"{endpoint}: {details or code.name}"
+    message, kind = f"{endpoint}: {details or code.name}", _KINDS.get(code, FailureKind.ERROR)
     if any(words in details for words in _NOT_TAKEN_HERE):
         return RequestFailed(FailureKind.BAD_OUTPUT, f"{message}; {_REMEDY}")
     if retry_after_ms is not None and code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
         return RequestFailed(FailureKind.OVERLOADED, message, _hinted_s(retry_after_ms))
-    if code is grpc.StatusCode.UNAVAILABLE:
-        return RequestFailed(FailureKind.LOST, message)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in details:
-        return RequestFailed(FailureKind.OVERLOADED, message)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return RequestFailed(FailureKind.TIMEOUT, message)
+    if kind is FailureKind.OVERLOADED and "larger than max" in details:  # a request that the teacher's gRPC refuses
+        kind = FailureKind.REJECTED
     if code in _ACCESS_DENIED:
-        return RequestFailed(
-            FailureKind.LOST, f"{endpoint} refuses this student ({code.name}): {details or 'no words'}"
-        )
-    if code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.NOT_FOUND):
-        # The model or the requested version is gone, which says nothing about the request.
-        return RequestFailed(FailureKind.LOST, message)
-    if code in _REJECTED or code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return RequestFailed(FailureKind.REJECTED, message)
-    return RequestFailed(FailureKind.ERROR, message)
+        message = f"{endpoint} refuses this student ({code.name}): {details or 'no words'}"
+    return RequestFailed(kind, message)
 
 
 def _hinted_s(milliseconds: str | bytes | int) -> float:
@@ -260,11 +261,12 @@ class ServerCalls:
         self.metadata: Metadata = ()  # sent with every call
         self._files = files
         self._authority = [("grpc.default_authority", authority)] if authority else []
-        self._answer_nbytes = min(_FIRST_ANSWER_NBYTES, self.options.max_answer_bytes)
+        # bytes of the largest answer that is taken
+        self.answer_nbytes = min(_FIRST_ANSWER_NBYTES, self.options.max_answer_bytes)
         self.channel = self._open_channel()
 
     def _open_channel(self) -> grpc.aio.Channel:
-        options = [*_OPTIONS, *_channel_options(self._answer_nbytes), *self._authority]
+        options = [*_OPTIONS, *_channel_options(self.answer_nbytes), *self._authority]
         return aio_channel(self.endpoint, self._files, options)
 
     def authorize(self) -> None:
@@ -274,27 +276,17 @@ class ServerCalls:
         except SettingsError as exc:
             raise TeacherLacks(str(exc)) from exc
 
-    @property
-    def answer_nbytes(self) -> int:
-        """Bytes of the largest answer that is taken."""
-        return self._answer_nbytes
-
     async def allow_answers(self, nbytes: int) -> bool:
         """Accept answers of up to `nbytes`; return whether this needed a new channel, whose limit is fixed."""
-        if nbytes <= self._answer_nbytes:
+        if nbytes <= self.answer_nbytes:
             return False
         await self.channel.close()
-        self._answer_nbytes = nbytes
+        self.answer_nbytes = nbytes
         self.channel = self._open_channel()
         return True
 
     async def call(self, method: str, request: Any, deadline: float) -> Any:
-        """Call a method by its name in KServe v2, with a deadline on the monotonic clock.
-
-        Raises:
-            RequestFailed: LOST if waiting may help.
-            TeacherLacks: The server refuses the method to this student, or does not have it.
-        """
+        """Call a method by its name in KServe v2, with a deadline on the monotonic clock; see `_refusal` for errors."""
         answer_type = getattr(kserve, f"{method}Response")
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(names.method(method))
         timeout_s = deadline - time.monotonic()
@@ -307,16 +299,11 @@ class ServerCalls:
                 raise RequestFailed(FailureKind.LOST, f"{self.endpoint} does not answer {method}") from exc
             raise self._refusal(method, exc) from exc
         except DecodeError as exc:
-            what = f"{self.endpoint}: its answer to {method} is no message of KServe v2{compression_hint(data)}"
+            what = f"{self.endpoint}: its answer to {method} is not a message of KServe v2{compression_hint(data)}"
             raise RequestFailed(FailureKind.REJECTED, what) from exc
 
     async def open_channel(self, traceparent: str, deadline: float) -> dict[str, Any]:
-        """Return what `names.OPEN_CHANNEL` answers.
-
-        Raises:
-            RequestFailed: The server refuses, or does not answer in time.
-            ValueError: Its answer is not JSON.
-        """
+        """Return what `names.OPEN_CHANNEL` answers. Raises `RequestFailed`, or ValueError if that is not JSON."""
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(names.OPEN_CHANNEL)
         try:
             metadata = (*self.metadata, (names.TRACEPARENT, traceparent))
@@ -326,7 +313,7 @@ class ServerCalls:
         return dict(json.loads(data))
 
     def _refusal(self, method: str, exc: grpc.aio.AioRpcError) -> RequestFailed:
-        """Return the error for a method that the server refuses; its type says whether waiting may help."""
+        """Return the error for a method that the server refuses: `TeacherLacks` if waiting cannot help."""
         code, words = exc.code(), str(failure_of_call(exc, self.endpoint))
         remedy = ": name the model, Teachers(model=...)" if method == "RepositoryIndex" else ""
         if code is grpc.StatusCode.UNIMPLEMENTED:  # whose details, "Method not implemented!", name none
@@ -343,3 +330,232 @@ class ServerCalls:
         if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
             return UnknownModel(FailureKind.REJECTED, words)
         return failure_of_call(exc, self.endpoint)
+
+
+_CONFIGURATION = "model_configuration"  # Triton's extension
+_LONGEST_NAME = 512  # of a model, tensor or version; longer text is not a name
+_MOST_DIGITS = 18  # of a number in text: what 64 bits hold; of thousands of digits Python makes an error
+_MOST_NAMES = 1000  # of a model's metadata: more than any model has, or a person can read
+
+
+async def probe_model(calls: ServerCalls, output_spec: OutputSpec, deadline: float) -> ModelSpec:
+    """Return what the server and the model that is asked for are.
+
+    Raises:
+        RequestFailed: LOST if the server cannot be reached or is not ready, REJECTED if it lacks the version.
+        TeacherLacks: It has no such model, does not say which it has, or wants a token that this student lacks.
+    """
+    ready = await calls.call("ServerReady", kserve.ServerReadyRequest(), deadline)
+    if not ready.ready:
+        raise RequestFailed(FailureKind.LOST, f"{calls.endpoint} is not ready")
+    metadata = await calls.call("ServerMetadata", kserve.ServerMetadataRequest(), deadline)
+    model = output_spec.model or await _only_model(calls, deadline)
+    versions = await _check_model_ready(calls, model, output_spec.version, deadline)
+    spec = ModelSpec(
+        model,
+        "",
+        {},
+        {},
+        max_nbytes=calls.options.max_request_bytes,
+        extensions=frozenset(metadata.extensions),
+        named_version=output_spec.version if versions else "",
+        version_required=len(versions) > 1,
+    )
+    config = await _fetch_config(calls, model, deadline) if _CONFIGURATION in spec.extensions else None
+    if spec.is_edl:  # a teacher of ours has no other clients, and is asked without a priority
+        spec = _with_own_config(spec, config, output_spec) if config is not None else spec
+    else:
+        spec, warning = _with_priority(spec, config, output_spec)
+        if warning:
+            logger.warning("%s (model %r): %s", calls.endpoint, model, warning)
+    return await fetch_spec(calls, output_spec, spec, deadline)
+
+
+def _with_own_config(spec: ModelSpec, config: kserve.ModelConfig, output_spec: OutputSpec) -> ModelSpec:
+    """Return what a server of ours says in its model's configuration."""
+    nbytes = _number(config, names.MAX_BYTES)
+    nbytes -= min(HEADER_NBYTES, nbytes // 2)
+    takes_targets = names.TARGETS in _text(config, names.OPTIONAL_INPUTS).split(",")
+    has_targets = takes_targets and names.TARGET_LOGPROBS in output_spec.outputs
+    return replace(
+        spec,
+        max_rows=_number(config, names.MAX_ROWS),
+        max_nbytes=min(nbytes or spec.max_nbytes, spec.max_nbytes),
+        sequences=_text(config, names.SEQUENCES),
+        max_top_k=_number(config, names.MAX_TOP_K),
+        max_sequence=_number(config, names.MAX_SEQUENCE),
+        tokenizer=_text(config, names.TOKENIZER),
+        weights_version=_text(config, names.WEIGHTS_VERSION),
+        uncast_outputs=(names.TARGET_LOGPROBS,) if has_targets else (),
+    )
+
+
+def _with_priority(
+    spec: ModelSpec, config: kserve.ModelConfig | None, output_spec: OutputSpec
+) -> tuple[ModelSpec, str]:
+    """Return what a foreign server says of batches and how it is asked beside its own clients, and a warning or ""."""
+    config = kserve.ModelConfig() if config is None else config
+    max_batch = max(int(config.max_batch_size), 0)
+    priority = choose_priority(
+        output_spec.priority,
+        supported=names.EXTENSION_SCHEDULE_POLICY in spec.extensions,
+        levels=config.dynamic_batching.priority_levels,
+        max_batch=max_batch,
+        instances=sum(max(group.count, 0) * max(len(group.gpus), 1) for group in config.instance_group),
+    )
+    max_rows = min(filter(None, (max_batch, priority.max_rows)), default=0)
+    spec = replace(spec, max_rows=max_rows, max_in_flight=priority.max_in_flight, priority=priority.level)
+    return spec, priority.warning
+
+
+async def fetch_spec(calls: ServerCalls, output_spec: OutputSpec, known: ModelSpec, deadline: float) -> ModelSpec:
+    """Return the model with its present metadata. `known` is what was known so far, the answers' version included."""
+    request = kserve.ModelMetadataRequest(name=known.name, version=known.named_version)
+    meta = await calls.call("ModelMetadata", request, deadline)
+    if meta.name and meta.name != known.name:
+        what = f"{calls.endpoint} describes model {quote(meta.name)} where {known.name!r} is asked for"
+        raise RequestFailed(FailureKind.REJECTED, what)
+    versions = tuple(meta.versions)
+    _check_names(calls.endpoint, *versions, *(tensor.name for tensor in (*meta.inputs, *meta.outputs)))
+    version = _newest(versions)
+    if output_spec.version:
+        version = output_spec.version
+        versions = (version,) if versions else ()
+    elif versions == known.versions and (known.version in versions or not versions):
+        version = known.version  # as answers said: perhaps not the newest, perhaps of a server that lists none
+    wanted = [tensor for tensor in meta.outputs if tensor.name in output_spec.outputs]
+    batch_rows = _batch_rows(calls.endpoint, known.name, meta.inputs, wanted)
+    inputs, outputs = (
+        {tensor.name: TensorMetadata(tensor.name, tensor.datatype, tuple(tensor.shape)[1:]) for tensor in found}
+        for found in (meta.inputs, meta.outputs)
+    )
+    if known.uncast_outputs:
+        inputs[names.TARGETS] = TensorMetadata(names.TARGETS, "INT32", (-1,))
+        outputs[names.TARGET_LOGPROBS] = TensorMetadata(names.TARGET_LOGPROBS, "FP32", (-1,))
+    return replace(
+        known,
+        version=version,
+        versions=versions,
+        inputs=inputs,
+        outputs=outputs,
+        max_rows=batch_rows or known.max_rows,
+        batch_rows=batch_rows,
+    )
+
+
+def _batch_rows(endpoint: str, model: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    """Return the rows that every request must have, 0 for any number: the first size of all tensors, if it is fixed.
+
+    Raises:
+        TeacherLacks: These sizes are fixed and differ, so they are not rows.
+    """
+    first = [tensor.shape[0] if tensor.shape else -1 for tensor in inputs]
+    if not first or min(first) < 1:
+        return 0
+    if len({*first, *(tensor.shape[0] for tensor in outputs if tensor.shape and tensor.shape[0] > 0)}) > 1:
+        shapes = listed([f"{tensor.name} {list(tensor.shape)}" for tensor in (*inputs, *outputs)])
+        raise TeacherLacks(f"{endpoint}: model {model!r} has no batch dimension ({shapes}): {NO_BATCH_REMEDY}")
+    return int(first[0])
+
+
+def is_name(text: str) -> bool:
+    """Return whether this is text that a person could have meant as the name of a model, tensor or version."""
+    return len(text) <= _LONGEST_NAME and text.isprintable()
+
+
+async def _model_names(calls: ServerCalls, deadline: float, *, ready: bool = False) -> list[str]:
+    index = await calls.call("RepositoryIndex", kserve.RepositoryIndexRequest(ready=ready), deadline)
+    return sorted({model.name for model in index.models})
+
+
+async def _only_model(calls: ServerCalls, deadline: float) -> str:
+    found = await _model_names(calls, deadline, ready=True)
+    if not found:  # it may be loading the first one
+        raise RequestFailed(FailureKind.REJECTED, f"{calls.endpoint} serves no model: say which one with model=")
+    if len(found) > 1:
+        raise TeacherLacks(f"{calls.endpoint} serves {listed(found)}: say which one with model=")
+    return found[0]
+
+
+async def _check_model_ready(calls: ServerCalls, model: str, version: str, deadline: float) -> tuple[str, ...]:
+    """Check that the server has the model, in the version that is asked for, and that it is ready.
+
+    Returns:
+        The versions that the server lists; none where none is asked for.
+    """
+    try:
+        versions = await _list_versions(calls, model, version, deadline) if version else ()
+        request = kserve.ModelReadyRequest(name=model, version=version if versions else "")
+        if (await calls.call("ModelReady", request, deadline)).ready:
+            return versions
+        unknown = ""
+    except UnknownModel as exc:
+        unknown = str(exc)
+    # Triton says that a model is not ready also where it has no such model.
+    try:
+        known = await _model_names(calls, deadline)
+    except RequestFailed:
+        if unknown:
+            raise TeacherLacks(unknown) from None
+        known = []
+    if known and model not in known:  # a server without models may be loading the first of them
+        has = f"no model {model!r}, only {listed(known)}{did_you_mean(model, known)}"
+        raise TeacherLacks(f"{calls.endpoint} has {has}")
+    if unknown:
+        raise RequestFailed(FailureKind.REJECTED, unknown)
+    raise RequestFailed(FailureKind.LOST, f"model {model!r} of {calls.endpoint} is not ready")
+
+
+async def _list_versions(calls: ServerCalls, model: str, version: str, deadline: float) -> tuple[str, ...]:
+    meta = await calls.call("ModelMetadata", kserve.ModelMetadataRequest(name=model), deadline)
+    versions = tuple(meta.versions)
+    if versions and version not in versions:
+        has = ", ".join(map(repr, versions))
+        what = f"version {has} of model {model!r}, and version={version!r} is asked for"
+        raise RequestFailed(FailureKind.REJECTED, f"{calls.endpoint} has {what}")
+    return versions
+
+
+async def _fetch_config(calls: ServerCalls, model: str, deadline: float) -> kserve.ModelConfig | None:
+    """Return a model's configuration, None if the server does not tell it."""
+    try:
+        answer = await calls.call("ModelConfig", kserve.ModelConfigRequest(name=model), deadline)
+    except RequestFailed as exc:
+        if exc.failure.kind is FailureKind.LOST:
+            raise
+        logger.info("%s does not tell the configuration of model %r: %s", calls.endpoint, model, exc)
+        return None
+    config: kserve.ModelConfig = answer.config
+    return config
+
+
+def _check_names(endpoint: str, *found: str) -> None:
+    """Check that what goes into logs, labels and caches' names is text that a person could have meant."""
+    if len(found) > _MOST_NAMES:
+        what = f"{endpoint}: its model has {len(found)} inputs and outputs, more than {_MOST_NAMES}"
+        raise RequestFailed(FailureKind.REJECTED, what)
+    for name in found:
+        if not is_name(name):
+            what = f"{endpoint}: its model's metadata has {quote(name)} in it, which cannot be a name or a version"
+            raise RequestFailed(FailureKind.REJECTED, what)
+
+
+def _number(config: kserve.ModelConfig, name: str) -> int:
+    """Return a parameter of a model's configuration, 0 if it is none or no number."""
+    text = config.parameters[name].string_value
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0
+
+
+def _text(config: kserve.ModelConfig, name: str) -> str:
+    """Return a parameter of a model's configuration, empty if it is none or no name."""
+    text = str(config.parameters[name].string_value)
+    return text if is_name(text) else ""
+
+
+def _newest(versions: Sequence[str]) -> str:
+    """Return the version that a server answers with if it is not told which.
+
+    Triton takes the highest number. Elsewhere a version is any text.
+    """
+    numbers = all(version.isdecimal() and len(version) <= _MOST_DIGITS for version in versions)
+    return max(versions, key=int) if versions and numbers else (versions or ("",))[-1]

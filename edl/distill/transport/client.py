@@ -1,11 +1,12 @@
 """`TeacherClient`, a connection to a teacher that sends requests and receives answers.
 
 A request goes to a teacher of ours over the tensor channel, and otherwise as a gRPC call of KServe v2: to every other
-server, with TLS, and where the channel's port cannot be reached. Its tensors are in shared memory if the server is on
-this host, otherwise in the message. A request that fails in shared memory, which the server may have lost, is sent once
-more in the other way. Every error is a `RequestFailure` for the dispatcher.
+server, and where the channel's port cannot be reached. Its tensors are in shared memory if the server is on this host,
+otherwise in the message. A request that fails in shared memory, which the server may have lost, is sent once more in
+the other way. `ReplyReader` converts answers to labels, and checks model, version, names, types, shapes and NaN. Every
+error is a `RequestFailure` for the dispatcher.
 
-`probe` inspects the server, and `replies` checks the answers. Retries and the choice of teachers are made elsewhere.
+`calls` inspects the server. Retries and the choice of teachers are made elsewhere.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import numpy as np
+
+from edl.distill.compress import TopK, to_float16, top_k
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.options import Options
 from edl.distill.transport.calls import (
@@ -28,19 +32,22 @@ from edl.distill.transport.calls import (
     ServerCalls,
     compression_hint,
     failure_of_call,
+    fetch_spec,
+    is_name,
     max_answer_nbytes,
+    probe_model,
 )
 from edl.distill.transport.channel import Body, TensorChannel, open_channel
-from edl.distill.transport.probe import ServerModel, fetch_spec, probe_model
-from edl.distill.transport.replies import ReplyReader
 from edl.distill.transport.request import Payload, request_header
-from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply
+from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply, kserve_datatype
 from edl.distill.transport.shm import RegionNames, ShmRegistrations, is_about_memory
-from edl.errors import ProtocolError
-from edl.protocol import codec, kserve, names
+from edl.errors import ProtocolError, SettingsError
+from edl.protocol import codec, kserve, names, tensors
+from edl.protocol.channel import is_this_host
+from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
-from edl.quoting import quote
+from edl.quoting import listed, quote
 
 logger = logging.getLogger("edl.distill")
 
@@ -49,6 +56,11 @@ _TRY_AGAIN_S = 30.0  # between two attempts to open a channel
 _ABOUT_REQUEST = (FailureKind.REJECTED, FailureKind.ERROR)
 _MOST_HEADERS = 1024
 """Number of cached request headers, one for each shape and slot of shared memory."""
+_MOST_ANSWER_HEADERS = 64
+"""Number of answers' headers that are known by their bytes: requests of one shape have one; more would only hold
+memory."""
+_LONGEST_HEADER = 4096  # bytes of an answer's header that is worth remembering
+_FLOATING = ("FP16", "FP32", "FP64", "BF16")  # what `dtype` is about
 
 Done: TypeAlias = Callable[[Reply | RequestFailure | None], None]
 """Called once on the event loop with the result of a request, or None if it was cancelled."""
@@ -73,11 +85,8 @@ class TeacherClient:
 
     Args:
         endpoint: `host:port`, or `unix:` and a path.
-        output_spec: What the student asks for.
         shared_memory: Whether to use shared memory if the teacher is on this host.
         region_names: Names under which the teacher knows shared memory, from earlier connections too.
-        files: Certificates and tokens, None for neither.
-        options: Says how large messages may be.
         on_lost: Called with this client and the reason when a request finds the connection lost.
         authority: `name:port` that the teacher's certificate is checked for; empty if that is the endpoint.
     """
@@ -96,11 +105,10 @@ class TeacherClient:
     ) -> None:
         self.endpoint = endpoint
         self.output_spec = output_spec
-        self.shares_memory = shared_memory and _is_local(endpoint)
+        self.shares_memory = shared_memory and is_this_host(endpoint)
         self._on_lost = on_lost
         self._calls = ServerCalls(endpoint, files, options, authority)
-        self._server = ServerModel(ModelSpec("", "", {}, {}))
-        self._replies = ReplyReader(endpoint, output_spec, self._server)
+        self._replies = ReplyReader(endpoint, output_spec, ModelSpec("", "", {}, {}))
         self._regions = ShmRegistrations(self._calls.call, endpoint, {} if region_names is None else region_names)
         self._infer: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] | None = None
         self._channel: TensorChannel | None = None
@@ -126,22 +134,21 @@ class TeacherClient:
         """
         deadline = time.monotonic() + timeout_s
         self._calls.authorize()
-        server = await probe_model(self._calls, self.output_spec, deadline)
-        if await self._calls.allow_answers(max_answer_nbytes(server.spec, self._calls.options.max_answer_bytes)):
-            server = await probe_model(self._calls, self.output_spec, deadline)
-        if self.output_spec.version and not server.named_version:
+        spec = await probe_model(self._calls, self.output_spec, deadline)
+        if await self._calls.allow_answers(max_answer_nbytes(spec, self._calls.options.max_answer_bytes)):
+            spec = await probe_model(self._calls, self.output_spec, deadline)
+        if self.output_spec.version and not spec.named_version:
             logger.warning(
-                "%s does not say which version of model %r it has: its labels are taken for those of version %r, as "
+                "%s does not say which version of model %r it has: its labels count as those of version %r, as "
                 "version= names it",
                 self.endpoint,
-                server.spec.name,
+                spec.name,
                 self.output_spec.version,
             )
-        self._server = server
-        self._replies = ReplyReader(self.endpoint, self.output_spec, server)
+        self._replies = ReplyReader(self.endpoint, self.output_spec, spec)
         self._infer = self._calls.channel.unary_unary(names.method("ModelInfer"))
-        self.shares_memory = self.shares_memory and names.EXTENSION_SHARED_MEMORY in server.extensions
-        if names.EXTENSION_CHANNEL in server.extensions and self._channel is None:
+        self.shares_memory = self.shares_memory and names.EXTENSION_SHARED_MEMORY in spec.extensions
+        if names.EXTENSION_CHANNEL in spec.extensions and self._channel is None:
             try:
                 self._channel = await open_channel(self._calls, self._ids, deadline)
             except RequestFailed as exc:
@@ -152,7 +159,7 @@ class TeacherClient:
                     exc.failure.message,
                 )
                 self._opening = asyncio.get_running_loop().create_task(self._open_channel_later())
-        return server.spec
+        return spec
 
     async def _open_channel_later(self) -> None:
         """Try again to open a channel, from time to time: what kept it from opening may pass."""
@@ -166,11 +173,11 @@ class TeacherClient:
         deadline = time.monotonic() + timeout_s
         for method, request in (
             ("ServerReady", kserve.ServerReadyRequest()),
-            ("ModelReady", kserve.ModelReadyRequest(name=self.spec.name, version=self._server.named_version)),
+            ("ModelReady", kserve.ModelReadyRequest(name=self.spec.name, version=self.spec.named_version)),
         ):
             if not (await self._calls.call(method, request, deadline)).ready:
-                raise RequestFailed(FailureKind.LOST, f"{self.endpoint} is not ready any more")
-        return await fetch_spec(self._calls, self.output_spec, self._server, self.spec, deadline)
+                raise RequestFailed(FailureKind.LOST, f"{self.endpoint} is no longer ready")
+        return await fetch_spec(self._calls, self.output_spec, self.spec, deadline)
 
     def start(self, payload: Payload, timeout_s: float, done: Done) -> Callable[[], None]:
         """Ask for the outputs of `payload`; return a function that cancels the request.
@@ -241,7 +248,7 @@ class TeacherClient:
 
     def _answered(self, request: _Request, answer: Body | RequestFailure | None) -> None:
         """Handle an answer from the channel, or send the request in another way if that may succeed."""
-        result: Reply | RequestFailure | None = None
+        result: Reply | RequestFailure | None
         if isinstance(answer, tuple):
             try:
                 result = self._replies.read(answer, request.payload)
@@ -252,7 +259,7 @@ class TeacherClient:
                 logger.exception("an answer of %s was not understood, in a way not foreseen", self.endpoint)
                 result = RequestFailure(FailureKind.ERROR, f"{self.endpoint}: {type(exc).__name__}: {exc}")
         elif answer is not None and self._may_succeed_otherwise(request, answer):
-            self._start_task(request, self._send_otherwise(request, answer))
+            self._start_task(request, self._send(request, answer))
             return
         else:
             result = answer
@@ -264,7 +271,7 @@ class TeacherClient:
             self._finish(request, task.result())
         elif request.cancelled:
             self._finish(request, None)
-        elif task.cancelled() or self._closed:  # gRPC cancels what is under way, and refuses what comes later
+        elif error is None or self._closed:  # gRPC cancels what is under way, and refuses what comes later
             closed = RequestFailure(FailureKind.LOST, f"{self.endpoint}: the connection was closed")
             self._finish(request, closed)
         elif isinstance(error, RequestFailed):
@@ -285,40 +292,33 @@ class TeacherClient:
         if self._retired and not self._requests and not self._closed and self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self.close(unregister=False))
 
-    async def _send(self, request: _Request) -> Reply:
-        """Send a request as a gRPC call, or one whose shared memory the server does not know yet."""
-        if self._is_lost:
+    async def _send(self, request: _Request, failure: RequestFailure | None = None) -> Reply:
+        """Send a request as a gRPC call, or one whose shared memory the server does not know yet.
+
+        With `failure`, it has failed in shared memory already. If the teacher has lost the memory, it is registered
+        again once. Otherwise, or if that fails, the tensors are sent in the message.
+        """
+        # Once the channel has ended, another server without our regions may be at this address.
+        is_lost = self._closed or (self._channel is not None and self._channel.broken)
+        if failure is None and is_lost:
             raise RequestFailed(
                 FailureKind.LOST, f"{self.endpoint}: the connection was lost or closed before this request"
             )
-        slot = request.payload.slot
-        if slot is not None and self.shares_memory:
-            request.region = await self._regions.register(slot.region, request.deadline)
+        slot, tries = request.payload.slot, 2 if failure is None else 1
+        while tries and slot is not None and self.shares_memory:
+            lost = request.region if failure is not None else None
+            if failure is not None and not (lost and is_about_memory(failure, lost)):
+                break
+            request.region = await self._regions.register(slot.region, request.deadline, lost)
             self.shares_memory = self.shares_memory and request.region is not None
-        try:
-            return await self._send_once(request)
-        except RequestFailed as exc:
-            if not self._may_succeed_otherwise(request, exc.failure):
-                raise
-            failure = exc.failure
-        return await self._send_otherwise(request, failure)
-
-    async def _send_otherwise(self, request: _Request, failure: RequestFailure) -> Reply:
-        """Send a request again that failed in shared memory, which the teacher may have lost.
-
-        If the teacher does not know the memory, it is registered again first. Otherwise, or if that fails, the tensors
-        are sent in the message.
-        """
-        slot, region = request.payload.slot, request.region
-        if region is not None and slot is not None and is_about_memory(failure, region):
-            request.region = await self._regions.register_again(slot.region, region, request.deadline)
-            self.shares_memory = self.shares_memory and request.region is not None
-            if request.region is not None:
-                try:
-                    return await self._send_once(request)
-                except RequestFailed as exc:
-                    if not self._may_succeed_otherwise(request, exc.failure):
-                        raise
+            if request.region is None:
+                break
+            try:
+                return await self._send_once(request)
+            except RequestFailed as exc:
+                if not self._may_succeed_otherwise(request, exc.failure):
+                    raise
+                failure, tries = exc.failure, tries - 1
         request.region = None
         return await self._send_once(request)
 
@@ -332,7 +332,7 @@ class TeacherClient:
     async def _call(self, request: _Request, header: bytes, raw: Sequence[codec.Buffer]) -> Reply:
         assert self._infer is not None, "it was opened"
         number = next(self._ids)
-        request_id = _PLACEHOLDER_ID if self._server.is_edl else number
+        request_id = _PLACEHOLDER_ID if self.spec.is_edl else number
         trace = request.payload.traceparent or self._ids.traceparent
         metadata = (*self._calls.metadata, (names.REQUEST_ID, number), (names.TRACEPARENT, trace))
         left_s = max(request.deadline - time.monotonic(), 0.001)
@@ -361,11 +361,6 @@ class TeacherClient:
             return False
         return failure.kind is FailureKind.REJECTED or is_about_memory(failure, request.region)
 
-    @property
-    def _is_lost(self) -> bool:
-        """Whether the channel has ended, so that another server without our regions may now be at this address."""
-        return self._closed or (self._channel is not None and self._channel.broken)
-
     def _message(self, request: _Request) -> tuple[bytes, Sequence[codec.Buffer]]:
         """Return a request's header, without its id, and the tensors that go in the message."""
         payload, region = request.payload, request.region
@@ -376,30 +371,150 @@ class TeacherClient:
         if header is None:
             if len(self._headers) > _MOST_HEADERS:
                 self._headers.clear()
-            header = request_header(
-                self.output_spec,
-                self.spec.name,
-                payload,
-                compressed=names.EXTENSION_TOP_K in self._server.extensions,
-                region=region,
-                version=self._server.named_version,
-                priority=self._server.priority.level,
-            )
-            if self._server.is_edl:
-                header += _parameters(request.timeout_s, payload.traceparent)
+            header = request_header(self.output_spec, self.spec, payload, region=region, timeout_s=request.timeout_s)
             self._headers[key] = header
         return header, payload.raw if region is None else ()
 
 
-def _is_local(endpoint: str) -> bool:
-    host = endpoint.rpartition(":")[0].strip("[]")
-    return endpoint.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
+class ReplyReader:
+    """Reads the answers on one connection. Each method raises `RequestFailed` for an answer that cannot be used."""
 
+    def __init__(self, endpoint: str, output_spec: OutputSpec, spec: ModelSpec) -> None:
+        self.spec = spec  # with the version that the last answer named, where any is taken
+        self._endpoint = endpoint
+        self._output_spec = output_spec
+        self._checks_nan = names.EXTENSION_NO_NAN not in spec.extensions
+        self._headers: dict[bytes, tuple[str, list[tuple[str, str, tuple[int, ...]]]]] = {}
 
-def _parameters(timeout_s: float, traceparent: str) -> bytes:
-    """Protobuf messages add up when their bytes are joined."""
-    message = kserve.ModelInferRequest()
-    message.parameters[names.TIMEOUT_MS].int64_param = round(timeout_s * 1000)
-    if traceparent:
-        message.parameters[names.TRACEPARENT].string_param = traceparent
-    return bytes(message.SerializeToString())
+    def read(self, answer: Body, payload: Payload) -> Reply:
+        """Return the outputs of a request's rows, and their version."""
+        try:
+            version, arrays = self._arrays(*answer)
+            sent = payload.rows + payload.padding
+            outputs = {name: self._output(name, arrays, sent) for name in self._output_spec.outputs}
+            if payload.padding:
+                outputs = {name: output[: payload.rows] for name, output in outputs.items()}
+            return Reply(outputs, version)
+        except (ProtocolError, SettingsError) as exc:  # SettingsError: arrays that do not make top-k labels
+            raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {exc}") from exc
+
+    def unusable(self, what: str) -> RequestFailed:
+        """Return the error for an answer that cannot be used."""
+        return RequestFailed(FailureKind.BAD_OUTPUT, f"{self._endpoint} (model {self.spec.name!r}): {what}")
+
+    def rows_hint(self, rows: int) -> str:
+        """Return what to do if a request had more rows than a foreign server takes, which need not say how many."""
+        if self.spec.is_edl or rows < 2:
+            return ""
+        return f"; if the model takes fewer than {rows} rows, say so with set_teacher_batch_size (batch_rows=)"
+
+    def _arrays(self, header: bytes, raw: list[memoryview]) -> tuple[str, dict[str, Array]]:
+        known = self._headers.get(header)
+        if known is None:
+            message = codec.parse_response(header)
+            self._check_model(message.model_name)
+            version = self._version(message.model_version)
+            self._check_outputs(message.outputs)
+            if not raw:
+                return version, {
+                    tensor.name: tensors.from_contents(tensor.datatype, tensor.shape, tensor.contents)
+                    for tensor in message.outputs
+                }
+            specs = [(tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in message.outputs]
+            if len(self._headers) >= _MOST_ANSWER_HEADERS or len(header) > _LONGEST_HEADER:
+                self._headers.clear()
+            known = self._headers[header] = version, specs  # answers to requests of one shape have one header
+        version, specs = known
+        if version and version != self.spec.version:
+            self._version(version)  # a server that went back to a version that it had before
+        if len(raw) != len(specs):
+            raise ProtocolError(f"{len(specs)} outputs with {len(raw)} raw contents")
+        return version, {
+            name: tensors.from_raw(datatype, shape, data)
+            for (name, datatype, shape), data in zip(specs, raw, strict=True)
+        }
+
+    def _check_model(self, named: str) -> None:
+        """Check that an answer is of the model that is asked for; some servers do not say."""
+        if not named or named == self.spec.name:
+            return
+        what = f"it answers for model {quote(named)}, and {self.spec.name!r} is asked for"
+        if self.spec.is_edl:  # another server has taken the address: a new connection tells what it has
+            raise RequestFailed(FailureKind.LOST, f"{self._endpoint}: {what}")
+        raise self.unusable(what)
+
+    def _check_outputs(self, outputs: Iterable[kserve.ModelInferResponse.InferOutputTensor]) -> None:
+        """Check that outputs differ in name, and are of the types that the model's metadata say."""
+        found: set[str] = set()
+        for tensor in outputs:
+            if tensor.name in found:
+                raise self.unusable(f"output {quote(tensor.name)} is in its answer twice")
+            found.add(tensor.name)
+            spec, dtype = self.spec.outputs.get(tensor.name), self._output_spec.dtype
+            described = spec.datatype if spec is not None else ""
+            asked = kserve_datatype(dtype) if dtype is not None and described in _FLOATING else described
+            if described and tensor.datatype not in (described, asked):
+                raise self.unusable(f"output {tensor.name!r} is {quote(tensor.datatype)}, not {described!r}")
+
+    def _version(self, named: str) -> str:
+        """Return the version that an answer is of, by the version that it names; empty if that cannot be known.
+
+        gRPC connects again by itself, perhaps to a server that took the address of the former; and a foreign server may
+        load another version while it serves, or have several. Our own say the same here as in their metadata.
+        """
+        asked, expected = self._output_spec.version, self.spec.version
+        unnamed = not named and not self.spec.versions and bool(asked)  # `version=` stands for it
+        if self.spec.is_edl and named != expected and not unnamed:
+            what = f"{self._endpoint} has version {named!r} of its model now, and had {expected!r}"
+            raise RequestFailed(FailureKind.LOST, what)
+        if asked:
+            if named != expected and (named or self.spec.version_required):
+                what = f"it answers with version {named!r}" if named else "its answer names no version, of several"
+                raise self.unusable(f"{what}, and version={expected!r} is asked for")
+            return expected
+        if not named:
+            return expected if len(self.spec.versions) == 1 else ""
+        if named != expected:
+            if not is_name(named):
+                raise self.unusable(f"it answers with version {quote(named)}, which is none")
+            self.spec = replace(self.spec, version=named)
+        return named
+
+    def _output(self, name: str, found: dict[str, Array], rows: int) -> Array | TopK:
+        k = self._output_spec.top_k
+        if k is None:
+            return self._checked(name, found, rows)
+        ids_name, values_name, tail_name = names.top_k_names(name)
+        if ids_name not in found:
+            whole = self._checked(name, found, rows)
+            if self.spec.max_top_k:  # which sends an output whole if it is not a distribution over classes
+                return whole
+            # The server knows nothing of top-k: do it here.
+            return top_k(whole, min(k, whole.shape[-1]), self._output_spec.temperature)
+        width = self.spec.outputs[name].shape[-1] if name in self.spec.outputs else -1
+        return TopK(
+            ids=self._checked(ids_name, found, rows),
+            values=self._checked(values_name, found, rows),
+            tail_lse=self._checked(tail_name, found, rows),
+            temperature=self._output_spec.temperature,
+            classes=width if width > 0 else None,
+        )
+
+    def _checked(self, name: str, found: dict[str, Array], rows: int) -> Array:
+        array = found.get(name)
+        if array is None:
+            raise self.unusable(f"no output {name!r}, only {listed(found) or 'none'}")
+        if array.ndim == 0 or array.shape[0] != rows:
+            raise self.unusable(f"output {name!r} has shape {list(array.shape)} for {rows} rows{self.rows_hint(rows)}")
+        spec = self.spec.outputs.get(name)
+        if spec is not None and not spec.fits(array.shape[1:]):
+            raise self.unusable(f"output {name!r} has rows of shape {list(array.shape[1:])}, not {list(spec.shape)}")
+        if array.dtype.kind == "f":
+            # `min` propagates NaN, and takes half the time of checking each value.
+            if self._checks_nan and array.size and np.isnan(array.min()):
+                row = int(np.argwhere(np.isnan(array))[0][0])
+                raise self.unusable(f"output {name!r} is NaN in row {row} of {rows}")
+            dtype = self._output_spec.dtype
+            if dtype is not None and array.dtype != dtype and name not in self.spec.uncast_outputs:
+                array = to_float16(array) if dtype == "float16" else array.astype(dtype)
+        return array

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -48,84 +47,57 @@ def _as_wanted(array: Array, wanted: TensorMetadata, model: str) -> Array:
             f"input {wanted.name!r} has rows of shape {list(array.shape[1:])}; "
             f"model {model!r} wants {list(wanted.shape)} (-1 is any size)"
         )
-    if wanted.datatype == "BF16":
-        return _as_bfloat16(array, wanted, model)
-    dtype = tensors.dtype_of(wanted.datatype)
-    if array.dtype == dtype or (dtype.kind == "O" and array.dtype.kind in "SUO"):
+    to_bfloat16 = wanted.datatype == "BF16"
+    dtype, kind = tensors.dtype_of(wanted.datatype), array.dtype.kind  # float32 for BF16
+    if not to_bfloat16 and (array.dtype == dtype or (dtype.kind == "O" and kind in "SUO")):
         return array
     # Whole numbers go by their values: numpy has no cast from signed to unsigned, of which 7 would need no warning.
-    whole = array.dtype.kind in "iu" and dtype.kind in "iu"
-    if dtype.kind == "O" or not (whole or np.can_cast(array.dtype, dtype, "same_kind")):
-        return _refuse(array, wanted, model)
-    with np.errstate(over="ignore"):
-        converted = array.astype(dtype)
-    lost = _first_lost(array, converted)
-    return _refuse(array, wanted, model, lost) if lost is not None else converted
+    whole = kind in "iu" and dtype.kind in "iu"
+    what = f"is {array.dtype}"
+    if kind in "iuf" if to_bfloat16 else dtype.kind != "O" and (whole or np.can_cast(array.dtype, dtype, "same_kind")):
+        with np.errstate(over="ignore"):
+            converted = tensors.to_bfloat16(array) if to_bfloat16 else array.astype(dtype)
+        lost = _first_lost(array, tensors.from_bfloat16(converted) if to_bfloat16 else converted, wanted.datatype)
+        if lost is None:
+            return converted
+        what = f"holds {lost} as {array.dtype}"
+    raise SourceError(
+        f"input {wanted.name!r} {what}; model {model!r} wants {wanted.datatype}, "
+        "and converting would lose information: convert it in your source"
+    )
 
 
-def _as_bfloat16(array: Array, wanted: TensorMetadata, model: str) -> Array:
-    if array.dtype.kind not in "iuf":
-        return _refuse(array, wanted, model)
-    with np.errstate(over="ignore"):
-        converted = tensors.to_bfloat16(array)
-    back = tensors.from_bfloat16(converted)
-    changed = np.isinf(back) & ~np.isinf(array) if array.dtype.kind == "f" else _other_than(back, array)
-    where = np.flatnonzero(changed)
-    return _refuse(array, wanted, model, str(array.reshape(-1)[where[0]])) if where.size else converted
-
-
-def _first_lost(array: Array, converted: Array) -> str | None:
-    """Return the first value that a conversion changed, None if there is none.
+def _first_lost(array: Array, converted: Array, datatype: str) -> str | None:
+    """Return the first value that a conversion to a datatype changed, None if there is none.
 
     Floating-point numbers may lose the digits that the smaller type does not have, to the last of numbers that are too
     small for it; but none may become infinite.
     """
     # numpy calls 64-bit integers safe in FP64, which has 53 bits for them.
     large = array.dtype.kind in "iu" and array.dtype.itemsize == 8
-    if not array.size or (not large and np.can_cast(array.dtype, converted.dtype, "safe")):
+    safe = datatype != "BF16" and not large and np.can_cast(array.dtype, converted.dtype, "safe")
+    if not array.size or safe:
         return None
     if array.dtype.kind == "f":
         # Either extreme is infinite if any value is; NaN in them hides the others, and calls for the closer look.
         if np.isfinite([converted.min(), converted.max()]).all():
             return None
         changed = np.isinf(converted) & ~np.isinf(array)
+    elif converted.dtype.kind == "f":
+        exact = 2 ** (8 if datatype == "BF16" else np.finfo(converted.dtype).nmant + 1)
+        if -exact <= int(array.min()) and int(array.max()) <= exact:
+            return None
+        wide = converted.astype(np.float64)
+        # Beyond that, every second or fourth number is exact. numpy compares 64-bit integers as if they were float64,
+        # which has 53 bits for them; Python compares exactly.
+        changed = wide.astype(object) != array.astype(object) if large else wide != array
     else:
-        low, high = _exact_range(converted.dtype)
+        low, high = np.iinfo(converted.dtype).min, np.iinfo(converted.dtype).max
         if low <= int(array.min()) and int(array.max()) <= high:
             return None
-        # Beyond the range of floating-point numbers, too, every second or fourth one is exact.
-        floating = converted.dtype.kind == "f"
-        changed = _other_than(converted, array) if floating else (array < low) | (array > high)
+        changed = (array < low) | (array > high)
     where = np.flatnonzero(changed)
     return str(array.reshape(-1)[where[0]]) if where.size else None
-
-
-def _other_than(converted: Array, whole: Array) -> Array:
-    """Return where floating-point numbers made of whole numbers differ from these."""
-    wide = converted.astype(np.float64)
-    others: Array = wide != whole
-    if whole.dtype.itemsize < 8:
-        return others
-    # numpy compares 64-bit integers as if they were float64, which has 53 bits for them.
-    within = (wide >= -(2.0**63)) & (wide < float(np.iinfo(whole.dtype).max))  # as float64 that is 2**63 or 2**64
-    others |= ~within | (np.where(within, wide, 0).astype(whole.dtype) != whole)
-    return others
-
-
-def _exact_range(dtype: np.dtype[Any]) -> tuple[int, int]:
-    """Return from where to where every whole number is itself in this type."""
-    if dtype.kind == "f":
-        most = 2 ** (np.finfo(dtype).nmant + 1)
-        return -most, most
-    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
-
-
-def _refuse(array: Array, wanted: TensorMetadata, model: str, value: str = "") -> Array:
-    what = f"holds {value} as {array.dtype}" if value else f"is {array.dtype}"
-    raise SourceError(
-        f"input {wanted.name!r} {what}; model {model!r} wants {wanted.datatype}, "
-        "and converting would lose information: convert it in your source"
-    )
 
 
 @dataclass
@@ -182,28 +154,19 @@ def _to_raw(name: str, array: Array) -> codec.Buffer:
         return tensors.to_raw(array)
     except UnicodeEncodeError as exc:
         raise SourceError(
-            f"input {name!r} has a string that is no text, {exc.object[:64]!r}: {exc.reason} at position {exc.start}. "
-            "Clean it in your source, or send bytes"
+            f"input {name!r} has a string that is not valid text, {exc.object[:64]!r}: {exc.reason} at position "
+            f"{exc.start}. Clean it in your source, or send bytes"
         ) from exc
 
 
 def request_header(
-    output_spec: OutputSpec,
-    model: str,
-    payload: Payload,
-    *,
-    compressed: bool,
-    region: str | None,
-    version: str = "",
-    priority: int = 0,
+    output_spec: OutputSpec, spec: ModelSpec, payload: Payload, *, region: str | None, timeout_s: float
 ) -> bytes:
-    """Return a serialized ModelInferRequest with everything but raw tensors.
+    """Return a serialized ModelInferRequest with everything but its id and raw tensors.
 
-    `region`: the name under which the server knows the payload's shared memory, which is named in place of raw
-    tensors; None to send raw tensors. `version`: of the model; empty to leave it to the server. `priority`:
-    triton's parameter; 0 for none.
+    `region` is the name under which the server knows the payload's shared memory; None to send raw tensors.
     """
-    header = kserve.ModelInferRequest(model_name=model, model_version=version)
+    header = kserve.ModelInferRequest(model_name=spec.name, model_version=spec.named_version)
     at = payload.slot.offset if payload.slot is not None else 0
     for (name, datatype, shape), raw in zip(payload.inputs, payload.raw, strict=True):
         tensor = header.inputs.add(name=name, datatype=datatype, shape=shape)
@@ -213,14 +176,17 @@ def request_header(
             tensor.parameters[names.SHM_OFFSET].int64_param = at
             tensor.parameters[names.SHM_NBYTES].int64_param = nbytes
             at += nbytes
-    outputs = output_spec.outputs
-    if output_spec.top_k is not None and compressed:
+    if output_spec.top_k is not None and names.EXTENSION_TOP_K in spec.extensions:
         header.parameters[names.TOP_K].int64_param = output_spec.top_k
         header.parameters[names.TEMPERATURE].double_param = output_spec.temperature
     if output_spec.dtype is not None:
         header.parameters[names.DTYPE].string_param = kserve_datatype(output_spec.dtype)
-    if priority:
-        header.parameters[names.PRIORITY].int64_param = priority
-    for name in outputs:
+    if spec.priority:
+        header.parameters[names.PRIORITY].int64_param = spec.priority
+    for name in output_spec.outputs:
         header.outputs.add(name=name)
+    if spec.is_edl:
+        header.parameters[names.TIMEOUT_MS].int64_param = round(timeout_s * 1000)
+        if payload.traceparent:
+            header.parameters[names.TRACEPARENT].string_param = payload.traceparent
     return bytes(header.SerializeToString())

@@ -15,13 +15,14 @@ from typing import Final, Literal, NamedTuple
 
 from edl.distill.compress import TopK
 from edl.errors import SettingsError
+from edl.protocol import names
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero, is_count
 
 Priority = Literal["auto", "lowest", "default"] | int
 
 _WORDS: Final = ("auto", "lowest", "default")
-_MOST_LEVELS: Final = 2**32  # Triton keeps levels in 32 bits; a larger number is no configuration
+_MOST_LEVELS: Final = 2**32  # Triton keeps levels in 32 bits; a larger number cannot be a configuration
 _SHARE: Final = 16
 """Rows of a borrowing request, as a share of the model's largest batch. Measured with a model whose time grows with its
 rows: with an eighth the p99 of the server's own clients was 1.3 times that without us, with a sixteenth 1.1 times."""
@@ -139,9 +140,9 @@ class TensorMetadata:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A teacher's model, as its metadata says."""
+    """A teacher's model, as its server's metadata and configuration say, and how the server is asked for it."""
 
-    name: str  # of the model
+    name: str
     # the version that is asked for, or whose answers are expected: the newest, until an answer says another. Empty if
     # the server does not say.
     version: str
@@ -149,7 +150,7 @@ class ModelSpec:
     outputs: Mapping[str, TensorMetadata]  # by name. Empty if the server does not say.
     max_rows: int = 0  # most rows in a request, 0 if the server does not say
     batch_rows: int = 0  # rows that every request must have, 0 for any number
-    max_nbytes: int = 0  # of the tensors of a request, 0 if there is no limit
+    max_nbytes: int = 0  # of the tensors of a request, 0 without a limit
     # all that the server has; where a version is asked for, only that, or none if the server lists none
     versions: tuple[str, ...] = ()
     max_in_flight: int = 0  # most requests in flight, 0 if that is for the student to choose
@@ -158,6 +159,16 @@ class ModelSpec:
     max_sequence: int = 0  # most rows of a sequence, 0 if the server does not say
     tokenizer: str = ""  # hash of its tokenizer, empty if the server does not say
     weights_version: str = ""  # the version, if the server says that it is a hash of weights and code; else empty
+    extensions: frozenset[str] = frozenset()  # of the server
+    named_version: str = ""  # in requests: the one that is asked for, if the server lists any
+    version_required: bool = False  # whether an answer that names no version may be of another than was asked for
+    priority: int = 0  # of requests; 0 for none
+    uncast_outputs: tuple[str, ...] = ()  # that `dtype` is not about: log-probabilities of tokens that were asked for
+
+    @property
+    def is_edl(self) -> bool:
+        """Whether the server is one of ours."""
+        return names.EXTENSION_OUTPUT_DTYPE in self.extensions
 
 
 NO_BATCH_REMEDY: Final = (

@@ -21,9 +21,8 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,47 +43,37 @@ _NAME = re.compile(names.LOCKED_MEMORY + r"\d+-[0-9a-f]+")
 
 
 class ShmRegion:
-    """A shared-memory file, cut into slots of equal size.
-
-    Raises:
-        OSError: there is no room.
-    """
+    """A shared-memory file, cut into slots of equal size. Raises `OSError` if memory is short."""
 
     def __init__(self, slot_nbytes: int, slots: int) -> None:
         self.slot_nbytes = slot_nbytes
         self.nbytes = slot_nbytes * slots  # of the file
         self.name = f"{names.LOCKED_MEMORY}{os.getpid()}-{secrets.token_hex(6)}"  # of the file in /dev/shm
-        self.path = SHM_FOLDER / self.name  # of the file
-        file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._path = SHM_FOLDER / self.name
+        file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             # The lock belongs to the open file, which the mapping keeps open; the last process to unmap it releases it.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file).st_nlink == 0:
-                raise FileNotFoundError(f"{self.path} was swept before it was locked")
+                raise FileNotFoundError(f"{self._path} was swept before it was locked")
             os.posix_fallocate(file, 0, self.nbytes)  # a full /dev/shm is an error here, not a SIGBUS later
             self._map = mmap.mmap(file, self.nbytes)
         except BaseException:
-            self.path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
             raise
         finally:
             os.close(file)
         self.memory: Array = np.frombuffer(self._map, np.uint8)  # uint8 [nbytes]
 
-    @property
-    def key(self) -> str:
-        """The name as shm_open wants it."""
-        return f"/{self.name}"
-
     def close(self) -> None:
         """Remove the file, and unmap it unless a view is held."""
-        self.path.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
         del self.memory
         with contextlib.suppress(BufferError):  # a view is still held: the memory goes with it
             self._map.close()
 
 
-@dataclass(frozen=True)
-class ShmSlot:
+class ShmSlot(NamedTuple):
     """`nbytes` bytes at `offset` of `region`; the owner's alone until given back."""
 
     region: ShmRegion
@@ -118,7 +107,7 @@ class Arena:
             if not self._free.get(size) and not self._grow(size):
                 return None
             slot = self._free[size].pop()
-        return ShmSlot(slot.region, slot.offset, nbytes)
+        return slot._replace(nbytes=nbytes)
 
     def give(self, slot: ShmSlot) -> None:
         """Take a slot back; its contents may be overwritten from now on."""
@@ -130,8 +119,7 @@ class Arena:
         """Remove all shared memory from the system. Teachers that mapped it keep their mapping until they unmap it."""
         with self._lock:
             self._closed = True
-            regions = self._regions
-            self._regions = []
+            regions, self._regions = self._regions, []
             self._free.clear()
         for region in regions:
             region.close()
@@ -184,7 +172,7 @@ class ShmRegistrations:
     """Registrations of a connection, on the event loop.
 
     A name is random, so that only its holder can name the memory, and differs from teacher to teacher, so that two
-    which share a server do not take each other's away.
+    which share a server do not take each other's away. `names` are those of earlier connections too.
     """
 
     def __init__(self, call: Callable[[str, Any, float], Awaitable[Any]], endpoint: str, names: RegionNames) -> None:
@@ -198,34 +186,38 @@ class ShmRegistrations:
         """Return the name under which the teacher knows a region, None if it does not."""
         return self._known.get(region.name)
 
-    async def register(self, region: ShmRegion, deadline: float) -> str | None:
-        """Tell the teacher of a region, once.
+    async def register(self, region: ShmRegion, deadline: float, lost: str | None = None) -> str | None:
+        """Tell the teacher of a region, once, and return the name under which it knows it.
 
-        Returns:
-            The name under which it knows it. None if it cannot have it, because it runs in another container, say.
-
-        Raises:
-            RequestFailed: LOST, the teacher cannot be reached.
-        """
-        async with self._registering:
-            known = self._known.get(region.name)
-            return known if known is not None else await self._register(region, deadline)
-
-    async def register_again(self, region: ShmRegion, lost: str, deadline: float) -> str | None:
-        """Register a region as `register`, after the teacher said that it knows none of the name `lost`.
-
-        Registers once, however many requests hear that.
+        If the teacher said that it does not know the name `lost`, register the region under another one: once, however
+        many requests hear that. The result is None if the teacher cannot have it, because it runs in another container,
+        say. Raises `RequestFailed`, LOST, if the teacher cannot be reached.
         """
         async with self._registering:
             known = self._known.get(region.name)
             if known is not None and known != lost:
                 return known
-            logger.info("%s has lost shared memory of this student; registering it again", self._endpoint)
-            self._known.pop(region.name, None)
-            self._names.pop(region.name, None)
-            with contextlib.suppress(RequestFailed):  # if it does know it, it need not keep it
-                await self._unregister(lost, deadline)
-            return await self._register(region, deadline)
+            if lost is not None:
+                logger.info("%s has lost shared memory of this student; registering it again", self._endpoint)
+                self._known.pop(region.name, None)
+                self._names.pop(region.name, None)
+                with contextlib.suppress(RequestFailed):  # if it does know it, it need not keep it
+                    await self._unregister(lost, deadline)
+            name = self._names.setdefault(region.name, f"edl-{secrets.token_hex(12)}")
+            # The key is the name as shm_open wants it.
+            request = kserve.SystemSharedMemoryRegisterRequest(
+                name=name, key=f"/{region.name}", byte_size=region.nbytes
+            )
+            try:
+                await self._call("SystemSharedMemoryRegister", request, deadline)
+            except RequestFailed as exc:
+                if exc.failure.kind is FailureKind.LOST:
+                    raise
+                if not _is_known_already(exc):
+                    logger.info("%s does not take shared memory: %s", self._endpoint, exc)
+                    return None
+            self._known[region.name] = name
+            return name
 
     async def close(self) -> None:
         """Unregister all memory from the teacher, as far as it answers within half a second."""
@@ -235,20 +227,6 @@ class ShmRegistrations:
         deadline = time.monotonic() + _UNREGISTER_S
         await asyncio.gather(*(self._let_go(name, deadline) for name in names))
 
-    async def _register(self, region: ShmRegion, deadline: float) -> str | None:
-        name = self._names.setdefault(region.name, f"edl-{secrets.token_hex(12)}")
-        request = kserve.SystemSharedMemoryRegisterRequest(name=name, key=region.key, byte_size=region.nbytes)
-        try:
-            await self._call("SystemSharedMemoryRegister", request, deadline)
-        except RequestFailed as exc:
-            if exc.failure.kind is FailureKind.LOST:
-                raise
-            if not _is_known_already(exc):
-                logger.info("%s does not take shared memory: %s", self._endpoint, exc)
-                return None
-        self._known[region.name] = name
-        return name
-
     async def _unregister(self, name: str, deadline: float) -> None:
         request = kserve.SystemSharedMemoryUnregisterRequest(name=name)
         await self._call("SystemSharedMemoryUnregister", request, deadline)
@@ -257,13 +235,12 @@ class ShmRegistrations:
         while time.monotonic() < deadline:
             try:
                 await self._unregister(name, deadline)
+                return
             except RequestFailed as exc:
                 if exc.failure.kind is FailureKind.LOST:
                     return
                 await asyncio.sleep(_UNREGISTER_AGAIN_S)
-            else:
-                return
-        logger.info("%s has not let go of shared memory of this student in time", self._endpoint)
+        logger.info("%s still holds shared memory of this student", self._endpoint)
 
 
 def is_about_memory(failure: RequestFailure, name: str) -> bool:

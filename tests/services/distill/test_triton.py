@@ -221,7 +221,7 @@ def test_own_clients_are_served_beside(
             assert (client.infer("online", [x]).as_numpy("y") == number).all()
         assert rows
     # Requests whose level the server does not know, as after a restart that the connection did not notice.
-    choose = "edl.distill.transport.probe.choose_priority"
+    choose = "edl.distill.transport.calls.choose_priority"
     monkeypatch.setattr(choose, lambda *args, **rest: RequestPriority(level=1_000_000))
     with student(server.endpoint, "auto") as rows:
         assert rows[0] == MAX_BATCH

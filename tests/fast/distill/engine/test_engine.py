@@ -114,9 +114,12 @@ class FakeConnection:
     why: str = ""
     state: str = "set aside"
     lacks: bool = False
+    closed: bool = False
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        self.closed = True
 
 
 class World(ConnectionPool):
@@ -196,6 +199,20 @@ def test_forgotten_teacher_loses_connection(world: World) -> None:
     world.down("a")
     assert world.is_usable == "b"
     assert "a" not in world.connections
+
+
+def test_pool_closes_dropped_connections() -> None:
+    """Also those that it is just closing: a task that is cancelled would leave a socket open."""
+
+    async def drop_and_close() -> bool:
+        world = World()
+        world.see("a")
+        world._spawn = partial(ConnectionPool._spawn, world)  # type: ignore[method-assign]
+        world.see()
+        await world.close()
+        return world.made[0].closed
+
+    assert asyncio.run(drop_and_close())
 
 
 def test_renewed_teacher_is_tried_at_once(world: World) -> None:

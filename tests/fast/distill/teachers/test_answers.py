@@ -33,9 +33,12 @@ FIRST_FAILURE_COUNTS = Options(policy=Policy(task_failures=1))
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"versions": ["9" * 100_000]}, "no name and no version"),
-        ({"output": NASTY}, "no name and no version"),
-        ({"rewrite": {"ServerReady": lambda _: b"\xff" * 9}}, "its answer to ServerReady is no message of KServe v2"),
+        ({"versions": ["9" * 100_000]}, "cannot be a name or a version"),
+        ({"output": NASTY}, "cannot be a name or a version"),
+        (
+            {"rewrite": {"ServerReady": lambda _: b"\xff" * 9}},
+            "its answer to ServerReady is not a message of KServe v2",
+        ),
     ],
     ids=["version", "output", "protocol"],
 )

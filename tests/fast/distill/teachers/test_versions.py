@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,12 @@ import numpy as np
 import pytest
 
 from edl.cli.label import main
-from edl.discovery import Registry
 from edl.distill import DistillReader, Options
 from edl.distill.cache import SoftLabelCache
 from edl.distill.options import Policy
 from edl.distill.teachers import Teachers
 from edl.errors import EDLError, SettingsError
-from tests.fast.distill.conftest import Serve, Served, instance_of
+from tests.fast.distill.conftest import Serve, Served
 from tests.fast.distill.teachers.foreign import ForeignServer
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -154,34 +151,6 @@ def test_a_pinned_version_of_own_teachers(two: dict[str, Served]) -> None:
         rows = list(reader())
     assert scales([row[:3] for row in rows]) == {1.0}
     assert scales([(row[0], row[1], row[3]) for row in rows]) == {3.0}, "a group's own version= wins"
-
-
-def test_two_models_of_one_service(
-    registry: Registry, url: str, stack: ExitStack, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They are never one teacher, though their versions are equal: "1" is what Triton calls the first of each."""
-    go_on = threading.Event()
-    for name, scale in (("cats", 2.0), ("dogs", 3.0)):
-        server = stack.enter_context(ForeignServer(model=name, scale=scale))
-        instance = replace(instance_of(server.endpoint, "animals", name), model=name)
-        stack.enter_context(registry.register(instance, ttl_s=600))
-    cache = stack.enter_context(SoftLabelCache())
-    teachers = Teachers("animals", discovery=url)
-    reader = stack.enter_context(reader_of(teachers, cache, rows=source(20, go_on)))
-    epoch = reader()
-    rows = [next(epoch)]
-
-    def both() -> bool:
-        states = [teacher.state for teacher in reader.stats().teachers.values()]
-        return len(states) == 2 and "connecting" not in states
-
-    wait_until(both)
-    go_on.set()
-    rows += epoch
-    found = scales(rows)
-    assert len(found) == 1, "labels of two models in one epoch"
-    wait_until(lambda: kept(cache, "model") == {"cats" if found == {2.0} else "dogs": found})
-    assert any("two models" in text and "'cats'" in text and "'dogs'" in text for text in caplog.messages)
 
 
 # Servers that say little of versions, or something else than they answer.

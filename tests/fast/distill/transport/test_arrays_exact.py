@@ -49,7 +49,7 @@ def taught(fields: dict[str, Any], arena: Arena | None = None) -> Any:
     payload = Payload.of(fields, arena)
     ((name, datatype, shape),) = payload.inputs
     model = model_of(FakeBackend(inputs=(TensorSpec(name, datatype, shape[1:]),)))
-    header = request_header(OutputSpec(("logits",)), "m", payload, compressed=False, region=None)
+    header = request_header(OutputSpec(("logits",)), ModelSpec("m", "", {}, {}), payload, region=None, timeout_s=1.0)
     header, raw = codec.split_request(codec.join_request(header, payload.raw))
     (array,) = bind_tensors(plan_request(codec.parse_request(header), model, 1000), raw, None).arrays
     found = array.copy()
@@ -187,5 +187,7 @@ def test_equal_values_are_converted(values: Any, dtype: str, datatype: str) -> N
 
 def test_string_that_is_no_text_is_named() -> None:
     for array in (np.array(["good", "\ud800bad"]), np.array(["good", "\ud800bad"], object)):
-        with pytest.raises(SourceError, match=r"input 'words' has a string that is no text, '\\ud800bad'.*send bytes"):
+        with pytest.raises(
+            SourceError, match=r"input 'words' has a string that is not valid text, '\\ud800bad'.*send bytes"
+        ):
             Payload.of({"words": array}, None)

@@ -54,7 +54,7 @@ class _Task:
     again_at: float = 0.0
     """When it may be sent again to a teacher where it failed, if it failed everywhere, because errors may be
     temporary."""
-    no_room_at: Counter[str] = field(default_factory=Counter)
+    no_room_at: dict[str, int] = field(default_factory=dict)
     """How often each teacher had no room for it. These teachers are asked last; otherwise it could bounce between them
     for ever while another teacher has room."""
 
@@ -217,7 +217,7 @@ class Dispatcher:
                 again = len(task.failures) - len({name for name, _ in task.failures})
                 task.again_at = now + _doubled(self.policy.open_min_s, again, self.policy.open_max_s)
             elif failure.kind is FailureKind.OVERLOADED:
-                task.no_room_at[attempt.teacher] += 1
+                task.no_room_at[attempt.teacher] = task.no_room_at.get(attempt.teacher, 0) + 1
             if not task.attempts:  # otherwise another teacher has it too, and may answer
                 if deadly or (counts and self._is_hopeless(task, now)):
                     actions.append(self._give_up(attempt.task))
@@ -426,8 +426,8 @@ class Dispatcher:
         if not fit:
             return None
         if task.no_room_at:
-            least = min(task.no_room_at[name] for name, _ in fit)
-            fit = [(name, state) for name, state in fit if task.no_room_at[name] == least]
+            least = min(task.no_room_at.get(name, 0) for name, _ in fit)
+            fit = [(name, state) for name, state in fit if task.no_room_at.get(name, 0) == least]
         return min(fit, key=lambda entry: (entry[1].expected_s(now), len(entry[1].in_flight), entry[0]))[0]
 
     def _send(self, number: int, task: _Task, teacher: str, now: float, *, extra: bool) -> Send:

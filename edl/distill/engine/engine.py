@@ -201,27 +201,26 @@ class Engine:
             oversized_sequence: Rows of a sequence in it that is too long for them; 0 without one.
         """
         limits, waited, found = self.limits, f"within {self._timeout_s:g} s", self._pool.describe()
+        if not oversized_rows:
+            return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found})")
         if oversized_sequence:
             what = (
-                f"took a sequence of {oversized_sequence} tokens {waited} ({found}): start a teacher that takes it "
-                "again (edl serve --max-tokens), or cut sequences in your source"
+                f"a sequence of {oversized_sequence} tokens {waited} ({found}): start a teacher that takes it again "
+                "(edl serve --max-tokens), or cut sequences in your source"
             )
-        elif oversized_rows and (not limits.max_rows or oversized_rows <= limits.max_rows):
+        elif not limits.max_rows or oversized_rows <= limits.max_rows:
             nbytes = max((job.payload.nbytes for job in self._jobs.values()), default=0)
             what = (
-                f"took a request of {oversized_rows} rows with {nbytes:,} bytes {waited}, and {limits.max_nbytes:,} "
-                "bytes are what all of them take: set batch_rows (set_teacher_batch_size) to fewer rows, or leave it "
-                "out; a teacher says what it takes (edl serve --max-message), for others it is "
-                "Options(max_request_bytes=...)"
-            )
-        elif oversized_rows:
-            what = (
-                f"took a request of {oversized_rows} rows {waited}, and {limits.max_rows} rows are what all of them "
-                "take: set batch_rows (set_teacher_batch_size) to that or less, or leave it out"
+                f"a request of {oversized_rows} rows with {nbytes:,} bytes {waited}, and {limits.max_nbytes:,} bytes "
+                "are what all of them take: set batch_rows (set_teacher_batch_size) to fewer rows, or leave it out; a "
+                "teacher says what it takes (edl serve --max-message), for others it is Options(max_request_bytes=...)"
             )
         else:
-            what = f"{waited} ({found})"
-        return NoTeacherError(f"no live teacher for {self.name} {what}")
+            what = (
+                f"a request of {oversized_rows} rows {waited}, and {limits.max_rows} rows are what all of them take: "
+                "set batch_rows (set_teacher_batch_size) to that or less, or leave it out"
+            )
+        return NoTeacherError(f"no live teacher for {self.name} took {what}")
 
     def stats(self) -> ReaderStats:
         """Return counters and gauges of this service."""

@@ -12,7 +12,7 @@ import pytest
 from edl.distill.cache import CacheKey, SoftLabelCache
 from edl.distill.compress import TopK, top_k
 from edl.distill.engine.compatibility import TeacherCompatibility
-from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata
+from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply, TensorMetadata
 from edl.errors import SettingsError
 
 
@@ -101,7 +101,7 @@ def answered(datatype: str, *answers: Any) -> None:
     known = TeacherCompatibility("speech", OutputSpec(("y",), dtype="float16"))
     known.spec = ModelSpec("m", "1", {}, {"y": TensorMetadata("y", datatype, (3,))})
     for answer in answers:
-        assert known.check_output("t", [("x", "FP32", (1, 3))], {"y": answer}) is None
+        assert known.check_reply("t", [("x", "FP32", (1, 3))], Reply({"y": answer}, "1")) is None
 
 
 def test_clamped_answers_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -102,7 +102,7 @@ def soft_cross_entropy(
     teacher_is: TeacherIs = "logits",
     reduction: Reduction = "mean",
 ) -> T:
-    """Compute T² times the cross-entropy between the teacher's and the student's distributions at temperature T.
+    """Return T² times the cross-entropy between the teacher's and the student's distributions at temperature T.
 
     It has the same gradient as `kl_divergence`; its value is larger by the teacher's entropy.
 
@@ -113,12 +113,6 @@ def soft_cross_entropy(
         teacher_is: Kind of the teacher's outputs. Probabilities p become p^(1/T), scaled to sum to 1, as their logits
             would give. On the CPU, an error is raised if they are not probabilities.
         reduction: Reduction over rows; see `edl.distill.losses`.
-
-    Returns:
-        The loss, or losses [rows, ...] with reduction "none".
-
-    Raises:
-        SettingsError: A shape, type or value is invalid.
     """
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
     loss: T = reduced(-expected(log_p, log_q) * temperature**2, reduction)
@@ -133,7 +127,7 @@ def kl_divergence(
     teacher_is: TeacherIs = "logits",
     reduction: Reduction = "mean",
 ) -> T:
-    """Compute T² times KL(teacher ‖ student) of the distributions at temperature T.
+    """Return T² times KL(teacher ‖ student) of the distributions at temperature T.
 
     Args:
         student_logits: Logits of the student, floating-point [rows, ..., classes].
@@ -141,12 +135,6 @@ def kl_divergence(
         temperature: Temperature T, above 0.
         teacher_is: Kind of the teacher's outputs; see `soft_cross_entropy`.
         reduction: Reduction over rows; see `edl.distill.losses`.
-
-    Returns:
-        The loss, or losses [rows, ...] with reduction "none".
-
-    Raises:
-        SettingsError: A shape, type or value is invalid.
     """
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
     loss: T = reduced(expected(log_p, log_p - log_q) * temperature**2, reduction)
@@ -154,7 +142,7 @@ def kl_divergence(
 
 
 def top_k_kl(student_logits: T, teacher: TopK, *, reduction: Reduction = "mean") -> T:
-    """Compute T² times KL(teacher ‖ student) over the k kept classes and one class for all the others.
+    """Return T² times KL(teacher ‖ student) over the k kept classes and one class for all the others.
 
     T is the temperature at which the labels were made. If every class is kept, this is `kl_divergence`; otherwise it is
     smaller by the divergence within the tail. Without the extra class, the student could move its whole probability out
@@ -168,12 +156,6 @@ def top_k_kl(student_logits: T, teacher: TopK, *, reduction: Reduction = "mean")
         student_logits: Logits of the student, floating-point [rows, ..., classes].
         teacher: Labels of as many rows, as numpy arrays or tensors.
         reduction: Reduction over rows; see `edl.distill.losses`.
-
-    Returns:
-        The loss, or losses [rows, ...] with reduction "none".
-
-    Raises:
-        SettingsError: The rows or classes do not agree.
     """
     log_p, log_q = bucket_log_probabilities(student_logits, teacher)
     loss: T = reduced(expected(log_p, log_p - log_q) * teacher.temperature**2, reduction)
@@ -181,7 +163,7 @@ def top_k_kl(student_logits: T, teacher: TopK, *, reduction: Reduction = "mean")
 
 
 def logit_mse(student_logits: T, teacher_logits: T | Array, *, reduction: Reduction = "mean") -> T:
-    """Compute the squared difference of logits, averaged over the classes.
+    """Return the squared difference of logits, averaged over the classes.
 
     Sources: Ba and Caruana, "Do Deep Nets Really Need to be Deep?", 2014; Kim et al., "Comparing Kullback-Leibler
     Divergence and Mean Squared Error Loss in Knowledge Distillation", 2021.
@@ -190,12 +172,6 @@ def logit_mse(student_logits: T, teacher_logits: T | Array, *, reduction: Reduct
         student_logits: Logits of the student, floating-point [rows, ..., classes].
         teacher_logits: Logits of the teacher, of the same shape.
         reduction: Reduction over rows; see `edl.distill.losses`.
-
-    Returns:
-        The loss, or losses [rows, ...] with reduction "none".
-
-    Raises:
-        SettingsError: The shapes differ.
     """
     student, teacher = of_one_shape(student_logits, teacher_logits)
     loss: T = reduced((student - teacher).square().mean(-1), reduction)
@@ -537,12 +513,13 @@ def teachers_part(value: Any, student: Any) -> Any:
     return framework.cast(framework.tensor(value, student).detach(), student.dtype)
 
 
-def reduced(rows: Any, reduction: Reduction) -> Any:
+def reduced(rows: T, reduction: Reduction) -> T:
     """Return the losses of rows, their mean or their sum."""
     check_reduction(reduction)
     if reduction == "none":
         return rows
-    return rows.mean() if reduction == "mean" else rows.sum()
+    found: T = getattr(rows, reduction)()
+    return found
 
 
 def bucket_log_probabilities(student_logits: Any, teacher: TopK, *, padded_vocabulary: bool = False) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ of the labels and of autocast; no gradient flows to the teacher. Losses over pro
 multiplied by T², so that their gradients keep their size next to a hard loss when T changes (Hinton, Vinyals, Dean,
 "Distilling the Knowledge in a Neural Network", 2015, section 2). `reduction` is "mean" over all rows and positions
 (`batchmean` in `torch.nn.KLDivLoss`, whose "mean" divides by the classes too), "sum", or "none" for [rows, ...].
+Invalid shapes, types and values raise `SettingsError`; values are looked at on the CPU only.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def feature_mse(
     *,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Compute the squared difference of features [rows, ...], averaged over all axes but the first.
+    """Return the squared difference of features [rows, ...], averaged over all axes but the first.
 
     Source: Romero et al., "FitNets: Hints for Thin Deep Nets", 2015.
 
@@ -55,16 +55,9 @@ def feature_mse(
         projection: Module that maps the student's features to the teacher's shape, for example `torch.nn.Linear(128,
             512)`. It learns with the student: give its parameters to the optimizer, and discard it after training.
         reduction: Reduction over rows; see `edl.distill.losses`.
-
-    Returns:
-        The loss, or losses [rows] with reduction "none".
-
-    Raises:
-        SettingsError: The shapes differ.
     """
     projected, target = _projected(student, teacher, projection)
-    loss: Tensor = reduced((projected - target).square().flatten(1).mean(dim=1), reduction)
-    return loss
+    return reduced((projected - target).square().flatten(1).mean(dim=1), reduction)
 
 
 def feature_cosine(
@@ -86,13 +79,9 @@ def feature_cosine(
 
     Returns:
         The loss, from 0 to 2, or losses [rows, ...] with reduction "none". An embedding of zeros has cosine 0.
-
-    Raises:
-        SettingsError: The shapes differ.
     """
     projected, target = _projected(student, teacher, projection)
-    loss: Tensor = reduced(1 - (_unit_vectors(projected) * _unit_vectors(target)).sum(dim=-1), reduction)
-    return loss
+    return reduced(1 - (_unit_vectors(projected) * _unit_vectors(target)).sum(dim=-1), reduction)
 
 
 def contrastive(
@@ -104,7 +93,7 @@ def contrastive(
     negatives: Tensor | Array | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Compute the cross-entropy of finding the teacher's embedding of the same row among those of all rows (InfoNCE).
+    """Return the cross-entropy of finding the teacher's embedding of the same row among those of all rows (InfoNCE).
 
     Similarities are cosines divided by `temperature`. This loss is often mistaken for CRD. Both maximize the mutual
     information of the embeddings, but CRD estimates it by noise contrastive estimation with thousands of negatives from
@@ -121,9 +110,6 @@ def contrastive(
         temperature: Temperature of the similarities, above 0.
         negatives: More teacher embeddings of other rows, [any number, features], from a queue or from other processes.
         reduction: Reduction over rows; see `edl.distill.losses`.
-
-    Returns:
-        The loss, or losses [rows] with reduction "none".
 
     Raises:
         SettingsError: A shape or the temperature is invalid.
@@ -142,8 +128,7 @@ def contrastive(
         similarities = _unit_vectors(projected) @ _unit_vectors(candidates).T / temperature
     if similarities.shape[0] and similarities.shape[1] < 2:
         raise SettingsError("a single row has nothing to be told from: pass more rows, or negatives")
-    loss: Tensor = reduced(-similarities.log_softmax(dim=-1).diagonal(), reduction)
-    return loss
+    return reduced(-similarities.log_softmax(dim=-1).diagonal(), reduction)
 
 
 def attention_transfer(student: Tensor, teacher: Tensor | Array, *, reduction: Reduction = "mean") -> Tensor:
@@ -176,8 +161,7 @@ def attention_transfer(student: Tensor, teacher: Tensor | Array, *, reduction: R
             "[rows, channels, height, width] with the same rows, height and width; resize one of them"
         )
     maps = [_attention(features) for features in (ours, theirs)]
-    loss: Tensor = reduced((maps[0] - maps[1]).square().mean(dim=1), reduction)
-    return loss
+    return reduced((maps[0] - maps[1]).square().mean(dim=1), reduction)
 
 
 def _attention(features: Tensor) -> Tensor:
@@ -211,7 +195,7 @@ def decoupled_kl(
     temperature: float = 4.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Compute T² times (`alpha` TCKD + `beta` NCKD), decoupled knowledge distillation (DKD).
+    """Return T² times (`alpha` TCKD + `beta` NCKD), decoupled knowledge distillation (DKD).
 
     TCKD is the KL divergence over two classes (the true class, and all others together). NCKD is the KL divergence
     among the other classes. With `alpha` 1 and, for each row, `beta` equal to 1 minus the teacher's probability of the
@@ -228,9 +212,6 @@ def decoupled_kl(
         beta: Weight of NCKD, at least 0.
         temperature: Temperature T, above 0.
         reduction: Reduction over rows; see `edl.distill.losses`.
-
-    Returns:
-        The loss, or losses [rows, ...] with reduction "none".
 
     Raises:
         SettingsError: A shape, type or value is invalid.
@@ -258,8 +239,7 @@ def decoupled_kl(
     tckd = expected(binary[0], binary[0] - binary[1])
     weights = others[0].exp() * of_others
     nckd = (weights * torch.where(weights > 0, others[0] - others[1], 0.0)).sum(dim=-1)
-    loss: Tensor = reduced((alpha * tckd + beta * nckd) * temperature**2, reduction)
-    return loss
+    return reduced((alpha * tckd + beta * nckd) * temperature**2, reduction)
 
 
 def correlation_loss(

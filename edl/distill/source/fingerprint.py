@@ -142,13 +142,8 @@ class Checksum:
             return cls(data.nbytes, data.tobytes())
         words = _words(data)
         positions = time_budget.positions(len(words))
-        columns = b""
-        if data.nbytes <= _WHOLE_NBYTES:
-            columns = _columns(words)
-        elif time_budget.available:
-            begin = time.perf_counter()
-            columns = _columns(words)
-            time_budget.spend(time.perf_counter() - begin)
+        whole = data.nbytes <= _WHOLE_NBYTES or time_budget.available
+        columns = _columns(words, time_budget) if whole else b""
         return cls(data.nbytes, _rest(data), positions, _words_at(words, positions), columns)
 
     def matches(self, array: Array, time_budget: TimeBudget) -> bool:
@@ -161,13 +156,7 @@ class Checksum:
         words = _words(data)
         if _words_at(words, self.positions) != self.words or _rest(data) != self.content:
             return False
-        if not self.columns:
-            return True
-        begin = time.perf_counter()
-        same = _columns(words) == self.columns
-        if self.nbytes > _WHOLE_NBYTES:
-            time_budget.spend(time.perf_counter() - begin)
-        return same
+        return not self.columns or _columns(words, time_budget) == self.columns
 
 
 def _draw_positions(words: int) -> Array:
@@ -202,9 +191,12 @@ def _rest(data: Array) -> bytes:
     return data[len(data) // (8 * _COLUMNS) * (8 * _COLUMNS) :].tobytes()
 
 
-def _columns(words: Array) -> bytes:
+def _columns(words: Array, time_budget: TimeBudget) -> bytes:
+    begin = time.perf_counter()
     rows = len(words) // _COLUMNS
     sums: Array = np.add.reduce(words[: rows * _COLUMNS].reshape(rows, _COLUMNS), axis=0)
+    if words.nbytes > _WHOLE_NBYTES:
+        time_budget.spend(time.perf_counter() - begin)
     return sums.tobytes()
 
 
@@ -219,26 +211,22 @@ MemoryLocation: TypeAlias = tuple[str, int]
 """Where something lies: the address of an array's first element, or the identity of a list or dictionary."""
 
 
+@dataclass(eq=False, slots=True)
 class _Part:
     """A part of an item, and what tells whether it is as it was."""
 
-    __slots__ = ("_holder", "_is_array", "costly", "is_unchanged", "path")
-
-    def __init__(
-        self, path: KeyPath, holder: Any, is_unchanged: Callable[[], bool], is_array: bool = False, costly: bool = False
-    ) -> None:
-        self.path = path  # keys and positions on the way to it, for messages
-        self.is_unchanged = is_unchanged
-        self.costly = costly  # whether comparing it takes longer than finding its location
-        self._holder = holder
-        self._is_array = is_array
+    path: KeyPath  # keys and positions on the way to it, for messages
+    holder: Any
+    is_unchanged: Callable[[], bool]
+    is_array: bool = False
+    costly: bool = False  # whether comparing it takes longer than finding its location
 
     @property
     def location(self) -> MemoryLocation:
         """Where it lies; parts of items that are both alive lie in the same location if they share it."""
-        if self._is_array:
-            return "memory", self._holder.__array_interface__["data"][0]
-        return "object", id(self._holder)
+        if self.is_array:
+            return "memory", self.holder.__array_interface__["data"][0]
+        return "object", id(self.holder)
 
 
 def _converted_part(
@@ -331,12 +319,10 @@ class ItemFingerprint:
         if kind in _EXACTLY_PLAIN or id(value) in seen:
             return
         seen.add(id(value))
+        nbytes = self.rest_nbytes
+        self._look(value, kind, path, seen)
         if id(value) in self._inputs:
-            nbytes = self.rest_nbytes
-            self._look(value, kind, path, seen)
             self.rest_nbytes = nbytes
-        else:
-            self._look(value, kind, path, seen)
 
     def _look(self, value: Any, kind: type[Any], path: KeyPath, seen: set[int]) -> None:
         if kind is tuple:
@@ -396,9 +382,7 @@ class ItemFingerprint:
             content = array.tobytes()
             self._parts.append(_Part(path, array, lambda: bool(array.tobytes() == content), is_array=True))
         else:
-            time_budget = self._time
-            checksum = Checksum.of(array, time_budget)
-            unchanged = functools.partial(checksum.matches, array, time_budget)
+            unchanged = functools.partial(Checksum.of(array, self._time).matches, array, self._time)
             self._parts.append(_Part(path, array, unchanged, is_array=True, costly=True))
 
     def _add_tensor(self, tensor: Any, path: KeyPath, seen: set[int]) -> None:
@@ -435,7 +419,9 @@ class ItemFingerprint:
         for name in [*getattr(value, "__dict__", ()), *slots]:
             part = getattr(value, name, None)
             if id(part) in self._inputs or isinstance(part, np.ndarray) or is_tensor(part):
-                self._parts.append(_Part((*path, name), value, functools.partial(_holds, value, name, part)))
+                self._parts.append(
+                    _Part((*path, name), value, lambda name=name, part=part: getattr(value, name, None) is part)
+                )
                 self._add(part, (*path, name), seen)
         self.rest_nbytes = rest_nbytes
 
@@ -460,17 +446,15 @@ def _shared_memory(tensor: Any) -> Array | None:
     torch, paddle = sys.modules.get("torch"), sys.modules.get("paddle")
     try:
         if torch is not None and isinstance(tensor, torch.Tensor):
-            return _torch_memory(torch, tensor.detach()) if tensor.device.type == "cpu" else None
-        if paddle is not None and isinstance(tensor, paddle.Tensor) and tensor.place.is_cpu_place():
+            if tensor.device.type == "cpu":
+                own = tensor.detach()
+                found: Array = (own.view(torch.int16) if own.dtype is torch.bfloat16 else own).numpy()
+                return found
+        elif paddle is not None and isinstance(tensor, paddle.Tensor) and tensor.place.is_cpu_place():
             return np.from_dlpack(tensor.detach())  # its own `numpy` copies
     except (RuntimeError, TypeError, BufferError):  # sparse, quantized, a view of bfloat16 with gaps, ...
         pass
     return None
-
-
-def _torch_memory(torch: Any, tensor: Any) -> Array:
-    found: Array = (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
-    return found
 
 
 def _version(tensor: Any) -> int | None:

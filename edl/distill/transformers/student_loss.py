@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from edl.distill.compress import TopK
-from edl.distill.divergences import NO_LABEL, check_classes
+from edl.distill.divergences import NO_LABEL
 from edl.distill.losses import chunked_token_loss, token_loss
-from edl.distill.losses.mixture import TORCH
 from edl.errors import SettingsError
 from edl.protocol.arrays import as_array
 from edl.protocol.tensors import Array
@@ -151,7 +150,6 @@ def _starts(positions: Array) -> Array:
 # `HfArgumentParser` reads Optional[...] and Literal[...], in these words.
 Task = Literal["causal-lm", "masked-lm", "classification"]
 
-_MOST_CLASSES = 2**31  # where the number is not known before the head has made logits
 _TOP_K = 64
 """Of tokens: what `edl serve --hf` answers at most unless it is told another number."""
 
@@ -241,47 +239,29 @@ def student_loss(
     `batch`: with the labels of its own, if `hard_weight` needs them. `head`: makes logits of states, for some rows
     at a time; None where `logits` are the logits.
     """
-    mask = learned_rows(batch, shifted=arguments.task == "causal-lm") if arguments.of_tokens else None
-
-    def divergence(of: TopK, **settings: Any) -> Tensor:
-        return token_loss(logits, of, **settings) if head is None else chunked_token_loss(logits, head, of, **settings)
-
-    def soft() -> Tensor:
-        padded = arguments.padded_vocabulary
-        return divergence(labels, mask=mask, beta=arguments.beta, token_count=rows, padded_vocabulary=padded)
-
+    weight = arguments.hard_weight
     rows, hard_rows = count if isinstance(count, Tensor) and count.ndim else (count, count)
-    if not arguments.hard_weight:
-        return soft()
-    own = hard_labels(arguments, batch, logits.shape[-1] if head is None else None, mask)
-    kept = mask if arguments.of_tokens else batch["labels"] != NO_LABEL
-    hard = divergence(own, mask=kept, beta=0.0, token_count=hard_rows)
-    if arguments.hard_weight == 1:
-        return hard
-    return (1 - arguments.hard_weight) * soft() + arguments.hard_weight * hard
 
+    def loss(**settings: Any) -> Tensor:
+        padded = arguments.padded_vocabulary
+        settings |= {"beta": arguments.beta, "padded_vocabulary": padded}
+        if head is not None:
+            return chunked_token_loss(logits, head, labels, **settings)
+        return token_loss(logits, labels, **settings)
 
-def hard_labels(
-    arguments: DistillArguments, batch: Mapping[str, Any], class_count: int | None = None, mask: Tensor | None = None
-) -> TopK:
-    """Return the batch's own labels as distributions that are sure of a class: the KL to them is the cross-entropy.
-
-    `class_count`: the student's, None where that is not known yet. `mask`: the rows that are learned, None for all:
-    labels of others may be anything.
-    """
     if arguments.of_tokens:
-        classes = next_tokens(batch, shifted=arguments.task == "causal-lm")
-    else:
-        found = batch.get("labels")
-        if not isinstance(found, Tensor) or found.is_floating_point() or found.ndim != 1:
-            what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise SettingsError(f"labels are {what}: hard_weight needs a class's number for each sample, or 0")
-        classes = found
-    learned = classes if mask is None else classes.masked_fill(~mask, NO_LABEL)
-    check_classes(TORCH, learned, _MOST_CLASSES if class_count is None else class_count, NO_LABEL)
-    ids = classes.clamp(min=0).unsqueeze(-1)
-    sure = torch.zeros(ids.shape, device=ids.device)
-    return TopK(ids, sure, torch.full_like(sure[..., 0], -torch.inf))  # type: ignore[arg-type]  # tensors, as after map
+        shifted = arguments.task == "causal-lm"
+        mask, own = learned_rows(batch, shifted=shifted), next_tokens(batch, shifted=shifted)
+        return loss(mask=mask, token_count=rows, hard_labels=own, hard_weight=weight)
+    if not weight:
+        return loss(token_count=rows)
+    found = batch.get("labels")
+    if not isinstance(found, Tensor) or found.is_floating_point() or found.ndim != 1:
+        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise SettingsError(f"labels are {what}: hard_weight needs a class's number for each sample, or 0")
+    # Samples without a label do not count here.
+    hard = loss(mask=found != NO_LABEL, token_count=hard_rows, hard_labels=found, hard_weight=1.0)
+    return hard if weight == 1 else (1 - weight) * loss(token_count=rows) + weight * hard
 
 
 def all_classes(logits: Tensor, temperature: float) -> TopK:

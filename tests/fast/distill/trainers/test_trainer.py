@@ -21,7 +21,6 @@ from edl.distill.transformers import DistillArguments, DistillTrainer  # noqa: E
 from edl.distill.transformers.student_loss import (  # noqa: E402
     all_classes,
     find_texts,
-    hard_labels,
     learned_rows,
     next_tokens,
     student_loss,
@@ -298,9 +297,9 @@ def test_labels_of_no_class(wrong: int, words: str) -> None:
     labels = {"labels": torch.tensor([0, wrong])}
     with pytest.raises(SettingsError, match=words):
         student_loss(arguments, labels, all_classes(torch.randn(2, 3), 1.0), 2, torch.randn(2, 3))
-    tokens = {"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, wrong]])}
+    tokens, logits = {"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, wrong]])}, torch.zeros(1, 2, 3)
     with pytest.raises(SettingsError, match=words):
-        hard_labels(DistillArguments(hard_weight=0.5), tokens, 3)
+        student_loss(DistillArguments(hard_weight=0.5), tokens, all_classes(logits, 1.0), 2, logits)
 
 
 def test_masked_language_model(tmp_path: Path, teacher: str) -> None:

@@ -25,12 +25,7 @@ _MAGNITUDE = 0x7FFF  # all bits of a float16 but its sign
 
 
 class ClampWarnings:
-    """Warns once of each output with finite values beyond float16's range.
-
-    Args:
-        where: Name of the labels' origin, for messages.
-        remedy: What to change to keep the values, for messages.
-    """
+    """Warns once of each output with finite values beyond float16's range; `remedy` says how to keep them."""
 
     def __init__(self, where: str, remedy: str) -> None:
         self._where = where

@@ -137,10 +137,10 @@ class DistillReader:
             router,
             combine,
             input_getters(ins, "ins"),
+            teacher_batch_size,
             ids=field_getter(id_field) if cache is not None and id_field is not None else None,
         )
         self._max_teachers: int | None = None
-        self._batch_size = self._checked_batch_size(teacher_batch_size)
         self._kind: _Kind | None = None
         self._source: Callable[[], Iterable[Any]] | None = None
         self._session: LabelSession | None = None
@@ -266,7 +266,7 @@ class DistillReader:
             SettingsError: The first epoch has started, or the number is below 1.
         """
         self._not_started("set_teacher_batch_size")
-        self._batch_size = self._checked_batch_size(teacher_batch_size)
+        self._request = replace(self._request, batch_rows=teacher_batch_size)
         return self
 
     def print_config(self) -> None:
@@ -276,7 +276,7 @@ class DistillReader:
             "ins": list(self._ins),
             "predicts": list(request.output_spec.outputs),
             "source": self._kind or "not set",
-            "teacher_batch_size": self._batch_size or "the source's",
+            "teacher_batch_size": request.batch_rows or "the source's",
             "teachers": ", ".join(group.name for group in self._teachers) or "from the environment",
             "discovery": ", ".join(str(group.discovery or "default") for group in self._teachers if group.service),
             "require_max_teacher": self._max_teachers or "no limit",
@@ -340,8 +340,9 @@ class DistillReader:
         if self._session is None:
             groups = self._teachers or teachers_from_env(optional=self._request.cache_config is not None)
             if self._max_teachers is not None:
-                groups = [_limited(group, self._max_teachers) for group in groups]
-            open_session(replace(self._request, teachers=groups, batch_rows=self._batch_size), self._keep)
+                most = self._max_teachers
+                groups = [replace(group, max_teachers=most) if group.service else group for group in groups]
+            open_session(replace(self._request, teachers=groups), self._keep)
             assert self._session is not None
         return self._session
 
@@ -381,12 +382,6 @@ class DistillReader:
             names = ", ".join(group.name for group in self._teachers)
             raise SettingsError(f"{method}: the teachers are set already ({names}); make a new reader for others")
 
-    @staticmethod
-    def _checked_batch_size(rows: int | None) -> int | None:
-        if rows is not None and not is_count(rows):
-            raise SettingsError(f"teacher_batch_size={rows!r}: must be a whole number of at least 1")
-        return rows
-
 
 def _checked(found: Any) -> Any:
     if not isinstance(found, Iterable) and not hasattr(found, "__getitem__"):
@@ -394,12 +389,6 @@ def _checked(found: Any) -> Any:
             f"the data source returned {found!r}: it must return an iterable, as a function with `yield` does"
         )
     return found
-
-
-def _limited(group: Teachers, most: int) -> Teachers:
-    if group.service is None:
-        return group
-    return replace(group, max_teachers=most)
 
 
 def _sample(item: Item, predictions: list[Any]) -> tuple[Any, ...]:

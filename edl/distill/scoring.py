@@ -72,12 +72,7 @@ class ScoreCall:
 
 
 class ScoreCalls:
-    """Sends calls in order of arrival, with a limit on the pending tokens.
-
-    Args:
-        router: Finds the service that labels a sample; None if there is only one.
-        request_tokens: Tokens of a request; None to follow the teachers' limits.
-    """
+    """Sends calls in order of arrival, with a limit on the pending tokens."""
 
     def __init__(
         self,
@@ -96,7 +91,7 @@ class ScoreCalls:
         self._calls: deque[ScoreCall] = deque()  # of the loop's thread alone, the oldest first
         self._closed = False
         self._lock = threading.Lock()  # of `_closed` and what is added
-        self._tokens = 0
+        self.tokens = 0  # pending
         self._abandoned = False
         self._made_at = time.monotonic()
         self._followed_at: dict[int, float] = {}  # by service
@@ -110,7 +105,7 @@ class ScoreCalls:
         for sample in call.samples:
             route = None if self._router is None else self._router.of_sample(sample, "a sequence")
             call.longest[route] = max(call.longest.get(route, 0), _length(sample))
-        call.future.add_done_callback(self._ended)
+        call.future.add_done_callback(self._drop_cancelled)
         with self._lock:
             taken = not self._closed
             if taken:
@@ -120,8 +115,7 @@ class ScoreCalls:
         else:
             _fail(call, _closed_error())
 
-    def _ended(self, future: Future[list[Any]]) -> None:
-        """Drop the requests of a call that was cancelled."""
+    def _drop_cancelled(self, future: Future[list[Any]]) -> None:
         if future.cancelled():
             self._loop.wake()
 
@@ -134,11 +128,6 @@ class ScoreCalls:
         """End open calls with `ClosedError`, after the labeller was closed."""
         self._loop.close()
         self._end_all()
-
-    @property
-    def tokens(self) -> int:
-        """Number of pending tokens."""
-        return self._tokens
 
     # The thread
 
@@ -191,11 +180,11 @@ class ScoreCalls:
                     self._cut(call)
                 while call.unsent:
                     chunk = call.unsent[0]
-                    if self._tokens and self._tokens + chunk.rows > self._max_tokens:
+                    if self.tokens and self.tokens + chunk.rows > self._max_tokens:
                         return wait_s
                     call.unsent.popleft()
                     call.sent.append(chunk)
-                    self._tokens += chunk.rows
+                    self.tokens += chunk.rows
                     self._labeller.estimate_answers(chunk)
                     self._labeller.submit(chunk, self._answered, lambda: self._labeller.closed)
             except Exception as exc:  # noqa: BLE001 - raised again where the result is asked for
@@ -204,11 +193,7 @@ class ScoreCalls:
         return wait_s
 
     def _awaits_teacher(self, call: ScoreCall) -> bool:
-        """Return whether a call waits for the first teacher of a route, or for one that takes its longest sequence.
-
-        Raises:
-            NoTeacherError: it has waited long enough.
-        """
+        """Return whether a call waits for the first teacher of a route, or for one that takes its longest sequence."""
         labeller = self._labeller
         return any(
             labeller.lacks_teacher(call.began, route) or labeller.awaits_sequence(rows, call.began, route)
@@ -257,20 +242,16 @@ class ScoreCalls:
             words = f"not all sequences were scored within {call.timeout_s:g} s ({done} tokens were)"
             _fail(call, TemporaryError(words))
             return True
-        self._release(call)
+        for chunk in call.sent:
+            if chunk.done:  # its room is free for other calls
+                self.tokens -= chunk.left
+                chunk.left = 0
         return False
-
-    def _release(self, call: ScoreCall) -> None:
-        """Free the room of answered chunks for other calls."""
-        done = [chunk for chunk in call.sent if chunk.done and chunk.left]
-        for chunk in done:
-            self._tokens -= chunk.left
-            chunk.left = 0
 
     def _drop(self, call: ScoreCall) -> None:
         with contextlib.suppress(ValueError):  # a future's callback has closed the scorer
             self._calls.remove(call)
-        self._tokens -= sum(chunk.left for chunk in call.sent)
+        self.tokens -= sum(chunk.left for chunk in call.sent)
         open_chunks = [chunk for chunk in call.sent if not chunk.done]
         if open_chunks:
             self._labeller.cancel(open_chunks)

@@ -156,14 +156,7 @@ def service_identities(groups: Sequence[Teachers]) -> list[str]:
 
 
 def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
-    """Return the teachers that `EDL_TEACHERS`, or `EDL_SERVICE` and `EDL_DISCOVERY`, name.
-
-    Args:
-        optional: Whether to return an empty list where the environment names none.
-
-    Raises:
-        SettingsError: The environment names no teachers and `optional` is false, or names them wrongly.
-    """
+    """Return the teachers that `EDL_TEACHERS`, or `EDL_SERVICE` and `EDL_DISCOVERY`, name; none only if `optional`."""
     settings = TeacherSettings.from_env()
     if settings.endpoints:
         return [Teachers(endpoints=settings.endpoints)]
@@ -210,13 +203,7 @@ class ResolvedInstance(Instance):
 
 
 def addresses_of(host: str) -> list[str]:
-    """Return the addresses of a host name that are of the family that this host prefers.
-
-    A host with IPv4 and IPv6 would count twice otherwise.
-
-    Raises:
-        OSError: The name cannot be resolved.
-    """
+    """Return the addresses of a host name, of the family that this host prefers: one with both would count twice."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return sorted({str(address[0]) for family, _, _, _, address in found if family == found[0][0]})
 
@@ -234,14 +221,9 @@ class TeacherWatcher:
 
     Fixed endpoints are reported once, unless DNS names are among them.
 
-    Args:
-        changed: Called with each snapshot and two arguments. `near` is "; did you mean …?" where the service has never
-            had a teacher and the registry has a service of a similar name, otherwise empty. `whole` is false where the
-            service has teachers that the snapshot leaves to other students (`max_teachers`).
-        resolve: Returns the addresses of a host name, or raises OSError.
-
-    Raises:
-        SettingsError: The registry's URL is wrong.
+    `changed` is called with each snapshot, and with "; did you mean …?" where the service has never had a teacher and
+    the registry has a service of a similar name, otherwise an empty string. A third argument is false where the service
+    has teachers that the snapshot leaves to other students (`max_teachers`).
     """
 
     def __init__(

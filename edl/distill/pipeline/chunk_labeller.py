@@ -278,17 +278,9 @@ class ChunkLabeller:
     def limit_answers(self, chunks: Collection[Chunk], needed: Collection[Chunk], *, limited: bool) -> bool:
         """Have only as many requests under way as fit `memory_bytes` if answers are as large as the last ones.
 
-        Requests are sent by an estimate, and answers may turn out larger: then the youngest requests are taken back,
-        and sent again later. The two oldest and the `needed` ones, for which the training loop waits, are always sent.
-        Call it on the loop.
-
-        Args:
-            chunks: All open chunks.
-            needed: Those that the training loop waits for.
-            limited: What the last call returned.
-
-        Returns:
-            Whether some requests wait.
+        Requests are sent by an estimate, and answers may turn out larger: then the youngest of the open `chunks` are
+        taken back, and sent again later. The two oldest and the `needed` ones, for which the training loop waits, are
+        always sent. Call it on the loop; it returns whether some requests wait, which the next call gets as `limited`.
         """
         done = [chunk for chunk in chunks if chunk.done or not chunk.jobs]
         pending = sorted((chunk for chunk in chunks if chunk.jobs and not chunk.done), key=lambda each: each.jobs[0][1])
@@ -320,14 +312,7 @@ class ChunkLabeller:
         """Ask every service, or the service of the chunk's route, for the chunk's labels.
 
         `changed` is called when the chunk was sent or may be done; for an answer, with the bytes beyond the estimate.
-
-        Returns:
-            By how many bytes answers from the cache exceed the estimate.
-
-        Raises:
-            NoTeacherError: No teacher reported its model within `teacher_timeout_s`.
-            SettingsError: The services of different routes have different outputs.
-            SourceError: The model does not accept these inputs.
+        The bytes by which answers from the cache exceed it are returned.
         """
         surplus_nbytes = 0
         if self._offline is not None and chunk.ids is not None:
@@ -458,13 +443,9 @@ class ChunkLabeller:
         return missing
 
     def view(self, inputs: tuple[str, ...]) -> CacheView:
-        """Return the cache view of the only service's labels; waits for its first teacher.
+        """Return the cache view of the only service's labels, with all `inputs` that may be sent.
 
-        `inputs` names all inputs that may be sent.
-
-        Raises:
-            NoTeacherError: No teacher reported its model within `teacher_timeout_s`.
-            SettingsError: The teacher does not report the model's version.
+        Waits for its first teacher; one without a version is a `SettingsError`.
         """
         spec, service = self.model_spec(), self._services[0]
         assert service.labels is not None
@@ -490,11 +471,8 @@ class ChunkLabeller:
     def outputs_of(self, item: Item, service: int) -> Outputs:
         """Return an item's outputs from a service, of no rows for a batch whose texts are all empty.
 
-        For such a batch it may wait for the first teacher.
-
-        Raises:
-            NoTeacherError: No teacher reported its model within `teacher_timeout_s`.
-            SourceError: There was no answer yet, and the model's metadata does not give the size of its outputs.
+        For such a batch it may wait for the first teacher. Without an answer so far, the model's metadata must have the
+        size of its outputs: a `SourceError` else.
         """
         if item.parts:
             outputs = item_outputs(item, service)
@@ -600,9 +578,7 @@ class ChunkLabeller:
 def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
     """Return a chunk's fields, with the positions of its rows where the source has none.
 
-    Raises:
-        SourceError: The chunk holds sequences but the model's rows are not declared as tokens of sequences; or they
-            are, but the chunk's rows do not start one.
+    Sequences for a model of rows, and rows for a model of sequences, are a `SourceError`.
     """
     name = spec.sequences
     if chunk.positions is not None:

@@ -55,11 +55,7 @@ class SeenInputs:
         self._seen: dict[Any, int] = {}  # hash of the inputs by id
 
     def check(self, ids: Sequence[Any], inputs: Mapping[str, Array]) -> None:
-        """Check that rows have the inputs that came with their ids before.
-
-        Raises:
-            SettingsError: An id stands for differing inputs.
-        """
+        """Check that rows have the inputs that came with their ids before; raise a `SettingsError` if not."""
         total: Array = np.zeros(len(ids), np.uint64)
         for seed, (_, array) in enumerate(sorted(inputs.items())):
             rows = array.reshape(len(ids), -1)
@@ -150,11 +146,7 @@ class ServiceLabels:
         return view
 
     def look_up(self, chunk: Chunk, spec: ModelSpec, fields: Mapping[str, Array]) -> CacheMiss:
-        """Look up the labels of a chunk's rows, whose inputs are `fields`.
-
-        Raises:
-            SettingsError: An id stands for differing inputs.
-        """
+        """Look up the labels of a chunk's rows, whose inputs are `fields`."""
         assert chunk.ids is not None
         self.inputs = self.inputs or tuple(chunk.fields)
         sent = {name: array for name, array in fields.items() if not spec.inputs or name in spec.inputs}
@@ -210,12 +202,7 @@ class OfflineLabels:
         )
 
     def look_up(self, chunk: Chunk) -> Outputs:
-        """Return the labels of all rows of a chunk.
-
-        Raises:
-            NoTeacherError: Some labels are missing.
-            SettingsError: The labels are for sequences and the chunk is not, or they are for other inputs.
-        """
+        """Return the labels of all rows of a chunk; a missing one is a `NoTeacherError`."""
         assert chunk.ids is not None
         if chunk.lengths is None:
             self._seen.check(as_ids(chunk.ids), chunk.fields)

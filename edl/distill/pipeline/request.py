@@ -33,7 +33,8 @@ class LabelRequest:
 
     def __post_init__(self) -> None:
         if self.batch_rows is not None and not is_count(self.batch_rows):
-            raise SettingsError(f"batch_rows={self.batch_rows!r}: must be a whole number of at least 1, or None")
+            words = "must be a whole number of at least 1, or None"
+            raise SettingsError(f"batch_rows (DistillReader's teacher_batch_size)={self.batch_rows!r}: {words}")
         Combiner(self.combine, [1.0])  # raises if `combine` is invalid
         if self.router is not None and self.combine != "each":
             raise SettingsError(

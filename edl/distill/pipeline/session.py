@@ -36,11 +36,7 @@ logger = logging.getLogger("edl.distill")
 def load_publishers(
     labeller: ChunkLabeller, open_wait: Callable[[], tuple[float, float]], settings: LoadSettings
 ) -> list[LoadPublisher]:
-    """Start publishing a reader's load: a record for each of its services, in that service's discovery.
-
-    Returns:
-        The publishers, which the caller closes; none for fixed endpoints.
-    """
+    """Start publishing a reader's load: a record for each of its services, in that service's discovery."""
     if not settings.publish:
         return []
     sources: dict[str, list[LoadSource]] = defaultdict(list)

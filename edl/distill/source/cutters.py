@@ -51,25 +51,17 @@ not sequences). It tells the gatherers the limits of the teachers."""
 
 @dataclass(frozen=True)
 class Router:
-    """Which service labels what."""
+    """Which service labels what. A missing field, or a value that no service is named for, is a `SourceError`."""
 
     find: Callable[[Any], Any]  # finds the value in a sample, or the values of all rows in a batch
     routes: Mapping[Any, int]  # by value, the service's number. `None` is that of all other values.
 
     def of_sample(self, sample: Any, what: str) -> int:
-        """Return the number of the service that labels a sample.
-
-        Raises:
-            SourceError: it has no such field, or a value that no service is named for.
-        """
+        """Return the number of the service that labels a sample."""
         return self._route(_plain(self._found(sample, what)), what)
 
     def of_batch(self, batch: Any, rows: int, what: str) -> list[int]:
-        """Return by row the number of the service that labels it.
-
-        Raises:
-            SourceError: it has no such field, another number of values, or one that no service is named for.
-        """
+        """Return by row the number of the service that labels it."""
         found = _plain(self._found(batch, what))
         if not isinstance(found, list | tuple):
             if not self._is_value(found):
@@ -136,18 +128,14 @@ class _Unit:
 
 
 class Gatherer:
-    """Gathers the rows of a route in a request that is sealed when it is full.
-
-    Attributes:
-        max_rows: Largest number of rows in a request that teachers accept; 0 for any.
-        max_sequence: Largest number of rows in a sequence that teachers accept; 0 for any.
-        begun: When the open request was begun, counted in units of all routes.
-        overtaken: How many full requests of other routes have overtaken it.
-    """
+    """Gathers the rows of a route in a request that is sealed when it is full."""
 
     # returns how many rows like its argument fit into a request, by their bytes; 0 for any number
     fit: Callable[[Mapping[str, Array]], int] = staticmethod(lambda _: 0)
-    max_rows = max_sequence = begun = overtaken = 0
+    max_rows = 0  # of a request that teachers accept; 0 for any
+    max_sequence = 0  # rows of a sequence that teachers accept; 0 for any
+    begun = 0  # when the open request was begun, counted in units of all routes
+    overtaken = 0  # how many full requests of other routes have overtaken it
 
     def __init__(self, cutter: Cutter, route: int | None) -> None:
         self._cutter = cutter
@@ -240,13 +228,8 @@ class Gatherer:
 class Cutter(abc.ABC):
     """Turns the values of a source into items and chunks that are ready to be sent.
 
-    Args:
-        chunk_rows: Rows of a request; None for a suitable number that all teachers accept.
-        ids: Function that finds the sample ids; None without a cache.
-        router: Finds the services of samples; None if all services label everything.
-
-    Attributes:
-        routes: The gatherer of each route, with the limits of its teachers; of None without a router.
+    `chunk_rows` is None for a suitable number of rows that all teachers accept, `ids` without a cache, and `router` if
+    all services label everything. `routes` has the gatherer of each route (None without a router).
     """
 
     usual_rows: int  # largest number of rows in a request if the user sets none
@@ -274,11 +257,7 @@ class Cutter(abc.ABC):
 
     @abc.abstractmethod
     def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
-        """Cut the source's next item; return it with the chunks that are full now.
-
-        Raises:
-            SourceError: The item cannot be sent, or no teachers are named for it.
-        """
+        """Cut the source's next item; return it with the chunks that are full now."""
 
     def finish(self) -> list[Chunk]:
         """Seal what is not full, in the order in which it was begun: the source is at its end, or silent."""
@@ -460,15 +439,10 @@ class SequenceListCutter(SequenceCutter):
 class PaddedBatchCutter(SequenceCutter):
     """Gathers sequences out of batches that are padded to one length; a request may hold sequences of several batches.
 
-    Args:
-        mask: Function that finds a batch's token mask, [sequences, length], of any type: 1 for tokens, else 0.
-        ids: Function that finds the ids of a batch's sequences; None without a cache.
-
-    Attributes:
-        whole_batches: Whether a request holds sequences of a single batch only, because the next one may come late.
+    `mask` finds a batch's token mask, [sequences, length], of any type: 1 for tokens, else 0.
     """
 
-    whole_batches = False
+    whole_batches = False  # whether a request holds sequences of a single batch only: the next one may come late
 
     def __init__(
         self,

@@ -88,9 +88,6 @@ class TimeBudget:
     """Decides whether there is time to check whole arrays, and which positions to check if not.
 
     The budget is a share of the time since this was created. `positions` is for a single thread at a time.
-
-    Args:
-        share: Share of the elapsed time, from 0 to 1.
     """
 
     def __init__(self, share: float, *, always: bool = False) -> None:
@@ -254,8 +251,7 @@ def _converted_part(
 class ItemFingerprint:
     """A summary of an item's contents, to detect changes.
 
-    Args:
-        inputs: The teachers' inputs found in it, by name. An array that only this mapping holds is not checked.
+    `inputs` are the teachers' inputs found in it, by name. An array that only this mapping holds is not checked.
     """
 
     __slots__ = ("_inputs", "_parts", "_time", "_what", "conversions_matter", "rest_nbytes")

@@ -82,7 +82,7 @@ FRAMEWORKS: Final[list[Framework]] = []
 
 
 def framework_of(tensor: Any) -> Framework:
-    """Return the framework of the student's outputs; raise a `SettingsError` for what is no floating-point tensor."""
+    """Return the framework of the student's outputs; a `SettingsError` unless they are a floating-point tensor."""
     for framework in FRAMEWORKS:
         if isinstance(tensor, framework.module.Tensor):
             if tensor.is_floating_point():

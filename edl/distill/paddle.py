@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import paddle
+from typing_extensions import override
 
 from edl.distill.loader import DistillLoader, TeachersLike, batch_request
 from edl.protocol.tensors import Array
@@ -36,19 +37,10 @@ def distill(loader: Iterable[B], teachers: TeachersLike = None, **arguments: Any
 class PaddleLoader(DistillLoader[B]):
     """Yields `(batch, soft labels)`; made by `distill`, see `DistillLoader`."""
 
+    @override
     def to_tensor(self, labels: Array) -> Any:
-        """Return a tensor of `labels`, on Paddle's current device.
-
-        Args:
-            labels: Array of any shape.
-        """
         return paddle.to_tensor(labels)
 
+    @override
     def move(self, value: Any, device: Any) -> Any:
-        """Return the value as it is: Paddle makes tensors on its current device.
-
-        Args:
-            value: Part of a batch, or labels.
-            device: Not used.
-        """
-        return value
+        return value  # Paddle makes tensors on its current device

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
+from typing_extensions import override
 
 from edl.distill.cache import SoftLabelCache
 from edl.distill.loader import DistillLoader, Inputs, TeachersLike, batch_request
@@ -125,21 +126,12 @@ class TorchLoader(DistillLoader[B]):
 
     _place: _DeliveredPlace | None = None
 
+    @override
     def to_tensor(self, labels: Array) -> torch.Tensor:
-        """Return a tensor that shares memory with `labels`.
-
-        Args:
-            labels: Writable array of any shape.
-        """
         return torch.from_numpy(labels)
 
+    @override
     def move(self, value: Any, device: torch.device) -> Any:
-        """Return a tensor on its way to `device`; any other value as it is.
-
-        Args:
-            value: Part of a batch, or labels.
-            device: Device to move to.
-        """
         return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
 
     def _reading_state(self) -> Any:

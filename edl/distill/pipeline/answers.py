@@ -87,7 +87,7 @@ def _empty_output(name: str, known: TensorMetadata | None, output_spec: OutputSp
     if known is None or dtype is None or -1 in open_sizes:
         raise SourceError(
             f"the first batch has no token at all, and the teachers' model does not say how large output {name!r} of a "
-            "token is, so that there is no zero to deliver: begin with another batch, or leave such batches out"
+            "token is, so its zeros have an unknown shape: begin with another batch, or leave such batches out"
         )
     if dtype.kind == "f" and output_spec.dtype is not None:
         dtype = np.dtype(output_spec.dtype)

@@ -68,9 +68,9 @@ class _Service:
 class ChunkLabeller:
     """Connections, shared memory and cache of a reader. Only the feeding thread calls `submit`; any calls the rest.
 
-    A route is the number of the only service that labels a row; None if all services do. Of the waits for teachers,
-    `stopped` returns whether the work was ended, which ends them. They raise `NoTeacherError` at their deadline, and
-    `SettingsError` as soon as all teachers have answered and none has what is asked for (`Engine.lacking`).
+    A route is the number of the only service that labels a row; None if all services do. Waits for teachers end once
+    `stopped` says that the work was ended. They raise `NoTeacherError` at their deadline, and `SettingsError` as soon
+    as all teachers have answered and none has what is asked for (`Engine.lacking`).
     """
 
     def __init__(self, request: LabelRequest) -> None:

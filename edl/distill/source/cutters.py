@@ -109,7 +109,7 @@ def _found_by(getter: Getter, value: Any, finder: str, missing: str) -> Any:
     try:
         return getter(value)
     except StopIteration as exc:
-        raise SourceError(f"{finder} raised StopIteration: something that it goes through has no more to give") from exc
+        raise SourceError(f"{finder} raised StopIteration: an iterator that it reads is exhausted") from exc
     except (LookupError, TypeError, AttributeError) as exc:
         raise SourceError(f"{missing}: {exc}") from exc
 

@@ -415,9 +415,7 @@ class ItemFingerprint:
         for name in [*getattr(value, "__dict__", ()), *slots]:
             part = getattr(value, name, None)
             if id(part) in self._inputs or isinstance(part, np.ndarray) or is_tensor(part):
-                self._parts.append(
-                    _Part((*path, name), value, lambda name=name, part=part: getattr(value, name, None) is part)
-                )
+                self._parts.append(_Part((*path, name), value, functools.partial(_holds, value, name, part)))
                 self._add(part, (*path, name), seen)
         self.rest_nbytes = rest_nbytes
 

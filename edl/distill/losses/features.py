@@ -239,7 +239,8 @@ def decoupled_kl(
     tckd = expected(binary[0], binary[0] - binary[1])
     weights = others[0].exp() * of_others
     nckd = (weights * torch.where(weights > 0, others[0] - others[1], 0.0)).sum(dim=-1)
-    return reduced((alpha * tckd + beta * nckd) * temperature**2, reduction)
+    losses: Tensor = (alpha * tckd + beta * nckd) * temperature**2
+    return reduced(losses, reduction)
 
 
 def correlation_loss(

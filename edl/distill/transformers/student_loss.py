@@ -243,11 +243,13 @@ def student_loss(
     rows, hard_rows = count if isinstance(count, Tensor) and count.ndim else (count, count)
 
     def loss(**settings: Any) -> Tensor:
-        padded = arguments.padded_vocabulary
-        settings |= {"beta": arguments.beta, "padded_vocabulary": padded}
-        if head is not None:
-            return chunked_token_loss(logits, head, labels, **settings)
-        return token_loss(logits, labels, **settings)
+        settings |= {"beta": arguments.beta, "padded_vocabulary": arguments.padded_vocabulary}
+        found: Tensor = (
+            token_loss(logits, labels, **settings)
+            if head is None
+            else chunked_token_loss(logits, head, labels, **settings)
+        )
+        return found
 
     if arguments.of_tokens:
         shifted = arguments.task == "causal-lm"

@@ -99,7 +99,11 @@ class CacheKey:
 
     @classmethod
     def from_json(cls, text: str) -> CacheKey:
-        """Return the key that `to_json` wrote; raise `ValueError` for any other text."""
+        """Return the key that `to_json` wrote.
+
+        Args:
+            text: The text as it was written. Any other raises `ValueError`.
+        """
         try:
             fields = json.loads(text)
             key = cls(**fields)

@@ -239,6 +239,10 @@ class CacheView:
     sequences, by `SequenceIds`, each of which has rows of its own number. A sequence is found where its id, its length
     and the fingerprint of its inputs are those under which it was kept: a text that was edited has no label.
 
+    Args:
+        key: What the rows depend on.
+        cache: The cache that keeps them.
+
     Attributes:
         hits: Rows, or sequences, looked up that were there.
         misses: Rows, or sequences, looked up that were not there.

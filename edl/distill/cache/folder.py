@@ -205,13 +205,12 @@ class LabelFolder:
 
     def _found_key(self, space: Namespace) -> tuple[int, str | None, str] | None:
         """Return number, layout and data set of a key."""
-        found = self._query(_KEY, space.text)
-        return found[0] if found else None
+        return next(iter(self._query(_KEY, space.text)), None)
 
     def ids(self, space: Namespace) -> list[SampleId]:
         """Return the ids of all labels: integers by value, then strings."""
-        found = self._query(f"SELECT id FROM label WHERE key = {_NUMBER} ORDER BY id", space.text)
-        return [sample for (sample,) in found]
+        sql = f"SELECT id FROM label WHERE key = {_NUMBER} ORDER BY id"
+        return [sample for (sample,) in self._query(sql, space.text)]
 
     def read(self, space: Namespace, ids: Sequence[SampleId]) -> dict[SampleId, bytes]:
         """Return the records of those ids that have one, but for damaged ones."""
@@ -356,8 +355,7 @@ class LabelFolder:
             raise ConflictError(self._discarded())
         space.number = number
         there = RowLayout.from_json(text) if text is not None else space.layout
-        merged = there.merged(space.layout)
-        if merged is None:
+        if (merged := there.merged(space.layout)) is None:
             raise SettingsError(f"its rows are {space.layout}; others of the same key are {there}")
         if text is None or merged != there:
             db.execute("UPDATE key SET layout = ? WHERE number = ?", (merged.to_json(), number))

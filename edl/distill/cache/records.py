@@ -102,7 +102,10 @@ class CacheKey:
         """Return the key that `to_json` wrote.
 
         Args:
-            text: The text as it was written. Any other raises `ValueError`.
+            text: The text as it was written.
+
+        Raises:
+            ValueError: `to_json` did not write this.
         """
         try:
             fields = json.loads(text)

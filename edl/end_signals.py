@@ -1,10 +1,12 @@
-"""SIGTERM and Ctrl-C, for programs that look now and then whether they are to end."""
+"""SIGTERM and Ctrl-C, for programs that check now and then whether to end, and for those that SIGTERM interrupts."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Iterator
+from types import FrameType
 
 
 @contextlib.contextmanager
@@ -27,3 +29,18 @@ def collect_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Have SIGTERM raise SystemExit in the block, as Ctrl-C raises KeyboardInterrupt; a second one ends the process."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        sys.exit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -14,14 +14,12 @@ import hashlib
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 import numpy as np
@@ -43,6 +41,7 @@ from edl.distill.labelling import (
     ShardLabeller,
     ShardSource,
 )
+from edl.end_signals import exit_on_sigterm
 from edl.errors import ConflictError, DiscoveryError, NoMasterError, PermanentError, ProtocolError, SettingsError
 from edl.master.client import MasterClient, ShardReader
 from edl.master.naming import read_report
@@ -136,13 +135,10 @@ class LabelAgreement:
         }
         named = {"model": plan.teachers.model or spec.model, "version": spec.version}
         here |= {name: value for name, value in named.items() if value}
-        return data.differences(self.data, "in the job") + self._differing(here)
+        return data.differences(self.data, "in the job") + self.key_differences(here)
 
-    def key_differences(self, key: CacheKey) -> list[str]:
-        """Return in words how the key of this process's labels differs."""
-        return self._differing(vars(key))
-
-    def _differing(self, here: Mapping[str, Any]) -> list[str]:
+    def key_differences(self, here: Mapping[str, Any]) -> list[str]:
+        """Return in words how fields of the key of this process's labels differ."""
         there = vars(self.key)
         return [
             f"{_OPTIONS[name]}: {_words_of(value)} here, {_words_of(there[name])} in the job"
@@ -164,7 +160,7 @@ def run_job(options: argparse.Namespace, guard: DataGuard, plan: LabelPlan, cach
             f"--job needs rows that can be loaded singly, and {options.data!r} is read in sequence: return "
             "a Dataset with __len__ and __getitem__ (and no --ids from its samples), or write arrays to an .npz file"
         )
-    with _terminated_by_signal():
+    with exit_on_sigterm():  # shards go back at once
         return _Worker(options, guard, plan, cache).run()
 
 
@@ -237,7 +233,7 @@ class _Worker:
             try:
                 key = labeller.key()
                 if agreement is not None:
-                    self._refuse(agreement.key_differences(key))
+                    self._refuse(agreement.key_differences(vars(key)))
                     return labeller
                 with contextlib.suppress(ConflictError):  # another process was first, and its agreement counts
                     client.create_dataset(_DATASET, self._new_dataset(LabelAgreement(self._guard.fingerprint, key)))
@@ -450,18 +446,3 @@ def _label_folders(store: Store, job: str) -> dict[str, list[str]]:
 
 def _folders_key(job: str) -> str:
     return f"label_folders/{job}/"
-
-
-@contextlib.contextmanager
-def _terminated_by_signal() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does: shards go back at once. A second signal ends the process at once."""
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        sys.exit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -8,14 +8,12 @@ is checked again. It is a user's program and uses public names; EDL needs nothin
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from edl.command_line import CommandParser
+from edl.end_signals import exit_on_sigterm
 from edl.errors import SettingsError
 
 __all__ = ["main"]
@@ -66,11 +64,8 @@ def main(argv: Sequence[str]) -> int:
         pause_ms=plan.pause_ms if options.teacher_ms is None else options.teacher_ms,
         dashboard=options.dashboard,
     )
-    previous = signal.signal(signal.SIGTERM, _stop)  # ends the teachers and cleans up, as Ctrl-C does
-    try:
+    with exit_on_sigterm():  # ends the teachers and cleans up
         tell(plan, Screen())
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     return 0
 
 
@@ -81,7 +76,3 @@ def _check(options: argparse.Namespace) -> None:
         raise SettingsError(f"--teachers {options.teachers}: between 2 and 16, since one is killed and one drained")
     if options.teacher_ms is not None and not 0 <= options.teacher_ms <= 1000:
         raise SettingsError(f"--teacher-ms {options.teacher_ms}: between 0 and 1000")
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
 
-from edl.dashboard.state.records import number, rows, text, whole
+from edl.dashboard.state.records import number, read_fields, rows, text, whole
 from edl.dashboard.state.schema import (
     KubernetesCondition,
     KubernetesMember,
@@ -118,13 +118,8 @@ def _phase(metadata: _Json, status: _Json, conditions: Sequence[KubernetesCondit
 
 
 def _condition(found: _Json) -> KubernetesCondition:
-    return KubernetesCondition(
-        type=text(found.get("type")),
-        status=text(found.get("status")),
-        reason=text(found.get("reason")),
-        message=text(found.get("message"), _MAX_MESSAGE),
-        since=decode_time(found.get("lastTransitionTime")),
-    )
+    message, since = text(found.get("message"), _MAX_MESSAGE), decode_time(found.get("lastTransitionTime"))
+    return read_fields(KubernetesCondition, found, message=message, since=since)
 
 
 def _is_pod_of(pod: _Json, kind: str, owner: _Json) -> bool:
@@ -179,13 +174,9 @@ def _attempt(pod: _Json) -> int | None:
 
 
 def _end(found: _Json) -> KubernetesMemberEnd:
-    return KubernetesMemberEnd(
-        cause=text(found.get("cause")),
-        exit_code=whole(found.get("exitCode")),
-        message=text(found.get("message"), _MAX_MESSAGE),
-        time=decode_time(found.get("time")),
-        node=text(found.get("node")),
-    )
+    message, code = text(found.get("message"), _MAX_MESSAGE), whole(found.get("exitCode"))
+    moment = decode_time(found.get("time"))
+    return read_fields(KubernetesMemberEnd, found, message=message, exit_code=code, time=moment)
 
 
 def _pod_state(pod: _Json) -> tuple[str, str]:

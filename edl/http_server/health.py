@@ -61,18 +61,23 @@ class HealthServer:
         port: 0 for a free port.
         registry: The metrics.
         checks: What the other two paths run.
+        api: A WSGI application for the paths below `/v2`; None for none.
 
     Raises:
         SettingsError: The address cannot be listened on.
     """
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, checks: HealthChecks) -> None:
+    def __init__(
+        self, host: str, port: int, registry: CollectorRegistry, checks: HealthChecks, api: Any = None
+    ) -> None:
         metrics = make_wsgi_app(registry)
 
         def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-            found = checks.answer(environ.get("PATH_INFO", ""))
+            path = environ.get("PATH_INFO", "")
+            found = checks.answer(path)
             if found is None:
-                answered: Iterable[bytes] = metrics(environ, start_response)
+                app = api if api is not None and path.split("/")[1:2] == ["v2"] else metrics
+                answered: Iterable[bytes] = app(environ, start_response)
                 return answered
             passed, text = found
             body = text.encode()

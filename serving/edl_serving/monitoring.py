@@ -178,9 +178,9 @@ class Metrics(Collector):
             family.add_metric([self._model], buckets, sum(part.sum for part in parts))
         return family
 
-    def listen(self, host: str, port: int) -> int:
-        """Serve `/metrics`, `/livez` and `/readyz`; return the port."""
-        self._http = HealthServer(host, port, self.registry, self.checks)
+    def listen(self, host: str, port: int, api: Any = None) -> int:
+        """Serve `/metrics`, `/livez` and `/readyz`, and `api` below `/v2`; return the port."""
+        self._http = HealthServer(host, port, self.registry, self.checks, api)
         return self._http.port
 
     def close(self) -> None:

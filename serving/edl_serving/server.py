@@ -21,7 +21,7 @@ from edl.background import start_call
 from edl.errors import SettingsError
 from edl.memory import keep_freed_memory
 from edl.protocol import names
-from edl.protocol.channel import listen
+from edl.protocol.channel import is_this_host, listen
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl_serving.admission import (
@@ -34,6 +34,7 @@ from edl_serving.admission import (
 )
 from edl_serving.backends.backend import Backend
 from edl_serving.batching.batcher import Batcher, Canary
+from edl_serving.http_api import HttpApi
 from edl_serving.inference import InferenceServicer
 from edl_serving.model import ServedModel
 from edl_serving.monitoring import AccessLog, Metrics
@@ -262,7 +263,13 @@ class TeacherServer:
             self.metrics.add_gauge("edl_teacher_region_bytes", "Bytes of them.", lambda: regions.nbytes)
         self._add_checks()
         if settings.metrics_port is not None:
-            self.metrics_port = self.metrics.listen(settings.metrics_host, settings.metrics_port)
+            refusal = ""
+            if files is not None:
+                refusal = "this server has TLS or tokens, and this port has neither: use gRPC"
+            elif settings.metrics_host != settings.host and not is_this_host(authority(settings.metrics_host, 0)):
+                refusal = "this port is open to other hosts than the server: give --metrics-host as --host, or use gRPC"
+            api = HttpApi(inference, asyncio.get_running_loop(), settings.max_message_bytes, refusal)
+            self.metrics_port = self.metrics.listen(settings.metrics_host, settings.metrics_port, api)
 
     def _watch_certificate(self, files: CredentialFiles) -> None:
         """Add the gauge of the certificate's expiry, and log the certificate."""

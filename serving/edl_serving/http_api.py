@@ -1,0 +1,249 @@
+"""KServe v2 over HTTP, on the server's metrics port: for `curl`, and for clients that have no gRPC.
+
+A request becomes the `ModelInferRequest` that gRPC would have brought, so queue, limits and checks are the same.
+Tensors are JSON, or raw bytes behind it (https://github.com/kserve/open-inference-protocol, the binary tensor
+extension).
+
+The metrics port has neither TLS nor tokens. So a server with credentials answers no requests here, nor does one whose
+metrics port is open to more hosts than its own. Students use gRPC, which is faster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from edl import __version__
+from edl.errors import ProtocolError
+from edl.protocol import codec, kserve, names
+from edl.protocol.codec import Buffer
+from edl.protocol.tensors import dtype_of, from_raw, to_raw
+from edl.protocol.transport import grpc
+from edl.quoting import quote
+from edl_serving.inference import Call, InferenceServicer
+from edl_serving.request_error import RequestError, invalid_argument, not_found
+
+_MOST_JSON: Final = 4 << 20
+"""Bytes of JSON in a request, which take 30 times as much memory as Python objects; raw bytes may have more."""
+_PATH: Final = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?(/ready|/infer)?")
+_HEADER_LENGTH: Final = "Inference-Header-Content-Length"
+_STATUS: Final = {
+    grpc.StatusCode.INVALID_ARGUMENT: "400 Bad Request",
+    grpc.StatusCode.NOT_FOUND: "404 Not Found",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "429 Too Many Requests",
+    grpc.StatusCode.UNAVAILABLE: "503 Service Unavailable",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "504 Gateway Timeout",
+}
+
+
+class HttpApi:
+    """Answers paths below `/v2`, as a WSGI application whose calls may run in any thread.
+
+    Args:
+        inference: Answers the requests, on the event loop.
+        loop: The event loop.
+        max_bytes: Largest number of bytes of a request.
+        refusal: Why requests are refused; empty if they are answered.
+    """
+
+    def __init__(
+        self, inference: InferenceServicer, loop: asyncio.AbstractEventLoop, max_bytes: int, refusal: str
+    ) -> None:
+        self._inference = inference
+        self._loop = loop
+        self._max_bytes = max_bytes
+        self._refusal = refusal
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answer a request."""
+        status, raw = "200 OK", list[Buffer]()
+        try:
+            answer, raw = self._answer(environ)
+        except RequestError as error:
+            status, answer = _STATUS.get(error.code, "500 Internal Server Error"), {"error": error.message}
+        head = json.dumps(answer).encode() if answer is not None else b""
+        headers = [("Cache-Control", "no-store"), ("Content-Length", str(len(head) + sum(map(len, raw))))]
+        kind = "application/octet-stream" if raw else "application/json"
+        headers += [("Content-Type", kind), *([(_HEADER_LENGTH, str(len(head)))] if raw else [])]
+        start_response(status, headers)
+        return [head, *map(bytes, raw)]
+
+    def _answer(self, environ: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[Buffer]]:
+        inference, path, method = self._inference, str(environ["PATH_INFO"]), environ["REQUEST_METHOD"]
+        model = inference.model
+        if path == "/v2/health/live":
+            return None, []
+        if path == "/v2/health/ready":
+            return self._check_ready()
+        if self._refusal or "HTTP_ORIGIN" in environ:  # which a browser sends for a page of any host
+            words = self._refusal or "requests of web pages are refused"
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, words, reason="http")
+        if path in ("/v2", "/v2/"):
+            extensions = [*model.extensions(), "binary_tensor_data"]
+            return {"name": "edl", "version": __version__, "extensions": extensions}, []
+        found = _PATH.fullmatch(path)
+        if found is None:
+            raise not_found(f"no path {quote(path)}: there is /v2/models/{model.name}/infer")
+        name, version, what = found[1], found[2] or "", found[3]
+        model.check_request(name, version)
+        if what == "/ready":
+            return self._check_ready()
+        if what is None:
+            metadata = model.metadata()
+            tensors = {
+                kind: [{"name": item.name, "datatype": item.datatype, "shape": list(item.shape)} for item in specs]
+                for kind, specs in (("inputs", metadata.inputs), ("outputs", metadata.outputs))
+            }
+            versions = list(metadata.versions)
+            return {"name": model.name, "versions": versions, "platform": model.platform, **tensors}, []
+        if method != "POST":
+            raise invalid_argument(f"{method} of {path}: use POST")
+        fields, data = self._read(environ)
+        try:
+            header, sent, as_bytes = _as_message(fields, data, name, version)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ProtocolError) as exc:
+            raise invalid_argument(f"the request is not KServe's: {type(exc).__name__}: {exc}") from exc
+        client = f"http:{environ.get('REMOTE_ADDR')}"
+        asked = self._infer(client, header, sent, len(header) + len(data))
+        answer = asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        if isinstance(answer, RequestError):
+            raise answer
+        return _as_fields(answer, as_bytes)
+
+    def _check_ready(self) -> tuple[None, list[Buffer]]:
+        if not self._inference.lifecycle.ready:
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, f"not ready: {self._inference.lifecycle.state.value}")
+        return None, []
+
+    def _read(self, environ: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Return a body's JSON and the bytes behind it."""
+        if environ.get("HTTP_CONTENT_ENCODING", "identity") != "identity":
+            raise invalid_argument("bodies are taken as they are: send it without Content-Encoding")
+        try:
+            length = int(environ.get("CONTENT_LENGTH") or "")
+            head = int(environ.get("HTTP_INFERENCE_HEADER_CONTENT_LENGTH") or length)
+        except ValueError:
+            raise invalid_argument(f"Content-Length and {_HEADER_LENGTH}: expected numbers") from None
+        if not 0 <= head <= length <= self._max_bytes or head > _MOST_JSON:
+            raise invalid_argument(
+                f"{length:,} bytes, {head:,} of them JSON: at most {self._max_bytes:,} (edl serve --max-message) and "
+                f"{_MOST_JSON:,}; large tensors belong behind the JSON, as raw bytes"
+            )
+        body = environ["wsgi.input"].read(length)
+        if len(body) < length:
+            raise invalid_argument(f"{len(body):,} bytes came, and Content-Length is {length:,}")
+        try:
+            fields = json.loads(body[:head])
+        except (ValueError, RecursionError) as exc:
+            raise invalid_argument(f"the body is not JSON: {exc}") from exc
+        if not isinstance(fields, dict):
+            raise invalid_argument("the body is not a JSON object")
+        return fields, body[head:]
+
+    async def _infer(self, name: str, header: bytes, raw: list[memoryview], nbytes: int) -> bytes | RequestError:
+        """Compute a request, on the event loop, with the limits of a call over gRPC."""
+        inference, call = self._inference, Call(name, "", None)
+        try:
+            inference.lifecycle.begin_request()
+        except RequestError as error:
+            return error.copy()
+        try:
+            client = inference.clients.open_call(name)
+            try:
+                client.hold_bytes(nbytes)
+                try:
+                    return await inference.answer(call, header, raw, nbytes, "", None, codec.join_response)
+                finally:
+                    client.release_bytes(nbytes)
+            finally:
+                inference.clients.close_call(client)
+        except RequestError as error:
+            inference.record_error(error, call, "", nbytes)
+            return error.copy()
+        finally:
+            inference.lifecycle.end_request()
+
+
+def _as_message(
+    fields: Mapping[str, Any], data: bytes, name: str, version: str
+) -> tuple[bytes, list[memoryview], Callable[[str], bool]]:
+    """Return the header and tensors of a `ModelInferRequest`, and whether an output is wanted as raw bytes."""
+    message = kserve.ModelInferRequest(model_name=name, model_version=version, id=fields.get("id", ""))
+    given = dict(fields.get("parameters", {}))
+    default, wanted = given.pop("binary_data_output", False), dict[str, bool]()
+    _set_parameters(message, given)
+    raw, at = list[memoryview](), 0
+    for item in fields["inputs"]:
+        parameters = dict(item.get("parameters", {}))
+        nbytes = parameters.pop("binary_data_size", None)
+        tensor = message.inputs.add(name=item["name"], datatype=item["datatype"], shape=item["shape"])
+        _set_parameters(tensor, parameters)
+        if nbytes is not None:
+            if not 0 <= nbytes <= len(data) - at:
+                raise ValueError(f"binary_data_size={nbytes} of {item['name']!r}, and {len(data) - at} bytes are left")
+            raw.append(memoryview(data)[at : at + nbytes])
+            at += nbytes
+        elif names.SHM_REGION not in parameters:  # which is refused with the reason that gRPC gives
+            raw.append(memoryview(to_raw(_array_of(item))))
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes behind the last tensor")
+    for item in fields.get("outputs", []):
+        parameters = dict(item.get("parameters", {}))
+        if parameters.pop("classification", 0):
+            raise ValueError("classification is not known here: ask for the output, or for edl_top_k")
+        wanted[item["name"]] = parameters.pop("binary_data", default)
+        _set_parameters(message.outputs.add(name=item["name"]), parameters)
+    return message.SerializeToString(), raw, lambda output: bool(wanted.get(output, default))
+
+
+def _array_of(item: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """Return a tensor that was sent as JSON, flat or nested; raise ValueError for numbers that its type cannot hold."""
+    kind, data = item["datatype"], item["data"]
+    if kind == "BYTES":
+        return np.array(data, object).reshape(-1)
+    array, dtype = np.array(data).reshape(-1), dtype_of(kind)
+    fits = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
+    if kind == "BF16":
+        raise ValueError(f"input {quote(item['name'])}: BF16 is sent as raw bytes alone (binary_data_size)")
+    if array.size and array.dtype.kind not in fits:
+        raise ValueError(f"input {quote(item['name'])}: its data are not all {kind}")
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype)
+    if (cast != array).any() if dtype.kind in "iu" else dtype.kind == "f" and not np.isfinite(cast).all():
+        raise ValueError(f"input {quote(item['name'])} has values that {kind} cannot hold")
+    return cast
+
+
+def _set_parameters(message: Any, given: Mapping[str, Any]) -> None:
+    kinds = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}
+    for name, value in given.items():
+        setattr(message.parameters[name], kinds[type(value)], value)
+
+
+def _as_fields(answer: bytes, as_bytes: Callable[[str], bool]) -> tuple[dict[str, Any], list[Buffer]]:
+    """Return the JSON of a `ModelInferResponse`, and the tensors that are sent behind it."""
+    header, raw = codec.split_response(answer)
+    message = kserve.ModelInferResponse.FromString(header)
+    outputs, behind = list[dict[str, Any]](), list[Buffer]()
+    for tensor, data in zip(message.outputs, raw, strict=True):
+        output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        if as_bytes(tensor.name):
+            output["parameters"] = {"binary_data_size": len(data)}
+            behind.append(data)
+        else:
+            array = from_raw(tensor.datatype, tuple(tensor.shape), data).reshape(-1)
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise invalid_argument(f"output {tensor.name!r} has values that JSON cannot hold: ask for binary_data")
+            try:
+                output["data"] = [item.decode() if isinstance(item, bytes) else item for item in array.tolist()]
+            except UnicodeDecodeError:
+                words = f"output {tensor.name!r} has bytes that are no text: ask for binary_data"
+                raise invalid_argument(words) from None
+        outputs.append(output)
+    found = {"model_name": message.model_name, "model_version": message.model_version, "outputs": outputs}
+    return {**found, **({"id": message.id} if message.id else {})}, behind

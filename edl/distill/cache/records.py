@@ -281,7 +281,7 @@ class RowLayout:
         table = np.empty(sum(rows for rows, _ in heads), self.columns)
         for name in self.columns.names or ():
             table[name] = arrays[name]
-        data, size = memoryview(table.view(np.uint8)), self.columns.itemsize
+        data, size = table.view(np.uint8).data, self.columns.itemsize
         stops = itertools.accumulate(rows * size for rows, _ in heads)
         return [
             b"".join([fingerprint, data[stop - rows * size : stop]])

@@ -20,6 +20,7 @@ Connections to teachers, and checks of their models, are in `edl.distill.engine`
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
 import logging
@@ -90,7 +91,13 @@ class Teachers:
         if bool(self.service) == bool(self.endpoints):
             raise SettingsError("name either a service or endpoints of teachers (and not both)")
         if self.service:
-            _check_name(self.service)
+            if isinstance(self.service, str) and ":" in self.service:
+                raise SettingsError(
+                    f"service {self.service!r}: a service is looked up by the name that its teachers register under, "
+                    "which has no colon. Give addresses (host:port) as Teachers(endpoints=[...]), set_fixed_teacher, "
+                    "--teachers or EDL_TEACHERS"
+                )
+            check_service(self.service)
         if self.max_teachers is not None and not is_count(self.max_teachers):
             raise SettingsError(f"max_teachers={self.max_teachers!r}: must be a whole number of at least 1, or None")
         if not is_above_zero(self.weight) or self.weight == float("inf"):
@@ -128,17 +135,6 @@ class Teachers:
     def described(self) -> str:
         """Name for messages, with the registry's URL."""
         return f"{self.service!r} in {DiscoverySettings.of(self.discovery).url}" if self.service else self.name
-
-
-def _check_name(service: str) -> None:
-    """Refuse a name that no teacher can register under."""
-    if isinstance(service, str) and ":" in service:
-        raise SettingsError(
-            f"service {service!r}: a service is looked up by the name that its teachers register under, which has no "
-            "colon. Give addresses (host:port) as Teachers(endpoints=[...]), set_fixed_teacher, --teachers or "
-            "EDL_TEACHERS"
-        )
-    check_service(service)
 
 
 def service_identities(groups: Sequence[Teachers]) -> list[str]:
@@ -323,12 +319,11 @@ class TeacherWatcher:
             return
         from edl.discovery.group import BalanceGroup
 
-        store = open_store(self._url)
-        try:
-            with BalanceGroup(self._registry, store, service, _student_id(), want=self._teachers.max_teachers) as group:
-                self._pass_on(service, group.get)
-        finally:
-            store.close()
+        with (
+            contextlib.closing(open_store(self._url)) as store,
+            BalanceGroup(self._registry, store, service, _student_id(), want=self._teachers.max_teachers) as group,
+        ):
+            self._pass_on(service, group.get)
 
     def _pass_on(self, service: str, get: Callable[[float | None], Snapshot | None]) -> None:
         while not self._closing:

@@ -167,13 +167,15 @@ class AugmentedViews(Dataset[Any]):
         sample = self._seeded(index, number)
         self._made += 1
         if self._made <= _CHECKED or not self._made % _CHECKED_LATER:
-            if self._made == 1 and (unknown := _incomparable(sample)):
+            unknown: set[str] = set()
+            same = _same(sample, self._seeded(index, number), unknown)
+            if self._made == 1 and unknown:
                 logger.warning(
                     "samples hold values of type %s, which cannot be compared: whether they are the same if made again "
                     "is not checked",
-                    unknown,
+                    ", ".join(sorted(unknown)),
                 )
-            if not _same(sample, self._seeded(index, number)):
+            if not same:
                 raise SettingsError(
                     f"sample {index} is not the same when it is made again with the same seed, so labels of its views "
                     "cannot be kept: its augmentation draws random numbers that neither random, numpy.random nor torch "
@@ -213,8 +215,8 @@ def _with_id(sample: Any, number: int | str) -> Any:
     return (*sample, number) if isinstance(sample, tuple | list) else (sample, number)
 
 
-def _same(first: Any, second: Any) -> bool:
-    """Return whether two samples are equal, as far as their types can tell."""
+def _same(first: Any, second: Any, unknown: set[str]) -> bool:
+    """Return whether two samples are equal; types that cannot tell are added to `unknown`."""
     if type(first) is not type(second):
         return False
     if isinstance(first, torch.Tensor):
@@ -222,22 +224,15 @@ def _same(first: Any, second: Any) -> bool:
     if isinstance(first, np.ndarray):
         return bool(first.shape == second.shape and first.tobytes() == second.tobytes())
     if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(_same(value, second[key]) for key, value in first.items())
+        return first.keys() == second.keys() and all(_same(value, second[key], unknown) for key, value in first.items())
     if isinstance(first, tuple | list):
-        return len(first) == len(second) and all(map(_same, first, second))
+        return len(first) == len(second) and all(_same(*pair, unknown) for pair in zip(first, second, strict=True))
     if hasattr(first, "tobytes"):  # Pillow's pictures, numpy's numbers
         return bool(first.tobytes() == second.tobytes())
-    return not isinstance(first, _PLAIN) or bool(first == second or first != first)
-
-
-def _incomparable(sample: Any) -> str:
-    """Return the type of a value that `_same` cannot compare; empty if there is none."""
-    if isinstance(sample, Mapping):
-        return next(filter(None, map(_incomparable, sample.values())), "")
-    if isinstance(sample, tuple | list):
-        return next(filter(None, map(_incomparable, sample)), "")
-    known = isinstance(sample, (torch.Tensor, *_PLAIN)) or hasattr(sample, "tobytes")
-    return "" if known else type(sample).__qualname__
+    if isinstance(first, _PLAIN):
+        return bool(first == second or first != first)
+    unknown.add(type(first).__qualname__)
+    return True
 
 
 def _checked_id(sample_id: Any) -> int | str:

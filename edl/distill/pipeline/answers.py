@@ -150,23 +150,18 @@ class Combiner:
     def __init__(self, how: Combine, weights: Sequence[float]) -> None:
         if not callable(how) and how not in ("each", "mean", "mean_probabilities"):
             raise SettingsError(f"combine={how!r}: expected 'each', 'mean', 'mean_probabilities' or a function")
-        self.how = how
+        self._how = how
         self._weights = np.asarray(weights, np.float64) / sum(weights)
-
-    @property
-    def side_by_side(self) -> bool:
-        """Whether the services' outputs are delivered side by side."""
-        return self.how == "each"
 
     def __call__(self, outputs: Sequence[Outputs]) -> list[Outputs]:
         """Return a single mapping, or a mapping per service if they are delivered side by side."""
-        if self.side_by_side or len(outputs) <= 1:
+        if self._how == "each" or len(outputs) <= 1:
             return list(outputs)
         return [{name: self._one(name, [service[name] for service in outputs]) for name in outputs[0]}]
 
     def _one(self, name: str, values: Sequence[Array | TopK]) -> Any:
-        if callable(self.how):
-            return self.how(values)
+        if callable(self._how):
+            return self._how(values)
         arrays = [value for value in values if not isinstance(value, TopK)]
         if len(arrays) < len(values):
             raise SettingsError(f"output {name!r}: top-k labels cannot be averaged; use combine='each' or no top_k")
@@ -174,7 +169,7 @@ class Combiner:
             shapes = ", ".join(str(list(array.shape)) for array in arrays)
             raise SettingsError(f"output {name!r}: services give shapes {shapes}; only equal shapes can be averaged")
         dtype = np.result_type(*arrays)
-        if self.how == "mean":
+        if self._how == "mean":
             return sum(w * a.astype(np.float32) for w, a in zip(self._weights, arrays, strict=True)).astype(dtype)
         mean = sum(w * _softmax(a) for w, a in zip(self._weights, arrays, strict=True))
         return np.log(np.maximum(mean, np.finfo(np.float32).tiny)).astype(dtype)

@@ -89,11 +89,12 @@ class ChunkLabeller:
         self.closed = False  # whether new work is refused
         self._numbers = itertools.count()
         self._delivered = self._cached = 0
-        self._wait_s = self._source_wait_s = 0.0
+        self.wait_s = 0.0  # that the training loop waited so far
+        self.source_wait_s = 0.0  # of these, for the data source
         self._progress_at = time.monotonic() + options.progress_s
         self._progress_rows = 0
         keep_freed_memory(min(options.memory_bytes, 512 << 20))  # the user's memory limit applies to freed memory too
-        self._engines: list[Engine] = []
+        self.engines: list[Engine] = []
         self._services: list[_Service] = []
         self._timeout_s = options.teacher_timeout_s
         self._warned_unversioned = False
@@ -130,7 +131,7 @@ class ChunkLabeller:
             arena=self._arena,
             files=self._files,
         )
-        self._engines.append(engine)
+        self.engines.append(engine)
         labels = None
         if request.cache_config is not None:
             labels = ServiceLabels(request.cache_config, output_spec, identity, engine.weights_versions, own)
@@ -147,26 +148,26 @@ class ChunkLabeller:
 
     def asked(self, route: int | None) -> range:
         """Return the numbers of the services that label a chunk of a route."""
-        return range(len(self._engines)) if route is None else range(route, route + 1)
+        return range(len(self.engines)) if route is None else range(route, route + 1)
 
     def knows_teacher(self, route: int | None) -> bool:
         """Return whether all services that label chunks of a route have had a teacher."""
-        return all(self._engines[index].await_spec(0.0) is not None for index in self.asked(route))
+        return all(self.engines[index].await_spec(0.0) is not None for index in self.asked(route))
 
     def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
         """Return the largest number of rows in a request that the teachers of a route accept; 0 for any."""
         known = [index for index in self.asked(route) if self.await_spec(index, stopped) is not None]
-        return min(filter(None, (self._engines[index].limits.max_rows for index in known)), default=0)
+        return min(filter(None, (self.engines[index].limits.max_rows for index in known)), default=0)
 
     def max_sequence(self, route: int | None = None) -> int:
         """Return the length of the longest sequence that some teacher of every service accepts; 0 for any."""
-        return min(filter(None, (self._engines[at].limits.max_sequence for at in self.asked(route))), default=0)
+        return min(filter(None, (self.engines[at].limits.max_sequence for at in self.asked(route))), default=0)
 
     def rows_that_fit(self, fields: Mapping[str, Array], route: int | None = None) -> int:
         """Return how many rows of this size fit into a request to any teacher of a route; 0 for any number."""
         fitting = [
             rows_that_fit(fields, spec, max_nbytes)
-            for engine in (self._engines[index] for index in self.asked(route))
+            for engine in (self.engines[index] for index in self.asked(route))
             if (max_nbytes := engine.limits.max_nbytes) and (spec := engine.await_spec(0)) is not None
         ]
         return min(fitting, default=0)
@@ -177,10 +178,10 @@ class ChunkLabeller:
         For a fixed list, that makes sense while some teachers are still connecting. For a service it always does,
         because its teachers come and go.
         """
-        short = [at for at in self.asked(route) if rows > self._engines[at].limits.max_sequence > 0]
+        short = [at for at in self.asked(route) if rows > self.engines[at].limits.max_sequence > 0]
         if not short or time.monotonic() - since > self._timeout_s:
             return False
-        return all(self.request.teachers[at].service is not None or self._engines[at].awaits_teachers for at in short)
+        return all(self.request.teachers[at].service is not None or self.engines[at].awaits_teachers for at in short)
 
     def await_max_sequence(self, rows: int, stopped: Callable[[], bool], route: int | None = None) -> int:
         """Wait as long as `awaits_sequence` says, and return `max_sequence`."""
@@ -189,7 +190,7 @@ class ChunkLabeller:
         asked = self.asked(route)
         while not stopped() and self.awaits_sequence(rows, begin, route):
             for index in asked:
-                self._engines[index].wait_changed(_LOOK_S / len(asked))
+                self.engines[index].wait_changed(_LOOK_S / len(asked))
             if not warned and time.monotonic() - begin > _SAY_AFTER_S:
                 warned = True
                 logger.warning(
@@ -204,7 +205,7 @@ class ChunkLabeller:
     def lacks_teacher(self, since: float, route: int | None = None) -> bool:
         """Return whether a service of a route has had no teacher yet; raise if the wait for it is over."""
         for index in self.asked(route):
-            if self._engines[index].await_spec(0.0) is None:
+            if self.engines[index].await_spec(0.0) is None:
                 error = self._useless(index, since)
                 if error is not None:
                     raise error
@@ -213,7 +214,7 @@ class ChunkLabeller:
 
     def _useless(self, index: int, since: float) -> EDLError | None:
         """Return why to wait no longer for a service's first teacher; None if that makes sense."""
-        engine = self._engines[index]
+        engine = self.engines[index]
         return engine.lacking() or (engine.no_teacher() if time.monotonic() - since > self._timeout_s else None)
 
     def await_spec(self, index: int, stopped: Callable[[], bool]) -> ModelSpec | None:
@@ -224,11 +225,11 @@ class ChunkLabeller:
     def _await_any(self, services: Sequence[int], stopped: Callable[[], bool]) -> tuple[int, ModelSpec] | None:
         """Wait for the first teacher of any of these services; return the service's number and the model."""
         begin = time.monotonic()
-        first = self._engines[services[0]]
+        first = self.engines[services[0]]
         warned = False
         while not stopped():
             for index in services:
-                spec = self._engines[index].await_spec(0.0)
+                spec = self.engines[index].await_spec(0.0)
                 if spec is not None:
                     return index, spec
             errors = [self._useless(index, begin) for index in services]
@@ -253,7 +254,7 @@ class ChunkLabeller:
     @property
     def depth(self) -> int:
         """Number of chunks to keep open: enough that a teacher four times slower than the rest does not stop them."""
-        capacities = [engine.capacity for engine in self._engines]
+        capacities = [engine.capacity for engine in self.engines]
         return max(8, 4 * (sum(capacities) if self.request.router is not None else max(capacities, default=0)))
 
     def backlog(self, route: int | None) -> float:
@@ -262,17 +263,17 @@ class ChunkLabeller:
         At 1 the feeding thread pauses, because more would only push warm memory out of the caches.
         """
         asked = self.asked(route)
-        waiting = max((self._services[at].submitted - self._engines[at].dispatched for at in asked), default=0)
+        waiting = max((self._services[at].submitted - self.engines[at].dispatched for at in asked), default=0)
         return waiting / (2 + self.depth // 16)
 
     def estimate_answers(self, chunk: Chunk) -> None:
         """Estimate the bytes of the answers to a chunk, as far as they are known."""
         for answer, index in enumerate(self.asked(chunk.route)):
-            spec = self._engines[index].await_spec(0.0)
+            spec = self.engines[index].await_spec(0.0)
             nbytes = self._services[index].sizes.expected(chunk.rows, spec)
             chunk.answers_nbytes[answer] = nbytes or 0
             # Labels are looked up once the version is known, which a model may name in its answers only.
-            knows_version = spec is None or spec.version or self._engines[index].is_unversioned
+            knows_version = spec is None or spec.version or self.engines[index].is_unversioned
             chunk.foreseen = chunk.foreseen and nbytes is not None and (chunk.ids is None or bool(knows_version))
 
     def limit_answers(self, chunks: Collection[Chunk], needed: Collection[Chunk], *, limited: bool) -> bool:
@@ -295,7 +296,7 @@ class ChunkLabeller:
                 awaited = [other.jobs[-1][1] for other in pending if other in needed]
                 last = max([chunk.jobs[0][1] - 1, *awaited])
                 break
-        for engine in self._engines:
+        for engine in self.engines:
             engine.send_until(last)
         return last < math.inf
 
@@ -399,14 +400,14 @@ class ChunkLabeller:
 
     def follow_version(self, service: int) -> None:
         """Follow the teachers' version where there are no epochs. Call it when all requests have been answered."""
-        engine = self._engines[service]
+        engine = self.engines[service]
         with contextlib.suppress(ClosedError):  # another thread may close this meanwhile
             self.thread.call(engine.begin_epoch)
             engine.select_version()
 
     def has_live_teacher(self, service: int) -> bool:
         """Return whether a service has a teacher that can take work."""
-        return bool(self._engines[service].stats().teachers_live)
+        return bool(self.engines[service].stats().teachers_live)
 
     @property
     def refuses_versions(self) -> bool:
@@ -465,7 +466,7 @@ class ChunkLabeller:
             return
         if self._epoch_begins:
             self._epoch_begins = False
-            for engine in self._engines:
+            for engine in self.engines:
                 engine.select_version()
 
     def outputs_of(self, item: Item, service: int) -> Outputs:
@@ -483,7 +484,7 @@ class ChunkLabeller:
             if self._offline is not None:
                 return self._offline.empty()
             # All routes have the same outputs, but some may have no teacher yet.
-            services = [service] if self.request.router is None else range(len(self._engines))
+            services = [service] if self.request.router is None else range(len(self.engines))
             found = self._await_any(services, lambda: self.closed)
             if found is None:
                 raise ClosedError("the reader is closed")
@@ -493,7 +494,7 @@ class ChunkLabeller:
     def set_awaited(self, chunk: Chunk) -> None:
         """Note that the training loop waits for this chunk now."""
         for index, number in chunk.jobs:
-            self.thread.call(self._engines[index].set_awaited, number)
+            self.thread.call(self.engines[index].set_awaited, number)
 
     def cancel(self, chunks: Iterable[Chunk]) -> None:
         """Drop chunks whose labels are no longer wanted."""
@@ -505,7 +506,7 @@ class ChunkLabeller:
             return
         with contextlib.suppress(ClosedError):  # another thread may close this meanwhile
             for index, gone in numbers.items():
-                self.thread.call(self._engines[index].cancel, gone)
+                self.thread.call(self.engines[index].cancel, gone)
 
     def record_delivery(self, rows: int) -> None:
         """Count rows delivered to the training loop, and log progress every `progress_s`."""
@@ -517,35 +518,16 @@ class ChunkLabeller:
             self._progress_at = now + self.request.options.progress_s
             self._progress_rows = self._delivered
 
-    def record_wait(self, seconds: float, source_s: float) -> None:
-        """Count seconds that the training loop waited, and how many of them it waited for the data source."""
-        self._wait_s += seconds
-        self._source_wait_s += source_s
-
-    @property
-    def waits_s(self) -> tuple[float, float]:
-        """Seconds that the training loop waited so far, and how many of them it waited for the data source."""
-        return self._wait_s, self._source_wait_s
-
-    def rows_asked(self, service: int) -> int:
-        """Return how many rows a service was asked for so far."""
-        return self._engines[service].rows_asked
-
-    def ready_teachers(self, service: int) -> list[str]:
-        """Return the ids of the teachers of a service that are in use."""
-        teachers = self._engines[service].stats().teachers
-        return sorted(name for name, teacher in teachers.items() if teacher.state == "ready")
-
     def stats(self) -> ReaderStats:
         """Return the counters of this reader, except those of the current epoch."""
-        services = [engine.stats() for engine in self._engines]
+        services = [engine.stats() for engine in self.engines]
         return replace(
             merged(services),
             routes={value: services[index] for value, index in (self.request.routes or {}).items()},
             rows_cached=self._cached,
             rows_delivered=self._delivered,
-            wait_s=self._wait_s,
-            source_wait_s=self._source_wait_s,
+            wait_s=self.wait_s,
+            source_wait_s=self.source_wait_s,
             rows_not_cached=self._cache_queue.dropped_rows if self._cache_queue is not None else 0,
             cache_queue_bytes=self._cache_queue.queued_bytes if self._cache_queue is not None else 0,
         )
@@ -554,7 +536,7 @@ class ChunkLabeller:
         """Note that an epoch begins. Call it in the thread that begins it, whose trace span the requests get."""
         self._epoch_begins = True
         self._traceparent = current_traceparent()
-        for engine in self._engines:
+        for engine in self.engines:
             self.thread.call(engine.begin_epoch)
 
     def close(self) -> None:
@@ -566,7 +548,7 @@ class ChunkLabeller:
             if self._cache_queue is not None:
                 stack.callback(self._cache_queue.close)
             stack.callback(self.thread.release)
-            for engine in self._engines:
+            for engine in self.engines:
                 stack.callback(self._close_engine, engine)
             for service in self._services:
                 stack.callback(service.watcher.close)

@@ -181,9 +181,10 @@ class Epoch:
             self.close()
             raise
         finally:
-            waited = self._split_wait(*waiting)
+            waited_s, source_s = self._split_wait(*waiting)
             self._waiting = None  # before it is recorded, so that the wait is never counted twice
-            self._labeller.record_wait(*waited)
+            self._labeller.wait_s += waited_s
+            self._labeller.source_wait_s += source_s
         if isinstance(found, Item):
             return found
         self.close()

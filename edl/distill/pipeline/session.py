@@ -50,6 +50,7 @@ def load_publishers(
 def _source(
     labeller: ChunkLabeller, index: int, service: str, open_wait: Callable[[], tuple[float, float]], job: str
 ) -> LoadSource:
+    engine = labeller.engines[index]
     label_s = total_source_s = 0.0
 
     def read() -> Mapping[str, float]:
@@ -59,14 +60,15 @@ def _source(
         order it would be counted twice, permanently.
         """
         nonlocal label_s, total_source_s
-        waited_s, source_s = labeller.waits_s
+        waited_s, source_s = labeller.wait_s, labeller.source_wait_s
         open_s, open_source_s = open_wait()
         label_s = max(label_s, waited_s + open_s - source_s - open_source_s)
         total_source_s = max(total_source_s, source_s + open_source_s)
-        return {"rows_asked": labeller.rows_asked(index), "wait_s": label_s, "source_wait_s": total_source_s}
+        return {"rows_asked": engine.rows_asked, "wait_s": label_s, "source_wait_s": total_source_s}
 
     def describe() -> Mapping[str, Any]:
-        return {"job": job, "teachers": labeller.ready_teachers(index)[:MAX_TEACHERS]}
+        ready = sorted(name for name, teacher in engine.stats().teachers.items() if teacher.state == "ready")
+        return {"job": job, "teachers": ready[:MAX_TEACHERS]}
 
     return LoadSource(service, "students", read, describe)
 

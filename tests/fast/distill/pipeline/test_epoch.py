@@ -27,6 +27,7 @@ class Labels:
 
     memory_bytes = 1 << 30
     depth = 8
+    wait_s = source_wait_s = 0.0
 
     def __init__(self, submit_error: Exception | None = None, linger_s: float = 0.005) -> None:
         self.submit_error, self.linger_s = submit_error, linger_s
@@ -46,7 +47,6 @@ class Labels:
     def set_awaited(self, chunk: Chunk) -> None: ...
     def cancel(self, chunks: Iterable[Chunk]) -> None: ...
     def record_delivery(self, rows: int) -> None: ...
-    def record_wait(self, seconds: float, source_s: float) -> None: ...
 
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> int:
         if self.submit_error is not None:

@@ -88,15 +88,11 @@ class KubeClient:
         return self._connection.server_clock.is_doubtful()
 
     def close(self) -> None:
-        """Close the connections; may be called twice."""
+        """Close the connections. May be called twice."""
         self._connection.close()
 
     def get(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
-        """Read an object.
-
-        Returns:
-            The object; None where there is none of this name.
-        """
+        """Read an object; None where there is none of this name."""
         call = self._call("get", kind, namespace, name)
         return self._request_named(call, "GET", self._path(kind, namespace, name))
 
@@ -109,15 +105,9 @@ class KubeClient:
         field_selector: str = "",
         metadata_only: bool = False,
     ) -> ObjectList:
-        """Read all objects of a kind, as they are now.
+        """Read all objects of a kind, as they are now, and the moment from which a watch can follow.
 
         An empty `namespace` is all of the cluster. `metadata_only` leaves out everything else of the objects.
-
-        Returns:
-            The objects, and the moment from which a watch can follow.
-
-        Raises:
-            KubernetesError: as for all methods; also where the list changes faster than its pages can be read.
         """
         selectors = _filled(labelSelector=label_selector, fieldSelector=field_selector)
         call = self._call("list", kind, namespace)
@@ -141,10 +131,7 @@ class KubeClient:
         raise KubernetesError(f"{self.url}: {call}: the list changes faster than it can be read")
 
     def create(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
-        """Make an object.
-
-        Returns:
-            The object as it is now.
+        """Make an object, and return it as it is now.
 
         Raises:
             ConflictError: there is an object of this name.
@@ -154,29 +141,17 @@ class KubeClient:
         body = self._encode(kind, obj)
         return self._request(call, "POST", self._path(kind, namespace), {}, body)
 
-    def apply(
-        self,
-        kind: ResourceType,
-        obj: Mapping[str, Any],
-        namespace: str | None = None,
-        *,
-        field_manager: str = "edl-operator",
-        force: bool = True,
-    ) -> Object:
-        """Make an object, or change its fields to these: server-side apply.
+    def apply(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
+        """Make an object, or change its fields to these: server-side apply. Return it as it is now.
 
-        Fields that `field_manager` wanted before and leaves out go; `force` takes fields that another manager set.
-
-        Returns:
-            The object as it is now.
+        Fields that EDL wanted before and leaves out go; fields that another manager set become EDL's.
 
         Raises:
-            ConflictError: another manager has a field, without `force`.
             QuotaExceededError: the namespace's quota has no room for it.
         """
         name = str(_metadata(obj).get("name") or "")
         call = self._call("patch", kind, namespace, name)
-        query = {"fieldManager": field_manager, "force": "true" if force else "false"}
+        query = {"fieldManager": "edl-operator", "force": "true"}
         path = self._path(kind, namespace, name)
         return self._request(call, "PATCH", path, query, self._encode(kind, obj), "application/apply-patch+yaml")
 
@@ -189,15 +164,13 @@ class KubeClient:
         *,
         subresource: str = "",
     ) -> Object | None:
-        """Change fields: a merge patch (RFC 7386), where None removes a field.
-
-        `metadata.resourceVersion` in the patch is what the object must still have.
+        """Change fields by a merge patch (RFC 7386), where None removes a field.
 
         Returns:
             The object as it is now; None where there is none of this name.
 
         Raises:
-            ConflictError: the object is no longer of the `resourceVersion` given.
+            ConflictError: it is no longer of the `metadata.resourceVersion` in the patch.
         """
         call = self._call("patch", kind, namespace, name, subresource)
         path = self._path(kind, namespace, name, subresource)
@@ -210,46 +183,31 @@ class KubeClient:
         namespace: str | None = None,
         *,
         uid: str = "",
-        resource_version: str = "",
         grace_period_s: int | None = None,
-        propagation: str = "Background",
     ) -> bool:
-        """Delete an object.
+        """Delete an object and, later, what it owns; return whether it was there.
 
-        The object must have the `uid` and `resource_version` given. `grace_period_s` is of a pod: seconds between
-        SIGTERM and SIGKILL, None for its own. `propagation` says what becomes of the objects that it owns: Background,
-        Foreground or Orphan.
-
-        Returns:
-            Whether it was there. A pod may take its grace period to end.
+        `grace_period_s` is of a pod: seconds between SIGTERM and SIGKILL, None for its own.
 
         Raises:
-            ConflictError: it is not of this uid or version.
+            ConflictError: it is not of the `uid` given.
         """
         call = self._call("delete", kind, namespace, name)
-        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": propagation}
-        if preconditions := _filled(uid=uid, resourceVersion=resource_version):
-            options["preconditions"] = preconditions
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid:
+            options["preconditions"] = {"uid": uid}
         if grace_period_s is not None:
             options["gracePeriodSeconds"] = grace_period_s
         body = json.dumps(options).encode()
         return self._request_named(call, "DELETE", self._path(kind, namespace, name), body) is not None
 
     def read_scale(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
-        """Read how many replicas are wanted and there.
-
-        Returns:
-            A `Scale`; None where there is no object of this name.
-        """
+        """Read how many replicas are wanted and there, a `Scale`; None where there is no object of this name."""
         call = self._call("get", kind, namespace, name, "scale")
         return self._request_named(call, "GET", self._path(kind, namespace, name, "scale"))
 
     def write_scale(self, kind: ResourceType, name: str, replicas: int, namespace: str | None = None) -> Object | None:
-        """Change how many replicas are wanted.
-
-        Returns:
-            The `Scale` as it is now; None where there is no object of this name.
-        """
+        """Change how many replicas are wanted; None where there is no object of this name."""
         return self.patch(kind, name, {"spec": {"replicas": replicas}}, namespace, subresource="scale")
 
     def read_log(
@@ -261,7 +219,6 @@ class KubeClient:
         follow: bool = False,
         tail_lines: int | None = None,
         previous: bool = False,
-        since_s: int | None = None,
         since_time: str = "",
         timestamps: bool = False,
         deadline_s: float | None = None,
@@ -271,9 +228,7 @@ class KubeClient:
         `follow` goes on until the container ends; `previous` is of the container before its last restart; `since_time`
         is as `format_time` writes it; `timestamps` begins each line with its time. After `deadline_s` it ends; None for
         no end but the log's. A node that went away without a word ends it with an error after a minute.
-
-        Yields:
-            Bytes; a piece may end within a line.
+        A piece may end within a line.
 
         Raises:
             InvalidObjectError: there is no such pod or container, or it has not started.
@@ -283,8 +238,6 @@ class KubeClient:
         query = _filled(container=container, sinceTime=since_time, **{name: "true" for name in flags if flags[name]})
         if tail_lines is not None:
             query["tailLines"] = str(tail_lines)
-        if since_s is not None:
-            query["sinceSeconds"] = str(since_s)
         end = None if deadline_s is None else time.monotonic() + deadline_s
         silence_s = deadline_s if follow else self._settings.timeout_s
         stream = self._connection.stream(call, self._path(PODS, namespace, pod, "log"), query, silence_s)
@@ -301,13 +254,7 @@ class KubeClient:
         selectors: Mapping[str, str],
         length_s: int,
     ) -> Stream:
-        """Begin to follow changes; `edl.kube.watch.KubeWatch` is what callers use.
-
-        `selectors` are `labelSelector` and `fieldSelector`; the server ends the watch after `length_s`.
-
-        Returns:
-            Lines of JSON, an event in each.
-        """
+        """Begin to follow changes, for `KubeWatch`: lines of JSON, until the server ends the watch after `length_s`."""
         query = {
             **selectors,
             "watch": "true",
@@ -320,11 +267,7 @@ class KubeClient:
         return self._connection.stream(call, path, query, length_s + _WATCH_GRACE_S, begins_at_once=True)
 
     def has_resource(self, group: str, version: str, plural: str) -> bool:
-        """Ask whether the server has a kind of objects.
-
-        Returns:
-            Whether it has.
-        """
+        """Ask whether the server has a kind of objects."""
         call = Call("get", f"the resources of {group or 'core'}/{version}", group)
         path = (
             f"/apis/{quote(group, safe='')}/{quote(version, safe='')}" if group else f"/api/{quote(version, safe='')}"

@@ -38,13 +38,10 @@ _IMPERSONATION: Final = ("as", "as-uid", "as-groups", "as-user-extra")
 
 
 def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float) -> str:
-    """Fill in what a kubeconfig says.
+    """Fill in what a kubeconfig says; return the context's namespace, empty where it has none.
 
     `path` may name several files as KUBECONFIG does, or be empty for `~/.kube/config`; an empty `context` is the
     current one. A plugin has `plugin_s` seconds to give credentials where no terminal is there.
-
-    Returns:
-        The context's namespace; empty where it has none.
 
     Raises:
         SettingsError: it asks for something that is not known here, or its plugin gives no credentials.
@@ -133,19 +130,9 @@ class _Access(NamedTuple):
 
 
 class Connection:
-    """Requests to an API server. Thread-safe; not to be used in a fork of the process that opened it.
+    """Requests to an API server; `KubeClient` has the arguments and errors."""
 
-    Args:
-        settings: which cluster, and as whom.
-        on_answer: called after each request with the call and the answer's code, 0 where none came; for metrics.
-
-    Raises:
-        SettingsError: no cluster is named anywhere, or the file that names it cannot be used.
-    """
-
-    def __init__(
-        self, settings: KubeSettings, on_answer: Callable[[Call, int], object] = lambda call, code: None
-    ) -> None:
+    def __init__(self, settings: KubeSettings, on_answer: Callable[[Call, int], object]) -> None:
         self._settings = settings
         self._on_answer = on_answer
         self.server_clock: Final = ServerClock()
@@ -174,13 +161,7 @@ class Connection:
         content_type: str = _JSON,
         accept: str = _JSON,
     ) -> bytes:
-        """Send a request, and read its answer whole.
-
-        Raises:
-            EDLError: as `explain_failure` has it.
-            KubernetesError: the server cannot be reached, or does not answer in time.
-            ClosedError: this is closed, or was opened before a fork.
-        """
+        """Send a request, and read its answer whole."""
         deadline = time.monotonic() + _CALL_TIMEOUTS * self._settings.timeout_s
         with self._open(call, method, path, query, body, (content_type, accept), self._settings.timeout_s) as response:
             return _read_whole(call, self.url, response, deadline)
@@ -199,12 +180,6 @@ class Connection:
         `read_timeout_s` is the longest silence in seconds; None for any, as long as the server's host is there. Where
         it `begins_at_once`, the first byte, which says whether there will be more, takes no longer than a call's
         answer. The caller closes the stream.
-
-        Returns:
-            The pieces. The caller closes it.
-
-        Raises:
-            EDLError: as for `send`.
         """
         first_s = self._settings.timeout_s if begins_at_once else read_timeout_s
         stream = Stream(call, self.url, self._open(call, "GET", path, query, None, ("", _JSON), first_s))
@@ -310,11 +285,7 @@ class Stream:
                 raise
 
     def lines(self) -> Iterator[bytes]:
-        """Yield whole lines as they come, without their ends; a last line that is cut is left out.
-
-        Raises:
-            KubernetesError: as for iteration.
-        """
+        """Yield whole lines as they come, without their ends; a last line that is cut is left out."""
         rest = b""
         for piece in self:
             *whole, rest = (rest + piece).split(b"\n")
@@ -416,19 +387,6 @@ def _load_access(settings: KubeSettings) -> _Access:
     if not configuration.verify_ssl:
         _log_insecure(url, source)
     return _Access(url, namespace, api_client)
-
-
-def find_server(settings: KubeSettings) -> str:
-    """Return the URL of the API server that the settings lead to. Asks the server nothing.
-
-    Raises:
-        SettingsError: no cluster is named anywhere, or the file that names it cannot be used.
-    """
-    from kubernetes import client
-
-    configuration = client.Configuration()
-    _configure(settings, configuration)
-    return str(configuration.host).rstrip("/")
 
 
 def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str]:

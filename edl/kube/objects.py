@@ -21,10 +21,7 @@ class ObjectList(NamedTuple):
 
 
 def parse_time(text: str) -> float:
-    """Read a time of the API.
-
-    Returns:
-        The seconds since 1970.
+    """Return a time of the API in seconds since 1970.
 
     Raises:
         ValueError: `text` is none.
@@ -41,10 +38,6 @@ def parse_time(text: str) -> float:
 
 
 def format_time(seconds: float) -> str:
-    """Write a time as the API takes it.
-
-    Returns:
-        RFC 3339, in UTC.
-    """
+    """Return a time as the API takes it: RFC 3339, in UTC."""
     moment = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

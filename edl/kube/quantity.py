@@ -20,10 +20,7 @@ _MOST_CHARS: Final = 64
 
 
 def parse_quantity(text: str | int | float) -> Decimal:
-    """Read an amount.
-
-    Returns:
-        The amount, in units (cores, bytes, devices).
+    """Return an amount in units (cores, bytes, devices).
 
     Raises:
         ValueError: `text` is not an amount.
@@ -39,11 +36,7 @@ def parse_quantity(text: str | int | float) -> Decimal:
 
 
 def format_quantity(amount: Decimal, *, binary: bool = False) -> str:
-    """Write an amount, rounded up to what the API can hold.
-
-    Returns:
-        The amount with the largest suffix that needs no fraction.
-    """
+    """Return an amount, rounded up to what the API can hold, with the largest suffix that needs no fraction."""
     if binary:
         whole = _round_up(amount)
         for suffix in ("Ei", "Pi", "Ti", "Gi", "Mi", "Ki"):

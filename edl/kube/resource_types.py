@@ -31,16 +31,11 @@ class ResourceType(NamedTuple):
 PODS: Final = ResourceType("", "v1", "pods", "Pod")
 NODES: Final = ResourceType("", "v1", "nodes", "Node", namespaced=False)
 NAMESPACES: Final = ResourceType("", "v1", "namespaces", "Namespace", namespaced=False)
-SERVICES: Final = ResourceType("", "v1", "services", "Service")
 EVENTS: Final = ResourceType("", "v1", "events", "Event")
 SECRETS: Final = ResourceType("", "v1", "secrets", "Secret")
 CONFIG_MAPS: Final = ResourceType("", "v1", "configmaps", "ConfigMap")
-LEASES: Final = ResourceType("coordination.k8s.io", "v1", "leases", "Lease")
 DEPLOYMENTS: Final = ResourceType("apps", "v1", "deployments", "Deployment")
-PRIORITY_CLASSES: Final = ResourceType("scheduling.k8s.io", "v1", "priorityclasses", "PriorityClass", namespaced=False)
 POD_DISRUPTION_BUDGETS: Final = ResourceType("policy", "", "poddisruptionbudgets", "PodDisruptionBudget")
-"""v1beta1 up to 1.20, v1 from 1.21 on."""
-ENDPOINT_SLICES: Final = ResourceType("discovery.k8s.io", "", "endpointslices", "EndpointSlice")
 """v1beta1 up to 1.20, v1 from 1.21 on."""
 CUSTOM_RESOURCE_DEFINITIONS: Final = ResourceType(
     "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False

@@ -72,11 +72,7 @@ def parse_object(call: Call, url: str, body: bytes) -> Object:
 
 
 def explain_failure(call: Call, url: str, status: int, body: bytes, retry_after: str = "") -> EDLError:
-    """Say what an answer other than 2xx means.
-
-    Returns:
-        The error to raise.
-    """
+    """Return the error that an answer other than 2xx means."""
     status_object = _parse_status(body)
     words = shown(status_object["message"]) if status_object["message"] else shown(body[:200].decode(errors="replace"))
     what = f"{url}: {call}"

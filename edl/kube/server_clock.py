@@ -119,11 +119,7 @@ class ServerClock:
         return self._monotonic()
 
     def note(self, date: str, sent_s: float) -> None:
-        """Take an answer's date, as soon as its head is there.
-
-        `date` is the header of an answer that is surely the API server's own, empty if there is none; `sent_s` is what
-        `begin` had.
-        """
+        """Take the header `Date` of an answer that is surely the API server's own; `sent_s` is what `begin` had."""
         now_s = self._monotonic()
         dated_s = _parse_date(date)
         if dated_s is None or not 0.0 <= now_s - sent_s <= _SLOWEST_S:

@@ -107,11 +107,7 @@ class KubeWatch:
         return self._listed
 
     def wait_listed(self, timeout_s: float) -> bool:
-        """Wait until the server has answered once.
-
-        Returns:
-            Whether it has; False after `timeout_s`, or where this is closed.
-        """
+        """Wait until the server has answered once; False after `timeout_s`, or where this is closed."""
         self._changed.wait_for(lambda: self._listed or self._closed, timeout_s)
         return self._listed
 

@@ -23,7 +23,7 @@ from edl.errors import (
     SettingsError,
 )
 from edl.kube.client import KubeClient
-from edl.kube.resource_types import CONFIG_MAPS, DEPLOYMENTS, LEASES, POD_DISRUPTION_BUDGETS, PODS
+from edl.kube.resource_types import CONFIG_MAPS, DEPLOYMENTS, POD_DISRUPTION_BUDGETS, PODS
 from edl.kube.settings import KubeSettings
 from tests.fast.kube.conftest import write_kubeconfig
 from tests.fast.kube.server import ApiServer, Reply, Request, status
@@ -176,21 +176,20 @@ def test_answer_that_does_not_come(server: ApiServer, client: KubeClient, reply:
 
 def test_bodies_and_paths(server: ApiServer, client: KubeClient) -> None:
     client.create(CONFIG_MAPS, {"metadata": {"name": "a"}})
-    client.apply(LEASES, {"metadata": {"name": "b"}}, "there", field_manager="me", force=False)
+    client.apply(DEPLOYMENTS, {"metadata": {"name": "b"}}, "there")
     client.patch(PODS, "c", {"metadata": {"resourceVersion": "3"}}, subresource="status")
-    client.delete(PODS, "d", uid="u", resource_version="4", grace_period_s=0, propagation="Orphan")
+    client.delete(PODS, "d", uid="u", grace_period_s=0)
     client.list(PODS, "", metadata_only=True)
     created, applied, patched, deleted, listed = server.requests
     assert (created.method, created.path) == ("POST", "/api/v1/namespaces/here/configmaps")
     assert created.body == {"metadata": {"name": "a"}, "apiVersion": "v1", "kind": "ConfigMap"}
-    assert applied.path == ("/apis/coordination.k8s.io/v1/namespaces/there/leases/b?fieldManager=me&force=false")
+    assert applied.path == "/apis/apps/v1/namespaces/there/deployments/b?fieldManager=edl-operator&force=true"
     assert applied.headers["content-type"] == "application/apply-patch+yaml"
-    assert applied.body["apiVersion"] == "coordination.k8s.io/v1"
+    assert applied.body["apiVersion"] == "apps/v1"
     assert patched.path == "/api/v1/namespaces/here/pods/c/status"
     assert patched.headers["content-type"] == "application/merge-patch+json"
-    assert deleted.body["preconditions"] == {"uid": "u", "resourceVersion": "4"}
+    assert deleted.body["preconditions"] == {"uid": "u"}
     assert deleted.body["gracePeriodSeconds"] == 0
-    assert deleted.body["propagationPolicy"] == "Orphan"
     assert listed.path.startswith("/api/v1/pods?")
     assert "PartialObjectMetadataList" in listed.headers["accept"]
     assert all(request.headers["authorization"] == "Bearer secret-1" for request in server.requests)
@@ -243,10 +242,10 @@ def test_kinds_stay_kinds(server: ApiServer, client: KubeClient, field: str, val
 
 def test_log_is_followed_until_a_deadline(server: ApiServer, client: KubeClient) -> None:
     server.answer = lambda request: Reply(200, pieces=((0.0, b"first\n"), (600.0, b"never")))
-    text = b"".join(client.read_log("a", follow=True, deadline_s=1.0, tail_lines=5, container="c", since_s=3))
+    text = b"".join(client.read_log("a", follow=True, deadline_s=1.0, tail_lines=5, container="c"))
     assert b"first\n".startswith(text)
     path = server.requests[0].path
-    for part in ("follow=true", "tailLines=5", "container=c", "sinceSeconds=3"):
+    for part in ("follow=true", "tailLines=5", "container=c"):
         assert part in path
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -67,30 +67,6 @@ _MOST_BACKOFF_S: Final = 300.0
 """As in the relaunch table: what waits longer is forgotten by people."""
 
 
-@dataclass(frozen=True)
-class Sizing:
-    """Which workers stay, come and go.
-
-    Attributes:
-        records: of all members, those that are removed included.
-        kept: keys of members whose pods stay.
-        create: indices of workers whose pods are made now.
-        shrunk: keys of members that go since fewer are wanted.
-        homeless: keys of members beyond the minimum that go since no node takes them.
-        waiting: keys of members that are made later -> when, Unix time.
-        look_again_s: when the decision changes by time alone, Unix time; None for never.
-    """
-
-    target: int
-    records: Mapping[str, MemberRecord]
-    kept: tuple[str, ...]
-    create: tuple[int, ...]
-    shrunk: tuple[str, ...]
-    homeless: tuple[str, ...]
-    waiting: Mapping[str, float]
-    look_again_s: float | None
-
-
 def find_target(job: ElasticJob, observation: OwnerObservation) -> int:
     """Return how many workers are wanted, from the job's minimum to its maximum."""
 
@@ -109,58 +85,42 @@ def find_target(job: ElasticJob, observation: OwnerObservation) -> int:
     return useful if observation.allocation is None else min(useful, clamp(observation.allocation))
 
 
-def size_workers(
-    job: ElasticJob,
-    observation: OwnerObservation,
-    records: Mapping[str, MemberRecord],
-    current: Mapping[str, MemberPod],
-    count_fitting: Callable[[int], int | None],
-) -> Sizing:
+def _size_workers(draft: _Draft) -> None:
     """Decide which workers stay, go and come.
 
     The minimum is made at once, and what ended comes back at once where its place is still its own. Beyond that the job
     grows into room that is there: as many as fit, where that is known or the arbiter has given them; else by a single
     worker that waits for a node, and is removed if there is none.
-
-    `count_fitting` says how many pods of the worker of an index fit now; None if that is not known.
     """
-    now_s, target = observation.now_s, find_target(job, observation)
-    gang, after = starts_as_gang(job), dict(records)
-    workers = {key: pod for key, pod in current.items() if pod.role == WORKER}
+    job, observation, now_s = draft.job, draft.observation, draft.observation.now_s
+    workers = {key: pod for key, pod in draft.review.current.items() if pod.role == WORKER}
+    gang = starts_as_gang(job)
+    draft.target = find_target(job, observation)
     if observation.starts_after and not any(pod.scheduled for pod in workers.values()):
-        target = 0  # the scheduler would give the GPUs that become free to pods of this job
+        draft.target = 0  # the scheduler would give the GPUs that become free to pods of this job
     ranked = sorted(workers, key=lambda key: _rank(workers[key], gang))
-    kept, shrunk = ranked[:target], ranked[target:]
-    homeless: list[str] = []
-    times: list[float] = []
-    if not gang:
-        patience_s = PROBE_S if observation.allocation is None else PROBE_S + _GIVING_S
-        for key in kept[job.min_replicas :]:
-            if workers[key].pending:
-                times.append(workers[key].created_s + patience_s)
-                if now_s >= times[-1]:
-                    homeless.append(key)
-    for key in (*shrunk, *homeless):
-        after[key] = after[key].begin_try(now_s)
-    for key in homeless:
-        after[key] = _back_off(after[key], now_s)
-    kept = [key for key in kept if key not in homeless]
-    create, waiting = _find_indices(job, observation, after, workers, kept, target, count_fitting)
-    _displace_others(after, {*waiting, *(f"{WORKER}-{index}" for index in create)})
-    if len(create) > _MOST_CREATED:
-        create = create[:_MOST_CREATED]
-        times.append(now_s + _NEXT_CREATED_S)
-    times = [time_s for time_s in [*times, *waiting.values()] if time_s > now_s]
-    return Sizing(
-        target=target,
-        records=after,
-        kept=tuple(kept),
-        create=tuple(create),
-        shrunk=tuple(shrunk),
-        homeless=tuple(homeless),
-        waiting=waiting,
-        look_again_s=min(times, default=None),
-    )
+    draft.kept, draft.shrunk = ranked[: draft.target], ranked[draft.target :]
+    patience_s = PROBE_S if observation.allocation is None else PROBE_S + _GIVING_S
+    for key in [] if gang else draft.kept[job.min_replicas :]:
+        if workers[key].pending:
+            draft.times.append(workers[key].created_s + patience_s)
+            if now_s >= draft.times[-1]:
+                draft.homeless.append(key)
+    for key in draft.shrunk:
+        draft.release(workers[key], "fewer workers are wanted")
+    for key in draft.homeless:
+        draft.kept.remove(key)
+        draft.release(workers[key], "no node takes it")
+        draft.records[key] = _back_off(draft.records[key], now_s)
+    _find_indices(draft, workers)
+    coming = {*draft.waiting, *(f"{WORKER}-{index}" for index in draft.create)}
+    for key, record in draft.records.items():
+        if record.replaces and key.startswith(f"{WORKER}-") and key not in coming:
+            draft.records[key] = record.displace()  # fewer are wanted by now
+    if len(draft.create) > _MOST_CREATED:
+        del draft.create[_MOST_CREATED:]
+        draft.times.append(now_s + _NEXT_CREATED_S)
+    draft.times += draft.waiting.values()
 
 
 def _rank(pod: MemberPod, gang: bool) -> tuple[float, ...]:
@@ -170,45 +130,28 @@ def _rank(pod: MemberPod, gang: bool) -> tuple[float, ...]:
     return (not pod.scheduled, not pod.ready, pod.created_s, pod.index)
 
 
-def _find_indices(
-    job: ElasticJob,
-    observation: OwnerObservation,
-    records: Mapping[str, MemberRecord],
-    workers: Mapping[str, MemberPod],
-    kept: list[str],
-    target: int,
-    count_fitting: Callable[[int], int | None],
-) -> tuple[list[int], dict[str, float]]:
-    """Return the indices whose pods are made now, and the members that wait for their time."""
-    create: list[int] = []
-    waiting: dict[str, float] = {}
+def _find_indices(draft: _Draft, workers: Mapping[str, MemberPod]) -> None:
+    """Find the indices whose pods are made now, and the members that wait for their time."""
+    job, observation, records = draft.job, draft.observation, draft.records
     growth: list[int] = []
-    missing, indices = target - len(kept), _order_indices(job, records, observation.now_s)
+    missing, indices = draft.target - len(draft.kept), _order_indices(job, records, observation.now_s)
     while missing > 0:
         free = next(indices)
         key = f"{WORKER}-{free}"
         record = records.get(key, MemberRecord())
-        if (key in workers and key in kept) or record.ended:
+        if key in draft.kept or record.ended:
             continue
         missing -= 1
         if not record.can_start(observation.now_s):
-            waiting[key] = record.not_before_s or observation.now_s
-        elif len(kept) + len(create) < job.min_replicas or record.replaces:
-            create.append(free)
+            draft.waiting[key] = record.not_before_s or observation.now_s
+        elif len(draft.kept) + len(draft.create) < job.min_replicas or record.replaces:
+            draft.create.append(free)
         else:
             growth.append(free)
-    pending = any(workers[key].pending for key in kept) or bool(create)
-    blocked = any(NO_ROOM in records[key].failures for key in waiting if key in records)
+    pending = any(workers[key].pending for key in draft.kept) or bool(draft.create)
+    blocked = any(NO_ROOM in records[key].failures for key in draft.waiting if key in records)
     if growth and not blocked and (not pending or observation.allocation is not None):
-        create += growth[: _count_growth(job, observation, growth, count_fitting)]
-    return create, waiting
-
-
-def _displace_others(records: dict[str, MemberRecord], wanted: Set[str]) -> None:
-    """Note that workers that ended lose their places where fewer are wanted by now."""
-    for key, record in records.items():
-        if record.replaces and key.startswith(f"{WORKER}-") and key not in wanted:
-            records[key] = record.displace()
+        draft.create += growth[: _count_growth(draft, growth)]
 
 
 def _order_indices(job: ElasticJob, records: Mapping[str, MemberRecord], now_s: float) -> Iterator[int]:
@@ -225,14 +168,17 @@ def _order_indices(job: ElasticJob, records: Mapping[str, MemberRecord], now_s: 
     yield from (index for index in itertools.count() if index not in back)
 
 
-def _count_growth(
-    job: ElasticJob, observation: OwnerObservation, growth: list[int], count_fitting: Callable[[int], int | None]
-) -> int:
+def _count_growth(draft: _Draft, growth: list[int]) -> int:
+    job, observation = draft.job, draft.observation
     if observation.allocation is not None:
         return len(growth)  # the arbiter has counted the room, and what teachers give back
-    fitting = count_fitting(growth[0])
-    if fitting is None or starts_as_gang(job):
+    if observation.capacity is None or starts_as_gang(job):
         return 1
+    record = draft.records.get(f"{WORKER}-{growth[0]}", MemberRecord())
+    try:
+        fitting = observation.capacity.count_fitting(build_member_pod(job, build_worker_launch(job, growth[0], record)))
+    except ValueError:
+        return 1  # not as the API has it: the API server refuses the pod in its own words
     # A number that was asked for is tried; a job that only takes what is idle waits until something is.
     return max(fitting, 1 if job.scaling == "external" else 0)
 
@@ -259,12 +205,28 @@ _SOON_S: Final = 0.5
 
 @dataclass
 class _Draft:
-    """A plan that is being made."""
+    """A plan that is being made.
+
+    Attributes:
+        times: when the decision changes by time alone, Unix time.
+        reasons: name of a pod -> why it goes.
+        kept: keys of workers whose pods stay.
+        create: indices of workers whose pods are made now.
+        shrunk: keys of workers that go since fewer are wanted.
+        homeless: keys of workers beyond the minimum that go since no node takes them.
+        waiting: keys of workers that are made later -> when, Unix time.
+    """
 
     job: ElasticJob
     observation: OwnerObservation
     review: MemberReview
     records: dict[str, MemberRecord]
+    target: int = 0
+    kept: list[str] = field(default_factory=list)
+    create: list[int] = field(default_factory=list)
+    shrunk: list[str] = field(default_factory=list)
+    homeless: list[str] = field(default_factory=list)
+    waiting: dict[str, float] = field(default_factory=dict)
     events: list[EventNote] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -325,25 +287,19 @@ def _plan_running(draft: _Draft) -> Plan:
         create += _make_master(draft)
     elif f"{MASTER}-0" in draft.review.current:
         draft.release(draft.review.current[f"{MASTER}-0"], "the job has no master any more")
-    sizing = size_workers(job, observation, draft.records, draft.review.current, _build_fit_count(draft))
-    draft.records = dict(sizing.records)
-    for key in (*sizing.shrunk, *sizing.homeless):
-        reason = "fewer workers are wanted" if key in sizing.shrunk else "no node takes it"
-        draft.reasons[draft.review.current[key].name] = reason
-    for index in sizing.create:
+    _size_workers(draft)
+    for index in draft.create:
         record = draft.records.setdefault(f"{WORKER}-{index}", MemberRecord())
         create.append(build_member_pod(job, build_worker_launch(job, index, record)))
-    workers = tuple(draft.review.current[key] for key in sorted(sizing.kept, key=_sort_key))
+    workers = tuple(draft.review.current[key] for key in sorted(draft.kept, key=_sort_key))
     view = JobView(
         records=draft.records,
         workers=workers,
-        target=sizing.target,
-        creating=len(sizing.create),
-        waiting=sizing.waiting,
+        target=draft.target,
+        creating=len(draft.create),
+        waiting=draft.waiting,
     )
-    _note_changes(draft, sizing, len(workers))
-    if sizing.look_again_s is not None:
-        draft.times.append(sizing.look_again_s)
+    _note_changes(draft)
     draft.times += [pod.placed_s + LAUNCH_PATIENCE_S for pod in workers if pod.waiting]
     if any(pod.starting for pod in workers):
         draft.times.append(observation.now_s + _START_LOOK_S)
@@ -373,23 +329,6 @@ def _make_master(draft: _Draft) -> list[Object]:
         draft.times.append(record.not_before_s or now_s)
         return []
     return [build_member_pod(draft.job, build_master_launch(draft.job, record))]
-
-
-def _build_fit_count(draft: _Draft) -> Callable[[int], int | None]:
-    """Return the function that says how many pods of a worker fit."""
-
-    def count_fitting(index: int) -> int | None:
-        capacity = draft.observation.capacity
-        if capacity is None:
-            return None
-        record = draft.records.get(f"{WORKER}-{index}", MemberRecord())
-        pod = build_member_pod(draft.job, build_worker_launch(draft.job, index, record))
-        try:
-            return capacity.count_fitting(pod)
-        except ValueError:
-            return 1  # not as the API has it: the API server refuses the pod in its own words
-
-    return count_fitting
 
 
 def _plan_ending(draft: _Draft, completion: Completion) -> Plan:
@@ -535,7 +474,7 @@ def _note_outcome(draft: _Draft, reason: str, key: str, outcome: MemberOutcome) 
     draft.note(reason, what, end.pod, warning=cause is not TerminationCause.SUCCEEDED)
 
 
-def _note_changes(draft: _Draft, sizing: Sizing, kept: int) -> None:
+def _note_changes(draft: _Draft) -> None:
     """Note what a person sees of the plan: workers that come and go."""
     job, status = draft.job, draft.job.status
     if job.scaling == "auto" and job.replicas is not None and status.get("observedGeneration") != job.generation:
@@ -546,16 +485,16 @@ def _note_changes(draft: _Draft, sizing: Sizing, kept: int) -> None:
         draft.note("StoreNotAllowed", draft.observation.store.refused, warning=True)
     elif draft.observation.store.unreachable and find_condition(status, "Accepted").get("reason") in (None, "Valid"):
         draft.note("StoreUnreachable", draft.observation.store.unreachable, warning=True)
-    grown = [index for index in sizing.create if not draft.records[f"{WORKER}-{index}"].replaces]
+    grown = [index for index in draft.create if not draft.records[f"{WORKER}-{index}"].replaces]
     if status.get("phase") == "Suspended":
         draft.note("Resumed", "spec.suspend is false again")
         grown = []
     elif get_started_s(job) is None:
-        draft.note("Started", f"{len(sizing.create)} workers are made; {sizing.target} are wanted")
+        draft.note("Started", f"{len(draft.create)} workers are made; {draft.target} are wanted")
         grown = []
     if grown:
-        draft.note("Growing", f"{kept} workers, and {len(grown)} are made; {sizing.target} are wanted")
-    if sizing.shrunk:
-        draft.note("Shrinking", f"{len(sizing.shrunk)} workers are let go; {sizing.target} are wanted")
-    for key in sizing.homeless:
+        draft.note("Growing", f"{len(draft.kept)} workers, and {len(grown)} are made; {draft.target} are wanted")
+    if draft.shrunk:
+        draft.note("Shrinking", f"{len(draft.shrunk)} workers are let go; {draft.target} are wanted")
+    for key in draft.homeless:
         draft.note("NoRoom", f"no node takes {key}: it is let go, and tried again later")

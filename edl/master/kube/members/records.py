@@ -228,40 +228,46 @@ def _read_end(value: Mapping[str, Any]) -> MemberEnd | None:
 
 
 def _format_record(record: MemberRecord) -> dict[str, Any]:
-    written: dict[str, Any] = {"try": record.try_number}
-    if record.uid:
-        written["uid"] = record.uid
-    if record.failures:
-        written["failures"] = dict(sorted(record.failures.items()))
-    if record.memory_factor != 1.0:
-        written["memoryFactor"] = record.memory_factor
-    if record.excluded_nodes:
-        written["excludedNodes"] = [
-            {"node": item.node, "until": format_time(item.until_s), "cause": item.cause}
-            for item in record.excluded_nodes
-        ]
-    if record.not_before_s is not None:
-        written["notBefore"] = format_time(math.ceil(record.not_before_s))  # rounded down, it would be too early
-    if record.paced_until_s:
-        written["pacedUntil"] = format_time(math.ceil(record.paced_until_s))
-    if record.last_end is not None:
-        written["lastEnd"] = _format_end(record.last_end)
-    return written
+    # Rounded down, a time before which nothing is made would be too early.
+    not_before_s, paced_until_s = record.not_before_s, record.paced_until_s
+    return _keep_said(
+        {
+            "try": record.try_number,
+            "uid": record.uid,
+            "failures": dict(sorted(record.failures.items())),
+            "memoryFactor": record.memory_factor if record.memory_factor != 1.0 else None,
+            "excludedNodes": [
+                {"node": item.node, "until": format_time(item.until_s), "cause": item.cause}
+                for item in record.excluded_nodes
+            ],
+            "notBefore": format_time(math.ceil(not_before_s)) if not_before_s is not None else None,
+            "pacedUntil": format_time(math.ceil(paced_until_s)) if paced_until_s else None,
+            "lastEnd": _format_end(record.last_end) if record.last_end is not None else None,
+        }
+    )
 
 
 def _format_end(end: MemberEnd) -> dict[str, Any]:
-    times = {"time": format_time(end.time_s), "seen": format_time(end.seen_s)}
-    written: dict[str, Any] = {"try": end.try_number, "cause": end.cause, **times}
-    for key, value in (("evidence", end.evidence), ("message", end.message), ("pod", end.pod), ("node", end.node)):
-        if value:
-            written[key] = value
-    if end.exit_code is not None:
-        written["exitCode"] = end.exit_code
-    if end.progress is not None:
-        written["progress"] = end.progress
-    if end.displaced:
-        written["displaced"] = True
-    return written
+    return _keep_said(
+        {
+            "try": end.try_number,
+            "cause": end.cause,
+            "time": format_time(end.time_s),
+            "seen": format_time(end.seen_s),
+            "evidence": end.evidence,
+            "message": end.message,
+            "pod": end.pod,
+            "node": end.node,
+            "exitCode": end.exit_code,
+            "progress": end.progress,
+            "displaced": end.displaced or None,
+        }
+    )
+
+
+def _keep_said(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields without those that say nothing; 0 says something."""
+    return {name: value for name, value in fields.items() if value not in (None, "", [], {})}
 
 
 def read_time(value: object) -> float | None:

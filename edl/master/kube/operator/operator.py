@@ -18,13 +18,11 @@ from edl.kube.responses import Call
 from edl.master.kube.capacity_watch import CapacityWatch
 from edl.master.kube.members.naming import OWNER_UID_LABEL
 from edl.master.kube.operator.events import EventRecorder
-from edl.master.kube.operator.give_back import GiveBackMeter
-from edl.master.kube.operator.monitoring import OperatorHealth, OperatorMetrics
+from edl.master.kube.operator.looks import ResourceWatches, WorkQueue
+from edl.master.kube.operator.monitoring import GiveBackMeter, OperatorHealth, OperatorMetrics
 from edl.master.kube.operator.reconciler import KINDS, Reconciler
-from edl.master.kube.operator.resource_watches import ResourceWatches
 from edl.master.kube.operator.settings import ALL_NAMESPACES, OperatorSettings, StoreAllowlist
 from edl.master.kube.operator.surroundings import LiveSurroundings
-from edl.master.kube.operator.work_queue import WorkQueue
 from edl.master.kube.resources import TeacherPool, parse_teacher_pool
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,6 @@
 """`Reconciler`: reads a resource and its pods live, has its planner decide, and carries the plan out.
 
-Whatever it is killed between, the next look ends at the same state: outcomes of pods are recorded before the pods go,
-by a write that fails if the resource has changed since; names of pods follow from the status; what is deleted must
-have the uid that was seen; and what is there already, and the resource's, is as good as made. What does not belong
-here: when to look (`work_queue`, `resource_watches`), and what stores and other jobs say (`surroundings`).
+What does not belong here: when to look (`looks`), and what stores and other jobs say (`surroundings`).
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from edl.master.kube.members.naming import INDEX_LABEL, OWNER_UID_LABEL, ROLE_LA
 from edl.master.kube.members.pod_policy import PodPolicy
 from edl.master.kube.members.pods import read_member_pods
 from edl.master.kube.observation import Condition, EventNote, OwnerObservation, Plan, ScaleTarget, write_conditions
-from edl.master.kube.operator.pod_evidence import PodEvidence
+from edl.master.kube.operator.events import PodEvidence
 from edl.master.kube.operator.surroundings import LiveSurroundings
 from edl.master.kube.pools import plan_pool
 from edl.master.kube.resources import (

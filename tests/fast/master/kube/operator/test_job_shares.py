@@ -14,9 +14,14 @@ from edl.kube.objects import Object, format_time
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.jobs import find_waiting_since_s
 from edl.master.kube.members.pods import MemberPod
-from edl.master.kube.operator.service_holders import ServiceHolders
 from edl.master.kube.operator.settings import StoreAllowlist
-from edl.master.kube.operator.surroundings import LiveSurroundings, WaitingOwners, compute_shares, read_sharing_job
+from edl.master.kube.operator.surroundings import (
+    LiveSurroundings,
+    ServiceHolders,
+    WaitingOwners,
+    compute_shares,
+    read_sharing_job,
+)
 from edl.master.kube.resources import ElasticJob, TeacherPool
 from tests.fast.master.kube.operator.owners import make_job, make_pool
 from tests.waiting import wait_until

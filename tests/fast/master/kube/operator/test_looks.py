@@ -16,11 +16,11 @@ from edl.kube.objects import Object
 from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, PODS
 from edl.kube.responses import NotServedError
 from edl.master.kube.observation import EventNote
-from edl.master.kube.operator import events, resource_watches
+from edl.master.kube.operator import events
+from edl.master.kube.operator import looks as looks_module
 from edl.master.kube.operator.events import EventRecorder
+from edl.master.kube.operator.looks import KeySchedule, ResourceWatches, WorkQueue
 from edl.master.kube.operator.monitoring import OperatorHealth
-from edl.master.kube.operator.resource_watches import ResourceWatches
-from edl.master.kube.operator.work_queue import KeySchedule, WorkQueue
 from tests.fast.master.kube.operator.in_memory_api import InMemoryApi
 from tests.waiting import wait_until
 
@@ -151,7 +151,7 @@ class Looks:
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(resource_watches, "KubeWatch", GivenWatch)
+    monkeypatch.setattr(looks_module, "KubeWatch", GivenWatch)
     found = Looks()
     yield found
     found.watches.close()

@@ -15,8 +15,7 @@ from edl.errors import SettingsError
 from edl.kube.objects import Object
 from edl.kube.responses import Call
 from edl.master.kube.operator import OperatorSettings
-from edl.master.kube.operator.give_back import GiveBackMeter
-from edl.master.kube.operator.monitoring import OperatorHealth, OperatorMetrics
+from edl.master.kube.operator.monitoring import GiveBackMeter, OperatorHealth, OperatorMetrics
 from tests.fast.kube.conftest import write_kubeconfig
 from tests.fast.master.kube.capacity import objects
 

@@ -7,6 +7,7 @@ Elsewhere: the API server.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import threading
@@ -128,7 +129,7 @@ class StoreFollower:
         for prefix, take in (("wanted/", self._take_wanted), ("master_reports/", self._take_reports)):
             watch = self._store.watch(prefix)
             self._watches.append(watch)
-            self._loops.append(BackgroundLoop("edl-operator-store", _Step(watch, take, self._check)))
+            self._loops.append(BackgroundLoop("edl-operator-store", functools.partial(self._step, watch, take)))
 
     def ask(self, kind: WantedKind, name: str) -> StoreAnswer:
         """Return what the store says, by its last snapshots; asks it nothing."""
@@ -164,6 +165,14 @@ class StoreFollower:
         for loop in self._loops:
             loop.close(2 * _WATCH_S)
         self._store.close()
+
+    def _step(self, watch: StoreWatch, take: Callable[[StoreSnapshot], None]) -> float | None:
+        with contextlib.suppress(ClosedError):
+            if (snapshot := watch.get(_WATCH_S)) is not None:
+                take(snapshot)
+            self._check()
+            return 0.01  # a watch that was closed returns at once; the loop is closed soon after
+        return None
 
     def _take_wanted(self, snapshot: StoreSnapshot) -> None:
         changed = []
@@ -242,28 +251,10 @@ class StoreFollower:
         before = self._stale[prefix]
         self._stale[prefix] = snapshot.stale
         if snapshot.stale and (not before or before == _UNANSWERED):
-            logger.warning("store %s is away, and what was wanted last stays: %s", _name_of(self._url), snapshot.stale)
+            logger.warning("store %s is away, and what was wanted last stays: %s", _show(self._url), snapshot.stale)
         elif before and before != _UNANSWERED and not snapshot.stale:
-            logger.info("store %s answers again", _name_of(self._url))
+            logger.info("store %s answers again", _show(self._url))
         return bool(before) and not snapshot.stale
-
-
-class _Step:
-    """Waits for a watch's next snapshot; the step of a loop."""
-
-    def __init__(self, watch: StoreWatch, take: Callable[[StoreSnapshot], None], check: Callable[[], None]) -> None:
-        self._watch = watch
-        self._take = take
-        self._check = check
-
-    def __call__(self) -> float | None:
-        with contextlib.suppress(ClosedError):
-            snapshot = self._watch.get(_WATCH_S)
-            if snapshot is not None:
-                self._take(snapshot)
-            self._check()
-            return 0.01  # a watch that was closed returns at once; the loop is closed soon after
-        return None
 
 
 def _read_count(entry: Entry) -> int | None:
@@ -274,12 +265,6 @@ def _read_count(entry: Entry) -> int | None:
 
 def _is_done(progress: WorkProgress | None) -> bool:
     return progress is not None and progress.percentage == 100
-
-
-def _name_of(url: str) -> str:
-    """Return a URL as it is logged: without what may be a token in it."""
-    head, _, tail = url.partition("?")[0].rpartition("@")
-    return f"{head.partition('//')[0]}//{tail}" if head else tail
 
 
 _RETRY_S: Final = 30.0

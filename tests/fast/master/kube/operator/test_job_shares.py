@@ -23,18 +23,12 @@ from edl.master.kube.operator.surroundings import (
     read_sharing_job,
 )
 from edl.master.kube.resources import ElasticJob, TeacherPool
-from tests.fast.master.kube.operator.owners import make_job, make_pool
+from tests.fast.master.kube.operator.owners import make_job, make_node, make_pool
 from tests.waiting import wait_until
 
 
 def share_job(name: str, least: int = 1, most: int = 8, gpus: int = 1, **spec: Any) -> ElasticJob:
     return make_job(name, gpus=gpus, minReplicas=least, maxReplicas=most, **spec)
-
-
-def make_node(name: str, gpus: int) -> Object:
-    amounts = {"cpu": "64", "memory": "256Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
-    conditions = [{"type": "Ready", "status": "True"}]
-    return {"metadata": {"name": name}, "spec": {}, "status": {"allocatable": amounts, "conditions": conditions}}
 
 
 def make_pod(name: str, node: str, owner: str = "", gpus: int = 1) -> Object:
@@ -53,7 +47,7 @@ def share(nodes: list[Object], pods: list[Object], *jobs: ElasticJob) -> dict[st
     return {key.rpartition("/")[2]: share.workers for key, share in found.items()}
 
 
-FOUR = [make_node("n", 4)]
+FOUR = [make_node(4)]
 MADE_S = share_job("a").created_s
 
 
@@ -124,7 +118,7 @@ def test_job_that_waited_too_long_is_first() -> None:
 
     assert hold(3599.0) == []
     assert hold(3600.0) == ["b"], "one that runs goes on, and another priority class is the scheduler's to order"
-    assert hold(3600.0, make_node("n", 3)) == [], "no node is large enough"
+    assert hold(3600.0, make_node(3)) == [], "no node is large enough"
     assert hold(3600.0, pod={"nodeSelector": {"gpu": "h100"}}) == [], "none that it may use"
 
 

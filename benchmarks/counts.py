@@ -1,12 +1,12 @@
-"""What a request costs regardless of the machine's speed, against its lower limit: copies, system calls, wake-ups.
+"""Copies, system calls and wake-ups per request, and their lower limits: costs that do not depend on the machine.
 
 The load is that of `reader`. Over gRPC, the limit is a bare gRPC client and server that pass the same bytes in the same
 run; figures are EDL's numbers, student and teacher together, divided by theirs. In shared memory, the limit is one copy
 of the input.
 
 Copies are bytes copied per byte of input, by the process (memcpy of 4 KiB and more) and by the kernel for it, including
-the answer. Context switches are voluntary ones of all threads. Instructions are those outside of the kernel, counted by
-the processor, or else by callgrind, under which a request takes fifty times as long.
+the answer. Context switches are the voluntary ones of all threads. Instructions are counted outside of the kernel, by
+the processor if possible, otherwise by callgrind, under which a request takes fifty times as long.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _tell(rounds: Mapping[str, Sequence[Figures]]) -> None:
                 _cell(figures, [f"{role}_instructions"], 1000, 0),
             ]
             note(f"| {name}, {role} | {' | '.join(cells)} |")
-    note("\nOf one request: 32 rows.\n")
+    note("\nAll of this is per request of 32 rows.\n")
 
 
 def _cell(figures: Sequence[Figures], keys: Sequence[str], unit: float, digits: int) -> str:

@@ -1,9 +1,9 @@
-"""What a greedy student costs a modest one at the same teacher: the 99th percentile of its requests.
+"""How much a greedy student delays a modest one at the same teacher: the 99th percentile of its requests.
 
 The modest student sends 4 rows at a time, one request after the other. The greedy one keeps as many requests of 256
-rows in flight as its reader allows, 8 batches of the teacher each, which sleeps 20 ms for up to 32 rows. Tensors are
+rows in flight as its reader allows; each is 8 batches of the teacher, which sleeps 20 ms for up to 32 rows. Tensors are
 small, so this measures turns and not copies. `vs_peer` compares a greedy companion with another modest one; `vs_alone`
-compares it with no companion, where twice the time is what the running batch costs by itself.
+compares it with no companion, where the batch in progress alone may double the time.
 """
 
 from __future__ import annotations

@@ -103,9 +103,9 @@ def measure(options: Options) -> dict[str, list[float]]:
             resent_s.append(min(found) if found else float("nan"))
             teachers.append(start())
     slowest = max(resent_s)
-    note(f"Seconds to the first batch that the dead teacher had begun: {Spread.of(resent_s)}, goal below 1.")
-    note(f"Such batches in a round: {Spread.of([float(count) for count in resent])}.")
-    note(f"Of {len(student.delivered):,} batches none was lost, repeated, out of order or wrongly labelled.\n")
+    note(f"The first batch that the dead teacher had begun was answered after {Spread.of(resent_s)} s, goal below 1.")
+    note(f"It had begun {Spread.of([float(count) for count in resent])} batches per round.")
+    note(f"None of {len(student.delivered):,} batches was lost, repeated, out of order or wrongly labelled.\n")
     if not slowest < _RESENT_WITHIN_S:
         note("**The first resent answer came too late.**\n")
     return {"after_kill": ratios}

@@ -1,10 +1,9 @@
-"""What the operator costs a Kubernetes cluster: requests at rest, the time of a look, and until each job was looked at.
+"""How much the operator loads a Kubernetes cluster, how long it takes to reconcile a job, and to see all of them.
 
-200 `ElasticJob`s of a pause container are created at once in a real cluster without room for most of them. A job's
-first condition shows that it was looked at: `condition_s` is the time from its creation until then, of the slowest of
-100. `reconcile_p99_s` covers all looks of that time. When everything has settled, the requests to the API server are
-counted for a minute. Periodic looks are added by their rate: two requests per look, and 0.2 looks per second with more
-than 120 jobs.
+200 `ElasticJob`s of a pause container are created at once in a real cluster without room for most of them.
+`condition_s` is the time from a job's creation until its first condition, for the slowest of 100. `reconcile_p99_s`
+covers all reconciliations of that time. When everything has settled, the requests to the API server are counted for a
+minute. Periodic reconciliations are added by their rate: two requests each, and 0.2 per second with more than 120 jobs.
 
 The operator runs as `edl operator` on this machine, behind a counting proxy. `KUBECONFIG` names the cluster; without
 it, nothing is measured.

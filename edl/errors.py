@@ -7,24 +7,24 @@
     ├── ClosedError                the object was closed, or inherited through a fork
     ├── TemporaryError             the same call may succeed later
     │   ├── DiscoveryError         the registry or store cannot be reached
-    │   ├── KubernetesError        the API server of Kubernetes is away, too slow or overloaded
+    │   ├── KubernetesError        the API server of Kubernetes is unreachable, too slow or overloaded
     │   ├── QuotaExceededError     a quota of the namespace has no room for the object
-    │   ├── JournalError           what must outlive the process cannot be written or read
+    │   ├── JournalError           a file that must survive the process cannot be written or read
     │   ├── NoMasterError          no master of a job within `timeout_s` (also a TimeoutError)
     │   ├── NoTeacherError         no live teacher within `teacher_timeout` (also a TimeoutError)
     │   └── OverloadedError        a teacher's queue is full
     └── PermanentError             the same call will fail again
-        ├── AccessDeniedError      Kubernetes takes the credentials not at all, or not for this
-        ├── ConflictError          a compare-and-set, lock or name was taken by another
+        ├── AccessDeniedError      Kubernetes refuses the credentials, or the request for lack of rights
+        ├── ConflictError          another process won a compare-and-set, a lock or a name
         ├── InvalidObjectError     Kubernetes refuses an object, or does not have its kind
         ├── LeaseLostError         a lease expired before it was renewed
-        ├── PoisonedShardsError    shards of a data set were given up after they failed again and again
+        ├── PoisonedShardsError    shards of a data set were given up after repeated failures
         ├── SourceError            the user's data cannot be read, have changed, or cannot be sent
         ├── RejectedError          teachers refuse the request itself
         ├── BadOutputError         teachers answer with outputs that cannot be used
         └── ProtocolError          bytes or messages that break the wire protocol
 
-`TemporaryError` and `PermanentError` are the two that a caller decides on; the leaves say what to do.
+A caller usually distinguishes only `TemporaryError` and `PermanentError`; the others say what to do.
 Errors of libraries (grpc, sqlite3, requests) are translated where EDL calls them, with `raise … from`.
 """
 
@@ -76,7 +76,7 @@ class DiscoveryError(TemporaryError):
 
 
 class KubernetesError(TemporaryError):
-    """The API server of Kubernetes did not do what was asked: it is away, slow or overloaded. Never used for "none".
+    """The API server of Kubernetes did not answer: it is unreachable, slow or overloaded. Never used for "none".
 
     Whether a change was made is not known: a caller that goes on looks first.
 

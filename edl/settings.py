@@ -1,8 +1,8 @@
 """Every setting that can come from the environment, read here and nowhere else.
 
-An argument wins over the environment, the environment over the default. The ancestor's `PADDLE_DISTILL_*` names are
-accepted as aliases, with a `FutureWarning`: who sets them need not be who wrote the program, and Python hides a
-`DeprecationWarning` from all others.
+An argument takes precedence over the environment, the environment over the default. PaddlePaddle EDL's names,
+`PADDLE_DISTILL_*`, are accepted with a `FutureWarning`, because Python shows a `DeprecationWarning` only to the
+program's author, who may not be the person who sets the variables.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ALIASES = {
 
 
 def read(name: str, parse: Callable[[str], T], environ: Mapping[str, str] | None = None) -> T | None:
-    """Return the variable `name`, or its old name, parsed; None where neither is set.
+    """Return the variable `name`, or its old name, parsed; None if neither is set.
 
     Raises:
         SettingsError: `parse` refused the value with a ValueError.
@@ -89,7 +89,7 @@ def positive_float(text: str) -> float:
 
 
 def is_above_zero(value: object) -> bool:
-    """Whether an argument is a number above zero, be it infinite; text, arrays and tensors are none."""
+    """Whether an argument is a number above zero, which may be infinite. Text, arrays and tensors are not numbers."""
     return isinstance(value, numbers.Real) and bool(value > 0)  # type: ignore[operator]
 
 
@@ -112,14 +112,14 @@ def boolean(text: str) -> bool:
 
 
 def allows_shared_file(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a SQLite file may lie on a shared file system, since only a single machine uses it. `EDL_SHARED_FILE`."""
+    """Whether a SQLite file may be on a shared file system, because only one machine uses it. `EDL_SHARED_FILE`."""
     return bool(read("EDL_SHARED_FILE", boolean, environ))
 
 
 def default_discovery_url() -> str:
     """Return a SQLite file for all of this user's processes on this machine.
 
-    It lies in the user's cache, or, where that is on a file system that machines share, in `/var/tmp/edl-UID`.
+    It is in the user's cache folder, or in `/var/tmp/edl-UID` if that is on a file system that machines share.
 
     Raises:
         SettingsError: another user has that folder.
@@ -149,7 +149,7 @@ class DiscoverySettings:
 
     Attributes:
         url: `sqlite:///path/to/file`, `edl://host:29400`, `consul://host:8500` or `etcd://host:2379`. `EDL_DISCOVERY`.
-        ttl_s: how long a process may be silent before others see it gone. `EDL_TTL_S`.
+        ttl_s: seconds of silence after which others consider a process gone. `EDL_TTL_S`.
     """
 
     url: str
@@ -168,13 +168,13 @@ class DiscoverySettings:
 
 @dataclass(frozen=True)
 class TeacherSettings:
-    """Which teachers a student looks for, when its code does not say.
+    """Which teachers a student looks for, if its code does not name them.
 
     Attributes:
         discovery: the registry's URL, None if only fixed teachers are named. `EDL_DISCOVERY`.
         service: the service that the teachers register under. `EDL_SERVICE`.
         endpoints: fixed teachers, as `host:port`. `EDL_TEACHERS`, separated by commas.
-        max_teachers: how many to use at most, None for no limit. `EDL_MAX_TEACHERS`.
+        max_teachers: largest number of teachers to use, None for no limit. `EDL_MAX_TEACHERS`.
     """
 
     discovery: str | None = None
@@ -199,14 +199,14 @@ class LoadSettings:
     """How a student or teacher publishes its load.
 
     Attributes:
-        publish: whether it does. `EDL_PUBLISH_LOAD`.
+        publish: whether it publishes its load at all. `EDL_PUBLISH_LOAD`.
         interval_s: how often, in seconds, while something changes. `EDL_LOAD_INTERVAL_S`.
-        window_s: the seconds over which rates are taken. `EDL_LOAD_WINDOW_S`.
-        ttl_s: seconds after which the record of a process that was killed is gone.
+        window_s: seconds over which rates are computed. `EDL_LOAD_WINDOW_S`.
+        ttl_s: seconds after which the record of a killed process disappears.
         job: the job that a student belongs to; empty if none is known. `EDL_JOB`, or torchrun's `TORCHELASTIC_RUN_ID`.
 
     Raises:
-        SettingsError: an interval that is longer than the window.
+        SettingsError: the interval is longer than the window.
     """
 
     publish: bool = True
@@ -228,13 +228,13 @@ class LoadSettings:
 
         Args:
             publish: as the attribute; None for what the environment says.
-            environ: in place of this process's environment.
+            environ: used instead of this process's environment.
 
         Returns:
             The settings.
 
         Raises:
-            SettingsError: a value of the environment that cannot be.
+            SettingsError: a value in the environment is invalid.
         """
         if publish is None:
             publish = read("EDL_PUBLISH_LOAD", boolean, environ)
@@ -254,24 +254,24 @@ SYSTEM_CA = "system"
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a process shows to others, and whom it believes: paths of files, never what is in them.
+    """Certificates, keys and tokens of a process, and the CAs that it trusts: paths of files, never their content.
 
-    The same object serves both sides. A student speaks TLS if `ca` is set, and shows a certificate of its own (mutual
-    TLS) if `cert` and `key` are. A teacher speaks TLS if `cert` and `key` are set, and takes only students with a
-    certificate that is signed by `ca` if that is.
+    Students and teachers use the same class. A student uses TLS if `ca` is set, and shows its own certificate (mutual
+    TLS) if `cert` and `key` are set. A teacher uses TLS if `cert` and `key` are set; if `ca` is set too, it accepts
+    only students with a certificate signed by it.
 
     Attributes:
-        ca: PEM file of the CAs that sign the other side's certificates, a single or several; or "system". `EDL_TLS_CA`.
-        cert: PEM file of this side's certificate, with the intermediate CAs behind it. `EDL_TLS_CERT`.
+        ca: PEM file with one or more CAs that sign the other side's certificates, or "system". `EDL_TLS_CA`.
+        cert: PEM file of this side's certificate, followed by intermediate CAs. `EDL_TLS_CERT`.
         key: PEM file of its private key, not encrypted, readable by its owner and group only. `EDL_TLS_KEY`.
-        server_name: the name that a server's certificate must hold; None for the host in its address.
+        server_name: the name that a server's certificate must contain; None for the host in its address.
             `EDL_TLS_SERVER_NAME`.
-        token_file: file of bearer tokens, a line for a token. A student sends the first, a teacher takes any of them.
+        token_file: file of bearer tokens, one per line. A student sends the first, a teacher accepts any.
             `EDL_TOKEN_FILE`.
-        allow_insecure_tokens: send and take tokens without TLS beyond this host. `EDL_ALLOW_INSECURE_TOKENS`.
+        allow_insecure_tokens: send and accept tokens without TLS beyond this host. `EDL_ALLOW_INSECURE_TOKENS`.
 
     Raises:
-        SettingsError: certificate and key, or a name and a CA, do not come together.
+        SettingsError: the certificate lacks its key, the name lacks a CA, or the reverse.
     """
 
     ca: str | None = None
@@ -319,7 +319,7 @@ class Credentials:
             server_name: as the attribute.
             token_file: as the attribute.
             allow_insecure_tokens: as the attribute.
-            environ: in place of this process's environment.
+            environ: used instead of this process's environment.
 
         Returns:
             The credentials.
@@ -345,11 +345,11 @@ class Credentials:
 
     @classmethod
     def of_options(cls, given: Mapping[str, Any]) -> Credentials:
-        """Take values of a command's options over the environment over the default.
+        """Take a command's options over the environment over the default.
 
         Args:
             given: by name: `tls_ca`, `tls_cert`, `tls_key`, `tls_server_name`, `token_file` and
-                `allow_insecure_tokens`; others are not looked at. What is missing or None comes from the environment.
+                `allow_insecure_tokens`; others are ignored. Missing values and None come from the environment.
 
         Returns:
             The credentials.

@@ -1,10 +1,10 @@
-"""Who is live: services in a `Registry`, and the small shared state in a `Store`, where a registry keeps its services.
+"""Services in a `Registry`, and the small shared state in a `Store`, in which a registry keeps its services.
 
-One URL says where: a SQLite file (one machine, no server to install), a store that another process serves (`edl://`),
-Consul or etcd. Nothing else in EDL knows which.
+One URL says where it is: a SQLite file (one machine, no server to install), a store that another process serves (`edl://`),
+Consul or etcd. Nothing else in EDL depends on which.
 
-- `store` is the contract, and all that stores have in common. `registry` keeps services in any store, and `records`
-  says what an instance of a service is.
+- `store` has the contract, and what all stores have in common. `registry` keeps services in any store, and `records`
+  defines an instance of a service.
 - Each backend is a module: `sqlite`, `etcd`, `consul` (with `consul_client`), and the folder
   `served` for `edl://`.
 - `balance` computes which teachers a student talks to, and students agree on it in a `group`.

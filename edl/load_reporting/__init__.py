@@ -1,11 +1,11 @@
-"""Records of load: what students ask of teachers and how long they wait, what teachers compute, through the Store.
+"""Records of load in the store: how much students ask and how long they wait, and how much teachers compute.
 
 A student or teacher gives a `LoadPublisher` a function that reads its counters. The publisher's thread writes a record
 every two seconds: the counters now, and as they were some fifteen seconds before, both by the publisher's own clock.
 So a single record has rates, clocks of different machines are never compared, and a process that starts again is
 another record rather than a counter that falls. `read_service` turns all records of a service into rates.
 
-Publishing is a courtesy of the process: a Store that is away, slow or full costs it nothing but a line in its log.
+Publishing never disturbs the process: if the store is unreachable, slow or full, it only logs a line.
 
 What does not belong here: what follows from these figures (`edl.master.scaling`).
 """

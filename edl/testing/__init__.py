@@ -1,7 +1,7 @@
-"""What users may use to test programs that use EDL: real teachers on this machine, well-behaved and otherwise.
+"""Help to test programs that use EDL: real teachers on this machine, well-behaved or faulty.
 
-`LocalTeacher` is a real `edl serve` process that can be killed, paused and drained; `edl.testing.models` are models for
-it that need no training, take as long as told, tell which row an answer belongs to, and misbehave when asked.
+`LocalTeacher` is a real `edl serve` process that you can kill, pause and drain. `edl.testing.models` has models for it
+that need no training, take as long as you want, show which row an answer belongs to, and can misbehave.
 
 What does not belong here: fakes of EDL's own parts.
 """

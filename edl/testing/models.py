@@ -1,11 +1,11 @@
-"""Models for tests, as `edl serve --factory edl.testing.models:NAME --option KEY=VALUE` makes them.
+"""Models for tests: `edl serve --factory edl.testing.models:NAME --option KEY=VALUE`.
 
-All take time as a device does, a batch at a time, by these options:
+Like a device, they take time for a batch, according to these options:
 
-- `delay_s`: seconds for a batch of any size; `row_s`: seconds more for every row;
+- `delay_s`: seconds for a batch of any size; `row_s`: additional seconds for each row;
 - `straggle`: the share of batches that take `straggle_factor` times as long, drawn with `seed`.
 
-The time is slept, so that many teachers fit on a machine. `version` is what caches of labels see.
+They sleep during that time, so that many teachers fit on one machine. `version` is the version that label caches see.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PRIME = 2039  # the largest below 2048: every remainder is exact in float16 as 
 
 
 class Model:
-    """A function over arrays that takes as long as told; see the module for the options.
+    """A function over arrays that takes a given time; see the module for the options.
 
     Args:
-        function: computes the outputs; its own time counts towards the model's.
+        function: computes the outputs; the time that it takes counts.
         inputs, outputs: tensors as text, for example `"x:float32[4]"`.
         sequence_input: the input that is 0 where a sequence begins; None where rows are independent.
     """
@@ -63,9 +63,9 @@ class Model:
 
     @property
     def inline(self) -> bool:
-        """Whether it takes microseconds: the server then need not go to a thread and back.
+        """Whether it takes only microseconds, so that the server need not use a thread.
 
-        A server refuses it for models of sequences.
+        A server refuses this for models of sequences.
         """
         return self.sequence_input is None and self._delay_s == self._row_s == 0
 
@@ -81,13 +81,13 @@ class Model:
         return outputs
 
     def warm_up(self, max_rows: int) -> None:
-        """Nothing: there is nothing to load, and faults are for requests."""
+        """Do nothing: there is nothing to load, and faults are for requests."""
 
 
 def zeros(
     classes: int = 1000, shape: Sequence[int] = (3, 224, 224), dtype: str = "uint8", name: str = "image", **options: Any
 ) -> Model:
-    """Map any `name` [rows, *shape] to zeros `logits` FP32 [rows, classes]: a teacher of no cost.
+    """Map any `name` [rows, *shape] to zeros `logits` FP32 [rows, classes]: a teacher that costs nothing.
 
     Args:
         classes: of the logits.
@@ -117,7 +117,7 @@ def echo(width: int = 4, scale: float = 1.0, repeat: int = 1, **options: Any) ->
 
 
 def wrong_width(width: int = 4, **options: Any) -> Model:
-    """`echo` with twice the outputs: sound in itself, but of no use beside an `echo`."""
+    """`echo` with twice the outputs: correct by itself, but it does not fit an `echo` in the same service."""
     return echo(width, repeat=2, **options)
 
 
@@ -144,7 +144,7 @@ def fingerprint_of(rows: Array, classes: int = 10) -> Array:
     """Return what `fingerprint` answers: whole numbers below 2039, made from all bytes of a row.
 
     Two rows that differ agree in all classes with a chance of about 2039 to the power of -min(classes, 5), and the
-    numbers are exact in FP32 and FP16: a label that belongs to another input is found out.
+    numbers are exact in FP32 and FP16: a label that belongs to another input is noticed.
 
     Args:
         rows: [rows, ...], of any numeric dtype.
@@ -170,9 +170,9 @@ def fingerprint_of(rows: Array, classes: int = 10) -> Array:
 def prefix_scores(vocabulary: int = 16, name: str = "logprobs", **options: Any) -> Model:
     """`ids` INT32 and `position` INT32 [rows] to `name` FP32 [rows, vocabulary] = `prefix_scores_of` of each sequence.
 
-    A row's answer depends on all tokens of its sequence up to it, as a language model's does, so that a sequence that
-    was split or shifted is found out. It says that its rows belong to sequences (`sequence_input`), so that batches
-    hold whole ones; one that does not is an error.
+    As in a language model, a row's answer depends on all tokens of its sequence up to it, so a sequence that was split
+    or shifted is noticed. The model declares that its rows belong to sequences (`sequence_input`), so batches must have
+    whole sequences.
 
     Args:
         vocabulary: numbers for a row.
@@ -240,7 +240,7 @@ def raises(width: int = 4, message: str = "boom", **options: Any) -> Model:
 
 
 def wrong_shape(width: int = 4, **options: Any) -> Model:
-    """As `echo`, but the answers have an element more than the model says; for options see `_faulty`."""
+    """As `echo`, but answers have one element more than the model declares; for options see `_faulty`."""
     return _faulty(lambda y: np.concatenate([y, y[:, :1]], axis=1), width, **options)
 
 

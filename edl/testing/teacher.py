@@ -1,4 +1,4 @@
-"""A real teacher in a process of its own, that a test can kill, pause and drain."""
+"""A real teacher in its own process, which a test can kill, pause and drain."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ _STOP_S = 10.0
 
 
 class LocalTeacher:
-    """An `edl serve` process on a free port of this machine. It serves when the constructor returns.
+    """An `edl serve` process on a free port of this machine, which is ready when the constructor returns.
 
-    It ends with `close`, with the `with` block, when the object is garbage, and with this process, even by SIGKILL.
+    It ends at `close`, at the end of the `with` block, when the object is garbage-collected, and when this process
+    ends, even by SIGKILL.
 
     Args:
         target: name of a model in `edl.testing.models`; or the model as `edl serve --factory` takes it,
-            `package.module:name` or `path/file.py:name`. Empty if `serve` says the model.
+            `package.module:name` or `path/file.py:name`. Empty if `serve` names the model.
         name: the model's name in requests.
-        service, discovery: where to register, and as what; without a service the teacher registers nowhere.
+        service, discovery: the service's name, and the store to register in. Without a service, it does not register.
         port: TCP port, 0 for a free one.
-        max_batch, max_queue: rows; None for the server's defaults.
+        max_batch, max_queue: in rows; None for the server's defaults.
         serve: more flags of `edl serve`, without the dashes: `{"threads": 1, "max-delay": "2ms"}`; a bool
             turns a flag on or off, a list repeats it, a mapping repeats it with `key=value`.
-        env: environment variables in addition to this process's, whose TLS and tokens are left out.
-        wait: False to return at once; call `wait_ready` later. Several teachers start faster this way.
-        timeout_s: how long it may take to be ready.
+        env: more environment variables. This process's are inherited, except those for TLS and tokens.
+        wait: False to return at once; call `wait_ready` later. This starts several teachers faster.
+        timeout_s: seconds that it may take to be ready.
         options: arguments of the factory.
 
     Raises:
-        EDLError: the process ended, or was not ready in time; with the end of its log.
+        EDLError: the process ended, or was not ready in time. The message has the end of its log.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class LocalTeacher:
 
     @property
     def endpoint(self) -> str:
-        """`host:port`, as students take it."""
+        """The address as `host:port`, for students."""
         return str(self._when_ready()["endpoint"])
 
     @property
@@ -121,18 +122,18 @@ class LocalTeacher:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal; None while the process runs."""
         return self._process.poll()
 
     @property
     def log(self) -> str:
-        """What it has printed."""
+        """The process's output so far."""
         if self._log.closed:
             return self._last_log
         return os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode(errors="replace")
 
     def is_alive(self) -> bool:
-        """Whether the process runs, be it paused."""
+        """Whether the process is running or paused."""
         return self.returncode is None
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
@@ -160,19 +161,19 @@ class LocalTeacher:
             time.sleep(_POLL_S)
 
     def kill(self) -> None:
-        """SIGKILL, and wait: the process and its requests are gone."""
+        """Send SIGKILL, and wait for the end. Open requests are lost."""
         self._process.kill()
         self._process.wait()
 
     def terminate(self) -> None:
-        """SIGTERM: it leaves discovery, finishes what it has accepted, and exits. Returns at once; see `wait`."""
+        """Send SIGTERM: it leaves discovery, finishes accepted requests, and exits. Returns at once; see `wait`."""
         self._process.terminate()
 
     def pause(self) -> None:
-        """SIGSTOP, and wait until it has stopped: it holds its connections and its lease, and does nothing.
+        """Send SIGSTOP, and wait until it has stopped. It keeps its connections and its lease, and does nothing.
 
         Raises:
-            TimeoutError: it has not, after 10 s.
+            TimeoutError: it has not stopped after 10 s.
         """
         self._process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + _STOP_S
@@ -183,7 +184,7 @@ class LocalTeacher:
             time.sleep(_POLL_S)
 
     def resume(self) -> None:
-        """SIGCONT: it goes on after `pause`."""
+        """Send SIGCONT, so that it continues after `pause`."""
         self._process.send_signal(signal.SIGCONT)
 
     def wait(self, timeout_s: float = 60.0) -> int:
@@ -196,7 +197,7 @@ class LocalTeacher:
             Its exit code, negative for a signal.
 
         Raises:
-            TimeoutError: it still runs after `timeout_s`.
+            TimeoutError: it is still running after `timeout_s`.
         """
         try:
             return self._process.wait(timeout_s)
@@ -204,7 +205,7 @@ class LocalTeacher:
             raise TimeoutError(f"the teacher still runs after {timeout_s:g} s:\n{self.log[-3000:]}") from None
 
     def close(self) -> None:
-        """End it at once, in any state. May be called twice."""
+        """End the process at once, in any state. May be called twice."""
         self._last_log = self.log
         self._finalizer()
 

@@ -1,8 +1,8 @@
-"""What a job's workers use: calls to the master, readers of shards, and adapters for other libraries.
+"""The workers' side of a master: calls, readers of shards, and adapters for other libraries.
 
 `master_client` makes calls that wait for the master, and has the channel to it. `shard_reader` iterates over shards;
 its `conversation` is a thread that takes turns with the master, and what the two sides owe each other.
-`torch` is a data set for `DataLoader`, `sharding_client` the calls that ElasticDL's and DLRover's users know.
+`torch` has a data set for `DataLoader`, and `sharding_client` the calls of ElasticDL and DLRover.
 What does not belong here: how data is read (`edl.datasets`), and what a master does with calls.
 """
 

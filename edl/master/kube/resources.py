@@ -351,11 +351,7 @@ class ElasticJob(MemberOwner):
 
 
 def parse_elastic_job(resource: Mapping[str, Any], default_store: str = "") -> ElasticJob | tuple[SpecProblem, ...]:
-    """Read an `ElasticJob`.
-
-    Returns:
-        The job; or, if it cannot be worked on, why not, first what to mend first.
-    """
+    """Return the job of a resource; or, if it cannot be worked on, why not, first what to mend first."""
     spec = FieldReader(resource.get("spec"), "spec")
     common = read_owner(resource, spec, default_store=default_store, default_min=1, default_grace_period_s=30)
     run = spec.read_texts("run")
@@ -422,11 +418,7 @@ class TeacherPool(MemberOwner):
 
 
 def parse_teacher_pool(resource: Mapping[str, Any], default_store: str = "") -> TeacherPool | tuple[SpecProblem, ...]:
-    """Read a `TeacherPool`.
-
-    Returns:
-        The pool; or, if it cannot be worked on, why not, first what to mend first.
-    """
+    """Return the pool of a resource; or, if it cannot be worked on, why not, first what to mend first."""
     spec = FieldReader(resource.get("spec"), "spec")
     common = read_owner(resource, spec, default_store=default_store, default_min=0, default_grace_period_s=10)
     common["priority_class_name"] = common["priority_class_name"] or "edl-teacher"

@@ -252,11 +252,7 @@ class _Draft:
 
 
 def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
-    """Decide what to do about a job. At rest that is nothing, and the status is as it was.
-
-    Returns:
-        The plan; its status is the whole status.
-    """
+    """Decide what to do about a job. At rest that is nothing, and the status is as it was."""
     if job.deleting:
         return Plan(status=dict(job.status))  # pods go with their owner
     if phase := find_final_phase(job):

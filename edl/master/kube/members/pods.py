@@ -239,12 +239,7 @@ class MemberPod:
 def read_member_pods(
     pods: Iterable[Mapping[str, Any]], owner_uid: str, events: Mapping[str, Mapping[str, str]] | None = None
 ) -> tuple[tuple[MemberPod, ...], tuple[str, ...]]:
-    """Read an owner's member pods out of a list, and why some are none.
-
-    Returns:
-        The member pods by role, index and try; and a line for each pod that has the owner's label and is no member,
-        which is left alone.
-    """
+    """Return an owner's member pods by role, index and try; and why others that have its label are none."""
     found: list[MemberPod] = []
     reasons: list[str] = []
     for pod in pods:

@@ -162,11 +162,7 @@ class MemberRecord:
 
 
 def read_member_records(status: Mapping[str, Any]) -> dict[str, MemberRecord]:
-    """Read `status.members`; what is not as EDL writes it counts as not written.
-
-    Returns:
-        The records, by keys such as `worker-0`.
-    """
+    """Return the records of `status.members` by keys such as `worker-0`; what EDL does not write so is left out."""
     members = status.get("members")
     if not isinstance(members, Mapping):
         return {}

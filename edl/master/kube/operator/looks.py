@@ -40,15 +40,7 @@ _JITTER: Final = 0.2
 
 
 class KeySchedule:
-    """Which key is due when. A key is there once, and is not given out again before it is finished.
-
-    That is client-go's rate-limited work queue (k8s.io/client-go/util/workqueue): what is added while it is worked on
-    is due again afterwards; a failure waits twice as long each time; what is added meanwhile is not held up by that.
-
-    Args:
-        first_backoff_s: the wait after a key's first failure, in seconds.
-        last_backoff_s: no wait after a failure is longer, in seconds.
-    """
+    """Which key is due when. A key is there once, and is not given out again before it is finished."""
 
     def __init__(self, first_backoff_s: float = 0.2, last_backoff_s: float = 60.0) -> None:
         self._first_backoff_s = first_backoff_s
@@ -84,10 +76,7 @@ class KeySchedule:
         return key
 
     def finish(self, key: str, now_s: float, *, failed: bool = False, requeue_s: float | None = None) -> None:
-        """Say that a key was worked on.
-
-        A key that `failed` is worked on again after its back-off; any key in `requeue_s`, unless that is None.
-        """
+        """Say that a key was worked on: one that `failed` is due again after its back-off, any key in `requeue_s`."""
         self._active.pop(key, None)
         again = self._again.pop(key, None)
         if failed:

@@ -56,11 +56,7 @@ class OperatorHealth:
             self._waiting = reason
 
     def note_request(self, code: int, problem: str = "") -> bool:
-        """Note a request of the API server.
-
-        Returns:
-            Whether the server answers now and did not before, or the other way round.
-        """
+        """Note a request of the API server; return whether it answers now and did not before, or the other way."""
         away = code == 0 or code >= 500
         with self._lock:
             changed = away != (self._failing_since_s is not None)

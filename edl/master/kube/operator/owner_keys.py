@@ -178,10 +178,7 @@ def _delete_keys(store: Store, removal: _Removal) -> str:
 
 
 def delete_job_keys(store: Store, job_id: str) -> str:
-    """Delete what a job left in its store, unless it is in use.
-
-    Returns:
-        Why it is in use: agents and masters have keys under leases as long as they live. Empty if all is deleted.
+    """Delete what a job left in its store; or return why it is in use, as agents' and masters' keys under leases tell.
 
     Raises:
         DiscoveryError: the store does not answer.

@@ -331,11 +331,7 @@ class WaitingOwners:
             self._told_s.pop(key, None)
 
     def find_due(self, capacity: ClusterCapacity, now_s: float) -> tuple[list[str], float | None]:
-        """Find whom to look at, since there is room for more of its pods.
-
-        Returns:
-            Keys; and seconds until the next may be looked at for which there is more room, None for no such.
-        """
+        """Return whom to look at since there is room for more of its pods, and in how many seconds the next may be."""
         with self._lock:
             claims = dict(self._claims)
         rooms: dict[str, int] = {}  # by shape: many resources have the same template

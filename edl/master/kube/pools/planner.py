@@ -201,11 +201,7 @@ class _Draft:
 
 
 def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
-    """Decide what to do about a pool. Call it whenever anything may have changed; at rest nothing is done.
-
-    Returns:
-        The plan; its status is the whole status.
-    """
+    """Decide what to do about a pool. Call it whenever anything may have changed; at rest nothing is done."""
     teachers = [pod for pod in observation.pods if pod.role == "teacher"]
     draft = _Draft(pool, observation, read_member_records(pool.status), ProbeBackoff.read(pool.status))
     live = _settle_members(draft, teachers)

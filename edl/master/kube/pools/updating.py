@@ -212,11 +212,7 @@ class TeacherUpdate:
         return next((pod for pod in self.list_updated(live) if is_failing(pod, now_s)), None)
 
     def find_starting(self, live: Sequence[MemberPod], now_s: float) -> tuple[MemberPod | None, float | None]:
-        """Return a teacher of the present spec that has not proven itself yet, and when to look again.
-
-        Returns:
-            The teacher, None if there is none; and seconds, None if an event tells.
-        """
+        """Return a teacher of the present spec that has not proven itself yet, and seconds until the next look."""
         waits = [(_find_unsteady_s(pod, now_s), pod) for pod in self.list_updated(live)]
         unready = next((pod for _, pod in waits if not pod.ready), None)
         if unready is not None:

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from edl.kube.objects import Object
-from edl.master.kube.jobs import shares_cluster
 from edl.master.kube.observation import WorkProgress
-from edl.master.kube.resources import ElasticJob, parse_elastic_job
 from tests.fast.master.kube.jobs.simulated_cluster import SimulatedCluster
 
 
@@ -419,15 +417,8 @@ def create(cluster: SimulatedCluster) -> list[Object]:
     return [cluster.pods[name] for name in sorted(cluster.pods)]
 
 
-def shares(cluster: SimulatedCluster) -> bool:
-    job = parse_elastic_job(cluster.resource)
-    assert isinstance(job, ElasticJob)
-    return shares_cluster(job)
-
-
 def test_kueue() -> None:
     cluster = build_cluster(queue="team-a")
-    assert not shares(cluster)
     pods = create(cluster)
     assert len(pods) == 4
     for index, pod in enumerate(pods):
@@ -451,7 +442,6 @@ def test_kueue() -> None:
 )
 def test_pod_groups(scheduler: str, api_version: str, annotation: str) -> None:
     cluster = build_cluster(scheduler, queue="q", priorityClassName="high")
-    assert not shares(cluster)
     _, (kind, group) = cluster.reconcile().apply
     assert (kind.plural, group["apiVersion"]) == ("podgroups", api_version)
     assert set(group) == {"apiVersion", "kind", "metadata", "spec"}
@@ -482,13 +472,6 @@ def test_group_goes_with_the_job() -> None:
         cluster.end(f"job-worker-{number}-0", 0)
     plan = cluster.reconcile()
     assert {kind.plural for kind, _ in plan.remove} == {"podgroups", "poddisruptionbudgets"}
-
-
-def test_default_scheduler_shares() -> None:
-    assert shares(build_cluster())
-    assert shares(build_cluster("default-scheduler"))
-    assert not shares(build_cluster("another")), "what it does is not known"
-    assert len(build_cluster("another").reconcile().apply) == 1
 
 
 def test_gang_keeps_its_group() -> None:

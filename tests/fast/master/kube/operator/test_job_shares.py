@@ -72,9 +72,10 @@ def test_jobs_share_what_is_idle() -> None:
         share_job("a", suspend=True),
         share_job("a", gpus=0),
         share_job("a", pod={"schedulerName": "volcano"}),
+        share_job("a", pod={"schedulerName": "another"}),
         share_job("a", pod={"initContainers": 7}),
     ],
-    ids=["kueue", "external", "suspended", "no GPU", "volcano", "unreadable"],
+    ids=["kueue", "external", "suspended", "no GPU", "volcano", "another", "unreadable"],
 )
 def test_job_that_others_arbitrate(job: ElasticJob) -> None:
     assert read_sharing_job(job) is None

@@ -107,8 +107,7 @@ class Dispatcher:
     def send_until(self, last: float) -> list[Send]:
         """Send only tasks up to the number `last` from now on; other pending tasks wait as if they were not sent yet.
 
-        Returns:
-            The pending attempts of those tasks, which the caller should cancel and need not report.
+        Returns the pending attempts of those tasks, which the caller should cancel and need not report.
         """
         self.last = last
         recalled = [attempt for attempt in self._attempts if attempt.task > last]
@@ -256,10 +255,9 @@ class Dispatcher:
         return sum(state.serves(now) for state in list(self.teachers.values()))
 
     def oversized(self, now: float) -> tuple[int, int]:
-        """Return the size of waiting tasks that no usable teacher accepts, zeros if there are none.
+        """Return the rows of the largest waiting task that no usable teacher accepts, 0 if there is none.
 
-        Returns:
-            The rows of the largest such task, and of the longest sequence in them that is too long for all teachers.
+        The second number is the rows of the longest sequence in such tasks that is too long for all of them.
         """
         usable = [state for state in self.teachers.values() if state.is_usable(now)]
         if not usable or any(state.limits == NO_LIMITS for state in usable):

@@ -212,11 +212,7 @@ class TeacherConnection:
             backoff_s = min(backoff_s * 2, _LAST_LAPSED_BACKOFF_S if self.lapsed else _LAST_BACKOFF_S)
 
     async def _connect(self, client: TeacherClient) -> tuple[str, bool]:
-        """Try to connect, and set `state`.
-
-        Returns:
-            Why the teacher is not used, empty if it is; and whether it lacks what is asked for.
-        """
+        """Try to connect; return why the teacher is not used, or "", and whether it lacks what is asked for."""
         lacks, refused = False, "the attempt was cancelled"
         try:
             spec = await client.open(_CONNECT_TIMEOUT_S)

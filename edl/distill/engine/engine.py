@@ -133,10 +133,7 @@ class Engine:
 
     @property
     def limits(self) -> Limits:
-        """What all teachers accept in a request, and the longest sequence that one of them accepts.
-
-        They are those of the last change of teachers.
-        """
+        """What all teachers accept in a request, and the longest sequence that one accepts, at their last change."""
         return self._pool.limits
 
     def await_spec(self, timeout_s: float) -> ModelSpec | None:

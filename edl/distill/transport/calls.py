@@ -68,10 +68,7 @@ class RequestIds(Iterator[str]):
 
 @functools.lru_cache(maxsize=1)
 def _trace_of(pid: int) -> str:
-    """Return the id of the trace for requests of this process that belong to no other trace.
-
-    A forked child has another.
-    """
+    """Return the id of the trace for requests of this process (not of its parent) that belong to no other trace."""
     return secrets.token_hex(16)
 
 
@@ -103,10 +100,7 @@ _MOST_OF_CHARACTER = 4  # bytes of a character in UTF-8
 
 
 def max_answer_nbytes(spec: ModelSpec, limit: int) -> int:
-    """Return the largest size in bytes of this model's answers, at the largest number of rows in a request.
-
-    It is `limit` if the model's metadata leaves the size open, and never more.
-    """
+    """Return the bytes of this model's largest answer; `limit` if its metadata leaves that open, and never more."""
     row = 0.0
     for output in spec.outputs.values():
         try:
@@ -446,8 +440,7 @@ async def fetch_spec(calls: ServerCalls, output_spec: OutputSpec, known: ModelSp
 def _batch_rows(endpoint: str, model: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """Return the rows that every request must have, 0 for any number: the first size of all tensors, if it is fixed.
 
-    Raises:
-        TeacherLacks: These sizes are fixed and differ, so they are not rows.
+    Sizes that are fixed and differ are not rows, so they raise `TeacherLacks`.
     """
     first = [tensor.shape[0] if tensor.shape else -1 for tensor in inputs]
     if not first or min(first) < 1:
@@ -478,10 +471,9 @@ async def _only_model(calls: ServerCalls, deadline: float) -> str:
 
 
 async def _check_model_ready(calls: ServerCalls, model: str, version: str, deadline: float) -> tuple[str, ...]:
-    """Check that the server has the model, in the version that is asked for, and that it is ready.
+    """Check that the model is ready, in the version that is asked for.
 
-    Returns:
-        The versions that the server lists; none where none is asked for.
+    Returns the versions that the server lists; none where none is asked for.
     """
     try:
         versions = await _list_versions(calls, model, version, deadline) if version else ()
@@ -553,9 +545,6 @@ def _text(config: kserve.ModelConfig, name: str) -> str:
 
 
 def _newest(versions: Sequence[str]) -> str:
-    """Return the version that a server answers with if it is not told which.
-
-    Triton takes the highest number. Elsewhere a version is any text.
-    """
+    """Return the version that a server answers with if it is not told which: for Triton, the highest number."""
     numbers = all(version.isdecimal() and len(version) <= _MOST_DIGITS for version in versions)
     return max(versions, key=int) if versions and numbers else (versions or ("",))[-1]

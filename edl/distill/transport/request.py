@@ -20,8 +20,7 @@ from edl.protocol.tensors import Array
 def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Array]:
     """Return the fields that the model wants, in the types that it wants.
 
-    Raises:
-        SourceError: a field is missing, has another shape, or a type or value that the model's type does not have.
+    A field that is missing, of another shape, or not the same in the model's type is a `SourceError`.
     """
     if not spec.inputs:
         return dict(fields)

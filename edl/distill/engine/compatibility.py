@@ -18,7 +18,7 @@ import numpy as np
 from edl.discovery.registry import Instance
 from edl.distill.compress import ClampWarnings, TopK
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
-from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply, TensorMetadata
+from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply, TensorMetadata, shapes_match
 from edl.errors import SettingsError
 from edl.protocol import names
 from edl.protocol.tensors import Array
@@ -49,7 +49,7 @@ class TeacherCompatibility:
         self.tokenizer = ""  # hash of the teachers' tokenizer, from the first one that reports it
         self.selecting_version = False  # whether `select_version` comes next, which warns of several versions
         self.is_unversioned = False  # whether an answer has named no version, where the metadata name none either
-        self.weights_versions: set[str] = set()  # versions of which a teacher said that they are hashes of the weights
+        self.weights_versions: set[str] = set()  # those that a teacher said are hashes of the weights; only grows
         self._service = service
         self._output_spec = output_spec
         self._refuses = mixed_versions == "refuse"
@@ -277,7 +277,7 @@ class TeacherCompatibility:
                 want = (*spec.shape[:-1], min(self._output_spec.top_k, classes) if classes > 0 else -1)
             else:
                 want = spec.shape
-            if not _shapes_match(shape, want):
+            if not shapes_match(shape, want):
                 return f"output {name!r} has rows of shape {list(shape)}, the teachers before it {list(want)}"
         return ""
 
@@ -290,8 +290,8 @@ class TeacherCompatibility:
         If the shape of a label follows the shape of the inputs, a sample that is now padded to another length would get
         a cached label of the wrong length.
 
-        Raises:
-            SettingsError: Outputs have variable dimensions, and the inputs have other shapes than earlier inputs.
+        Call it from a single thread at a time. It raises `SettingsError` if outputs have variable dimensions, and the
+        inputs have other shapes than earlier inputs.
         """
         varying = None
         for name in self._output_spec.outputs:
@@ -315,12 +315,6 @@ class TeacherCompatibility:
 
 def _tokenizer_of(instance: Instance, spec: ModelSpec) -> str:
     return spec.tokenizer or instance.meta.get(names.TOKENIZER_META, "")
-
-
-def _shapes_match(left: Sequence[int], right: Sequence[int]) -> bool:
-    return left == right or (
-        len(left) == len(right) and all(a == b or -1 in (a, b) for a, b in zip(left, right, strict=True))
-    )
 
 
 def _model_difference(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> str:
@@ -358,7 +352,7 @@ def _output_difference(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpe
         return f"has tokenizer {spec.tokenizer!r}", f"{known.tokenizer!r}: their token ids mean different texts"
     for name in output_spec.outputs:
         have, want = spec.outputs.get(name), known.outputs.get(name)
-        if have is not None and want is not None and not _shapes_match(have.shape, want.shape):
+        if have is not None and want is not None and not shapes_match(have.shape, want.shape):
             return f"gives output {name!r} with rows of shape {list(have.shape)}", f"{list(want.shape)}"
     return None
 

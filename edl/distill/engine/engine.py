@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,7 +36,6 @@ from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply
 from edl.distill.transport.shm import Arena
 from edl.errors import BadOutputError, EDLError, NoTeacherError, RejectedError, SettingsError
-from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
 
 logger = logging.getLogger("edl.distill")
@@ -98,6 +97,7 @@ class Engine:
             shared_memory=arena is not None,
             files=files,
         )
+        self.compatibility = self._pool.compatibility  # what the teachers have in common
         self._submitted: deque[LabelJob] = deque()  # jobs that the loop has not taken yet
         self._woken = False
         self._jobs: dict[int, LabelJob] = {}
@@ -138,34 +138,15 @@ class Engine:
 
     def await_spec(self, timeout_s: float) -> ModelSpec | None:
         """Wait for the first teacher, and return its model; None if there is none within `timeout_s`."""
-        self._pool.news.wait_for(lambda: self._pool.compatibility.spec is not None, timeout_s)
-        return self._pool.compatibility.spec
-
-    def check_cacheable(self, fields: Mapping[str, Array]) -> None:
-        """Check that cached labels fit; see `TeacherCompatibility.check_cacheable`. From a single thread at a time."""
-        self._pool.compatibility.check_cacheable(fields)
-
-    @property
-    def weights_versions(self) -> Collection[str]:
-        """The versions that teachers have so far declared to be hashes of the weights; grows while the engine runs."""
-        return self._pool.compatibility.weights_versions
-
-    @property
-    def is_unversioned(self) -> bool:
-        """Whether neither the model's metadata nor an answer has named a version."""
-        return self._pool.compatibility.is_unversioned
-
-    @property
-    def tokenizer(self) -> str:
-        """The hash of the teachers' tokenizer; empty until a teacher or its registration reports it."""
-        return self._pool.compatibility.tokenizer
+        self._pool.news.wait_for(lambda: self.compatibility.spec is not None, timeout_s)
+        return self.compatibility.spec
 
     def select_version(self) -> None:
         """Ask the teachers, before an epoch whose labels are cached, which version of the model they have.
 
         Takes milliseconds if the teachers answer, and about a second otherwise.
         """
-        if self._pool.compatibility.spec is not None:
+        if self.compatibility.spec is not None:
             with contextlib.suppress(TimeoutError):  # then the version stays for this epoch
                 self._thread.run(self._pool.follow_version(_REFRESH_TIMEOUT_S), 2 * _REFRESH_TIMEOUT_S)
 
@@ -249,7 +230,7 @@ class Engine:
 
     def begin_epoch(self) -> None:
         """Start an epoch; see `TeacherCompatibility.begin_epoch`."""
-        self._pool.compatibility.begin_epoch()
+        self.compatibility.begin_epoch()
 
     def send_until(self, last: float) -> None:
         """Send only jobs up to the number `last`; others that are under way are taken back, and sent again later."""
@@ -357,7 +338,7 @@ class Engine:
         self._attempts.pop(send, None)
         try:
             if isinstance(result, Reply):
-                result = self._pool.compatibility.check_reply(send.teacher, job.payload.inputs, result) or result
+                result = self.compatibility.check_reply(send.teacher, job.payload.inputs, result) or result
             if isinstance(result, RequestFailure):
                 actions = self._record_failure(send, job, result)
             elif result is not None:

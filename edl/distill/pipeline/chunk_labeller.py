@@ -134,7 +134,9 @@ class ChunkLabeller:
         self.engines.append(engine)
         labels = None
         if request.cache_config is not None:
-            labels = ServiceLabels(request.cache_config, output_spec, identity, engine.weights_versions, own)
+            labels = ServiceLabels(
+                request.cache_config, output_spec, identity, engine.compatibility.weights_versions, own
+            )
         watcher = TeacherWatcher(group, functools.partial(self.thread.call, engine.set_teachers))
         self._services.append(_Service(engine, output_spec, labels, AnswerSizeEstimator(output_spec), watcher))
 
@@ -273,7 +275,7 @@ class ChunkLabeller:
             nbytes = self._services[index].sizes.expected(chunk.rows, spec)
             chunk.answers_nbytes[answer] = nbytes or 0
             # Labels are looked up once the version is known, which a model may name in its answers only.
-            knows_version = spec is None or spec.version or self.engines[index].is_unversioned
+            knows_version = spec is None or spec.version or self.engines[index].compatibility.is_unversioned
             chunk.foreseen = chunk.foreseen and nbytes is not None and (chunk.ids is None or bool(knows_version))
 
     def limit_answers(self, chunks: Collection[Chunk], needed: Collection[Chunk], *, limited: bool) -> bool:
@@ -325,7 +327,7 @@ class ChunkLabeller:
             spec = self.await_spec(index, stopped)
             if spec is None:
                 break
-            if self.request.router is not None and service.agreed != (spec, engine.tokenizer):
+            if self.request.router is not None and service.agreed != (spec, engine.compatibility.tokenizer):
                 self._check_agreement(index, spec)
             fields: Mapping[str, Array] = chunk.fields
             if chunk.lengths is not None or spec.sequences:
@@ -383,7 +385,7 @@ class ChunkLabeller:
     def _check_agreement(self, index: int, spec: ModelSpec) -> None:
         """Check that a route's outputs are like those of the other routes, because a batch may have rows of both."""
         service = self._services[index]
-        tokenizer = service.engine.tokenizer
+        tokenizer = service.engine.compatibility.tokenizer
         for other, known in enumerate(self._services):
             if known.agreed is None or other == index:
                 continue
@@ -421,7 +423,7 @@ class ChunkLabeller:
         engine = service.engine
         if service.labels is None or self._cache_queue is None or chunk.ids is None:
             return None
-        if not spec.version and engine.is_unversioned:
+        if not spec.version and engine.compatibility.is_unversioned:
             self._cache_queue.count_dropped(chunk.rows)
             if not self._warned_unversioned:
                 self._warned_unversioned = True
@@ -438,7 +440,7 @@ class ChunkLabeller:
                 "depend on the rows before them, are not kept: set the source with set_sequence_generator or "
                 "set_sequence_list_generator, or give distill tokens=; or leave the cache out"
             )
-        engine.check_cacheable(chunk.fields)
+        engine.compatibility.check_cacheable(chunk.fields)
         missing = service.labels.look_up(chunk, spec, fields)
         self._cached += int(missing.found.row_mask.sum())
         return missing

@@ -133,9 +133,14 @@ class TensorMetadata:
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Return whether a row of this shape is as the model says."""
-        return len(shape) == len(self.shape) and all(
-            want in (-1, have) for want, have in zip(self.shape, shape, strict=True)
-        )
+        return shapes_match(self.shape, shape)
+
+
+def shapes_match(left: Sequence[int], right: Sequence[int]) -> bool:
+    """Return whether two shapes may be equal, where -1 is any size."""
+    return left == right or (
+        len(left) == len(right) and all(a == b or -1 in (a, b) for a, b in zip(left, right, strict=True))
+    )
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ import random
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from edl.discovery.registry import Instance, Snapshot
@@ -61,18 +62,12 @@ _MOST_GONE = 100
 """How many departed teachers are remembered by name: enough to see what became of each where pods come and go."""
 
 
-@dataclass
-class TeacherCounts:
-    """What became of a teacher's requests. Written on the event loop, read from any thread."""
+def no_counts() -> Counter[str]:
+    """Return counters of what becomes of a teacher's requests, as in `TeacherStats`.
 
-    endpoint: str
-    rows: int = 0
-    requests: int = 0
-    failures: int = 0
-
-    def departed(self) -> TeacherStats:
-        """Return these counts for a teacher that left."""
-        return TeacherStats(self.endpoint, "gone", "", self.rows, self.requests, self.failures)
+    They are written on the event loop and read in any thread, so all keys are there from the beginning.
+    """
+    return Counter(rows=0, requests=0, failures=0)
 
 
 class TeacherConnection:
@@ -80,7 +75,7 @@ class TeacherConnection:
 
     def __init__(self, instance: Instance, pool: ConnectionPool) -> None:
         self.instance = instance
-        self.counts = TeacherCounts(instance.endpoint)
+        self.counts = no_counts()
         self.state = "connecting"  # "ready", "connecting" or "set aside"
         self.why = ""  # why it is not ready, for people
         # Whether it has answered and lacks what is asked for, so that only a change of the server would help
@@ -321,8 +316,8 @@ class ConnectionPool:
         self._near = ""
         self._is_whole = False
         self._lock = threading.Lock()  # so that a leaving teacher's counts are neither doubled nor missing
-        self._gone: dict[str, TeacherCounts] = {}  # the teachers that left last
-        self._departed = TeacherCounts("")  # sums over all teachers that left
+        self._gone: dict[str, TeacherStats] = {}  # the teachers that left last
+        self._departed = no_counts()  # sums over all teachers that left
 
     # Any thread
 
@@ -367,21 +362,19 @@ class ConnectionPool:
     def teacher_stats(self) -> tuple[dict[str, TeacherStats], TeacherStats]:
         """Return the counters of each teacher, with gauges of those that are there, and the sums over departed ones."""
         with self._lock:
-            teachers = {name: counts.departed() for name, counts in self._gone.items()}
-            present, departed = self.connections.copy(), self._departed.departed()
+            teachers, present = self._gone.copy(), self.connections.copy()
+            departed = TeacherStats("", "gone", "", **self._departed)
         for name, connection in present.items():
-            counts, state = connection.counts, self._dispatcher.teachers.get(name)
+            state = self._dispatcher.teachers.get(name)
             status, why = self._state(connection)
             teachers[name] = TeacherStats(
-                endpoint=counts.endpoint,
+                endpoint=connection.instance.endpoint,
                 state=status,
                 why=why,
-                rows=counts.rows,
-                requests=counts.requests,
-                failures=counts.failures,
                 in_flight=len(state.in_flight) if state else 0,
                 window=state.window.size if state else 0,
                 median_s=(state.window.median_s or 0.0) if state else 0.0,
+                **connection.counts,
             )
         return teachers, departed
 
@@ -396,7 +389,7 @@ class ConnectionPool:
 
     # On the loop
 
-    def counts_of(self, name: str) -> TeacherCounts:
+    def counts_of(self, name: str) -> Counter[str]:
         """Return the counts of a teacher, for writing: those of departed teachers if it left before its last answer."""
         connection = self.connections.get(name)
         return connection.counts if connection is not None else self._departed
@@ -548,10 +541,8 @@ class ConnectionPool:
             return
         with self._lock:
             del self.connections[name]
-            self._departed.rows += counts.rows
-            self._departed.requests += counts.requests
-            self._departed.failures += counts.failures
-            self._gone[name] = counts
+            self._departed.update(counts)
+            self._gone[name] = TeacherStats(connection.instance.endpoint, "gone", "", **counts)
             if len(self._gone) > _MOST_GONE:
                 del self._gone[next(iter(self._gone))]
         self.compatibility.forget_teacher(name)

@@ -351,7 +351,7 @@ class Engine:
         self._take_jobs()
 
     def _record_failure(self, send: Send, job: LabelJob, failure: RequestFailure) -> list[Action]:
-        self._pool.counts_of(send.teacher).failures += 1
+        self._pool.counts_of(send.teacher)["failures"] += 1
         resent = self._dispatcher.resent
         actions = self._dispatcher.attempt_failed(send, failure, self._now())
         self._rows_resent += (self._dispatcher.resent - resent) * job.payload.rows
@@ -363,11 +363,11 @@ class Engine:
 
     def _record_answer(self, send: Send, job: LabelJob, reply: Reply) -> list[Action]:
         counts = self._pool.counts_of(send.teacher)
-        counts.requests += 1
+        counts["requests"] += 1
         actions = self._dispatcher.attempt_answered(send, self._now())
         if any(isinstance(action, Deliver) for action in actions) and not self._closed:
             self._outage.record_answer(self._now())
-            counts.rows += job.payload.rows
+            counts["rows"] += job.payload.rows
             self._rows_received += job.payload.rows
             self._finish(job.number, reply.outputs, reply.version)
         return actions

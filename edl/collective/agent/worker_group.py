@@ -22,7 +22,7 @@ from typing import Any, Final
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from edl.background import BackgroundLoop
-from edl.collective.agent.health.failures import HANGING, GenerationOutcome, RecoveryDecision
+from edl.collective.agent.health.failures import HANGING, GenerationOutcome, Progress, RecoveryDecision
 from edl.collective.agent.health.hangs import HangDetector
 from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.launch_spec import LaunchSpec, has_gpu_build
@@ -215,6 +215,8 @@ def worker_forks(
         environ["EDL_REPLICAS"] = str(host.replicas)
         environ["EDL_RUN"] = host.run
         environ["EDL_SINCE_GENERATION"] = str(since)
+        if world.message.startswith(HANGING):
+            environ["EDL_AFTER_HANG"] = "1"
         if spec.checkpoint:
             environ["EDL_CHECKPOINT"] = spec.checkpoint
             environ["EDL_CHECKPOINT_INTERVAL_S"] = str(spec.checkpoint_interval_s)
@@ -423,15 +425,18 @@ class WorkerGroup:
         """Decide what follows from the failures of this generation (`GenerationOutcome.decide_recovery`)."""
         if not self.running or self.terminating:
             return None
-        step = self.last_step
-        trained = self._since_generation > 0 or step >= 0
+        progress = self._progress()
+        trained = self._since_generation > 0 or progress.step >= 0
         return self._outcome.decide_recovery(
-            forgiven, others_ended, missing=missing, trained=trained, step=step, known_at=known_at
+            forgiven, others_ended, missing=missing, trained=trained, progress=progress, known_at=known_at
         )
 
     def count_restart(self) -> None:
         """Count a restart that was carried out."""
-        self._outcome.count_restart(self.last_step)
+        self._outcome.count_restart(self._progress())
+
+    def _progress(self) -> Progress:
+        return Progress(self.last_step, sum(status.finished for status in self.read_statuses()))
 
     # --- Workers that neither work nor end ---
 

@@ -229,6 +229,7 @@ class Checkpointer:
                 replica_slots=self._replica_slots,
                 stored=self._newest_stored,
                 since=read("EDL_SINCE_GENERATION", int) or 0,
+                hung_after=reached if read("EDL_AFTER_HANG", int) else None,
             )
             if restored is None and self._storage is not None:
                 restored = restore_from_storage(self.state, self._storage, self._group)

@@ -1,25 +1,26 @@
 """One optimizer step in progress: how many samples it has over all ranks, and how this rank cuts its share.
 
-A step with a sampler knows every rank's share in advance; a step without one counts the rows of all ranks by a small
-exchange. The averaging and the update itself are in `trainer`.
+A step with a sampler knows every rank's share in advance. If more must be known (rows without a sampler, weights, as
+many micro-batches on every rank), the ranks exchange it when the step begins, together with whether a rank refuses its
+batch: all ranks then raise the same error, and none waits for one that failed. The averaging and the update itself are
+in `trainer`.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from edl.collective.ranks import exchange, rank_of, world_of
-from edl.collective.training.sampler import ElasticSampler, micro_batch_sizes
+from edl.collective.ranks import exchange, gather_bytes, rank_of, world_of
+from edl.collective.training.sampler import ElasticSampler, count_rows, micro_batch_sizes
 from edl.errors import SettingsError
 
 ONE_ROW: Final = (
@@ -66,80 +67,119 @@ class TrainingStep:
         return self.weights[len(self.sizes) - self.left]
 
 
-def begin_sampled_step(
-    given: int,
-    counted: int | None,
-    sampler: ElasticSampler,
+def begin_step(
+    batch: Any,
+    rows: int | None,
+    weights: Tensor | Sequence[float] | None,
+    sampler: ElasticSampler | None,
     how: StepRequirements,
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> TrainingStep:
-    """Begin a step over the sampler's next global batch.
+    """Begin a step over the batches that the ranks have, or over the sampler's next global batch.
 
-    Nothing is sent, because every rank can compute every share, unless the ranks must agree on the number of
-    micro-batches. This rank's batch has `given` rows, of which `counted` count according to the user, or as many as the
-    sampler says if None. `device` is one from which the group's backend can send.
+    Of this rank's batch, `rows` rows count according to the user; if None, all of them, or as many as the sampler says.
+    `weights` has shape (rows of the batch,). `device` is one from which the group's backend can send. Collective
+    without a sampler, with weights, and if all ranks need the same number of micro-batches.
 
     Raises:
-        SettingsError: The rows are not those that the sampler gave.
+        SettingsError: A rank's batch or weights cannot be used; on all ranks alike, if the call is collective.
     """
-    mine, samples, world = sampler.share_rows, sampler.batch_samples, world_of(group)
-    if sampler.place != (rank_of(group), world):
+    world = world_of(group)
+    given = mine = 0
+    own_weight, fault = 0.0, ""
+    try:
+        given = count_rows(batch)
+        mine = _own_rows(given, rows, sampler, group)
+        if weights is not None:
+            weights = torch.as_tensor(weights, dtype=torch.float64, device="cpu").reshape(-1)
+            own_weight = _sum_weights(weights, given, mine, rank_of(group))
+    except SettingsError as exc:
+        fault = str(exc)
+    sizes = _sizes(mine, world, how)
+    samples = sampler.batch_samples if sampler is not None else 0
+    if sampler is None or weights is not None or how.lockstep:
+        # Weights are exchanged as bits, so that their sum is the same on every rank and counts of tokens stay exact.
+        (bits,) = struct.unpack("<q", struct.pack("<d", own_weight))
+        everyone = exchange([bool(fault), mine, len(sizes), given, bits], group, device)
+        if world > 1 and any(failed for failed, *_ in everyone):
+            fault = next(filter(None, gather_bytes(fault.encode(), group))).decode()
+    else:
+        everyone = [[bool(fault), mine, len(sizes), given, 0]]
+    if fault:
+        raise SettingsError(fault)
+    if sampler is None:
+        samples = sum(row[1] for row in everyone)
+        _check_counted(everyone, samples, how)
+    else:
+        _check_rows([samples], how)
+    if how.lockstep and world > 1:
+        sizes = micro_batch_sizes(mine, how.most, max(row[2] for row in everyone), how.least)
+    mark = None if sampler is None else sampler.mark
+    idle = [0] if sampler is not None else [0] * min(given, 1)
+    step = TrainingStep(samples, world, sizes or idle, mark=mark, stand_in=min(how.least, given))
+    if isinstance(weights, Tensor):
+        total = sum(struct.unpack("<d", struct.pack("<q", row[4]))[0] for row in everyone)
+        if not total:
+            raise SettingsError("weights= are 0 for all rows of all ranks: there is nothing to train in this step")
+        ends = itertools.accumulate(step.sizes)
+        parts = [float(weights[end - size : end].sum()) for size, end in zip(step.sizes, ends, strict=True)]
+        step.weights = [part * (samples / total) for part in parts]
+    return step
+
+
+def _own_rows(given: int, rows: int | None, sampler: ElasticSampler | None, group: dist.ProcessGroup | None) -> int:
+    """Return how many of this rank's rows count."""
+    rank, world = rank_of(group), world_of(group)
+    if sampler is None:
+        if rows is not None and not 0 <= rows <= given:
+            raise SettingsError(f"rows={rows} of a batch of {given} on rank {rank}: must be from 0 to {given}")
+        return given if rows is None else rows
+    mine, samples = sampler.share_rows, sampler.batch_samples
+    if sampler.place != (rank, world):
         raise SettingsError(
             f"the sampler gives the share of rank {sampler.place[0]} of {sampler.place[1]}, but this is rank "
-            f"{rank_of(group)} of {world} in the trainer's group: iterate over the sampler in this world, or give it "
+            f"{rank} of {world} in the trainer's group: iterate over the sampler in this world, or give it "
             "the rank= and world= of the group"
         )
-    if counted is not None and counted != mine:
+    if rows is not None and rows != mine:
         raise SettingsError(
-            f"rows={counted}, but the sampler says that {mine} rows of this batch count: call micro_batches(batch), "
-            "since rows= is for training without a sampler"
+            f"rows={rows} on rank {rank}, but the sampler says that {mine} rows of this batch count: call "
+            "micro_batches(batch), since rows= is for training without a sampler"
         )
     if given != sampler.handed_rows or not samples:
         raise SettingsError(
-            f"a batch of {given} rows, but this rank's share is {mine} of {samples}: use DataLoader(batch_sampler="
-            "sampler), and let only step() advance it"
+            f"a batch of {given} rows on rank {rank}, but this rank's share is {mine} of {samples}: use "
+            "DataLoader(batch_sampler=sampler), and let only step() advance it"
         )
-    _check_rows([samples], how)
-    sizes = _sizes(mine, world, how)
-    if how.lockstep and world > 1:
-        counts = exchange([len(sizes)], group, device)
-        sizes = micro_batch_sizes(mine, how.most, max(count for (count,) in counts), how.least)
-    return TrainingStep(samples, world, sizes or [0], mark=sampler.mark, stand_in=min(how.least, given))
+    return mine
 
 
-def begin_counted_step(
-    given: int, mine: int, how: StepRequirements, group: dist.ProcessGroup | None, device: torch.device
-) -> TrainingStep:
-    """Begin a step over the batches that the ranks have, with `mine` of this rank's `given` rows counting. Collective.
+def _sum_weights(weights: Tensor, given: int, mine: int, rank: int) -> float:
+    """Return the weight of this rank's share. Rows given in place of an empty share are ignored."""
+    if len(weights) != given or not bool((weights.isfinite() & (weights >= 0)).all()):
+        raise SettingsError(
+            f"weights= of rank {rank}: expected one finite number from 0 on for each row of the batch"
+            + (f"; here are {len(weights)} for {given} rows" if len(weights) != given else "")
+        )
+    return float(weights[:mine].sum())
 
-    Raises:
-        SettingsError: No rank has a sample, or a rank has no row but must run a backward pass, or has one row but its
-            module needs more, or its `mine` is not from 0 to `given`; raised on all ranks alike.
-    """
-    world = world_of(group)
-    sizes = _sizes(min(max(mine, 0), given), world, how)
-    everyone = exchange([mine, len(sizes), given], group, device)
-    for rank, (rows, _, most) in enumerate(everyone):
-        if not 0 <= rows <= most:
-            raise SettingsError(f"rows={rows} of a batch of {most} on rank {rank}: must be from 0 to {most}")
-    samples = sum(rows for rows, _, _ in everyone)
-    _check_rows([rows or rows_given for rows, _, rows_given in everyone if rows_given], how)
-    if how.lockstep and world > 1:
-        sizes = micro_batch_sizes(mine, how.most, max(count for _, count, _ in everyone), how.least)
-    if how.all_backward and not all(rows for _, _, rows in everyone):
+
+def _sizes(mine: int, world: int, how: StepRequirements) -> list[int]:
+    # One group of samples cannot tell noise from gradient. Several ranks are several groups already.
+    return micro_batch_sizes(mine, how.most, min(mine // how.least, how.parts) if world == 1 else 1, how.least)
+
+
+def _check_counted(everyone: Sequence[Sequence[int]], samples: int, how: StepRequirements) -> None:
+    """Refuse batches that all ranks know of and that cannot be trained together."""
+    _check_rows([mine or given for _, mine, _, given, _ in everyone if given], how)
+    if how.all_backward and not all(given for _, _, _, given, _ in everyone):
         raise SettingsError(
             "a rank has no row, but the module needs a backward on every rank: give it a batch of one row with "
             "micro_batches(batch, rows=0), as ElasticSampler does"
         )
     if not samples:
         raise SettingsError("no rank has a sample for this step")
-    return TrainingStep(samples, world, sizes or [0] * min(given, 1), stand_in=min(how.least, given))
-
-
-def _sizes(mine: int, world: int, how: StepRequirements) -> list[int]:
-    # One group of samples cannot tell noise from gradient. Several ranks are several groups already.
-    return micro_batch_sizes(mine, how.most, min(mine // how.least, how.parts) if world == 1 else 1, how.least)
 
 
 def _check_rows(counts: list[int], how: StepRequirements) -> None:
@@ -149,38 +189,3 @@ def _check_rows(counts: list[int], how: StepRequirements) -> None:
             f"a rank has one row for this step, and {ONE_ROW}: let every rank have {how.least} rows or none (for the "
             'last batch of an epoch ElasticSampler(tail="drop") or tail="pad")'
         )
-
-
-def weight_micro_batches(
-    step: TrainingStep,
-    weights: Tensor | Sequence[float],
-    given: int,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> None:
-    """Weight a step's micro-batches by the weights of their rows instead of the number of rows. Collective.
-
-    `weights` has shape (given,), one for each of the `given` rows of this rank's batch. Rows given in place of an empty
-    share are ignored.
-
-    Raises:
-        SettingsError: A rank's weights are not one finite, non-negative number per row, or all ranks' are 0; raised on
-            all ranks alike.
-    """
-    rows = torch.as_tensor(weights, dtype=torch.float64, device="cpu").reshape(-1)
-    fits = len(rows) == given and bool((rows.isfinite() & (rows >= 0)).all())
-    ends = itertools.accumulate(step.sizes)
-    parts = [float(rows[end - size : end].sum()) for size, end in zip(step.sizes, ends, strict=True)]
-    # Exchanged as bits, so that the sums are the same on every rank and counts of tokens stay exact.
-    (bits,) = struct.unpack("<q", struct.pack("<d", sum(parts) if fits else math.nan))
-    sums = [struct.unpack("<d", struct.pack("<q", found))[0] for (found,) in exchange([bits], group, device)]
-    ranks = [rank for rank, total in enumerate(sums) if math.isnan(total)]
-    if ranks:
-        raise SettingsError(
-            f"weights= of rank {ranks[0]}: expected one finite number from 0 on for each row of the batch"
-            + (f"; here are {len(rows)} for {given} rows" if len(rows) != given else "")
-        )
-    total = sum(sums)
-    if not total:
-        raise SettingsError("weights= are 0 for all rows of all ranks: there is nothing to train in this step")
-    step.weights = [part * (step.samples / total) for part in parts]

@@ -48,14 +48,12 @@ from edl.collective.training.learning_rate import (
     epsilon_for,
     needs_noise,
 )
-from edl.collective.training.sampler import ElasticSampler, count_rows, cut_rows, micro_batch_sizes
+from edl.collective.training.sampler import ElasticSampler, cut_rows, micro_batch_sizes
 from edl.collective.training.step import (
     ONE_ROW,
     StepRequirements,
     TrainingStep,
-    begin_counted_step,
-    begin_sampled_step,
-    weight_micro_batches,
+    begin_step,
 )
 from edl.collective.training.tuner import AutoBatch, BatchSizeTuner, RunState
 from edl.errors import ProtocolError, SettingsError
@@ -324,11 +322,17 @@ class ElasticTrainer:
         if self._tuner is not None and self._stepped_at is not None:
             self._tuner.record_wait(time.perf_counter() - self._stepped_at)
         self._stepped_at = None
-        given = count_rows(batch)
-        step = self._begin(given, rows)
-        if weights is not None:
-            weight_micro_batches(step, weights, given, self._group, self._device)
-        self._step = step
+        if self.sampler is not None:
+            self._scaling.set_batch(self.sampler.global_batch, self.noise)
+        how = StepRequirements(
+            most=self.max_micro_batch,
+            parts=2 if self._meter is not None else 1,
+            all_backward=averages_itself(self.model),
+            lockstep=in_lockstep(self.model),
+            least=self._least,
+            strict=self._strict,
+        )
+        self._step = begin_step(batch, rows, weights, self.sampler, how, self._group, self._device)
         self._cuts = self._cut(batch, self._step)
         return self._cuts
 
@@ -544,14 +548,3 @@ class ElasticTrainer:
                 f"and {ONE_ROW}. "
                 'Choose ElasticSampler(tail="drop") or tail="pad", or another global_batch'
             )
-
-    def _begin(self, given: int, rows: int | None) -> TrainingStep:
-        parts = 2 if self._meter is not None else 1
-        lockstep = in_lockstep(self.model)
-        how = StepRequirements(
-            self.max_micro_batch, parts, averages_itself(self.model), lockstep, self._least, self._strict
-        )
-        if self.sampler is None:
-            return begin_counted_step(given, given if rows is None else rows, how, self._group, self._device)
-        self._scaling.set_batch(self.sampler.global_batch, self.noise)
-        return begin_sampled_step(given, rows, self.sampler, how, self._group, self._device)

@@ -335,10 +335,17 @@ HANGING = "the workers hang"
 """Beginning of a restart's reason that makes every node log the stacks of its workers."""
 
 _REGULAR: Final = (
-    "they do so every {} steps, which a new start does not help: if the script does something long there, such as an "
-    "evaluation, it was broken off and left out. Put it into Checkpointer.busy() or evaluate(), or choose a longer "
-    "--hang-after"
+    "they do so {}, which a new start does not help: if the script does something long there, such as an evaluation, "
+    "it was broken off. Put it into Checkpointer.busy() or evaluate(), or choose a longer --hang-after"
 )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a node's workers got."""
+
+    step: int  # the last step that any of them finished; -1 if they report none
+    made: int = 0  # number of steps that all of them made since the node joined; a step made again counts again
 
 
 class RestartPolicy:
@@ -349,10 +356,11 @@ class RestartPolicy:
         self._fruitless = 0
         self._best_step = -1
         self._unclear_faults = 0
-        self._hung_after: list[int] = []  # the last steps before workers were killed because they hung
+        self._hangs: list[Progress] = []  # when workers were killed because they hung
 
-    def apply_limits(self, decision: RecoveryDecision, forgiven: int, step: int) -> RecoveryDecision:
+    def apply_limits(self, decision: RecoveryDecision, forgiven: int, progress: Progress) -> RecoveryDecision:
         """Return the decision, changed where earlier failures and restarts require it."""
+        step = progress.step
         if decision.unclear and self._unclear_faults:
             return replace(decision, leave_out=True)
         if decision.fatal and forgiven < self._max_forgiven:
@@ -361,27 +369,36 @@ class RestartPolicy:
             why = f"{_FRUITLESS} restarts in a row led nowhere; the last because {decision.restart}"
             fatal = "\n".join(filter(None, (why, decision.traceback)))
             return replace(decision, restart="", fatal=fatal, unclear=False, leave_out=False)
-        if decision.restart.startswith(HANGING) and self._hangs_regularly(step):
-            why = f"{decision.restart}; {_REGULAR.format(step - self._hung_after[-1])}"
+        if decision.restart.startswith(HANGING) and (when := self._find_regularity(progress)):
+            why = f"{decision.restart}; {_REGULAR.format(when)}"
             return replace(decision, restart="", fatal=why, cause=ExitCause.ERROR)
         return decision
 
-    def _hangs_regularly(self, step: int) -> bool:
-        """Return whether it is as many steps from the last hang to this one as from the one before to the last.
+    def _find_regularity(self, progress: Progress) -> str:
+        """Return when the workers hang again and again, as text; empty if there is no rule.
 
-        Before the first hang comes the job's beginning: the first step is 0 or 1.
+        They hang after a step that they have made again since the last hang, or as many steps after the last hang as
+        from the one before to the last. Before the first hang comes the job's beginning: the first step is 0 or 1.
         """
-        *_, last = self._hung_after or [step]
-        return any(step - last == last - start > 0 for start in self._hung_after[-2:-1] or (-1, 0))
+        if not self._hangs:
+            return ""
+        last, step = self._hangs[-1], progress.step
+        if step == last.step and progress.made > last.made:
+            return "again after the same step"
+        starts = [hang.step for hang in self._hangs[-2:-1]] or [-1, 0]
+        if any(step - last.step == last.step - start > 0 for start in starts):
+            return f"every {step - last.step} steps"
+        return ""
 
     def record_unclear_fault(self) -> None:
         """Record a fault that a GPU or a kernel of the script may have caused. The next one is blamed on the GPU."""
         self._unclear_faults += 1
 
-    def record_restart(self, step: int, lived_s: float, *, hung: bool = False) -> None:
-        """Record that the workers are started again, after `step` (-1 for none) and `lived_s` seconds."""
-        if hung and step not in self._hung_after[-1:]:
-            self._hung_after.append(step)
+    def record_restart(self, progress: Progress, lived_s: float, *, hung: bool = False) -> None:
+        """Record that the workers are started again after they lived for `lived_s` seconds."""
+        step = progress.step
+        if hung and step not in [hang.step for hang in self._hangs[-1:]]:
+            self._hangs.append(progress)
         self._fruitless = 0 if step > self._best_step or lived_s > _FRUITFUL_S else self._fruitless + 1
         self._best_step = max(self._best_step, step)
 
@@ -474,7 +491,7 @@ class GenerationOutcome:
         *,
         missing: bool,
         trained: bool,
-        step: int,
+        progress: Progress,
         known_at: float = math.inf,
     ) -> RecoveryDecision | None:
         """Decide what follows from the failures; None if nothing has failed, or while the cause is not clear.
@@ -501,16 +518,13 @@ class GenerationOutcome:
         decision = replace(decision, oom_kills=self._count_oom_kills())
         if decision.restart and self._leave_on_oom and self._killed_for_memory and not decision.leave_out:
             return replace(decision, needs_memory=True)
-        return self._restart_policy.apply_limits(decision, forgiven, step)
+        return self._restart_policy.apply_limits(decision, forgiven, progress)
 
-    def count_restart(self, step: int) -> None:
-        """Count a restart that was carried out.
-
-        `step` is the last that any worker finished before it; -1 if they report none.
-        """
+    def count_restart(self, progress: Progress) -> None:
+        """Count a restart that was carried out."""
         hung = any(failure.description.startswith(HANGING) for failure in self._failures)
         lived_s = 0.0 if hung else time.monotonic() - self._began_at
-        self._restart_policy.record_restart(step, lived_s, hung=hung)
+        self._restart_policy.record_restart(progress, lived_s, hung=hung)
 
     def close(self) -> None:
         """Stop reading the kernel's log."""

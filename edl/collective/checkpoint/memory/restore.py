@@ -85,6 +85,7 @@ def choose_state(
     offers: Sequence[Sequence[SlotHeader]],
     replicas: Sequence[Sequence[SlotHeader]] = (),
     same: ShardHolders | None = None,
+    before: int | None = None,
 ) -> RestorePlan | None:
     """Choose the newest state of which every required part is in some rank's memory.
 
@@ -94,17 +95,26 @@ def choose_state(
             states, for parts that are in no rank's own slots.
         same: Ranks that held the same shards as the rank that saved a part. Any of them that is offered will do. It is
             better than a replica, which costs the same and must be compared with storage.
+        before: A step, if the workers hung behind it. An earlier state is then preferred, if every rank of this world
+            has its own part: what the script did after that step, such as an evaluation, is then done again, while
+            from the state after it the training loop would go on without.
 
     Returns:
         The plan, or None if there is no such state.
     """
     held = _group_by_state(offers)
+    size = len(offers)
+    earlier = [state for state in held if before is not None and state[1] < before and state[2] == size]
+    entire = [state for state in earlier if len(held[state]) == size]
+    if entire:
+        held = {max(entire): held[max(entire)]}
+        replicas = ()
     copied = _group_by_state([[header for header in headers if header.sharded] for headers in replicas])
     sharded = {header.version for headers in (*offers, *replicas) for header in headers if header.sharded}
     for state in sorted(held.keys() | copied.keys(), reverse=True):
         parts = held.get(state, {})
         if state not in sharded:
-            return _plan_replicated(*_newest_entire(state, held, len(offers)), len(offers))
+            return _plan_replicated(*_newest_entire(state, held, size), size)
         equal_parts = _equal_parts(state, parts, same or {})
         lost = {
             part: ranks
@@ -112,7 +122,7 @@ def choose_state(
             if part not in parts and part not in equal_parts
         }
         if parts.keys() | lost.keys() | equal_parts.keys() >= set(range(state[2])):
-            return replace(_plan_sharded(state, parts | lost, equal_parts, len(offers)), from_replicas=bool(lost))
+            return replace(_plan_sharded(state, parts | lost, equal_parts, size), from_replicas=bool(lost))
     return None
 
 
@@ -222,19 +232,27 @@ def restore_from_memory(
     replica_slots: ReplicaSlots | None = None,
     stored: Callable[[], tuple[int, int]] | None = None,
     since: int = 0,
+    hung_after: int | None = None,
 ) -> RestoredState | None:
     """Restore the newest state that is complete in the memory of the group's ranks together. Collective.
 
     `stored` returns the generation and step of the newest state on storage. All ranks call it if a part of the state in
     memory comes only from a replica, or if the state is older than every agent here, because nodes that are gone may
-    have stored a newer one. `since` is the generation in which this rank's agent joined. Returns the restored state, or
-    None if there is none in memory, or a newer one on storage.
+    have stored a newer one. `since` is the generation in which this rank's agent joined. `hung_after` is the last step
+    of the worker that ran here, if the workers hung, -1 if none ran. Returns the restored state, or None if there is
+    none in memory, or a newer one on storage.
     """
     held = _read_local_slots(slots, replica_slots)
-    own, replicas, same, first = _gather_offers(held, since, group)
-    plan = choose_state(own, replicas, same)
+    own, replicas, same, first, hung = _gather_offers(held, since, hung_after, group)
+    plan = choose_state(own, replicas, same, hung)
     if plan is None:
         return None
+    if hung is not None and plan.step >= hung:
+        logger.warning(
+            "the workers hung after step %d, and no earlier state is in memory: if the script did something there, "
+            "such as an evaluation, it is left out",
+            plan.step,
+        )
     inherited = first > plan.generation
     if stored is not None and (plan.from_replicas or inherited):
         there = stored()
@@ -269,17 +287,19 @@ def _read_local_slots(slots: SlotPair, replica_slots: ReplicaSlots | None) -> _L
 
 
 def _gather_offers(
-    held: _LocalSlots, since: int, group: Group
-) -> tuple[list[list[SlotHeader]], list[list[SlotHeader]], dict[SlotHeader, list[int]], int]:
+    held: _LocalSlots, since: int, hung_after: int | None, group: Group
+) -> tuple[list[list[SlotHeader]], list[list[SlotHeader]], dict[SlotHeader, list[int]], int, int | None]:
     """Gather what the ranks hold.
 
     Returns the headers in each rank's own slots; the headers of the replicas that each rank finds; the ranks that held
-    the same shards as a slot; and the earliest generation in which an agent of this world joined.
+    the same shards as a slot; the earliest generation in which an agent of this world joined; and, if the workers hung,
+    the step after which the first of them did.
     """
     mine: list[Any] = [
         *([_header_row(found.header) for found in kind] for kind in (held.own, held.replicas)),
         [_shard_holders(found, group) for found in held.own],
         since,
+        -1 if hung_after is None else hung_after,
     ]
     offers = [mine]
     if world_of(group) > 1:
@@ -290,7 +310,8 @@ def _gather_offers(
         for headers, offer in zip(own, offers, strict=True)
         for header, ranks in zip(headers, offer[2], strict=True)
     }
-    return own, replicas, same, min(offer[3] for offer in offers)
+    hung = min((offer[4] for offer in offers if offer[4] >= 0), default=None)
+    return own, replicas, same, min(offer[3] for offer in offers), hung
 
 
 def _shard_holders(found: CompleteSlot, group: Group) -> list[int]:

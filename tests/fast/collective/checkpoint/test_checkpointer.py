@@ -58,6 +58,15 @@ def test_the_state_that_all_have_comes_first() -> None:
     assert chosen([[older[0], newer[0]]]).step == 9, "a host was lost"
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_hung_world_goes_back_a_state(sharded: bool) -> None:
+    """What the script did after step 9, when it was killed, is done again; a part alone is not gone back to."""
+    offers = [[SlotHeader(1, step, 2, rank, sharded=sharded) for step in (8, 9)] for rank in range(2)]
+    assert [chosen(offers, before=step).step for step in (9, 10)] == [8, 9]
+    assert chosen([offers[0], offers[1][1:]], before=9).step == 9
+    assert chosen(offers, before=8).step == 9, "there is nothing earlier"
+
+
 def test_a_sharded_state_needs_all_its_parts() -> None:
     newer = [SlotHeader(1, 9, 2, 0, sharded=True)]
     older = [SlotHeader(1, 8, 2, rank, sharded=True) for rank in range(2)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -202,17 +202,34 @@ def test_worker_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_foreign_batch_is_refused() -> None:
     trainer, _, _ = setup(sampler=ElasticSampler(20, global_batch=8))
-    with pytest.raises(SettingsError, match="7 rows, but this rank's share is 8 of 8"):
+    with pytest.raises(SettingsError, match="7 rows on rank 0, but this rank's share is 8 of 8"):
         next(trainer.micro_batches(rows(7)))
 
 
-def test_wrong_rows_fail_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This rank's rows are right, and the exchange tells it that another one's are not."""
+@pytest.mark.parametrize("lockstep", [True, False])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_wrong_rows_fail_on_all_ranks(monkeypatch: pytest.MonkeyPatch, sampled: bool, lockstep: bool) -> None:
+    """A rank whose batch is wrong tells the others before it raises, wherever they would wait for it."""
+    told: list[bool] = []
+
+    def exchange(numbers: Sequence[int], group: None, device: torch.device) -> list[Sequence[int]]:
+        told.append(bool(numbers[0]))
+        return [numbers, [not numbers[0], 4, 1, 4, 0]]
+
     monkeypatch.setattr(steps, "world_of", lambda group: 2)
-    monkeypatch.setattr(steps, "exchange", lambda numbers, group, device: [numbers, [5, 1, 4]])
-    how = steps.StepRequirements(None, 1, False, False)
-    with pytest.raises(SettingsError, match="rows=5 of a batch of 4 on rank 1"):
-        steps.begin_counted_step(4, 4, how, None, torch.device("cpu"))
+    monkeypatch.setattr(steps, "exchange", exchange)
+    monkeypatch.setattr(steps, "gather_bytes", lambda mine, group: [mine, b"" if mine else b"the other one's"])
+    how = steps.StepRequirements(None, 1, False, lockstep)
+    sampler = ElasticSampler(8, global_batch=8, rank=0, world=2) if sampled else None
+    if sampler is not None:
+        next(iter(sampler))
+    weights = None if lockstep else [1.0, 1.0, 1.0, 1.0]
+    for length, message in ((4, "the other one's"), (3, "of 3|for 3|3 rows")):
+        with pytest.raises(SettingsError, match=message):
+            steps.begin_step(
+                torch.zeros(length, 1), None if sampled else 4, weights, sampler, how, None, torch.device("cpu")
+            )
+    assert told == [False, True]
 
 
 def test_skipped_step_counts_samples() -> None:

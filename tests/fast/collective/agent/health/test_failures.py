@@ -27,6 +27,7 @@ from edl.collective.agent.health.failures import (
     HANGING,
     ExitCause,
     GenerationOutcome,
+    Progress,
     RecoveryDecision,
     RestartPolicy,
     WorkerFailure,
@@ -203,24 +204,24 @@ FATAL = RecoveryDecision(fatal="rank 0: worker 0 failed\nTraceback")
 def test_script_errors_are_forgiven() -> None:
     policy = RestartPolicy(2)
     again = RecoveryDecision(restart="rank 0: worker 0 failed", after_error=True)
-    assert [policy.apply_limits(FATAL, forgiven, 5) for forgiven in range(3)] == [again, again, FATAL]
-    assert policy.apply_limits(KILLED_0, 2, 5) == KILLED_0
+    assert [policy.apply_limits(FATAL, forgiven, Progress(5)) for forgiven in range(3)] == [again, again, FATAL]
+    assert policy.apply_limits(KILLED_0, 2, Progress(5)) == KILLED_0
 
 
 @pytest.mark.parametrize(("step", "lived_s"), [(6, 1.0), (5, 61.0)])
 def test_fruitless_restarts_end_the_job(step: int, lived_s: float) -> None:
     policy = RestartPolicy(0)
     for _ in range(11):
-        assert policy.apply_limits(KILLED_0, 0, 5) == KILLED_0
-        policy.record_restart(5, 1.0)
-    nowhere = policy.apply_limits(KILLED_0, 0, 5)
+        assert policy.apply_limits(KILLED_0, 0, Progress(5)) == KILLED_0
+        policy.record_restart(Progress(5), 1.0)
+    nowhere = policy.apply_limits(KILLED_0, 0, Progress(5))
     assert nowhere == RecoveryDecision(fatal="10 restarts in a row led nowhere; the last because worker 0 was killed")
-    assert policy.apply_limits(KILLED_0, 0, 6) == KILLED_0, "this one led somewhere"
-    policy.record_restart(step, lived_s)
+    assert policy.apply_limits(KILLED_0, 0, Progress(6)) == KILLED_0, "this one led somewhere"
+    policy.record_restart(Progress(step), lived_s)
     for _ in range(10):
-        assert policy.apply_limits(KILLED_0, 0, step) == KILLED_0
-        policy.record_restart(step, 1.0)
-    assert policy.apply_limits(KILLED_0, 0, step).fatal
+        assert policy.apply_limits(KILLED_0, 0, Progress(step)) == KILLED_0
+        policy.record_restart(Progress(step), 1.0)
+    assert policy.apply_limits(KILLED_0, 0, Progress(step)).fatal
 
 
 def test_regular_hangs_end_the_job() -> None:
@@ -229,11 +230,14 @@ def test_regular_hangs_end_the_job() -> None:
     for steps in ([99, 99, 199], [100, 200], [31, 100, 200, 300], [99, 156, 200, 244]):
         policy = RestartPolicy(0)
         for step in steps[:-1]:
-            assert policy.apply_limits(hang, 0, step) == hang
-            policy.record_restart(step, 1.0, hung=True)
-        found = policy.apply_limits(hang, 0, steps[-1])
+            assert policy.apply_limits(hang, 0, Progress(step)) == hang
+            policy.record_restart(Progress(step), 1.0, hung=True)
+        found = policy.apply_limits(hang, 0, Progress(steps[-1]))
         assert found.cause is ExitCause.ERROR
         assert re.search("every (100|44) steps.*--hang-after", found.fatal)
+    policy.record_restart(Progress(99, 500), 1.0, hung=True)
+    assert policy.apply_limits(hang, 0, Progress(99, 500)) == hang, "it did not get as far"
+    assert "again after the same step" in policy.apply_limits(hang, 0, Progress(99, 501)).fatal
 
 
 def outcome_of(folder: Path, status: int, rank: int = 0, leave_on_oom: bool = False) -> GenerationOutcome:
@@ -248,8 +252,10 @@ def test_old_records_excuse_an_exit_code(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, 3)
     outcome._failed_at -= 100.0
     read_at = outcome._failed_at + 1.0
-    assert outcome.decide_recovery(0, (), missing=False, trained=True, step=0, known_at=read_at) is None
-    decision = outcome.decide_recovery(0, (), missing=False, trained=True, step=0, known_at=read_at + 50.0)
+    assert outcome.decide_recovery(0, (), missing=False, trained=True, progress=Progress(0), known_at=read_at) is None
+    decision = outcome.decide_recovery(
+        0, (), missing=False, trained=True, progress=Progress(0), known_at=read_at + 50.0
+    )
     assert "exit code 3" in decision.fatal
 
 
@@ -274,13 +280,13 @@ def test_want_of_memory_may_end_a_node(
     monkeypatch.setattr(cgroups, "read_oom_kills", lambda: next(counts))
     (tmp_path / "error.json").write_text(json.dumps({"message": {"message": text}}))
     outcome = outcome_of(tmp_path, status, rank=3, leave_on_oom=True)
-    decision = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
+    decision = outcome.decide_recovery(0, (), missing=False, trained=True, progress=Progress(0))
     assert decision.needs_memory is leaves
     assert (decision.rank, decision.cause, decision.oom_kills) == (3, ExitCause.KILLED, kills)
     outcome.clear_generation()
     outcome.begin_generation(0.0)
     outcome.record_exit(3, -signal.SIGKILL, "killed", tmp_path / "error.json")
-    again = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
+    again = outcome.decide_recovery(0, (), missing=False, trained=True, progress=Progress(0))
     assert not again.needs_memory, "that was the generation before"
 
 

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any, Final, TypeVar
 
-from edl.errors import ProtocolError
+from edl.discovery.store import Store
+from edl.errors import DiscoveryError, ProtocolError
 
 GAVE_UP: Final = "gave up"
 """Beginning of the event of a node that leaves because too few others came, or the store stayed away."""
@@ -26,6 +27,17 @@ def prefix(job: str) -> str:
 def exclusions_prefix(job: str) -> str:
     """Return the prefix of the keys of hosts that a job excludes."""
     return f"{prefix(job)}left-out/"
+
+
+def create_once(store: Store, key: str, value: bytes) -> bytes:
+    """Return the value at a key of the Store, which is `value` if this node is the first to ask."""
+    entry = store.get(key)
+    if entry is None:
+        store.compare_and_set(key, value, None)
+        entry = store.get(key)
+    if entry is None:
+        raise DiscoveryError(f"the store forgot {key} as soon as it was written")
+    return entry.value
 
 
 _R = TypeVar("_R", bound="_Record")

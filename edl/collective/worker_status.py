@@ -25,13 +25,13 @@ from edl.errors import ProtocolError
 from edl.settings import read
 
 _SIZE: Final = 4096  # a page of memory, the smallest mapping
-_MAGIC: Final = b"EDLBRD02"
+_MAGIC: Final = b"EDLBRD03"
 _RECENT: Final = 64  # durations kept: enough for a median, and they fill the page up to _BUSY_WITH
 _NEVER: Final = -1  # no generation or step yet: both start at 0
 
 # Field numbers. Each field is eight bytes at a multiple of eight, so that a reader never sees half of a field. An agent
 # reads pages of workers of the same version only; a change of these numbers is a change of the format.
-_GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED = range(1, 11)
+_GENERATION, _PHASE, _SINCE, _STEP, _STEP_AT, _PAUSED, _SAMPLES, _FINISHED = range(1, 9)
 _PAUSE_AT, _BEAT_AT, _BUSY_LIMIT = 16, 17, 18  # apart, to leave room for more fields of the worker
 _TOTALS, _DURATIONS, _BUSY_WITH = 24, 64, 128  # where arrays begin: a number per phase, _RECENT durations, a text
 _BUSY_WITH_BYTES = 64  # more than a log line has room for; a multiple of a field's size
@@ -61,13 +61,11 @@ class WorkerStatus:
     """A reading of a worker's status page."""
 
     generation: int  # generation of the world that the worker belongs to; -1 before it began
-    pid: int  # process id of the worker; 0 before it began
     phase: Phase  # the current phase
     phase_since: float  # when the current phase began, by `time.monotonic()`
     totals_s: dict[Phase, float]  # seconds spent in every phase until now, over all workers that wrote to this page
     step: int  # the last finished step; -1 for none
     step_at: float  # when that step was finished, by `time.monotonic()`
-    saved: int  # the newest step whose state is complete in shared memory; -1 for none
     paused: int  # the step after which the worker paused; -1 if it is not paused
     samples: int  # number of samples that this rank processed, over all workers that wrote to this page
     durations_s: tuple[float, ...]  # seconds that recent steps took, in no particular order
@@ -89,9 +87,7 @@ class WorkerStatusPage:
         """Make a new, empty page in a file at `path`, which must be in memory (`/dev/shm`)."""
         path.write_bytes(bytes(_SIZE))
         page = cls._map(path)
-        for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _PAUSE_AT):
-            page._set(field, _NEVER)
-        page._set_time(_SINCE, time.monotonic())
+        page._clear()
         page._memory[: len(_MAGIC)] = _MAGIC
         return page
 
@@ -110,9 +106,7 @@ class WorkerStatusPage:
         if path is not None:
             return cls.open(path)
         page = cls(mmap.mmap(-1, _SIZE))
-        for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _PAUSE_AT):
-            page._set(field, _NEVER)
-        page._set_time(_SINCE, time.monotonic())
+        page._clear()
         return page
 
     # --- The worker's side. ---
@@ -120,7 +114,6 @@ class WorkerStatusPage:
     def record_worker_start(self, generation: int) -> None:
         """Record that a worker starts. The time until now counts as the last worker's phase."""
         self._set(_PAUSED, _NEVER)
-        self._set(_PID, os.getpid())
         self.enter_phase(Phase.START)
         self._set(_GENERATION, generation)
 
@@ -179,10 +172,6 @@ class WorkerStatusPage:
         self._set(_SAMPLES, self._get(_SAMPLES) + samples)
         self._set(_STEP, step)
 
-    def record_saved_step(self, step: int) -> None:
-        """Record that the state after a step is complete in shared memory."""
-        self._set(_SAVED, step)
-
     def is_pause_requested(self, step: int) -> bool:
         """Return whether the agent requested a pause after this step or an earlier one."""
         return 0 <= self._get(_PAUSE_AT) <= step
@@ -231,13 +220,11 @@ class WorkerStatusPage:
         durations = tuple(self._get_time(_DURATIONS + slot) for slot in range(_RECENT))
         return WorkerStatus(
             generation=self._get(_GENERATION),
-            pid=self._get(_PID),
             phase=phase,
             phase_since=since,
             totals_s=totals,
             step=self._get(_STEP),
             step_at=self._get_time(_STEP_AT),
-            saved=self._get(_SAVED),
             paused=self._get(_PAUSED),
             samples=self._get(_SAMPLES),
             durations_s=tuple(seconds for seconds in durations if seconds > 0),
@@ -256,6 +243,11 @@ class WorkerStatusPage:
             if os.fstat(file.fileno()).st_size < _SIZE:
                 raise ProtocolError(f"{path} is too short for a status page")
             return cls(mmap.mmap(file.fileno(), _SIZE))
+
+    def _clear(self) -> None:
+        for field in (_GENERATION, _STEP, _PAUSED, _PAUSE_AT):
+            self._set(field, _NEVER)
+        self._set_time(_SINCE, time.monotonic())
 
     def _get(self, field: int) -> int:
         value: int = struct.unpack_from("<q", self._memory, field * 8)[0]

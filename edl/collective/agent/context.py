@@ -28,10 +28,10 @@ from edl.collective.agent.status_publisher import StatusPublisher
 from edl.collective.agent.worker_group import WorkerGroup
 from edl.collective.checkpoint.storage.folder import new_run_id, run_name
 from edl.collective.checkpoint.storage.writer import POLL_S, CheckpointPersister
-from edl.collective.job_records import JobState, Node, prefix
+from edl.collective.job_records import JobState, Node, create_once, prefix
 from edl.collective.replica.replicator import JobSecret, Replicator
 from edl.discovery.store import Store
-from edl.errors import ClosedError, DiscoveryError, ProtocolError
+from edl.errors import ClosedError, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +50,11 @@ class JobRun:
 
     def __call__(self) -> str:
         """Return the name, which the first agent that asks creates."""
-        entry = self._store.get(self._key)
-        if entry is None:  # not created yet, or lost by the store, in which case it is restored
-            name = self._known or run_name(new_run_id())
-            self._store.compare_and_set(self._key, name.encode(), None)
-            entry = self._store.get(self._key)
-        if entry is None:
-            raise DiscoveryError(f"the store forgot {self._key} as soon as it was written")
-        if re.fullmatch(rb"[0-9a-f]{16}", entry.value) is None:
+        name = self._known or run_name(new_run_id())  # known, but lost by the store: it is restored
+        found = create_once(self._store, self._key, name.encode())
+        if re.fullmatch(rb"[0-9a-f]{16}", found) is None:
             raise ProtocolError(f"{self._key} in the store is not the name of a run: remove it")
-        self._known = entry.value.decode()
+        self._known = found.decode()
         return self._known
 
 

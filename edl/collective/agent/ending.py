@@ -57,13 +57,11 @@ class AskedToLeaveError(Exception):
 class StopSignals:
     """Counts the signals that arrive between `__enter__` and `__exit__`. Use it in the main thread.
 
-    The handler only counts, so the code that it interrupts decides when to act on a signal.
+    The handler only counts, and calls `wake`; the code that it interrupts decides when to act on a signal.
 
-    Args:
-        wake: Called at every signal, in the main thread, at any point of its code.
-        slurm: Whether Slurm sends the signals. Slurm repeats SIGTERM (at the start and end of a partition's GraceTime,
-            and when a job that was already asked to end is cancelled), so a repeat does not mean urgency: SIGKILL
-            follows anyway. Only SIGINT, which a person sends through `srun`, then makes the node hurry.
+    Slurm repeats SIGTERM (at the start and end of a partition's GraceTime, and when a job that was already asked to end
+    is cancelled), so with `slurm` a repeat does not mean urgency: SIGKILL follows anyway. Only SIGINT, which a person
+    sends through `srun`, then makes the node hurry.
     """
 
     def __init__(self, wake: Callable[[], None], *, slurm: bool = False) -> None:

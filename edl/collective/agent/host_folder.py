@@ -120,13 +120,10 @@ class HostFolder:
         return self.path / f"stacks-{local_rank}"
 
     def close(self, keep: bool, used: bool = True, ended: bool = False) -> None:
-        """Release the folder.
+        """Release the folder. `keep` leaves its state to the next agent of this job.
 
-        Args:
-            keep: Whether to leave its state to the next agent of this job.
-            used: Whether the state may be this node's, rather than only the previous owner's.
-            ended: Whether the job has ended. If so, what agents that died on this host left behind is removed, except
-                for states that could not be stored.
+        `used` says whether the state may be this node's, rather than only the previous owner's. If the job has `ended`,
+        what agents that died on this host left behind is removed, except for states that could not be stored.
         """
         with _locked_folder(self.path.parent):
             if ended:

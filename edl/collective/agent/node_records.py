@@ -99,15 +99,8 @@ class JobRecords:
 class Membership:
     """This node in a job: its record under a lease, and the records of the job and the other nodes.
 
-    Only `read_world` may be called from any thread; the rest belongs to the agent's thread.
-
-    Args:
-        store: The store that all nodes share; the caller closes it.
-        job: Name of the job.
-        node: This node's record.
-        ttl_s: Length of this node's lease in seconds. After that long without a renewal the others continue without it.
-        wake: Called from threads of this object whenever a record may have changed.
-        clock: The leases' monotonic clock, in seconds.
+    Only `read_world` may be called from any thread; the rest belongs to the agent's thread. `ttl_s` is the length of
+    the lease. Threads of this object call `wake` whenever a record may have changed. The caller closes the store.
     """
 
     def __init__(

@@ -43,18 +43,6 @@ class Departure:
     restart: str
     remedy: str
 
-    @classmethod
-    def for_faulty_gpu(cls, node: str, job: str) -> Departure:
-        """Return the departure of a node whose GPU failed."""
-        remedy = f"this host is out of job {job}: {REMEDY}"
-        return cls(ExitCode.FAULTY_NODE, "its GPU failed", f"a GPU of {node} failed", remedy)
-
-    @classmethod
-    def for_memory(cls, node: str) -> Departure:
-        """Return the departure of a node that had too little memory for its workers."""
-        reason, restart = "too little memory", f"{node} left: it had too little memory"
-        return cls(ExitCode.OUT_OF_MEMORY, reason, restart, "start this node again with more memory")
-
 
 _STORE_OUTAGE_SHARE = 0.8
 """How long workers continue without the store, as a share of the time after which others take the job over. They must
@@ -409,11 +397,15 @@ class NodeReconciler:
             decision = self._exclude_host(decision)
             if self._exclusion is None:
                 return decision
-            self._departure = Departure.for_faulty_gpu(self._context.id, self._spec.job)
+            remedy = f"this host is out of job {self._spec.job}: {REMEDY}"
+            restart = f"a GPU of {self._context.id} failed"
+            self._departure = Departure(ExitCode.FAULTY_NODE, "its GPU failed", restart, remedy)
         else:
             logger.error("%s: this node leaves, for a start with more memory", decision.restart)
             self._context.status.record_event("restart", decision.restart, self._worker_group.generation)
-            self._departure = Departure.for_memory(self._context.id)
+            restart = f"{self._context.id} left: it had too little memory"
+            remedy = "start this node again with more memory"
+            self._departure = Departure(ExitCode.OUT_OF_MEMORY, "too little memory", restart, remedy)
         self._note_failure(decision, "\n".join(filter(None, (decision.restart, decision.traceback))))
         self._worker_group.stop_workers()
         self._context.persister.store_newest()

@@ -90,15 +90,9 @@ class Ledger:
     def observe(self, now_s: float, doing: TimeCategory, statuses: Sequence[WorkerStatus], reached: int = -1) -> None:
         """Charge the time since the last observation, and record what the agent does from now on.
 
-        Call it about once a second and whenever `doing` changes. A clock that stands still or goes back charges
-        nothing.
-
-        Args:
-            now_s: The time now (`time.monotonic()`).
-            doing: What the agent does from now on; TRAIN if it has workers, whose status pages say more.
-            statuses: Statuses of all local ranks, in their order; empty if there are none.
-            reached: The last step that any node of the job finished before the workers' generation, if the agent knows
-                it.
+        Call it about once a second and whenever `doing` changes; TRAIN means that there are workers, whose `statuses`
+        say more. A clock that stands still or goes back charges nothing. `reached` is the last step that any node of
+        the job finished before the workers' generation, if the agent knows it.
         """
         length_us = max(0, round((now_s - self._base_s) * _MICRO) - self._at_us)
         self._at_us += length_us

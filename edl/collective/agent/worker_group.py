@@ -81,13 +81,9 @@ _INTERVAL_S: Final = 0.2
 class Heartbeat:
     """Beats until `close`, while it is allowed to, even while the agent waits for the store.
 
-    Args:
-        stopped_s: Seconds without a turn of its thread after which this process counts as having been stopped.
-        beat: Sends the beat, dated with the moment that it is called with (`time.monotonic()`). So a process that is
-            stopped in the middle of a turn sends an old one when it continues.
-        touch: Called equally often, even if beats are not allowed.
-        wake: Called after this process was stopped, so that the records are read.
-        clock: `time.monotonic`.
+    `beat` gets the moment that it is to be dated with, so a process that is stopped in the middle of a turn sends an
+    old one when it continues. `touch` is called equally often, even if beats are not allowed. After its thread had no
+    turn for `stopped_s` seconds, this process counts as having been stopped, and `wake` has the records read.
     """
 
     def __init__(
@@ -110,7 +106,10 @@ class Heartbeat:
         self._loop = BackgroundLoop("edl-heartbeat", self._turn)
 
     def allow_beats(self, asked_at: float, until: float) -> None:
-        """Allow beats until a moment, because the records requested at `asked_at` let the workers continue."""
+        """Allow beats until a moment, because the records requested at `asked_at` let the workers continue.
+
+        Both are times of `time.monotonic()`.
+        """
         self._allowed = asked_at, until
 
     def close(self) -> None:
@@ -336,12 +335,7 @@ class WorkerGroup:
         return self._terminated_at is not None
 
     def allow_heartbeat(self, asked_at: float, until: float) -> None:
-        """Let the workers see that their agent is alive.
-
-        Args:
-            asked_at: When the job's records were requested that let the workers continue (`time.monotonic()`).
-            until: Until when that is valid if the records cannot be read again (`time.monotonic()`).
-        """
+        """Let the workers see that their agent is alive; see `Heartbeat.allow_beats`."""
         self._heartbeat.allow_beats(asked_at, until)
 
     def close(self) -> None:

@@ -455,7 +455,6 @@ class Checkpointer:
                 raise
             logger.warning("no rank keeps states for replicas from here on: %s", exc)
             self._holders = self._writer.write_state(self.state, self._slots, header)
-        self._status_page.record_saved_step(step)
         saved = self._slots.newest_slot() if replica_slots is not None else None
         if replica_slots is not None and saved is not None:
             replica_slots.keep_slot(saved)

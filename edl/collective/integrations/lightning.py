@@ -415,10 +415,15 @@ def _on(device: torch.device, metrics: dict[str, torch.Tensor]) -> dict[str, tor
 _PACKAGE: Final = "pytorch_lightning" if "pytorch_lightning" in sys.modules else "lightning.pytorch"
 _lightning: Any = importlib.import_module(_PACKAGE)
 
-_WRAPPED: Final = {
-    "fit_loop": ("on_run_start", "on_run_end", "_load_combined_loader_states"),
-    "epoch_loop": ("reset", "on_run_start", "advance"),
+_WRAPPERS: Final = {
+    ("fit_loop", "on_run_start"): "_begin_run",
+    ("fit_loop", "on_run_end"): "_end_run",
+    ("fit_loop", "_load_combined_loader_states"): "_note_draws",
+    ("epoch_loop", "reset"): "_reset_epoch",
+    ("epoch_loop", "on_run_start"): "_begin_epoch",
+    ("epoch_loop", "advance"): "_train_batch",
 }
+"""Methods of the callback, by the loop and the method that they wrap."""
 _REFUSED: Final = {
     "BatchSizeFinder": "set the batch size that it finds",
     "BaseFinetuning": "it adds parameters to the optimizer while training: give it all of them, and freeze by a hook",
@@ -447,6 +452,10 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
     samples.
     """
 
+    _progress: LoopProgress  # these exist from `setup` on
+    _logged: LoggedValues
+    _hooks: CheckpointHooks
+
     def __init__(self, **options: Any) -> None:
         """Create a callback, to pass to the `Trainer` among its `callbacks`.
 
@@ -456,9 +465,6 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         self._boundary = BoundaryCheckpointer(options)
         self._used = False
         self._inner: dict[tuple[str, str], Any] = {}
-        self._progress: LoopProgress | None = None
-        self._logged: LoggedValues | None = None
-        self._hooks: CheckpointHooks | None = None
         self._resuming = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -477,22 +483,13 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         self._progress = LoopProgress(trainer)
         self._logged = LoggedValues(trainer)
         self._hooks = CheckpointHooks(trainer, _lightning.__version__)
-        loops = {"fit_loop": trainer.fit_loop, "epoch_loop": trainer.fit_loop.epoch_loop}
-        wrappers = {
-            ("fit_loop", "on_run_start"): self._begin_run,
-            ("fit_loop", "on_run_end"): self._end_run,
-            ("fit_loop", "_load_combined_loader_states"): self._note_draws,
-            ("epoch_loop", "reset"): self._reset_epoch,
-            ("epoch_loop", "on_run_start"): self._begin_epoch,
-            ("epoch_loop", "advance"): self._train_batch,
-        }
-        for (loop, name), wrapper in wrappers.items():
+        loops = _loops_of(trainer)
+        for (loop, name), wrapper in _WRAPPERS.items():
             self._inner[loop, name] = getattr(loops[loop], name)
-            setattr(loops[loop], name, wrapper)
+            setattr(loops[loop], name, getattr(self, wrapper))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Count the step, if the batch ended one."""
-        assert self._progress is not None
         if self._progress.count_step():
             self._boundary.count_step()
 
@@ -503,14 +500,12 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
     def _note_draws(self) -> None:
         """Remember the random numbers from which the first epoch's order may be drawn, before its iterator is made."""
         self._inner["fit_loop", "_load_combined_loader_states"]()
-        assert self._progress is not None
         if not self._resuming:  # when an epoch resumes, a loader may be loaded again, but its numbers were restored
             self._progress.note_draws()
 
     def _begin_run(self) -> None:
         """Restore the newest state, if there is one, before the hooks for the start of training are called."""
         progress = self._progress
-        assert progress is not None
         state = State(local=["draws", "logged"], **self._fields())
         if self._boundary.open(state):
             progress.apply()
@@ -522,7 +517,6 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
 
     def _fields(self) -> dict[str, Any]:
         progress = self._progress
-        assert progress is not None
         trainer = progress.trainer
         fields: dict[str, Any] = {"model": trainer.lightning_module}
         for number, optimizer in enumerate(trainer.optimizers):
@@ -548,7 +542,6 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
     def _begin_epoch(self, fetcher: Any) -> None:
         """Make the iterator of an epoch, beginning after the batches that were trained."""
         progress = self._progress
-        assert progress is not None
         if self._resuming:
             self._resuming = False
             progress.read_on(fetcher, self._inner["epoch_loop", "on_run_start"])
@@ -560,28 +553,27 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
 
     def _train_batch(self, fetcher: Any) -> None:
         """Save the state after the last step, and train a batch."""
-        progress, logged = self._progress, self._logged
-        assert progress is not None
-        assert logged is not None
-        logged.apply()
-        self._boundary.begin_step(progress.steps - 1)
-        progress.batches += 1
+        self._logged.apply()
+        self._boundary.begin_step(self._progress.steps - 1)
+        self._progress.batches += 1
         self._inner["epoch_loop", "advance"](fetcher)
 
     def _end_run(self) -> None:
         """Save and store the last state, after all hooks for the end of training were called."""
         self._inner["fit_loop", "on_run_end"]()
-        assert self._progress is not None
         if not self._progress.finished:
             self._progress.finished = True
             self._boundary.save_end(self._progress.steps - 1)
         self._boundary.close()
 
 
+def _loops_of(trainer: Any) -> dict[str, Any]:
+    return {"fit_loop": trainer.fit_loop, "epoch_loop": getattr(trainer.fit_loop, "epoch_loop", None)}
+
+
 def _check(trainer: Any) -> None:
-    loop = trainer.fit_loop
-    loops = {"fit_loop": loop, "epoch_loop": getattr(loop, "epoch_loop", None)}
-    if any(not hasattr(loops[name], method) for name, methods in _WRAPPED.items() for method in methods):
+    loops = _loops_of(trainer)
+    if any(not hasattr(loops[loop], method) for loop, method in _WRAPPERS):
         raise SettingsError(
             f"ElasticLightningCallback does not know the loops of Lightning {_lightning.__version__}: use 2.6"
         )

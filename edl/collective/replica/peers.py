@@ -164,9 +164,7 @@ class AuthenticatedConnection:
     def send_bulk(self, parts: Iterator[bytes | memoryview]) -> None:
         """Send pieces of bytes, which the other side can trust once all of them were sent.
 
-        Args:
-            parts: Pieces of `CHUNK_NBYTES`, except for the last one of each of the receiver's targets. The other side
-                knows how many bytes to expect.
+        They have `CHUNK_NBYTES`, except for the last one of each of the receiver's targets.
         """
         with _TreeMac(self._next_sent(), self._send_key, self._sent, hashing=not self._private) as tree:
             for part in parts:
@@ -216,12 +214,7 @@ class _TreeMac:
     """The tag of many pieces: threads compute the HMACs of the pieces, and `tag` the HMAC of all of these.
 
     A piece's HMAC begins with the tag's and the piece's number and has its own key, so it is valid nowhere else.
-
-    Args:
-        root: HMAC that becomes the tag.
-        key: Key from which the key of the pieces is derived.
-        count: Number of this tag on the connection.
-        hashing: Whether the pieces are authenticated, rather than only their total length.
+    Without `hashing`, only the total length of the pieces is authenticated.
     """
 
     def __init__(self, root: hmac.HMAC, key: bytes, count: int, *, hashing: bool) -> None:
@@ -295,16 +288,10 @@ def send_states(
     tls: PeerTLS | None = None,
     operation_s: float = _OPERATION_S,
 ) -> None:
-    """Send the states of a node's workers. When this returns, the receiver has all of them.
+    """Send the states of a node's workers, by local rank. When this returns, the receiver has all of them.
 
-    Args:
-        address: Host and port of the receiver.
-        secret: The job's secret.
-        node: Name of this node.
-        states: States of the workers, by local rank.
-        stopping: Called between any two pieces of a megabyte; returns True to give up.
-        tls: TLS for the connection; without it the states are readable on the network.
-        operation_s: How long an operation on the connection may take, in seconds.
+    `stopping` is called between any two pieces of a megabyte, and returns True to give up. Without `tls` the states are
+    readable on the network.
 
     Raises:
         TemporaryError: The receiver does not answer or went away, `stopping` returned True, or a state was overwritten
@@ -385,16 +372,8 @@ _ACCEPT_RETRY_S: Final = 0.1
 class ReplicaServer:
     """Receives states until `close`, from one agent at a time; another agent waits for its turn.
 
-    Args:
-        folder: Where the states are kept.
-        secret: Returns the job's secret; called from a thread of this object, may raise DiscoveryError.
-        say: Called with every line that a person should see.
-        tls: TLS for connections; None for plain TCP.
-        operation_s: How long the other side may keep this side waiting, in seconds.
-        share_of_free: Share of the free memory that another worker's state may take, from 0 to 1.
-
-    Attributes:
-        port: The port it listens on, on all addresses of this host.
+    `secret` may raise DiscoveryError. `say` is called with every line that a person should see. It listens on `port` of
+    all addresses of this host.
     """
 
     def __init__(

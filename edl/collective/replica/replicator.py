@@ -24,10 +24,10 @@ from edl.collective.checkpoint.memory.replica_slots import (
     newest_common_state,
 )
 from edl.collective.checkpoint.memory.slots import CompleteSlot, StateVersion, find_slots, kept_prefix
-from edl.collective.job_records import Member, World, prefix
+from edl.collective.job_records import Member, World, create_once, prefix
 from edl.collective.replica.peers import ReplicaServer, send_states
 from edl.discovery.store import Store
-from edl.errors import DiscoveryError, EDLError, SettingsError
+from edl.errors import EDLError, SettingsError
 from edl.settings import positive_float, read
 
 if TYPE_CHECKING:
@@ -147,27 +147,15 @@ class JobSecret:
     def __call__(self) -> bytes:
         """Return the secret."""
         if not self._known:
-            entry = self._store.get(self._key)
-            if entry is None:
-                self._store.compare_and_set(self._key, secrets.token_bytes(_SECRET_NBYTES), None)
-                entry = self._store.get(self._key)
-            if entry is None:
-                raise DiscoveryError(f"the store forgot {self._key} as soon as it was written")
-            self._known = entry.value
+            self._known = create_once(self._store, self._key, secrets.token_bytes(_SECRET_NBYTES))
         return self._known
 
 
 class Replicator:
     """Sends states to the peer and receives those of another node, in threads, until `close`.
 
-    Args:
-        node: Name of this node.
-        folder: Folder in memory for everything about replicas; what a dead agent left there is used.
-        slots: `EDL_SLOTS` of this node's workers, by local rank.
-        secret: Returns the job's secret.
-        say: Called with every line that a person should see.
-        pace: How often states are sent; by default `ReplicaPace.from_env()`.
-        tls: TLS for connections between agents; None for plain TCP.
+    What a dead agent left in `folder` is used. `slots` are the `EDL_SLOTS` of this node's workers, by local rank. `say`
+    is called with every line that a person should see.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ from edl.collective.training.step import (
     TrainingStep,
     begin_step,
 )
-from edl.collective.training.tuner import AutoBatch, BatchSizeTuner, RunState
+from edl.collective.training.tuner import AutoBatch, BatchSizeTuner
 from edl.errors import ProtocolError, SettingsError
 
 logger = logging.getLogger("edl.collective")
@@ -416,8 +416,9 @@ class ElasticTrainer:
         if self._tuner is not None:
             usual = step.samples == self._scaling.batch  # an epoch's smaller last batch would distort the times
             seconds = time.perf_counter() - step.began_at if usual else None
-            now = RunState(step.world, batch, self.max_micro_batch, self.noise)
-            wanted = self._tuner.record_step(now, seconds, self._group, self._device)
+            wanted = self._tuner.record_step(
+                step.world, batch, self.max_micro_batch, self.noise, seconds, self._group, self._device
+            )
             if wanted != batch:
                 self.resize(wanted)
             self._stepped_at = time.perf_counter()

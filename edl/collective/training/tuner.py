@@ -24,7 +24,7 @@ import logging
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -327,16 +327,6 @@ def _candidates(least: int, most: int, batch: int, world: int, max_micro_batch: 
 _KEPT = 32  # settings whose times are kept: older ones are of batches no longer used, and would slow the fit
 
 
-@dataclass(frozen=True)
-class RunState:
-    """A run at one step."""
-
-    world: int  # number of ranks
-    batch: int  # samples of a step
-    max_micro_batch: int | None  # samples that fit into this rank's memory, None for no limit
-    noise: GradientNoise  # gradient noise until now
-
-
 class BatchSizeTuner:
     """Collects step times and decides on the batch every so often. Its saved state is the same on every rank."""
 
@@ -354,43 +344,51 @@ class BatchSizeTuner:
         self._waits.append(seconds)
 
     def record_step(
-        self, now: RunState, seconds: float | None, group: dist.ProcessGroup | None, device: torch.device
+        self,
+        world: int,
+        batch: int,
+        max_micro_batch: int | None,
+        noise: GradientNoise,
+        seconds: float | None,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
     ) -> int:
-        """Record a finished step, and every `every_steps` steps decide on the batch.
+        """Record a finished step with `batch` samples on `world` ranks, and every `every_steps` steps choose the batch.
 
         Collective: all ranks call it after every step. `seconds` is the time of the step on this rank, or None if the
         step should not be counted. Returns the global batch from now on, the same on every rank.
         """
-        if self._setting != (now.world, now.batch):
-            self._setting = (now.world, now.batch)
+        if self._setting != (world, batch):
+            self._setting = (world, batch)
             self._clear()
         if seconds is not None:
             self._seconds.append(seconds)
         self._steps += 1
         if self._steps % self.settings.every_steps:
-            return now.batch
+            return batch
         micros = max(round(statistics.median(self._seconds) * 1e6), 1) if self._seconds else 0
         waited = round(statistics.median(self._waits) * 1e6) if self._waits else 0
         self._clear()
-        everyone = exchange([micros, waited, now.max_micro_batch or 0], group, device)
+        everyone = exchange([micros, waited, max_micro_batch or 0], group, device)
         # While one rank waits for its loader, the others wait for it within their steps, but are not slow themselves.
         waited_s = max(waited for _, waited, _ in everyone) / 1e6
         whole_s = max(micros + waited for micros, waited, _ in everyone) / 1e6
         slowest_s = max(whole_s - waited_s, min(micros for micros, _, _ in everyone) / 1e6)
         tightest = min((most for _, _, most in everyone if most), default=None)
-        chosen, reason = self._decide(replace(now, max_micro_batch=tightest), slowest_s, waited_s)
+        chosen, reason = self._decide(tightest, noise, slowest_s, waited_s)
         logger.info("%s", reason)
         # Rounding may differ between kinds of machines, so all ranks use the first rank's decision.
-        (batch,) = exchange([chosen], group, device)[0]
-        return batch
+        ((agreed,), *_) = exchange([chosen], group, device)
+        return agreed
 
     def _clear(self) -> None:
         self._seconds.clear()
         self._waits.clear()
 
-    def _decide(self, now: RunState, seconds: float, waited_s: float) -> tuple[int, str]:
+    def _decide(self, most: int | None, noise: GradientNoise, seconds: float, waited_s: float) -> tuple[int, str]:
+        world, batch = self._setting
         if seconds > 0:
-            setting = (now.world, *micro_batch_shape(now.batch, now.world, now.max_micro_batch))
+            setting = (world, *micro_batch_shape(batch, world, most))
             self._measured.pop(setting, None)  # so that the newest comes last
             self._measured[setting] = (seconds, waited_s)
         for old in list(self._measured)[:-_KEPT]:
@@ -398,11 +396,11 @@ class BatchSizeTuner:
         return choose_batch_size(
             self.settings,
             [StepMeasurement(*setting, *times) for setting, times in self._measured.items()],
-            now.noise.scale if now.noise.known else None,
-            batch=now.batch,
+            noise.scale if noise.known else None,
+            batch=batch,
             base_batch=self.base_batch,
-            world=now.world,
-            max_micro_batch=now.max_micro_batch,
+            world=world,
+            max_micro_batch=most,
         )
 
     def state_dict(self) -> dict[str, Any]:

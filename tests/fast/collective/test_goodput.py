@@ -72,7 +72,7 @@ class Worker:
         self._set(step=step, step_at=self.now_s, durations_s=durations, **counted)
 
     def restart(self, generation: int) -> None:
-        self._set(generation=generation, pid=self._fields.pid + 1, phase=Phase.START, phase_since=self.now_s)
+        self._set(generation=generation, phase=Phase.START, phase_since=self.now_s)
 
     def _set(self, **fields: object) -> None:
         self._fields = replace(self._fields, **fields)

@@ -195,13 +195,8 @@ _RECORD_NBYTES: Final = 64
 class TaskRuns:
     """The earlier runs of this task, and from `__enter__` on the current one.
 
-    Args:
-        step: The task's step.
-        command: Digest of what this run runs.
-        folder: Folder in which all tasks of this user on this host count; created if it is missing.
-
-    Attributes:
-        ended: Number of runs whose job has ended.
+    `command` is a digest of what this run runs. All tasks of this user on this host count in `folder`. `ended` is the
+    number of runs whose job has ended.
     """
 
     def __init__(self, step: SlurmStep, command: str, folder: Path | None = None) -> None:
@@ -233,9 +228,7 @@ class TaskRuns:
     def count(self, *, stored: bool = True) -> None:
         """Count this run's job, which has ended: the task's next run is another job.
 
-        Args:
-            stored: Whether its last state is in storage. If not, a next run with the same command belongs to the same
-                job, and stores that state.
+        If its last state is not `stored`, a next run with the same command belongs to the same job, and stores it.
         """
         if stored:
             self._write(self.ended + 1)

@@ -238,10 +238,9 @@ def decide_recovery(
         error_grace_s: Seconds to wait before an exception counts as the script's own error.
         contact_timeout_s: Seconds to wait for a lost node's lease to expire, after an exit code without a traceback;
             if ranks only lost contact, `error_grace_s` longer.
-        ended: Ranks whose script has ended with exit code 0; others lose contact with them.
-        missing: Whether a node of the generation is gone; others lose contact with its ranks too.
-        trained: Whether the job has trained before, here or elsewhere. A script that asks for too many GPUs would have
-            failed then.
+        ended: Ranks whose script has ended with exit code 0; others lose contact with them, as with a `missing` node's.
+        missing: Whether a node of the generation is gone.
+        trained: Whether the job has trained before. A script that asks for too many GPUs would have failed then.
         xids: What the kernel logged about failed hardware of this node in this generation.
 
     Returns:

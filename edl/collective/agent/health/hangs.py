@@ -236,16 +236,9 @@ class ProgressLimit:
 
 
 def find_progress_limit(status: WorkerStatus, limits: HangLimits, *, forked_s: float = 0.0) -> ProgressLimit | None:
-    """Find how long a worker may continue as it is.
+    """Return how long a worker may continue as it is; None if it is not watched.
 
-    Args:
-        status: The worker's status.
-        limits: How long workers may go without progress.
-        forked_s: When this worker was forked (`time.monotonic()`). An earlier step was made by another worker with the
-            same page.
-
-    Returns:
-        The limit; None if the worker is not watched.
+    Steps from before `forked_s`, when this worker was forked, were made by another worker with the same page.
     """
     if status.phase in (Phase.PAUSE, Phase.EXIT):
         return None  # these wait for others, and have their own limits

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from edl.collective.job_records import prefix
+from edl.collective.job_records import create_once, prefix
 from edl.discovery.store import Lease, Store
 from edl.errors import DiscoveryError, ProtocolError
 
@@ -208,9 +208,7 @@ def _agree_on_groups(own: _OwnNode, key: str, proposed: Groups) -> Groups:
 
 def _agree(own: _OwnNode, key: str, proposed: Any) -> Any:
     key = f"{own.prefix}/{key}"
-    own.store.compare_and_set(key, json.dumps(proposed).encode(), None)
-    entry = own.store.get(key)
-    return proposed if entry is None else _parsed(entry.value, key)
+    return _parsed(create_once(own.store, key, json.dumps(proposed).encode()), key)
 
 
 def _run_round(own: _OwnNode, number: int, groups: Groups, nodes: Sequence[str]) -> dict[str, CheckRoundResult]:

@@ -138,9 +138,8 @@ def _best(work: Callable[[], object], check: Callable[[], object], device: torch
 def main(task: dict[str, Any]) -> None:
     """Compute on all devices and report it; then meet the partners, reduce, and report that.
 
-    Args:
-        task: `rank` and `world_size` in the group, `host` and `port` of the group's first node (port 0 for that node
-            itself, which chooses a port), and `timeout_s` in seconds.
+    `task` has `rank` and `world_size` in the group, `host` and `port` of its first node (which itself chooses a port),
+    and `timeout_s`.
     """
     devices = find_devices()
     rank, world_size = task["rank"], task["world_size"]

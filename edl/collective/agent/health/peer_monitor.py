@@ -79,10 +79,8 @@ class _PeerConnection:
 class PeerConnections:
     """This agent's connections to others, and theirs to it, handled by a thread.
 
-    Args:
-        name: Name of this node.
-        on_gone: Called from the thread with the id of a node whose agent's process is certainly gone.
-        tls: TLS for the connections. With None, the name is sent to every peer, and any peer's is believed.
+    The thread calls `on_gone` with the id of a node whose agent's process is certainly gone. Without `tls`, the name is
+    sent to every peer, and any peer's is believed.
     """
 
     def __init__(self, name: str, on_gone: Callable[[str], object], tls: PeerTLS | None = None) -> None:

@@ -213,12 +213,9 @@ class WorkerProcesses:
     def warm_up(self, timeout_s: float = 120.0, raise_if_stopping: Callable[[], object] = lambda: None) -> None:
         """Start the zygote and wait until it is ready to fork.
 
-        Call this from a thread that lives as long as the workers.
-
-        Args:
-            timeout_s: How long the imports may take, in seconds. If they take longer, or kill the process, another one
-                imports nothing.
-            raise_if_stopping: Called repeatedly during the wait; if it raises, only `close` may be called afterwards.
+        Call this from a thread that lives as long as the workers. If the imports take longer than `timeout_s`, or kill
+        the process, another one imports nothing. If `raise_if_stopping`, which is called repeatedly during the wait,
+        raises, only `close` may be called afterwards.
         """
         unfit: dict[str, str] = {}
         lost = ""

@@ -79,11 +79,9 @@ class ProgramImports:
 def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequence[str]) -> ProgramImports:
     """Find which modules a program imports before it does anything else, by reading its source.
 
-    Args:
-        program: The files that run, in order: a script, or a package's `__init__.py` and the module in it.
-        folders: Where the program's own modules are; those that it imports are read as well.
-        roots: Top-level packages of which even an import under a condition may happen ahead of time, the framework
-            first.
+    `program` are the files that run, in order: a script, or a package's `__init__.py` and the module in it. What it
+    imports from `folders` is its own and read as well. Even an import under a condition may happen ahead of time if it
+    is of the `roots`, top-level packages with the framework first.
     """
     scan = _Scan(program, folders, roots)
     for path in program:
@@ -337,11 +335,9 @@ class PreloadResult:
 
 
 def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]) -> PreloadResult:
-    """Import modules, and find out whether a fork may have them.
+    """Import modules, except those in `without`, and find out whether a fork may have them.
 
-    Args:
-        modules: Pairs of a module and a name in it, or "". A missing name is left for the worker to report.
-        without: Modules that workers must import themselves.
+    `modules` are pairs of a module and a name in it, or "". A missing name is left for the worker to report.
     """
     done = PreloadResult()
     for module, name in dict.fromkeys(modules):

@@ -47,15 +47,9 @@ def arm_stack_dump(path: Path) -> None:
 
 
 def dump_stacks(workers: Sequence[tuple[int, Path]], timeout_s: float = 2.0) -> list[str]:
-    """Ask workers for their stacks.
+    """Return, for every worker, its stacks or the reason why there are none. `timeout_s` is for all of them together.
 
-    Args:
-        workers: Pairs of a process id and the path that the process gave to `arm_stack_dump`. They must be children of
-            this process, or processes whose id cannot have been reused.
-        timeout_s: How long all of them may take together, in seconds.
-
-    Returns:
-        For every worker, its stacks or the reason why there are none.
+    `workers` are pairs of a process id, which must not have been reused, and the path given to `arm_stack_dump`.
     """
     deadline = time.monotonic() + timeout_s
     asked = [_ask(pid, path) for pid, path in workers]

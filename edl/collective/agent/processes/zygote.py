@@ -430,15 +430,10 @@ def arm_interruption() -> None:
 
 
 def run_main(kind: str, target: str, arguments: Sequence[str]) -> None:
-    """Run a program as `__main__`. Returns when it has ended without an error.
+    """Run a program as `__main__`. Returns when it has ended without an error, else raises SystemExit.
 
-    Args:
-        kind: `script` (a file, or a folder or archive with a `__main__.py`) or `module` (as for `python -m`).
-        target: The script's path or the module's name.
-        arguments: What follows the target in `sys.argv`.
-
-    Raises:
-        SystemExit: The program raised it, or another exception, which was reported as an interpreter would.
+    `kind` is `script` (a file, or a folder or archive with a `__main__.py`) or `module`. Any exception is reported as
+    an interpreter would.
     """
     sys.argv = [target, *arguments]
     sys.orig_argv = [*sys.orig_argv[:1], *command_line(kind, target, arguments)]

@@ -13,7 +13,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from edl.collective.checkpoint.encoding import StateMetadata, TensorEntry, decode, from_json, parse_meta, read_meta
+from edl.collective.checkpoint.encoding import StateMetadata, TensorEntry, decode, parse_meta, read_meta
 from edl.collective.checkpoint.memory.slots import SlotCopy
 from edl.collective.checkpoint.state.tensors import view_of
-from edl.collective.checkpoint.storage.folder import ChecksumWriter, FileDigest, RankManifest
+from edl.collective.checkpoint.storage.folder import ChecksumWriter, RankManifest
 from edl.errors import ProtocolError
 
 _VERSION = "1.0.0"
@@ -39,33 +39,21 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 """Header of a record in a zip archive, up to the lengths of the record's name and of its extra field."""
 
 
-@dataclass
-class RankFileItems:
-    """Positions of the items in a rank's file, collected while it is written."""
+def write_rank_file(copy: SlotCopy, stream: ChecksumWriter) -> dict[str, Any]:
+    """Write a rank's part of a checkpoint: its shards and local tensors, and for rank 0 also what all ranks share.
 
-    tensors: dict[str, tuple[int, int]] = field(default_factory=dict)  # see `RankManifest`
-    values: dict[str, tuple[int, int]] = field(default_factory=dict)
-    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-
-    def rank_manifest(self, copy: SlotCopy, file: str, summed: FileDigest) -> RankManifest:
-        """Return the manifest that describes the file."""
-        header = copy.header
-        form = from_json(copy.meta)
-        return RankManifest(header.rank, header.world, file, summed, self.tensors, self.values, self.paths, form)
-
-
-def write_rank_file(copy: SlotCopy, stream: ChecksumWriter, items: RankFileItems) -> None:
-    """Write a rank's part of a checkpoint: its shards and local tensors, and for rank 0 also what all ranks share."""
+    Returns `tensors`, `values` and `paths` of its `RankManifest`.
+    """
     meta = parse_meta(copy.meta)
     first = copy.header.rank == 0
-    if first:
-        flat, items.paths = _flatten_fields(meta, copy)
-        for key, value in flat.items():
-            if not isinstance(value, torch.Tensor):
-                items.values[key] = _write_item(value, stream)
-    for entry in meta.entries:
-        if first or entry.scope != "replicated":
-            items.tensors[entry.key] = _write_item(_slot_tensor(copy, entry), stream)
+    flat, paths = _flatten_fields(meta, copy) if first else ({}, {})
+    values = {key: _write_item(value, stream) for key, value in flat.items() if not isinstance(value, torch.Tensor)}
+    tensors = {
+        entry.key: _write_item(_slot_tensor(copy, entry), stream)
+        for entry in meta.entries
+        if first or entry.scope != "replicated"
+    }
+    return {"tensors": tensors, "values": values, "paths": paths}
 
 
 def _write_item(value: Any, stream: ChecksumWriter) -> tuple[int, int]:

@@ -18,12 +18,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from edl.background import BackgroundLoop, start_call
 from edl.backoff import Backoff
+from edl.collective.checkpoint.encoding import from_json
 from edl.collective.checkpoint.memory.replica_slots import NO_VERSION, newest_common_state
 from edl.collective.checkpoint.memory.slots import (
     CompleteSlot,
@@ -46,25 +46,12 @@ from edl.collective.checkpoint.storage.folder import (
 )
 from edl.errors import EDLError, ProtocolError, SettingsError, TemporaryError
 
-if TYPE_CHECKING:
-    from edl.collective.checkpoint.storage.folder import ChecksumWriter
-
 logger = logging.getLogger(__name__)
 
 
 _WRITERS = 4
 """Ranks of a node that are written at a time: enough for a storage that profits from parallel writes, and few enough
 for a slow one, where each further rank delays the first to be complete."""
-
-
-@dataclass(frozen=True)
-class WriteOutcome:
-    """Result of an attempt to store a state."""
-
-    step: int  # the state
-    generation: int
-    world: int
-    committed: bool  # whether the checkpoint is complete now. If not, other nodes have not written their parts yet.
 
 
 class _OverwrittenError(TemporaryError):
@@ -101,14 +88,15 @@ class CheckpointWriter:
         except OSError as exc:
             raise SettingsError(f"checkpoints cannot be stored at {self._folder.url}: {exc}") from exc
 
-    def write_newest(self, slots: Sequence[Path], *, marked: bool = False) -> WriteOutcome | None:
+    def write_newest(self, slots: Sequence[Path], *, marked: bool = False) -> tuple[int, bool] | None:
         """Store the newest state that all of `slots` hold and that was not stored yet.
 
         `slots` are the `EDL_SLOTS` prefixes of this node's workers. With `marked`, only states count that the workers
         have marked for storage, which they do at the same steps on all nodes.
 
         Returns:
-            The outcome, or None if nothing was stored: there was nothing to store, the run has no name yet, the fence
+            The state's step, and whether the checkpoint is complete now: if not, other nodes have not written their
+            parts yet. None if nothing was stored: there was nothing to store, the run has no name yet, the fence
             refused, or a marked state was overwritten too soon, in which case a newer state is marked.
 
         Raises:
@@ -143,7 +131,7 @@ class CheckpointWriter:
             raise TemporaryError(f"storage {self._folder.url} did not take step {step}: {exc}") from exc
         except MemoryError as exc:
             raise TemporaryError(f"no memory for a copy of step {step}, from which it would be stored") from exc
-        return None if committed is None else WriteOutcome(step, generation, world, committed)
+        return None if committed is None else (step, committed)
 
     def _remove_dead_marks(self, slots: Sequence[Path]) -> None:
         """Unmark states that will never be stored: while a mark exists, workers mark no other state by themselves.
@@ -225,18 +213,14 @@ class CheckpointWriter:
         return (piece.run, piece.world) == (name.run, found.header.world)
 
     def _write_rank(self, name: CheckpointName, copy: PinnedSlot) -> None:
-        from edl.collective.checkpoint.storage.dcp import RankFileItems, write_rank_file  # here, as it imports torch
+        from edl.collective.checkpoint.storage.dcp import write_rank_file  # here, as it imports torch
 
-        rank, items = copy.header.rank, RankFileItems()
+        rank, items = copy.header.rank, dict[str, Any]()
         file = f"__{rank}_0.distcp"
-
-        def write(stream: ChecksumWriter) -> None:
-            write_rank_file(copy, stream, items)
-
-        summed = self._folder.write_file(name, file, write)
+        summed = self._folder.write_file(name, file, lambda stream: items.update(write_rank_file(copy, stream)))
         if not copy.is_unchanged():
             raise _overwritten(name)
-        piece = replace(items.rank_manifest(copy, file, summed), run=name.run)
+        piece = RankManifest(rank, copy.header.world, file, summed, **items, meta=from_json(copy.meta), run=name.run)
         self._folder.replace_file(name, RankManifest.file_name(rank), piece.pack())
 
     def _complete(self, name: CheckpointName, world: int) -> bool | None:
@@ -337,21 +321,10 @@ _CHECK_POLL_S: Final = 0.05
 class CheckpointPersister:
     """Stores the states that workers mark for storage and, on request, the newest state even if it is not marked.
 
-    Nothing is stored before `start`. A failure is reported once and then retried.
-
-    Args:
-        url: URL of the storage for fsspec; if empty, nothing is ever stored.
-        slots: Prefixes of the workers' slots.
-        report: Called with one line for a failure, and when storing falls behind `interval_s` or catches up.
-        report_stored: Called with one line for every checkpoint that was completed.
-        run: Returns the name of the slots' run; None if `set_run` will set it.
-        fence: Returns whether this node may still complete a checkpoint; None for always.
-        keep: Number of complete checkpoints to keep.
-        interval_s: Seconds between two states that are marked.
-        poll_s: Seconds between two checks for marked states, in addition to those after `wake`.
-
-    Raises:
-        SettingsError: None of fsspec's file systems can reach the URL.
+    Nothing is stored before `start`, or if `url` is empty. A failure is reported once and then retried. `report` is
+    also called when storing falls behind the `interval_s` between two marked states, or catches up. `run`, `fence` and
+    `keep` are those of `CheckpointWriter`; without `run`, `set_run` sets the name. Every `poll_s`, the thread looks for
+    marked states without `wake`.
     """
 
     def __init__(
@@ -414,9 +387,6 @@ class CheckpointPersister:
         """Check that the storage accepts a file. If it does not respond within `timeout_s` seconds, only report that.
 
         During the wait, `raise_if_stopping` is called repeatedly; if it raises, the wait ends.
-
-        Raises:
-            SettingsError: Nothing can be stored there.
         """
         if self._writer is None:
             return
@@ -502,8 +472,9 @@ class CheckpointPersister:
             self._error = None
             self._most_nbytes = 0
             if outcome is not None:
-                if outcome.committed:
-                    self._report_stored(f"stored the state after step {outcome.step} at {self._url}")
+                step, complete = outcome
+                if complete:
+                    self._report_stored(f"stored the state after step {step} at {self._url}")
                 self._compare_pace(time.monotonic() - began_at)
             return True
         self._most_nbytes = max(self._most_nbytes, self._writer.written_nbytes - self._nbytes_before)

@@ -30,7 +30,7 @@ from edl.collective.checkpoint.state.tensors import view_of
 from edl.collective.checkpoint.storage import writer as persister_module
 from edl.collective.checkpoint.storage.folder import CheckpointName, newest_first
 from edl.collective.checkpoint.storage.reader import newest_stored, restore_from_storage
-from edl.collective.checkpoint.storage.writer import CheckpointPersister, CheckpointWriter, WriteOutcome
+from edl.collective.checkpoint.storage.writer import CheckpointPersister, CheckpointWriter
 from edl.discovery import open_store
 from edl.errors import ProtocolError, SettingsError, TemporaryError
 from tests.waiting import DEADLINE_S, wait_until
@@ -61,7 +61,7 @@ def storing(url: Path | str, run: str = FIRST, **settings: Any) -> CheckpointWri
 def write(url: Path | str, *prefixes: Path, run: str = FIRST, **settings: Any) -> bool | None:
     """Store the newest state; return whether the checkpoint is complete, None if nothing was stored."""
     outcome = storing(url, run, **settings).write_newest(prefixes)
-    return None if outcome is None else outcome.committed
+    return None if outcome is None else outcome[1]
 
 
 def stored(url: Path | str) -> tuple[int, int] | None:
@@ -115,7 +115,7 @@ def test_stored_state_comes_back(tmp_path: Path, place: str) -> None:
     put(tmp_path / "s", source, 7)
     assert restore_from_storage(State(rng=False), place) is None
     outcome = storing(place).write_newest([tmp_path / "s"])
-    assert (outcome.step, outcome.world, outcome.committed) == (7, 1, True)
+    assert outcome == (7, True)
     wanted = bits(source)
     target = job(4)
     restored = restore_from_storage(target, place)
@@ -342,9 +342,9 @@ def test_workers_go_on_while_storing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     writer = storing(tmp_path / "c")
     with monkeypatch.context() as slow:
         slow.setattr(CheckpointWriter, "_write_together", write_late)
-        assert writer.write_newest(prefixes, marked=True) == WriteOutcome(0, 1, 2, True), "though four others came"
+        assert writer.write_newest(prefixes, marked=True) == (0, True), "though four others came"
     assert stored(tmp_path / "c") == (0, 0)
-    assert writer.write_newest(prefixes, marked=True) == WriteOutcome(4, 1, 2, True), "the newest marked since"
+    assert writer.write_newest(prefixes, marked=True) == (4, True), "the newest marked since"
     assert stored(tmp_path / "c") == (4, 4)
     assert {path.name for path in tmp_path.glob("s0*")} == {"s0.0", "s0.1"}, "nothing is held once it is stored"
 
@@ -365,7 +365,7 @@ def test_mark_that_others_lack_is_removed(tmp_path: Path) -> None:
     assert not slots[0].has_marked_slot
     for rank in range(2):
         save(slots[rank], 3, rank)
-    assert writer.write_newest(prefixes, marked=True) == WriteOutcome(3, 1, 2, True)
+    assert writer.write_newest(prefixes, marked=True) == (3, True)
 
 
 @pytest.mark.parametrize("marked", [False, True])

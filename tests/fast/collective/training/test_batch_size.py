@@ -25,7 +25,6 @@ from edl.collective.training.tuner import (
     AutoBatch,
     BatchSizeTuner,
     LoaderTime,
-    RunState,
     StepMeasurement,
     StepTime,
     choose_batch_size,
@@ -132,8 +131,7 @@ def test_tuner_remembers_and_logs(caplog: pytest.LogCaptureFixture) -> None:
     decided = []
     with caplog.at_level("INFO", "edl.collective"):
         for batch, tuner in ((64, first), (128, second)):
-            now = RunState(1, batch, None, noise)
-            decided += [tuner.record_step(now, seconds, None, CPU) for seconds in (9.0, 0.060, 0.061)]
+            decided += [tuner.record_step(1, batch, None, noise, s, None, CPU) for s in (9.0, 0.060, 0.061)]
             second.load_state_dict(first.state_dict())
     assert decided == [64, 64, 128, 128, 128, 256]
     assert [record.message.split(":")[0] for record in caplog.records] == ["batch 64 -> 128", "batch 128 -> 256"]
@@ -143,7 +141,7 @@ def test_tuner_remembers_and_logs(caplog: pytest.LogCaptureFixture) -> None:
 def test_foreign_times_are_left_out() -> None:
     tuner = BatchSizeTuner(AutoBatch(32, 1024, every_steps=4), 64)
     for batch, seconds in ((32, 9.0), (64, 1.0), (64, None), (64, 2.0)):
-        tuner.record_step(RunState(1, batch, 16, GradientNoise()), seconds, None, CPU)
+        tuner.record_step(1, batch, 16, GradientNoise(), seconds, None, CPU)
     assert tuner.state_dict() == {"steps": 4, "measured": [[1, 16, 4, 1.5, 0.0]]}
 
 

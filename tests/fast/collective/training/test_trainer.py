@@ -200,10 +200,20 @@ def test_worker_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(ElasticSampler(8, global_batch=4, shuffle=False, rank=1, world=2)) == [[2, 3], [6, 7]]
 
 
-def test_foreign_batch_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("count", "weights", "message"),
+    [
+        (7, None, "7 rows on rank 0, but this rank's share is 8 of 8"),
+        (8, [1.0] * 7 + [-1.0], "weights= of rank 0: .*from 0 on"),
+        (8, [1.0] * 7 + [float("nan")], "weights= of rank 0"),
+        (8, [1.0] * 9, "here are 9 for 8 rows"),
+        (8, [0.0] * 8, "are 0 for all rows of all ranks"),
+    ],
+)
+def test_foreign_batch_is_refused(count: int, weights: list[float] | None, message: str) -> None:
     trainer, _, _ = setup(sampler=ElasticSampler(20, global_batch=8))
-    with pytest.raises(SettingsError, match="7 rows on rank 0, but this rank's share is 8 of 8"):
-        next(trainer.micro_batches(rows(7)))
+    with pytest.raises(SettingsError, match=message):
+        trainer.micro_batches(rows(count), weights=weights)
 
 
 @pytest.mark.parametrize("lockstep", [True, False])

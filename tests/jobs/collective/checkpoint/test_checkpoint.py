@@ -121,7 +121,7 @@ def test_other_worlds_restore_it(tmp_path: Path) -> None:
     first, second = node.write_newest(slots[:2]), other.write_newest(slots[2:])
     assert first is not None
     assert second is not None
-    assert (first.committed, second.committed) == (False, True)
+    assert (first[1], second[1]) == (False, True)
     for after in run(3, "restore", tmp_path, kind="fsdp", storage=str(url)):
         assert (after["step"], after["changes"]) == (4, [[4, 3, 4]])
         same(saved, after, without=("buffers",))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from edl.collective.training.learning_rate import AdaScale, SquareRoot
 from edl.collective.training.sampler import ElasticSampler
 from edl.collective.training.trainer import ElasticTrainer
 from edl.collective.training.tuner import AutoBatch
+from edl.errors import SettingsError
 
 
 @dataclass(frozen=True)
@@ -367,9 +369,10 @@ def tagged(group: dist.ProcessGroup, rank: int, world: int, ddp: bool, counted: 
     return [one.detach() for one in model.parameters()]
 
 
-def weighed_wrongly(group: dist.ProcessGroup, rank: int, world: int, weights: list[float]) -> None:
-    """A step in which the last rank's weights are these."""
+def weighed_wrongly(group: dist.ProcessGroup, rank: int, world: int) -> str:
+    """The error of a step in which the last rank's weights are wrong."""
     model = Plain().double()
     trainer = ElasticTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), global_batch=2 * world, group=group)
-    inputs, _ = data(2)
-    trainer.micro_batches(inputs, weights=weights if rank == world - 1 else [0.0, 0.0])
+    with pytest.raises(SettingsError) as failure:
+        trainer.micro_batches(data(2)[0], weights=[1.0, -1.0 if rank == world - 1 else 1.0])
+    return str(failure.value)

@@ -132,19 +132,9 @@ def test_tokens_weigh_the_same(ranks: RanksPool, world: int, ddp: bool, counted:
     assert_same(ranks.run(world, cases.tagged, ddp, counted), cases.tagged_alone())
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([1.0, -1.0], r"weights= of rank 1: .*from 0 on"),
-        ([1.0, float("nan")], r"weights= of rank 1"),
-        ([1.0, 1.0, 1.0], r"here are 3 for 2 rows|weights= of rank 1"),
-        ([0.0, 0.0], r"are 0 for all rows of all ranks"),
-    ],
-)
-def test_weights_that_are_none_are_refused(ranks: RanksPool, weights: list[float], message: str) -> None:
+def test_weights_that_are_none_are_refused(ranks: RanksPool) -> None:
     """On all ranks alike: none waits for one that has failed."""
-    with pytest.raises(AssertionError, match=message):
-        ranks.run(2, cases.weighed_wrongly, weights)
+    assert [words.partition(":")[0] for words in ranks.run(3, cases.weighed_wrongly)] == ["weights= of rank 2"] * 3
 
 
 def test_ranks_agree_on_an_automatic_batch(ranks: RanksPool) -> None:

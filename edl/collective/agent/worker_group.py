@@ -1,8 +1,8 @@
 """This node's workers through the generations: started, kept or replaced, watched, and stopped.
 
-An agent tells its workers when to pause through their status pages, and gives them a heartbeat. The heartbeat says that
-this node may continue the job. An agent that was stopped for a while may have lost its place without knowing it, and
-its threads resume in any order. So after that, the heartbeat resumes only once the records have been read.
+An agent tells its workers when to pause through their status pages, and gives them a heartbeat, which says that this
+node may continue the job. An agent that was stopped for a while may have lost its place without knowing it, and its
+threads resume in any order. So after that, the heartbeat resumes only once the records have been read.
 """
 
 from __future__ import annotations

@@ -433,11 +433,7 @@ def watched_environ(names: Collection[str]) -> Iterator[set[str]]:
     """Collect which variables are looked up in `os.environ` in the block, whether they are set or not.
 
     This swaps the object's class, because modules hold the object itself (`from os import environ`) and would not see a
-    replacement. It does not see lookups by native code (`getenv`), in `os.environb` or in other processes, nor lookups
-    after the block.
-
-    Yields:
-        The names that were looked up so far; the set grows.
+    replacement. The set that it yields grows.
     """
     looked_up: set[str] = set()
     plain = os.environ.__class__

@@ -250,7 +250,7 @@ def restore_from_memory(
     if hung is not None and plan.step >= hung:
         logger.warning(
             "the workers hung after step %d, and no earlier state is in memory: if the script did something there, "
-            "such as an evaluation, it is left out",
+            "such as an evaluation without Checkpointer.evaluate(), it is left out",
             plan.step,
         )
     inherited = first > plan.generation

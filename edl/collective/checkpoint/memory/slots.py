@@ -543,8 +543,7 @@ def new_private_prefix() -> Path:
 def lock_private_slots(owner: object, prefix: Path) -> Callable[[], object]:
     """Lock `prefix`.lock until the owner is collected or the process exits; then remove the slots.
 
-    Processes forked in the meantime hold the lock too, for as long as they live. Returns a function that removes the
-    slots and releases the lock now.
+    Returns a function that removes the slots and releases the lock now.
     """
     return weakref.finalize(owner, _remove_slots, slot_files(prefix), *_open_lock(prefix), os.getpid())
 

@@ -97,20 +97,18 @@ def store(argv: Sequence[str]) -> int:
     from edl.discovery.served.addresses import ListenAddress, is_loopback
     from edl.discovery.served.server import StoreLimits, StoreServer
     from edl.discovery.served.store import store_credentials
-    from edl.protocol.tls.credentials import CredentialFiles
-    from edl.protocol.tls.handshake import FailedHandshakes
+    from edl.protocol.tls import CredentialFiles
 
     credentials = store_credentials(given)
     files = CredentialFiles(credentials, serving=True) if credentials else None
     path = Path(options.file).absolute()
-    with collect_signals() as caught, _alone(path), FailedHandshakes() as failed_handshakes:
+    with collect_signals() as caught, _alone(path):
         address = ListenAddress(options.host, options.port)
         server = StoreServer(str(path), address, files, StoreLimits(nbytes=_MOST_NBYTES), StoreSampler())
 
         def check() -> None:
             if server.failed:
                 raise DiscoveryError("the server ended; see the log above")
-            failed_handshakes.log()
 
         try:
             logger.info("serving the store in %s on port %d", options.file, server.port, extra={"port": server.port})

@@ -29,7 +29,7 @@ from edl.errors import SettingsError
 from edl.http_server.server import SCHEME, STOP_S, AppServer, BearerTokenCheck, HostCheck
 from edl.kube.settings import KubeSettings
 from edl.protocol.channel import is_this_host
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles
 from edl.settings import Credentials
 
 __all__ = ["DashboardServer", "DashboardSettings"]

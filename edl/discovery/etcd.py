@@ -25,7 +25,7 @@ from edl.discovery.watching import Follower, query_wait_s
 from edl.errors import DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import etcd as wire
 from edl.protocol.channel import Metadata, channel
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import shown
 from edl.resource import CallThread, Resource

@@ -3,7 +3,7 @@
 A server that asks for no token says nothing to a browser that was led to it by another name (DNS rebinding: a
 stranger's page whose name suddenly means 127.0.0.1). An address is not a name, so it cannot be rebound. Idle
 connections must not take all of the process's descriptors: their number is bounded, and one that never asks for
-anything is closed. `edl.protocol.tls.credentials` reads the files of tokens.
+anything is closed. `edl.protocol.tls` reads the files of tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from typing_extensions import Self
 
 from edl.background import start_call
 from edl.errors import ClosedError, SettingsError
-from edl.protocol.tls import certificates
-from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles
+from edl.protocol.tls import CHECK_EVERY_S, CredentialFiles, context_for, load_pair
 
 SCHEME: Final = "bearer "
 """Begins the value of Authorization, in any case."""
@@ -328,14 +327,14 @@ class AppServer(abc.ABC):
                     material = self._credentials.current()
                     if material.version != version and material.pair is not None:
                         version = material.version
-                        certificates.load_pair(self._tls_context, *material.pair)
+                        load_pair(self._tls_context, *material.pair)
 
     def _context(self) -> ssl.SSLContext | None:
         """Return what HTTPS is served with; None for HTTP."""
         if self._credentials is None or not self._tls:
             return None
         material = self._credentials.current(now=True)
-        return certificates.context_for(material.ca, material.pair, serving=True)
+        return context_for(material.ca, material.pair, serving=True)
 
 
 def _http_logger() -> logging.Logger:

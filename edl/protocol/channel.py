@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from edl.errors import SettingsError
-from edl.protocol.tls.credentials import AUTHORIZATION, CredentialFiles, Material
-from edl.protocol.tls.verification import host_of
+from edl.protocol.tls import AUTHORIZATION, CredentialFiles, Material, host_of
 from edl.protocol.transport import DIRECT, grpc
 
 Options: TypeAlias = Sequence[tuple[str, Any]]

@@ -10,7 +10,7 @@ import numpy as np
 
 from edl.errors import ProtocolError
 from edl.protocol import kserve
-from edl.protocol.codec import Buffer
+from edl.protocol.codec import CONTENTS_FIELDS, Buffer
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """An array of numpy's, of any shape and dtype."""
@@ -37,22 +37,6 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "BYTES": np.dtype(np.object_),
 }
 _DATATYPES = {dtype: name for name, dtype in _DTYPES.items()}
-
-CONTENTS_FIELDS = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-"""Where in `InferTensorContents` the elements of each datatype are."""
 
 _AT_A_TIME: Final = 1 << 16
 """Elements of typed contents that are Python objects at a time: between two such parts other threads get their turn."""

@@ -6,7 +6,7 @@ import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from edl.protocol.tls.credentials import AUTHORIZATION, CredentialFiles
+from edl.protocol.tls import AUTHORIZATION, CredentialFiles
 from edl.protocol.transport import grpc
 
 _SCHEME = "bearer "

@@ -10,7 +10,7 @@ import time
 from typing import Final
 
 from edl.http_server.server import AppServer, BearerTokenCheck, HostCheck
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles
 from edl.proxy.app import ScoringApi, make_app
 from edl.proxy.scorers import ScorerPool
 from edl.proxy.settings import ProxySettings

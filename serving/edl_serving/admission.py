@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
 
 from edl.protocol.channel import is_this_host
-from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles, Material
+from edl.protocol.tls import CHECK_EVERY_S, CredentialFiles, Material
 from edl.protocol.token_check import TokenCheck, shown_by
 from edl.protocol.transport import grpc
 from edl.settings import Credentials

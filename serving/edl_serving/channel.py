@@ -7,7 +7,6 @@ connection without a valid token costs a socket for some seconds, and nothing is
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import errno
 import hashlib
@@ -37,8 +36,7 @@ from edl.protocol.frames import (
     split_body,
     unix_path,
 )
-from edl.protocol.tls.certificates import split as split_certificates
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles, certificates_in
 from edl.protocol.transport import grpc
 from edl_serving.admission import ClientConnection
 from edl_serving.request_error import RequestError, invalid_argument
@@ -145,7 +143,7 @@ class ChannelListener:
             except (OSError, ssl.SSLError) as exc:  # they are being replaced
                 raise RequestError(grpc.StatusCode.UNAVAILABLE, f"the certificate cannot be used: {exc}") from exc
             assert material.pair is not None, "a server with TLS has a certificate"
-            leaf = base64.b64decode(split_certificates(material.pair[0])[0])
+            leaf = certificates_in(material.pair[0])[0]
             self._tls = material.version, context, hashlib.sha256(leaf).hexdigest()
         return self._tls[1:]
 

@@ -8,7 +8,6 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -25,8 +24,7 @@ from edl.end_signals import collect_signals
 from edl.errors import SettingsError
 from edl.protocol import kserve, names
 from edl.protocol.channel import call_metadata, channel
-from edl.protocol.tls.credentials import CredentialFiles
-from edl.protocol.tls.handshake import explain_handshake, looks_like_handshake
+from edl.protocol.tls import CredentialFiles, explain_handshake, looks_like_handshake
 from edl.protocol.transport import grpc
 from edl.quoting import quote, shown
 from edl.settings import Credentials
@@ -344,7 +342,7 @@ class ForeignServer:
         if not looks_like_handshake(words):
             return ""
         if self._explained[0] != words:  # an unreachable server is probed every second; explaining takes a handshake
-            self._explained = words, asyncio.run(explain_handshake(self._target, self._files))
+            self._explained = words, explain_handshake(self._target, self._files)
         return self._explained[1]
 
 

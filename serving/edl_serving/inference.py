@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from edl import __version__
 from edl.errors import ProtocolError
 from edl.protocol import codec, kserve, names
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import clip, quote
 from edl_serving.admission import ClientConnection, ConnectionLimiter, Lifecycle, ServicerContext, client_of

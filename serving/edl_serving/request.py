@@ -18,7 +18,6 @@ import numpy as np
 from edl.errors import ProtocolError
 from edl.protocol import codec, kserve, names
 from edl.protocol.codec import Buffer
-from edl.protocol.headers import check_contents, outline
 from edl.protocol.tensors import datatype_of, from_raw, to_raw
 from edl.quoting import quote
 from edl_serving.backends.backend import Array, TensorSpec, TopKArrays
@@ -150,7 +149,7 @@ array."""
 
 def check_large_header(header: bytes, model: ServedModel, max_rows: int, max_bytes: int) -> None:
     """Check a large header as far as possible without parsing its typed contents."""
-    rest, contents = outline(header)
+    rest, contents = codec.split_contents(header)
     if len(rest) > _MAX_REST:
         raise invalid_argument(
             f"{len(rest):,} bytes of names, shapes and parameters, at most {_MAX_REST:,}: "
@@ -173,7 +172,7 @@ def check_large_header(header: bytes, model: ServedModel, max_rows: int, max_byt
         if is_bytes and sum([len(part) for part in parts]) // 2 * _STRING_NBYTES <= max_bytes:
             continue  # an element takes at least two bytes, so there cannot be too many
         try:
-            check_contents(tensor.datatype, count, parts)
+            codec.check_contents(tensor.datatype, count, parts)
         except ProtocolError as exc:
             raise invalid_argument(f"input {quote(tensor.name)}: {exc}") from exc
 

@@ -22,7 +22,7 @@ from edl.discovery.served.addresses import outward_address
 from edl.discovery.urls import servers_of
 from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles
 from edl.settings import Credentials, DiscoverySettings, LoadSettings
 from edl_serving import options as v
 from edl_serving.backends import MODEL_LOADERS

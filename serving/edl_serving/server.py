@@ -22,7 +22,7 @@ from edl.errors import SettingsError
 from edl.memory import keep_freed_memory
 from edl.protocol import names
 from edl.protocol.channel import is_this_host, listen
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
 from edl_serving.admission import (
     ConnectionLimiter,

@@ -22,7 +22,7 @@ from edl.collective.agent.rendezvous import RendezvousSettings
 from edl.errors import EDLError
 
 if TYPE_CHECKING:
-    from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
+    from edl.protocol.tls import PeerTLS  # imported where TLS is asked for only
 
 _TRIES = 100  # most tries find a row of free ports; on a host without any, this still ends within a second
 

@@ -15,7 +15,7 @@ A frame is its length (4 bytes, little-endian), that number of bytes, and their 
 key is derived from the secret and both sides' random bytes, and every HMAC includes how many were sent before it, so
 nothing can be changed, repeated or left out. A side trusts nothing and allocates no memory before the other has proved
 that it knows the secret. The content is readable on the network unless the connection is TLS
-(`edl.protocol.tls.peers`), which then carries the same conversation.
+(`edl.protocol.tls`), which then carries the same conversation.
 
 A core computes about 1.8 GB/s of HMACs with SHA-256 instructions, and a third of that without. So the tag of data is
 that of a tree: the HMAC of the numbered HMACs of its pieces, which threads compute while the next pieces are on their
@@ -49,7 +49,7 @@ from edl.discovery.served.addresses import open_listener
 from edl.errors import EDLError, PermanentError, ProtocolError, TemporaryError
 
 if TYPE_CHECKING:
-    from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
+    from edl.protocol.tls import PeerTLS  # imported where TLS is asked for only
 
 CHUNK_NBYTES: Final = 1 << 20
 """Bytes of a piece, which is sent and authenticated by itself; both sides must cut alike. A tenth of this would need

@@ -31,7 +31,7 @@ from edl.errors import EDLError, SettingsError
 from edl.settings import positive_float, read
 
 if TYPE_CHECKING:
-    from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
+    from edl.protocol.tls import PeerTLS  # imported where TLS is asked for only
 
 
 @dataclass(frozen=True)

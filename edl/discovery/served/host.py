@@ -16,7 +16,7 @@ from edl.background import BackgroundLoop
 from edl.discovery.served.addresses import ListenAddress, PortTakenError
 from edl.discovery.served.server import StoreServer
 from edl.errors import DiscoveryError, SettingsError
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles
 from edl.resource import Resource
 
 logger = logging.getLogger(__name__)

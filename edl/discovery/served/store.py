@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,7 @@ from edl.discovery.watching import Follower
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
 from edl.protocol.channel import Metadata, call_metadata, channel
-from edl.protocol.tls.credentials import CredentialFiles
-from edl.protocol.tls.handshake import explain_handshake, looks_like_handshake
+from edl.protocol.tls import CredentialFiles, explain_handshake, looks_like_handshake
 from edl.protocol.transport import grpc
 from edl.quoting import shown
 from edl.resource import CallThread, Resource
@@ -209,14 +207,11 @@ class StoreClient(Resource):
         """Return what is wrong with TLS or certificates, if no call was answered yet; else gRPC's words."""
         if self._answered or not looks_like_handshake(words):
             return words
-        try:
-            return self.explain_tls() or words
-        except RuntimeError:  # called from inside an event loop
-            return words
+        return self.explain_tls() or words
 
     def explain_tls(self) -> str:
         """Connect once more, and return what is wrong with TLS or certificates; empty if nothing is."""
-        words = asyncio.run(explain_handshake(self.target.endpoint, self._files))
+        words = explain_handshake(self.target.endpoint, self._files)
         if not words or self.target.credentials.ca:
             return words
         offered = self.target.offered

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 import threading
@@ -21,6 +22,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
+from edl.background import start_call
 from edl.discovery.registry import Instance, Snapshot
 from edl.distill.dispatch.actions import NO_LIMITS, Action, FailureKind, Limits
 from edl.distill.dispatch.dispatcher import Dispatcher
@@ -36,8 +38,7 @@ from edl.distill.transport.shm import RegionNames
 from edl.errors import SettingsError
 from edl.notifier import Notifier, wait_within
 from edl.protocol import names
-from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles
-from edl.protocol.tls.handshake import explain_handshake, looks_like_handshake
+from edl.protocol.tls import CHECK_EVERY_S, CredentialFiles, explain_handshake, looks_like_handshake
 from edl.quoting import listed, shown
 
 logger = logging.getLogger("edl.distill")
@@ -260,7 +261,10 @@ class TeacherConnection:
             return ""
         endpoint, says_tls = self.instance.endpoint, self.instance.meta.get(names.TLS_META) == "1"
         try:
-            return await explain_handshake(endpoint, self._pool.files, says_tls=says_tls, authority=self._authority)
+            explain = functools.partial(
+                explain_handshake, endpoint, self._pool.files, says_tls=says_tls, authority=self._authority
+            )
+            return await asyncio.wrap_future(start_call("edl-handshake", explain))
         except Exception:
             logger.exception("the reason why %s cannot be connected to was not found", endpoint)
             return ""

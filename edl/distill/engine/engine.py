@@ -36,7 +36,7 @@ from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply
 from edl.distill.transport.shm import Arena
 from edl.errors import BadOutputError, EDLError, NoTeacherError, RejectedError, SettingsError
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles
 
 logger = logging.getLogger("edl.distill")
 

@@ -33,7 +33,7 @@ from edl.errors import ClosedError, EDLError, SettingsError, SourceError
 from edl.memory import keep_freed_memory
 from edl.protocol.names import POSITION, SEQUENCES
 from edl.protocol.tensors import Array
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles
 from edl.quoting import listed
 from edl.settings import Credentials
 

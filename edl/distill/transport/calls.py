@@ -35,7 +35,7 @@ from edl.errors import ProtocolError, SettingsError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.channel import Metadata, aio_channel, call_metadata
 from edl.protocol.tensors import Array
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import did_you_mean, listed, quote
 

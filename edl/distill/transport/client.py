@@ -45,7 +45,7 @@ from edl.errors import ProtocolError, SettingsError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.channel import is_this_host
 from edl.protocol.tensors import Array
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import listed, quote
 

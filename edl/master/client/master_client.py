@@ -37,7 +37,7 @@ from edl.master.naming import FORMAT, MESSAGE_NBYTES, REFUSALS, SERVICE, NotFoun
 from edl.notifier import Notifier
 from edl.protocol import master as messages
 from edl.protocol.channel import call_metadata, channel, is_forked_from_grpc
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import shown
 from edl.resource import CallThread, Resource

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from edl.backoff import Backoff
 from edl.errors import SettingsError
-from edl.protocol.tls import certificates
+from edl.protocol.tls import read_tokens
 from edl.protocol.transport import grpc
 from edl.quoting import clip, quote
 from edl_serving.gateway.endpoints import ENDPOINTS, EngineAnswerError, ScoringEndpoint
@@ -132,7 +132,7 @@ class EngineAccess:
         if not self.token_file:
             return ""
         try:
-            return certificates.read_tokens(self.token_file, serving=False)[0]
+            return read_tokens(self.token_file, serving=False)[0]
         except SettingsError as exc:
             raise SettingsError(f"--engine-token-file: {exc}") from exc
 

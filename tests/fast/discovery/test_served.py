@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -28,8 +26,7 @@ from edl.discovery.served.store import ServedStore
 from edl.discovery.store import MAX_VALUE_BYTES, StoreSnapshot, StoreWatch
 from edl.errors import DiscoveryError, SettingsError
 from edl.protocol import store as messages
-from edl.protocol.tls.credentials import CredentialFiles
-from edl.protocol.tls.handshake import FailedHandshakes
+from edl.protocol.tls import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.settings import Credentials
 from tests.certificates import HERE, Authority, put
@@ -262,35 +259,6 @@ def test_tls_of_a_served_store(serve: Serve, tmp_path: Path) -> None:
             store.get("a")
     finally:
         plain.close()
-
-
-def test_failed_handshakes_are_summed_up(
-    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A line per reason and minute, in place of gRPC's for each; what else goes to standard error is passed on."""
-    ca, now = Authority(), [0.0]
-    with FailedHandshakes(lambda: now[0]) as failed:
-        server = serve(credentials=Credentials(ca=ca.save(tmp_path), **ca.issue(*HERE).save(tmp_path)))  # type: ignore[arg-type]
-
-        def lines(clients: int, unlogged: int) -> int:
-            for _ in range(clients):
-                with socket.create_connection((LOCAL, server.port)) as client:
-                    client.sendall(b"this is not how a client of TLS begins")
-                    client.recv(1)
-            wait_until(lambda: sum(failed._counts.values()) == unlogged)
-            failed.log()
-            return len(caplog.records)
-
-        os.write(2, b"another line\n")
-        assert lines(3, unlogged=3) == 1
-        assert lines(1, unlogged=1) == 1
-        now[0] += 60.0
-        assert lines(1, unlogged=2) == 2
-    assert "failed, 3 times since the last such line: WRONG_VERSION_NUMBER" in caplog.text
-    assert "failed, 2 times" in caplog.text
-    written = capfd.readouterr().err
-    assert "another line" in written
-    assert "Handshake failed" not in written
 
 
 def test_a_file_has_one_server(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ from edl.log_output import plain_log_to_stderr
 from edl.settings import Credentials, default_discovery_url, read
 
 if TYPE_CHECKING:
-    from edl.protocol.tls.peers import PeerTLS
+    from edl.protocol.tls import PeerTLS
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +272,7 @@ def _tls(options: argparse.Namespace) -> PeerTLS | None:
     given = {"ca": options.tls_ca, "cert": options.tls_cert, "key": options.tls_key}
     credentials = Credentials.of(**given, server_name=options.tls_server_name)
     if any((*given.values(), options.tls_server_name)) or (credentials.ca and credentials.cert):
-        from edl.protocol.tls.peers import PeerTLS  # imported only here, since it is not needed otherwise
+        from edl.protocol.tls import PeerTLS  # imported only here, since it is not needed otherwise
 
         return PeerTLS(credentials)
     return None  # a CA alone is for the script's own teachers

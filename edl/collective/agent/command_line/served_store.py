@@ -15,7 +15,7 @@ from edl.discovery.served.addresses import diagnose
 from edl.discovery.served.host import KEPT, StoreHost
 from edl.discovery.served.store import ServedStore, StoreRefusalError, store_credentials
 from edl.errors import DiscoveryError, SettingsError
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls import CredentialFiles
 from edl.settings import Credentials
 
 logger = logging.getLogger(__name__)

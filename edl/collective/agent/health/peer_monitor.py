@@ -26,7 +26,7 @@ from edl.collective.job_records import World
 from edl.discovery.served.addresses import open_listener
 
 if TYPE_CHECKING:
-    from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
+    from edl.protocol.tls import PeerTLS  # imported where TLS is asked for only
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from edl.collective.replica.replicator import (
 )
 from edl.discovery import Store
 from edl.errors import ProtocolError, SettingsError, TemporaryError
-from edl.protocol.tls.peers import PeerTLS
+from edl.protocol.tls import PeerTLS
 from edl.settings import Credentials
 from tests.certificates import Authority, Pair
 from tests.tcp_proxy import TcpProxy

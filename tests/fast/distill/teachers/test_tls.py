@@ -18,7 +18,7 @@ import pytest
 from edl.distill import Credentials, DistillReader, Options
 from edl.distill.engine import connection
 from edl.errors import ClosedError
-from edl.protocol.tls import credentials as files
+from edl.protocol import tls as files
 from edl.protocol.transport import grpc
 from edl_serving import admission as authentication
 from tests.certificates import HERE, Authority, Pair, put

@@ -45,7 +45,7 @@ from edl.collective.agent.health.node_probe import (
 from edl.collective.agent.health.peer_monitor import Address, PeerConnections, choose_peers
 from edl.collective.job_records import JobState, Member, World
 from edl.errors import EDLError
-from edl.protocol.tls.peers import PeerTLS
+from edl.protocol.tls import PeerTLS
 from edl.settings import Credentials
 from tests.certificates import Authority
 from tests.plugins_consul import free_ports

@@ -1,0 +1,608 @@
+"""TLS and tokens: the files of certificates, keys and tokens, and why a TLS handshake failed.
+
+`CredentialFiles` reads the files again when they change, without a restart; unusable files do not replace usable ones.
+The standard library checks certificates before gRPC gets them.
+
+For a failed handshake, gRPC gives a code of its TLS library at best, or "Socket closed". `explain_handshake` connects
+once more with the standard library, which names the reason. `PeerTLS` is mutual TLS over plain sockets, between the
+agents of a job.
+
+What does not belong here: gRPC channels and listening ports (`edl.protocol.channel`).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import logging
+import os
+import re
+import socket
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from edl.errors import ProtocolError, SettingsError
+from edl.settings import SYSTEM_CA, Credentials
+
+logger = logging.getLogger(__name__)
+
+AUTHORIZATION: Final = "authorization"
+"""Metadata of each call: `Bearer TOKEN` (RFC 6750)."""
+CHECK_EVERY_S: Final = 2.0
+"""How often files are checked while connections are open: four `stat` calls. A revocation takes effect that late."""
+
+_MOST_NBYTES: Final = 1 << 20
+"""Bundles of all public CAs have 200 kB. A much larger file is no PEM file, and would be read again and again."""
+_PARTIAL_CHAIN: Final = getattr(ssl, "VERIFY_X509_PARTIAL_CHAIN", 0x80000)
+_PEM: Final = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----(.*?)-----END \1-----", re.DOTALL)
+_GRPC_KEYS: Final = tuple(map(bytes.fromhex, ("06092a864886f70d010101", "06082a8648ce3d030107", "06052b81040022")))
+"""Object identifiers of RSA keys, EC P-256 and EC P-384 in a certificate: gRPC's TLS library loads a certificate for
+another key (P-521, Ed25519, RSA-PSS), and then refuses every handshake."""
+_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]+")  # RFC 6750, b64token
+_LEAST_TOKEN: Final = 16
+"""Characters of a token that a teacher takes: shorter ones can be guessed over the network."""
+
+
+# What is in the files
+
+
+@dataclass(frozen=True)
+class CertificateIdentity:
+    """The contents of a certificate: its host names and addresses, and the end of its validity in OpenSSL's words."""
+
+    names: tuple[str, ...]
+    not_after: str
+
+    @property
+    def not_after_s(self) -> float:
+        """`not_after` in seconds since 1970."""
+        return float(ssl.cert_time_to_seconds(self.not_after)) if self.not_after else 0.0
+
+
+@dataclass(frozen=True)
+class Material:
+    """The contents of the files. Secrets show in no representation.
+
+    Attributes:
+        version: Counts the changes that were taken up.
+        ca: PEM of the trusted CAs, None where none are set.
+        pair: PEM of certificate and key, None likewise.
+        tokens: Bearer tokens, in the order of the file.
+        identity: What the certificate says.
+    """
+
+    version: int
+    ca: bytes | None = field(repr=False)
+    pair: tuple[bytes, bytes] | None = field(repr=False)
+    tokens: tuple[str, ...] = field(repr=False)
+    identity: CertificateIdentity | None = None
+
+    @property
+    def authorities(self) -> frozenset[bytes]:
+        """The certificates in `ca`, one by one."""
+        return frozenset(certificates_in(self.ca or b""))
+
+
+def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
+    """Read bearer tokens, one a line, without empty lines and comments (#).
+
+    Args:
+        path: Path of the file.
+        serving: Whether they are accepted from others, and so must not be easily guessed.
+
+    Raises:
+        SettingsError: The file cannot be used. The message holds nothing of its contents.
+    """
+    tokens = []
+    lines = _read(path, "token file", secret=True).decode("utf-8-sig", "replace").splitlines()
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        if not _TOKEN.fullmatch(line):
+            raise SettingsError(
+                f"token file {path!r}, line {number}: a token has letters, digits and -._~+/= only, one a line"
+            )
+        if serving and len(line) < _LEAST_TOKEN:
+            raise SettingsError(
+                f"token file {path!r}, line {number}: a token of {len(line)} characters can be guessed; use at least "
+                f"{_LEAST_TOKEN}: openssl rand -hex 32"
+            )
+        tokens.append(line)
+    if not tokens:
+        raise SettingsError(f"token file {path!r} holds no token: write one a line (openssl rand -hex 32)")
+    return tuple(tokens)
+
+
+def certificates_in(pem: bytes) -> list[bytes]:
+    """Return the certificates of a PEM file (DER)."""
+    return [base64.b64decode(found[2]) for found in _PEM.finditer(pem) if found[1] == b"CERTIFICATE"]
+
+
+def load_pair(context: ssl.SSLContext, chain: bytes, key: bytes) -> None:
+    """Load a pair that was read already, so that what is checked is what is used; also into a context in use."""
+    memory = os.memfd_create("edl-tls")  # the standard library takes file names only, and no disk may have the key
+    try:
+        with os.fdopen(os.dup(memory), "wb") as file:
+            file.write(key + chain)
+        context.load_cert_chain(f"/proc/self/fd/{memory}", password=lambda: "")  # else OpenSSL asks at the terminal
+    finally:
+        os.close(memory)
+
+
+def context_for(ca: bytes | None, pair: tuple[bytes, bytes] | None, *, serving: bool) -> ssl.SSLContext:
+    """Return a context of the standard library that trusts and shows the same as gRPC does with these."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serving else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if ca is not None:
+        context.load_verify_locations(cadata=ca.decode("ascii"))
+        context.verify_mode = ssl.CERT_REQUIRED
+    if pair is not None:
+        load_pair(context, *pair)
+    return context
+
+
+def _unverified() -> ssl.SSLContext:
+    """Return a context that finds out whether a server speaks TLS; no data may be sent over such a connection."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _read(path: str, what: str, *, secret: bool = False) -> bytes:
+    try:
+        # Non-blocking, because opening a pipe would wait for its writer.
+        with open(
+            Path(path).expanduser(), "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
+        ) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise SettingsError(f"{what} {path!r} is not a regular file")
+            if secret and mode & stat.S_IRWXO:  # Kubernetes gives secrets to a pod's group (`fsGroup`)
+                raise SettingsError(
+                    f"{what} {path!r} can be read by every user of this host (mode {stat.S_IMODE(mode):04o}): "
+                    f"chmod o-rwx it, and replace what others may have read; in Kubernetes set defaultMode: 0440"
+                )
+            data = file.read(_MOST_NBYTES + 1)
+    except OSError as exc:
+        # Somebody may have given the secret itself in place of its file.
+        shown = repr(path) if not secret or os.sep in path or os.path.lexists(path) else "(a name without a folder)"
+        raise SettingsError(
+            f"{what} {shown} cannot be read: {exc.strerror or type(exc).__name__}; this process runs as user "
+            f"{os.geteuid()}. Give the path of a file"
+        ) from exc
+    if not data.strip():
+        raise SettingsError(f"{what} {path!r} is empty")
+    if len(data) > _MOST_NBYTES:
+        raise SettingsError(f"{what} {path!r} has more than {_MOST_NBYTES:,} bytes: this must be another file")
+    return data
+
+
+def _read_certificates(path: str, what: str) -> bytes:
+    """Read certificates, and write them anew: gRPC skips those that do not begin a line or follow a byte order mark."""
+    pem = _read(path, what)
+    try:
+        found = certificates_in(pem)
+    except ValueError:  # not base64
+        found = []
+    if not found or len(found) != pem.count(b"-----BEGIN CERTIFICATE-----"):
+        raise SettingsError(
+            f"{what} {path!r} holds no certificate, or a damaged one: expected PEM, -----BEGIN CERTIFICATE-----"
+        )
+    return "".join(map(ssl.DER_cert_to_PEM_cert, found)).encode()
+
+
+def _read_pair(cert: str, key: str) -> tuple[bytes, bytes]:
+    """Read a certificate and its key (PEM), and check that they belong together."""
+    chain = _read_certificates(cert, "TLS certificate")
+    found = [part for part in _PEM.finditer(_read(key, "TLS key", secret=True)) if part[1].endswith(b"PRIVATE KEY")]
+    if not found:
+        raise SettingsError(f"TLS key {key!r} holds no private key: expected PEM, -----BEGIN PRIVATE KEY-----")
+    private = found[0][0] + b"\n"
+    if b"ENCRYPTED" in private:
+        raise SettingsError(
+            f"TLS key {key!r} is encrypted: decrypt it (openssl pkey -in KEY -out NEW_KEY) and protect the file instead"
+        )
+    if not any(kind in certificates_in(chain)[0] for kind in _GRPC_KEYS):
+        raise SettingsError(
+            f"TLS certificate {cert!r} is for a kind of key that gRPC cannot use: have one issued for a key of EC "
+            "P-256, EC P-384 or RSA"
+        )
+    try:
+        load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), chain, private)
+    except ssl.SSLError as exc:
+        if exc.reason == "KEY_VALUES_MISMATCH":
+            raise SettingsError(
+                f"TLS key {key!r} does not match certificate {cert!r}: give the key that the certificate was made for"
+            ) from exc
+        raise SettingsError(f"TLS certificate {cert!r} with key {key!r} cannot be used: {_reason_of(exc)}") from exc
+    return chain, private
+
+
+def _read_ca(ca: str) -> bytes:
+    if ca == SYSTEM_CA:
+        found = ssl.get_default_verify_paths().cafile
+        if found is None:
+            raise SettingsError(
+                f"TLS CA {ca!r}: this system has no file of CAs where OpenSSL looks; name one, or set SSL_CERT_FILE"
+            )
+        ca = found
+    bundle = _read_certificates(ca, "TLS CA file")
+    try:
+        context_for(bundle, None, serving=False)
+    except ssl.SSLError as exc:
+        raise SettingsError(f"TLS CA file {ca!r} holds no usable certificate: {_reason_of(exc)}") from exc
+    return bundle
+
+
+def _identity(pair: tuple[bytes, bytes], what: str, *, serving: bool) -> CertificateIdentity:
+    """Check that a server's or a client's certificate is valid at this moment, and return what it says.
+
+    The standard library reads certificates only in a handshake. So both sides are played in memory, and the other side
+    trusts this certificate alone.
+    """
+    client, server = _unverified(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for context in (client, server):
+        load_pair(context, *pair)
+    other = client if serving else server
+    other.verify_mode = ssl.CERT_REQUIRED
+    other.verify_flags |= _PARTIAL_CHAIN
+    other.load_verify_locations(cadata=certificates_in(pair[0])[0])
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for _ in range(4):  # turns; TLS 1.3 takes two and TLS 1.2 three
+            for end in ends:
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+    except ssl.SSLCertVerificationError as exc:
+        raise SettingsError(_why_unverified(what, exc)) from exc
+    except ssl.SSLError as exc:
+        raise SettingsError(f"{what} cannot be used: {_reason_of(exc)}") from exc
+    found = ends[0 if serving else 1].getpeercert() or {}
+    return CertificateIdentity(_names_in(found), str(found.get("notAfter", "")))
+
+
+def _names_in(certificate: dict[str, Any]) -> tuple[str, ...]:
+    names = certificate.get("subjectAltName", ())
+    return tuple(str(value) for kind, value in names if kind in ("DNS", "IP Address"))
+
+
+def _reason_of(exc: ssl.SSLError) -> str:
+    """OpenSSL's words."""
+    return (exc.reason or str(exc)).lower().replace("_", " ")
+
+
+class CredentialFiles:
+    """Reads the files of `credentials`, and reads them again when they change. Thread-safe.
+
+    Args:
+        credentials: Names the files.
+        serving: Whether they are a server's: `ca` then signs its clients' certificates.
+
+    Raises:
+        SettingsError: A file cannot be used, or a setting is missing; says which, and what to do.
+    """
+
+    def __init__(self, credentials: Credentials, *, serving: bool = False) -> None:
+        self.settings = credentials
+        self.serving = serving
+        if serving and (credentials.ca or credentials.server_name) and not credentials.cert:
+            raise SettingsError(
+                "TLS is set without a certificate: a server needs one, --tls-cert and --tls-key "
+                "(EDL_TLS_CERT and EDL_TLS_KEY)"
+            )
+        if not serving and (credentials.cert or credentials.server_name) and not credentials.ca:
+            raise SettingsError(
+                "TLS is set without a CA, so nothing says which servers to believe: name the CA that signs their "
+                f"certificates, --tls-ca FILE (EDL_TLS_CA, ca=), or {SYSTEM_CA!r} for those of this system"
+            )
+        if serving and credentials.ca == SYSTEM_CA:
+            raise SettingsError(
+                f"TLS CA {SYSTEM_CA!r}: anybody can get a certificate of a public CA; name one of your own for clients"
+            )
+        self._lock = threading.Lock()
+        self._seen = self._look()
+        self._checked_at = time.monotonic()
+        self._complaint = ""
+        self._material = self._read(0)
+        self.settings = _absolute(credentials)  # the program may change its folder before they are read again
+
+    @classmethod
+    def of(cls, credentials: Credentials, *, serving: bool = False) -> CredentialFiles | None:
+        """Return None where nothing is set."""
+        return cls(credentials, serving=serving) if credentials else None
+
+    @property
+    def tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return bool(self.settings.cert if self.serving else self.settings.ca)
+
+    def current(self, *, now: bool = False) -> Material:
+        """Return what the files hold, as of `CHECK_EVERY_S` ago or newer.
+
+        Unusable files are logged, and the earlier ones stay in use. Never raises for them.
+
+        Args:
+            now: Check the files at this moment, for rare events such as a new connection.
+        """
+        with self._lock:
+            at = time.monotonic()
+            if not now and at < self._checked_at + CHECK_EVERY_S:
+                return self._material
+            self._checked_at = at
+            try:
+                seen = self._look()
+                if seen == self._seen:
+                    return self._material
+                material = self._read(self._material.version + 1)
+            except Exception as exc:  # whatever it is: revocations must still be looked for
+                # The next look tries again: files are replaced one after the other, and a key may follow in a moment.
+                foreseen = isinstance(exc, SettingsError)
+                why = str(exc) if foreseen else f"{type(exc).__name__}: {exc}"
+                if why != self._complaint:
+                    self._complaint = why
+                    logger.warning(
+                        "new credentials are unusable, the earlier ones stay: %s", why, exc_info=not foreseen
+                    )
+                return self._material
+            self._seen = seen
+            self._complaint = ""
+            if material == replace(self._material, version=material.version):
+                return self._material  # the same contents, written again: connections can stay
+            self._material = material
+            until = f", valid until {material.identity.not_after}" if material.identity is not None else ""
+            logger.info("credentials were replaced, and are in use from now on%s", until)
+            return material
+
+    def explain_certificate(self) -> str:
+        """Return why this side's own certificate is useless at this moment; empty if it is valid."""
+        pair = self.current(now=True).pair
+        if pair is not None:
+            try:
+                _identity(pair, f"TLS certificate {self.settings.cert!r}", serving=self.serving)
+            except SettingsError as exc:
+                return str(exc)
+        return ""
+
+    def _read(self, version: int) -> Material:
+        settings = self.settings
+        pair = identity = None
+        if settings.cert and settings.key:
+            pair = _read_pair(settings.cert, settings.key)
+            identity = _identity(pair, f"TLS certificate {settings.cert!r}", serving=self.serving)
+        ca = _read_ca(settings.ca) if settings.ca else None
+        tokens = read_tokens(settings.token_file, serving=self.serving) if settings.token_file else ()
+        return Material(version, ca, pair, tokens, identity)
+
+    def _look(self) -> Sequence[object]:
+        """Return what changes when a file does, also by a `rename` onto it, or by the link that Kubernetes moves."""
+        found: list[object] = []
+        for path in (self.settings.ca, self.settings.cert, self.settings.key, self.settings.token_file):
+            with contextlib.suppress(OSError):
+                seen = Path(path or "").expanduser().stat() if path else None
+                found.append(seen and (path, seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns))
+        return found
+
+
+def _absolute(credentials: Credentials) -> Credentials:
+    def absolute(path: str | None) -> str | None:
+        return str(Path(path).expanduser().absolute()) if path and path != SYSTEM_CA else path
+
+    paths = {name: absolute(getattr(credentials, name)) for name in ("ca", "cert", "key", "token_file")}
+    return replace(credentials, **paths)  # type: ignore[arg-type]  # names of fields that are paths
+
+
+# Why a handshake failed
+
+_TIMEOUT_S: Final = 2.0
+"""For each step of two connections: less than a student waits between two attempts to connect to a lost teacher."""
+_EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_*, as those that follow
+_WRONG_NAME: Final = (62, 64)  # of a host, of an address
+_UNTRUSTED: Final = (2, 7, 18, 19, 20, 21)
+"""No issuer is found, or one of the same name with another key; self-signed; no trusted CA at the end of the chain."""
+_NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
+_ABOUT_CERTIFICATES: Final = re.compile("ALERT_(CERTIFICATE|BAD_CERT|UNKNOWN_CA|ACCESS|NO_CERT)")
+_SIGNS: Final = re.compile("andshake|Verification Check|Socket closed|reset by peer|ALPN|SSL_ERROR|Broken pipe")
+_NO_CA: Final = "this side has no CA set: name the one that signs its certificate (EDL_TLS_CA, --tls-ca, ca=)"
+
+
+def looks_like_handshake(words: str) -> bool:
+    """Whether gRPC's words for a failed connection may hide a failed handshake."""
+    return bool(_SIGNS.search(words))
+
+
+def host_of(endpoint: str) -> str:
+    """Return the name that a certificate must hold by default: the host in `host:port`, localhost for `unix:/path`."""
+    return "localhost" if endpoint.startswith("unix:") else endpoint.rpartition(":")[0].strip("[]")
+
+
+def explain_handshake(
+    endpoint: str, files: CredentialFiles | None, *, says_tls: bool = False, authority: str = ""
+) -> str:
+    """Connect to a gRPC server once more, and return why no connection can be made. Takes up to some seconds.
+
+    Args:
+        endpoint: Address of the server, `host:port` or `unix:/path`.
+        files: Certificates of this side; None without.
+        says_tls: Whether the registry says that the server speaks TLS. It is not believed, but mentioned.
+        authority: `name:port` that the certificate is checked for; empty for the endpoint.
+
+    Returns:
+        Words that begin with the endpoint; empty if the reason has nothing to do with TLS.
+    """
+    if files is None or not files.tls:
+        try:
+            _shake_hands(endpoint, _unverified(), "")
+        except ssl.SSLError:
+            return ""
+        except (OSError, ValueError):
+            return f"{endpoint} speaks TLS by its registration, and {_NO_CA}" if says_tls else ""
+        return f"{endpoint} speaks TLS, and {_NO_CA}"
+    material = files.current(now=True)
+    expected = files.settings.server_name or host_of(authority or endpoint)
+    context = context_for(material.ca, material.pair, serving=False)
+    try:
+        _, ended = _shake_hands(endpoint, context, expected)
+    except ssl.SSLCertVerificationError as exc:
+        names: tuple[str, ...] | None = None
+        if exc.verify_code in _WRONG_NAME:
+            context.check_hostname = False
+            with contextlib.suppress(OSError):
+                names, _ = _shake_hands(endpoint, context, "")
+        return _why_unverified(f"the certificate of {endpoint}", exc, files.settings.ca, expected, names)
+    except ssl.SSLError as exc:
+        reason = exc.reason or ""
+        if reason in _NO_TLS:
+            return (
+                f"{endpoint} does not speak TLS, and this side has a CA set: give the server a certificate "
+                "(edl serve --tls-cert --tls-key), or leave the CA out here (EDL_TLS_CA)"
+            )
+        if _ABOUT_CERTIFICATES.search(reason):
+            return _why_refused(endpoint, files, material)
+        return f"{endpoint}: the TLS handshake failed: {_reason_of(exc)}"
+    except (OSError, ValueError):
+        return ""  # it is away, or silent: gRPC's words are as good
+    return _why_refused(endpoint, files, material) if ended else ""
+
+
+def _shake_hands(endpoint: str, context: ssl.SSLContext, name: str) -> tuple[tuple[str, ...], bool]:
+    """Connect, and wait for the server's first byte.
+
+    Returns:
+        The names in its certificate, if it was verified; and whether the server ended the connection instead.
+    """
+    context.set_alpn_protocols(["h2"])  # without it gRPC's servers refuse
+    with _connect(endpoint) as plain, context.wrap_socket(plain, server_hostname=name or None) as connection:
+        names = _names_in(connection.getpeercert() or {})
+        try:
+            return names, not connection.recv(1)
+        except ConnectionError:
+            return names, True
+
+
+def _connect(endpoint: str) -> socket.socket:
+    if not endpoint.startswith("unix:"):
+        host, _, port = endpoint.rpartition(":")
+        return socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT_S)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(_TIMEOUT_S)
+        connection.connect("/" + endpoint.removeprefix("unix:").lstrip("/"))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _why_unverified(
+    what: str,
+    exc: ssl.SSLCertVerificationError,
+    ca: str | None = None,
+    expected: str = "",
+    names: tuple[str, ...] | None = None,
+) -> str:
+    """Return what is wrong with a certificate, and what to do; `names` are those in it, None if unknown."""
+    if exc.verify_code == _EXPIRED:
+        return f"{what} has expired: have a new one issued, and replace its files; that needs no restart"
+    if exc.verify_code == _NOT_YET_VALID:
+        now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        return f"{what} is not valid yet: see its dates, and the clock of this host ({now})"
+    if exc.verify_code in _WRONG_NAME:
+        holds = "another name"
+        if names is not None:
+            shown = ", ".join(map(repr, names[:8]))
+            holds = f"another name ({shown})" if names else "no host name or address (none is in its subjectAltName)"
+        return (
+            f"{what} is for {holds}, not for {expected!r}: have one issued for {expected!r}, or set the "
+            "expected name (EDL_TLS_SERVER_NAME, --tls-server-name, server_name=)"
+        )
+    if exc.verify_code in _UNTRUSTED and ca:
+        return (
+            f"{what} is signed by no CA in {ca!r} ({exc.verify_message}): add the CA that signed it, or, if that is an "
+            "intermediate one, put it behind the certificate in the certificate's own file; or another server answers"
+        )
+    return f"{what} cannot be used: {exc.verify_message}"
+
+
+def _why_refused(endpoint: str, files: CredentialFiles, material: Material) -> str:
+    """Return why a server ended the connection after the handshake, which gRPC's servers do not say."""
+    if material.pair is None:
+        return (
+            f"{endpoint} wants a client certificate (mutual TLS), and this side shows none: set one (EDL_TLS_CERT "
+            "and EDL_TLS_KEY, --tls-cert and --tls-key)"
+        )
+    why = files.explain_certificate() or (
+        "it is signed by no CA that the server knows (its --tls-ca), perhaps since that was replaced; have a new one "
+        "issued, or, if an intermediate CA signed it, put that one's certificate behind it in the file"
+    )
+    return f"{endpoint} does not take this side's certificate {files.settings.cert!r}: {why}"
+
+
+# Between agents
+
+_ALL_OR_NONE: Final = "set TLS on all nodes or on none"
+
+
+class PeerTLS:
+    """Mutual TLS between equals: both sides show a certificate of the same CA. Files are read for every connection.
+
+    Raises:
+        SettingsError: A setting is missing, or a file cannot be used.
+    """
+
+    def __init__(self, credentials: Credentials) -> None:
+        if not (credentials.ca and credentials.cert and credentials.key):
+            raise SettingsError(
+                "TLS between nodes takes all of --tls-ca, --tls-cert and --tls-key (EDL_TLS_CA, EDL_TLS_CERT, "
+                "EDL_TLS_KEY): each node is a server and a client to the others"
+            )
+        self._settings = credentials
+        self._files = CredentialFiles(credentials, serving=True)
+
+    def accepted(self, connection: socket.socket) -> ssl.SSLSocket:
+        """Wrap a connection from another node, whose handshake is still to come; raise `OSError` if it hung up."""
+        return self._context(serving=True).wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+
+    def connected(self, connection: socket.socket, host: str) -> ssl.SSLSocket:
+        """Wrap a connection to another node, whose certificate must hold `host`, or the name that is set instead."""
+        name = self._settings.server_name or host
+        context = self._context(serving=False)
+        return context.wrap_socket(connection, server_hostname=name, do_handshake_on_connect=False)
+
+    def _context(self, *, serving: bool) -> ssl.SSLContext:
+        material = self._files.current(now=True)
+        return context_for(material.ca, material.pair, serving=serving)
+
+    def handshake(self, connection: ssl.SSLSocket, timeout_s: float) -> None:
+        """Wait for the handshake; raise `ProtocolError` with the reason and the remedy, or `OSError`."""
+        connection.settimeout(timeout_s)
+        try:
+            with self.explained():
+                connection.do_handshake()
+        except ssl.SSLCertVerificationError as exc:
+            expected = connection.server_hostname or ""
+            raise ProtocolError(_why_unverified("its certificate", exc, self._settings.ca, expected)) from exc
+        except ssl.SSLError as exc:
+            raise ProtocolError(f"the TLS handshake failed ({_reason_of(exc)}): {_ALL_OR_NONE}") from exc
+        except (TimeoutError, ConnectionError) as exc:
+            raise ProtocolError(f"no TLS handshake came ({exc or type(exc).__name__}): {_ALL_OR_NONE}") from exc
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise `ProtocolError` where the other side refuses this node's certificate: TLS 1.3 tells it later."""
+        try:
+            yield
+        except ssl.SSLError as exc:
+            if "ALERT" not in (exc.reason or ""):
+                raise
+            remedy = self._files.explain_certificate() or (
+                "have it issued by a CA that the other node knows, and for this node's name"
+            )
+            raise ProtocolError(f"it does not take this node's certificate ({_reason_of(exc)}): {remedy}") from exc

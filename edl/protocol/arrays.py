@@ -47,7 +47,7 @@ def as_array(value: Any, what: str) -> Array:
             f"{what}: dtype {array.dtype} cannot be sent: make it numbers of up to 64 bits, booleans, bytes or strings"
         )
     if array.dtype.kind in "iuf" and isinstance(value, list | tuple) and _has_boolean(value):
-        raise SourceError(f"{what}: booleans among numbers, which would become 0 and 1: make them all numbers")
+        raise SourceError(f"{what}: a mix of booleans and numbers: make all of them numbers")
     if array.dtype.kind == "O":
         strange = {kind for kind in set(map(type, array.flat)) if not issubclass(kind, bytes | str)}
         if strange:

@@ -95,7 +95,7 @@ def from_raw(datatype: str, shape: Sequence[int], raw: Buffer) -> Array:
             return from_bfloat16(np.frombuffer(raw, BFLOAT16)).reshape(shape)
         return np.frombuffer(raw, _DTYPES[datatype]).reshape(shape)
     except ValueError as exc:  # 70 dimensions, say, or one of 2**62 beside one of 0
-        raise ProtocolError(f"{datatype} of shape {list(shape)} is no array: {exc}") from exc
+        raise ProtocolError(f"{datatype} of shape {list(shape)} cannot be an array: {exc}") from exc
 
 
 def _from_length_prefixed(shape: Sequence[int], raw: memoryview) -> Array:

@@ -38,7 +38,7 @@ CHECK_EVERY_S: Final = 2.0
 """How often files are checked while connections are open: four `stat` calls. A revocation takes effect that late."""
 
 _MOST_NBYTES: Final = 1 << 20
-"""Bundles of all public CAs have 200 kB. A much larger file is no PEM file, and would be read again and again."""
+"""Bundles of all public CAs have 200 kB. A much larger file is not PEM, and would be read repeatedly."""
 _PARTIAL_CHAIN: Final = getattr(ssl, "VERIFY_X509_PARTIAL_CHAIN", 0x80000)
 _PEM: Final = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----(.*?)-----END \1-----", re.DOTALL)
 _GRPC_KEYS: Final = tuple(map(bytes.fromhex, ("06092a864886f70d010101", "06082a8648ce3d030107", "06052b81040022")))
@@ -49,7 +49,7 @@ _LEAST_TOKEN: Final = 16
 """Characters of a token that a teacher takes: shorter ones can be guessed over the network."""
 
 
-# What is in the files
+# The contents of the files
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _read(path: str, what: str, *, secret: bool = False) -> bytes:
                 )
             data = file.read(_MOST_NBYTES + 1)
     except OSError as exc:
-        # Somebody may have given the secret itself in place of its file.
+        # The path may be the secret itself, given by mistake.
         shown = repr(path) if not secret or os.sep in path or os.path.lexists(path) else "(a name without a folder)"
         raise SettingsError(
             f"{what} {shown} cannot be read: {exc.strerror or type(exc).__name__}; this process runs as user "
@@ -185,7 +185,7 @@ def _read(path: str, what: str, *, secret: bool = False) -> bytes:
 
 
 def _read_certificates(path: str, what: str) -> bytes:
-    """Read certificates, and write them anew: gRPC skips those that do not begin a line or follow a byte order mark."""
+    """Read certificates, and write clean PEM: gRPC skips those that do not begin a line or follow a byte order mark."""
     pem = _read(path, what)
     try:
         found = certificates_in(pem)

@@ -10,22 +10,20 @@ from edl.protocol.tls import AUTHORIZATION, CredentialFiles
 from edl.protocol.transport import grpc
 
 _SCHEME = "bearer "
+_REMEDY = "put one of this server's tokens into a file and name the file (EDL_TOKEN_FILE, --token-file, token_file=)"
 
 
-def token_checks(files: CredentialFiles | None) -> Sequence[TokenCheck]:
-    """Return the interceptors of a server: none where no tokens are set."""
-    return [TokenCheck(files)] if files is not None and files.settings.token_file else []
+def token_checks(files: CredentialFiles | None, *, open_service: str = "") -> Sequence[grpc.aio.ServerInterceptor]:
+    """Return the interceptors of a server: none where no tokens are set; `open_service` names one without tokens."""
+    return [_TokenCheck(files, open_service)] if files is not None and files.settings.token_file else []
 
 
-class TokenCheck(grpc.aio.ServerInterceptor):
-    """Refuses calls without a token that is valid at this moment.
+class _TokenCheck(grpc.aio.ServerInterceptor):
+    """Refuses calls without a valid token before any of their bytes is read, whether or not the method exists."""
 
-    Args:
-        files: hold the tokens.
-    """
-
-    def __init__(self, files: CredentialFiles) -> None:
+    def __init__(self, files: CredentialFiles, open_service: str) -> None:
         self._files = files
+        self._open_service = open_service
 
     async def intercept_service(
         self,
@@ -33,11 +31,13 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """See `grpc.aio.ServerInterceptor`."""
-        if self.allows(shown_by(handler_call_details)):
+        shown = [str(value) for name, value in handler_call_details.invocation_metadata or () if name == AUTHORIZATION]
+        service = str(handler_call_details.method).strip("/").rpartition("/")[0]
+        if (self._open_service and service == self._open_service) or self._allows(shown):
             return await continuation(handler_call_details)
-        return grpc.stream_stream_rpc_method_handler(_refuse)
+        return _REFUSE_WRONG if shown else _REFUSE_NONE
 
-    def allows(self, shown: Sequence[str]) -> bool:
+    def _allows(self, shown: Sequence[str]) -> bool:
         """Return whether the values of a call's `authorization` are a single valid token."""
         if len(shown) != 1 or shown[0][: len(_SCHEME)].lower() != _SCHEME:
             return False
@@ -47,14 +47,16 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         return any(matches)
 
 
-def shown_by(details: grpc.HandlerCallDetails) -> list[str]:
-    """Return the values of a call's `authorization`."""
-    return [str(value) for name, value in details.invocation_metadata or () if name == AUTHORIZATION]
+def _refusal(words: str) -> grpc.RpcMethodHandler[Any, Any]:
+    async def refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        # Not `abort`, whose exception keeps the call alive until garbage is collected.
+        context.set_code(grpc.StatusCode.UNAUTHENTICATED)
+        context.set_details(words)
+        return
+        yield  # a generator, which sends no message: to a watch, an empty one would say that nothing is there
+
+    return grpc.stream_stream_rpc_method_handler(refuse)  # fits unary methods too, because it reads nothing
 
 
-async def _refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-    """Refuse a call of any method. Not by an empty message: to a watch that says that nothing is there."""
-    context.set_code(grpc.StatusCode.UNAUTHENTICATED)
-    context.set_details("no token, or none that is valid here")
-    return
-    yield  # a generator, which sends no message before it ends
+_REFUSE_NONE = _refusal(f"no token: {_REMEDY}")
+_REFUSE_WRONG = _refusal(f"the token is not valid here, or no longer: {_REMEDY}")

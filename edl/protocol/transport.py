@@ -25,7 +25,7 @@ import grpc  # noqa: E402
 __all__ = ["DIRECT", "FORK_HANDLERS", "grpc"]
 
 DIRECT: tuple[tuple[str, int], ...] = (("grpc.enable_http_proxy", 0),)
-"""Options of every channel to a teacher. `http_proxy` and its like are there for the way out to the web: a proxy does
+"""Options of every channel to a teacher. `http_proxy` and similar settings are for access to the web: a proxy does
 not know a teacher's name, would see the training data, and may cut a stream that is quiet."""
 
 
@@ -37,7 +37,7 @@ def _is_worth_telling(record: logging.LogRecord) -> bool:
     return not (harmless and "PollerCompletionQueue._handle_events" in record.getMessage())
 
 
-# All event loops of a process share one queue of gRPC's. A loop that finds nothing in it any more, or something for a
-# loop that was closed since, has asyncio log a traceback, and nothing is wrong (grpc/grpc#25364). Readers and servers
-# have loops of their own, so that a process with two of them would see these.
+# All event loops of a process share one queue of gRPC's. A loop that finds it empty, or finds an event for a loop that
+# was closed since, has asyncio log a traceback, though nothing is wrong (grpc/grpc#25364). Readers and servers have
+# loops of their own, so a process with two of them would see these.
 logging.getLogger("asyncio").addFilter(_is_worth_telling)

@@ -13,7 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from edl.protocol import transport as _transport  # noqa: F401 - before grpc_health imports gRPC its own way
-from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
+from edl.protocol.tensors import Array
+from edl_serving.backends.backend import Backend, TensorSpec, TopKArrays
 from edl_serving.settings import ServerSettings
 
 if TYPE_CHECKING:

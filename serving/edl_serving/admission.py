@@ -9,14 +9,13 @@ import asyncio
 import enum
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from edl.protocol.channel import is_this_host
 from edl.protocol.tls import CHECK_EVERY_S, CredentialFiles, Material
-from edl.protocol.token_check import TokenCheck, shown_by
 from edl.protocol.transport import grpc
 from edl.settings import Credentials
 from edl_serving.request_error import RequestError
@@ -178,36 +177,6 @@ def _full(what: str, option: str, reason: str) -> RequestError:
     )
 
 
-_HEALTH: Final = "/grpc.health.v1.Health/"
-_REMEDY: Final = (
-    "this teacher takes students with a token only: put one of its tokens into a file and name that "
-    "(EDL_TOKEN_FILE, --token-file, token_file=)"
-)
-
-
-class TokenInterceptor(TokenCheck):
-    """Refuses calls without a valid token before reading any of their bytes, whether or not the method exists.
-
-    With `open_health` the health service needs no token, because a kubelet's probes send no metadata.
-    """
-
-    def __init__(self, files: CredentialFiles, *, open_health: bool) -> None:
-        super().__init__(files)
-        self._open_health = open_health
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """See `grpc.aio.ServerInterceptor`."""
-        shown = shown_by(handler_call_details)
-        is_health = str(handler_call_details.method).startswith(_HEALTH)
-        if (self._open_health and is_health) or self.allows(shown):
-            return await continuation(handler_call_details)
-        return _REFUSE_WRONG if shown else _REFUSE_NONE
-
-
 def is_revocation(before: Material, after: Material) -> bool:
     """Return whether some client that `before` admits is no longer admitted by `after`."""
     return not (before.authorities <= after.authorities and set(before.tokens) <= set(after.tokens))
@@ -247,15 +216,3 @@ def warn_of_no_credentials(host: str, credentials: Credentials) -> None:
         _log.warning("listening on %s without TLS: tokens and data can be read on the network (--tls-cert)", host)
     elif not credentials.ca and not credentials.token_file:
         _log.info("listening on %s with TLS, for everybody: --tls-ca or --token-file says who may ask", host)
-
-
-def _refusal(words: str) -> grpc.RpcMethodHandler[Any, Any]:
-    async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, words)
-
-    handle: Any = refuse
-    return grpc.stream_stream_rpc_method_handler(handle)  # fits unary methods too, because it reads nothing
-
-
-_REFUSE_NONE = _refusal(f"no token: {_REMEDY}")
-_REFUSE_WRONG = _refusal(f"the token is not valid here, or no longer: {_REMEDY}")

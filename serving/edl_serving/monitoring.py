@@ -191,7 +191,7 @@ class Metrics(Collector):
 
 
 def _read(gauge: Callable[[], float]) -> float:
-    """Read a gauge, and retry if another thread changes its value meanwhile."""
+    """Read a gauge, and retry if another thread changes its value at the same time."""
     for _ in range(_MOST_TRIES):
         try:
             return gauge()
@@ -222,7 +222,7 @@ class AccessLog:
         try:
             self._file = self._open()
         except OSError as exc:
-            why = "nobody reads this pipe" if exc.errno == errno.ENXIO else exc.strerror or exc
+            why = "this pipe has no reader" if exc.errno == errno.ENXIO else exc.strerror or exc
             raise SettingsError(f"--access-log {path!r}: cannot be written: {why}") from exc
         self._loop = BackgroundLoop("edl-access-log", self._write_waiting)
 

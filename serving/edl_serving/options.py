@@ -249,7 +249,7 @@ def values(
     for key, raw in file.items():
         option = known.get(key) or known.get(key.replace("_", "-"))
         if option is None:
-            raise SettingsError(f"{path}: there is no setting {key!r}{did_you_mean(key, options)}")
+            raise SettingsError(f"{path}: unknown setting {key!r}{did_you_mean(key, options)}")
         found[option.key] = option.read(raw, f"{path}: {key} =")
     for option in options.values():
         if option.key not in flags:
@@ -260,7 +260,7 @@ def values(
 
 
 class ServingParser(CommandParser):
-    """Parses the arguments of a command whose settings may also stand in a file."""
+    """Parses the arguments of a command whose settings may also come from a file."""
 
     def parse_settings(
         self, groups: Sequence[OptionGroup], argv: Sequence[str]

@@ -105,7 +105,7 @@ class ReadyFile:
         self._draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         self._wanted = path is not None
         if self._wanted and not self._path.parent.is_dir():
-            raise SettingsError(f"--ready-file: there is no folder {str(self._path.parent)!r}")
+            raise SettingsError(f"--ready-file: no such folder: {str(self._path.parent)!r}")
         self.remove()
         if self._wanted:
             with self._errors_named():

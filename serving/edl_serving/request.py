@@ -18,9 +18,9 @@ import numpy as np
 from edl.errors import ProtocolError
 from edl.protocol import codec, kserve, names
 from edl.protocol.codec import Buffer
-from edl.protocol.tensors import datatype_of, from_raw, to_raw
+from edl.protocol.tensors import Array, datatype_of, from_raw, to_raw
 from edl.quoting import quote
-from edl_serving.backends.backend import Array, TensorSpec, TopKArrays
+from edl_serving.backends.backend import TensorSpec, TopKArrays
 from edl_serving.model import ServedModel
 from edl_serving.request_error import invalid_argument
 from edl_serving.request_plan import RegionSlice, RequestPlan, plan_request

@@ -18,9 +18,9 @@ import numpy as np
 
 from edl.errors import ProtocolError
 from edl.protocol import kserve, names
-from edl.protocol.tensors import cast_clamped, dtype_of, expected_nbytes, from_contents, split_top_k
+from edl.protocol.tensors import Array, cast_clamped, dtype_of, expected_nbytes, from_contents, split_top_k
 from edl.quoting import quote
-from edl_serving.backends.backend import Array, TensorSpec, TopKArrays
+from edl_serving.backends.backend import TensorSpec, TopKArrays
 from edl_serving.model import ServedModel
 from edl_serving.request_error import invalid_argument
 

@@ -23,12 +23,12 @@ from edl.memory import keep_freed_memory
 from edl.protocol import names
 from edl.protocol.channel import is_this_host, listen
 from edl.protocol.tls import CredentialFiles
+from edl.protocol.token_check import token_checks
 from edl.protocol.transport import grpc
 from edl_serving.admission import (
     ConnectionLimiter,
     Lifecycle,
     ServerState,
-    TokenInterceptor,
     warn_of_no_credentials,
     watch_revocations,
 )
@@ -191,7 +191,7 @@ class TeacherServer:
             await asyncio.sleep(_FAULT_LOOK_S)
 
     async def _set_fault(self, finder: str, fault: str) -> None:
-        """Set or clear the fault of one finder, and be ready only while there is no fault."""
+        """Set or clear the fault of one finder, and be ready only while no fault is set."""
         lifecycle = self._lifecycle
         if lifecycle.state is not ServerState.READY:
             return
@@ -228,9 +228,8 @@ class TeacherServer:
             files,
             settings.max_connection_age_s,
         )
-        checks = []
-        if files is not None and files.settings.token_file:
-            checks = [TokenInterceptor(files, open_health=settings.open_health)]
+        # A kubelet's probes send no metadata.
+        checks = token_checks(files, open_service="grpc.health.v1.Health" if settings.open_health else "")
         self._grpc = grpc.aio.server(options=_options(settings), interceptors=checks)
         self._grpc.add_generic_rpc_handlers(inference.handlers())
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -392,10 +391,10 @@ def check_path(path: str) -> None:
     if Path(path).is_socket():
         _check_left(path)
     elif Path(path).exists():
-        raise SettingsError(f"--uds {path!r}: this is there already, and is no socket")
+        raise SettingsError(f"--uds {path!r}: a file that is not a socket exists there already")
     folder = Path(path).absolute().parent
     if not folder.is_dir():
-        raise SettingsError(f"--uds {path!r}: there is no folder {str(folder)!r}")
+        raise SettingsError(f"--uds {path!r}: no such folder: {str(folder)!r}")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.bind(private_path(path))

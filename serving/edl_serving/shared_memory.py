@@ -156,7 +156,7 @@ def open_region(
         stack.callback(os.close, fd)
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
-            raise invalid_argument(f"shared memory key {quote(key)} is no shared memory object")
+            raise invalid_argument(f"shared memory key {quote(key)} is not a shared memory object")
         _check_owner(key, found, client, users)
         if offset + nbytes > found.st_size:
             raise invalid_argument(

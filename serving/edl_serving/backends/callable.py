@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from edl.errors import SettingsError
-from edl.protocol.tensors import array_of
-from edl_serving.backends.backend import Array, Backend, DescribedBackend, TensorSpec, read_sample
+from edl.protocol.tensors import Array, array_of
+from edl_serving.backends.backend import Backend, DescribedBackend, TensorSpec, read_sample
 from edl_serving.backends.model_version import compute_version
 from edl_serving.backends.source import ModelSource, import_target, module_of
 
@@ -60,7 +60,7 @@ class CallableBackend(DescribedBackend):
             inputs or getattr(function, "inputs", ()),
             outputs or getattr(function, "outputs", ()),
             sample,
-            "nobody says what the model's inputs are: give --input name:TYPE[size,size], --sample FILE.npz, "
+            "the model's inputs are unknown: give --input name:TYPE[size,size], --sample FILE.npz, "
             "or set the function's attribute `inputs`",
         )
 

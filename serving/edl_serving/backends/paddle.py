@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from edl.errors import ProtocolError, SettingsError
-from edl.protocol.tensors import datatype_of
+from edl.protocol.tensors import Array, datatype_of
 from edl_serving.backends.backend import (
-    Array,
     BatchSizeRange,
     DescribedBackend,
     TensorSpec,

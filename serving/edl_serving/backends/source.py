@@ -90,7 +90,7 @@ def existing_file(path: str, flag: str) -> Path:
     """Return `path`, with `~` expanded, if it is a file."""
     found = Path(path).expanduser()
     if not found.is_file():
-        raise SettingsError(f"{flag}: there is no file {str(found)!r} (in {Path.cwd()})")
+        raise SettingsError(f"{flag}: file {str(found)!r} does not exist (in {Path.cwd()})")
     return found
 
 
@@ -167,7 +167,7 @@ def _load_file(where: str, flag: str) -> ModuleType:
     path = Path(where).expanduser().resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
     if spec is None or spec.loader is None:
-        raise SettingsError(f"{flag}: there is no file {where!r} (in {Path.cwd()})")
+        raise SettingsError(f"{flag}: file {where!r} does not exist (in {Path.cwd()})")
     _search_first(path.parent)  # so that the file can import its neighbours, as when Python runs it
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look up an object's module here

@@ -22,9 +22,8 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from edl.errors import ProtocolError, SettingsError
-from edl.protocol.tensors import datatype_of
+from edl.protocol.tensors import Array, datatype_of
 from edl_serving.backends.backend import (
-    Array,
     Backend,
     BatchSizeRange,
     DescribedBackend,
@@ -129,12 +128,12 @@ def _read(path: Path) -> Mapping[str, Any]:
         try:
             return safetensors.torch.load_file(path)
         except safetensors.SafetensorError as exc:
-            raise SettingsError(f"--checkpoint {str(path)!r} is no safetensors file: {exc}") from exc
+            raise SettingsError(f"--checkpoint {str(path)!r} is not a safetensors file: {exc}") from exc
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as exc:
         raise SettingsError(
-            f"--checkpoint {str(path)!r} cannot be read without running code from it, or is no checkpoint: save "
+            f"--checkpoint {str(path)!r} cannot be read without running code from it, or is not a checkpoint: save "
             f"model.state_dict() ({str(exc).strip().splitlines()[0]})"
         ) from exc
     except (RuntimeError, EOFError, ValueError) as exc:
@@ -168,7 +167,7 @@ def exported_specs(
 
 def _spec(kind: str, name: str, value: Any) -> TensorSpec:
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
-        raise SettingsError(f"--torch-export: {kind} {name!r} is no tensor with a batch dimension")
+        raise SettingsError(f"--torch-export: {kind} {name!r} is not a tensor with a batch dimension")
     shape = tuple(size if isinstance(size, int) else -1 for size in value.shape[1:])
     dtype = torch.float32 if kind == "output" and value.dtype == torch.bfloat16 else value.dtype
     try:

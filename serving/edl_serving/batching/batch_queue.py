@@ -145,7 +145,7 @@ class BatchQueue:
     the shape of the client whose turn it is; if that client has jobs of several shapes, the one that has waited
     longest.
 
-    If there is no room for a job, the latest jobs of the client with the largest share of the queue are evicted, as
+    If a job does not fit, the latest jobs of the client with the largest share of the queue are evicted, as
     long as that client keeps at least as much as the new job's client gets. So a single client may use the whole queue,
     but cannot keep others out of it.
 

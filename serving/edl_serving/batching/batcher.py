@@ -17,8 +17,9 @@ from concurrent.futures import Future
 from edl.background import start_call
 from edl.notifier import wait_within
 from edl.protocol import kserve, names
+from edl.protocol.tensors import Array
 from edl.protocol.transport import grpc
-from edl_serving.backends.backend import Array, Backend
+from edl_serving.backends.backend import Backend
 from edl_serving.batching.batch_queue import BatchQueue, InferenceJob
 from edl_serving.batching.executor import Executor, exit_if_forked
 from edl_serving.model import ServedModel

@@ -13,10 +13,10 @@ import numpy as np
 
 from edl.errors import ProtocolError
 from edl.protocol import names
-from edl.protocol.tensors import dtype_of, with_objects
+from edl.protocol.tensors import Array, dtype_of, with_objects
 from edl.protocol.transport import grpc
 from edl.quoting import clip, quote
-from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays, is_read_only_error, warn_of_copies
+from edl_serving.backends.backend import Backend, TensorSpec, TopKArrays, is_read_only_error, warn_of_copies
 from edl_serving.batching.batch_queue import InferenceJob
 from edl_serving.model import ServedModel
 from edl_serving.monitoring import WorkerMetrics

@@ -16,8 +16,9 @@ import numpy as np
 from edl.background import BackgroundLoop
 from edl.errors import SettingsError
 from edl.protocol import names
+from edl.protocol.tensors import Array
 from edl.protocol.transport import grpc
-from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
+from edl_serving.backends.backend import Backend, TensorSpec, TopKArrays
 from edl_serving.gateway.endpoints import EngineAnswerError
 from edl_serving.gateway.engine import (
     EngineAccess,

@@ -98,7 +98,7 @@ class GatewayConfig(TeacherConfig):
             address.tls or is_this_host(address.authority) or Credentials.of_options(given).allow_insecure_tokens
         ):
             raise SettingsError(
-                f"{endpoint} gets no token over a connection without TLS, where whoever reads the network has it: give "
+                f"{endpoint} gets no token over a connection without TLS, where the network can read it: give "
                 f"{address.kind}+https://, or say that the network may be trusted (--allow-insecure-tokens)"
             )
         refuse_zero(given, "engine_timeout", "interval", "timeout")

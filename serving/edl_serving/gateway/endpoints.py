@@ -22,7 +22,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from edl_serving.backends.backend import Array, TopKArrays
+from edl.protocol.tensors import Array
+from edl_serving.backends.backend import TopKArrays
 
 _MASS_TOLERANCE = 1e-2
 """How far the sum of the k probabilities may exceed 1. With bfloat16 logits it does so by a few thousandths; if the
@@ -70,7 +71,9 @@ def _left_out(kept: Array) -> Array:
 
 def _check_entries(ids: Array, values: Array) -> None:
     if np.isnan(values).any() or (values == np.inf).any():
-        raise EngineAnswerError(f"a value of position {_first_row(np.isnan(values) | (values == np.inf))} is no number")
+        raise EngineAnswerError(
+            f"a value of position {_first_row(np.isnan(values) | (values == np.inf))} is not a number"
+        )
     listed = np.sort(ids, axis=-1)
     twice = (listed[:, 1:] == listed[:, :-1]) & (listed[:, 1:] >= 0)
     if twice.any():
@@ -81,7 +84,7 @@ def _check_entries(ids: Array, values: Array) -> None:
     if (mass > 1 + _MASS_TOLERANCE).any():
         row = int((mass > 1 + _MASS_TOLERANCE).argmax())
         raise EngineAnswerError(
-            f"the probabilities of position {row + 1} sum up to {mass[row]:.4g}: these are no log-probabilities "
+            f"the probabilities of position {row + 1} sum up to {mass[row]:.4g}: these are not log-probabilities "
             "(vLLM gives other numbers with --logprobs-mode raw_logits or processed_logits: start it without)"
         )
 
@@ -127,7 +130,7 @@ class ScoringEndpoint(abc.ABC):
             all_values = np.array([row if len(row) > k else [*row, -np.inf] for row in values], np.float64)
             own_values = np.array(own, np.float32)
         except (TypeError, ValueError, OverflowError) as exc:
-            raise EngineAnswerError(f"the log-probabilities are no numbers: {exc}") from exc
+            raise EngineAnswerError(f"the log-probabilities are not numbers: {exc}") from exc
         if own_values.ndim != 1 or not (own_values <= _ABOVE_CERTAIN).all():
             raise EngineAnswerError("the log-probability of a token of the prompt is none")
         rows = top_k_rows(all_ids, all_values, k)

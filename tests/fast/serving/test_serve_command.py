@@ -150,17 +150,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--callable", "teacher.py:double"], "nobody says what the model's inputs are"),
+        (["--callable", "teacher.py:double"], "the model's inputs are unknown"),
         (["--factory", "teacher.py:Broken", "--option", "widht=4"], "unexpected keyword argument 'widht'"),
         ([*ECHO, "--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}: Address already in use; another --port"),
         ([*ECHO, "--host", "300.1.1.1"], "listen on 300.1.1.1:0: no address of that"),
         ([*ECHO, "--host", "192.0.2.1"], "no such address; give --host 127.0.0.1 for"),
-        ([*ECHO, "--uds", "no/such/socket"], "there is no folder '{folder}/no/such'"),
+        ([*ECHO, "--uds", "no/such/socket"], "no such folder: '{folder}/no/such'"),
         ([*ECHO, "--uds", "x" * 108], "no socket can be made there: AF_UNIX path too long"),
-        ([*ECHO, "--uds", "teacher.py"], "is there already, and is no socket"),
+        ([*ECHO, "--uds", "teacher.py"], "a file that is not a socket exists there already"),
         (["--callable", "module.py:net", "--input", "x:float32[4]"], "give --torch-factory a function that returns it"),
         ([*ECHO, "--metrics-port", "{taken}"], "metrics cannot listen on 127.0.0.1:{taken}"),
-        ([*ECHO, "--ready-file", "no/such/folder"], "--ready-file: there is no folder"),
+        ([*ECHO, "--ready-file", "no/such/folder"], "--ready-file: no such folder"),
         ([*ECHO, "--exit-with", "{gone}"], "there is no such process"),
         ([*ECHO, "--discovery", "sqlite:///proc/x"], "/proc/x"),
         (["--paddle", "nothing"], "there is neither"),
@@ -516,7 +516,7 @@ def test_sigterm_takes_the_server_out(inside: StartInside, registry: Registry, u
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("token", "no token: this teacher takes"),
+        ("token", "no token: put one of this server's tokens"),
         ("CA", "signed by no CA in"),
         ("nothing", "speaks TLS, and this side"),
         ("model", "its model 'other' is not"),

@@ -131,12 +131,12 @@ def test_wrong_flags_are_named(arguments: list[str], words: str) -> None:
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ("maxbatch = 8", "teacher.toml: there is no setting 'maxbatch'; did you mean 'max-batch'"),
+        ("maxbatch = 8", "teacher.toml: unknown setting 'maxbatch'; did you mean 'max-batch'"),
         ("max-batch = 8.5", "teacher.toml: max-batch = 8.5: expected a whole number"),
         ("tag = 'gpu'", "teacher.toml: tag = 'gpu': expected a list"),
         ("meta = 'x=y'", "teacher.toml: meta = 'x=y': expected a table"),
         ("meta = {x = 1}", "teacher.toml: meta = {'x': 1}: expected text"),
-        ("[server]\nport = 1", "teacher.toml: there is no setting 'server'"),
+        ("[server]\nport = 1", "teacher.toml: unknown setting 'server'"),
         ("model = ", "is not TOML: "),
     ],
 )
@@ -235,7 +235,7 @@ def test_answers_are_cast_within_rounding() -> None:
         ("math", "expected package.module:name or path/file.py:name"),
         ("math:sqroot", "math has no 'sqroot'; did you mean 'sqrt'"),
         ("nowhere.at.all:f", "there is no module 'nowhere'"),
-        ("nowhere.py:f", "there is no file 'nowhere.py'"),
+        ("nowhere.py:f", "file 'nowhere.py' does not exist"),
         ("math:pi.real.nothing", "math.pi.real has no 'nothing'"),
         ("needs_more:f", "'needs_more' imports 'surely_not_installed', which is not installed"),
     ],

@@ -18,7 +18,8 @@ import torch
 
 from edl.errors import SettingsError
 from edl.protocol import names
-from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
+from edl.protocol.tensors import Array
+from edl_serving.backends.backend import Backend, TensorSpec, TopKArrays
 from edl_serving.backends.hf import probes
 from edl_serving.request_error import invalid_argument
 

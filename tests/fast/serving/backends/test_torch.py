@@ -172,7 +172,7 @@ def test_checkpoints_cannot_run_code(tmp_path: Path) -> None:
         (nn.Linear(2, 2).state_dict(), "w.pt", "does not fit the model"),
         ([1, 2], "w.pt", "holds list, not a state_dict"),
         (b"garbage", "w.pt", "--checkpoint"),
-        (b"garbage", "w.safetensors", "is no safetensors file"),
+        (b"garbage", "w.safetensors", "is not a safetensors file"),
     ],
 )
 def test_other_checkpoints_are_named(content: Any, name: str, words: str, tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_sample_gives_inputs_and_outputs(tmp_path: Path) -> None:
 def test_samples_that_are_no_batches(tmp_path: Path) -> None:
     path = tmp_path / "batch.npz"
     source = ModelSource("callable", f"{HERE}predict", sample=str(path))
-    with pytest.raises(SettingsError, match=r"--sample: there is no file .*batch\.npz"):
+    with pytest.raises(SettingsError, match=r"--sample: file .*batch\.npz"):
         open_backends(source)
     np.savez(path, x=np.ones((5, 4)), y=np.ones(3))
     with pytest.raises(SettingsError, match="every array needs the same number of rows"):

@@ -436,7 +436,7 @@ def test_tails_are_finite_and_not_cancelled() -> None:
 @pytest.mark.parametrize(
     ("ids", "values", "words"),
     [
-        ([[1, 2]], [[math.nan, -1.0]], "no number"),
+        ([[1, 2]], [[math.nan, -1.0]], "not a number"),
         ([[1, 1]], [[-1.0, -1.0]], "twice"),
         ([[1, 2**31]], [[-1.0, -2.0]], "32 bits"),
         ([[1, -5]], [[-1.0, -2.0]], "position 1 has a token's id below 0"),

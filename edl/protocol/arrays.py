@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from edl.errors import ProtocolError, SourceError
-from edl.protocol.tensors import Array, array_of
+from edl.protocol.tensors import EXACT_FLOAT64, Array, array_of
 
 _FIRST_ROWS = 256
 """Rows that a buffer has room for at first: a usual request. The user may allow millions that never come."""
-_EXACT_FLOAT64 = 2**53  # beyond it, float64 does not have every whole number
 
 
 def is_tensor(value: Any) -> bool:
@@ -92,26 +91,14 @@ class RowBuffer:
         self._rows: Array = np.empty(0)
 
     def append(self, array: Array, what: str) -> None:
-        """Add a row.
-
-        Args:
-            array: An array of any shape.
-            what: The sample that it is from, for messages.
-
-        Raises:
-            SourceError: It has another shape than the rows before it, or no type holds all of them unchanged.
-        """
+        """Add a row; see `extend`."""
         self.extend(array[None], what)
 
     def extend(self, rows: Array, what: str) -> None:
-        """Add rows.
-
-        Args:
-            rows: An array [rows, ...].
-            what: The sample that they are from, for messages.
+        """Add rows, an array [rows, ...]; `what` names their sample in messages.
 
         Raises:
-            SourceError: See `append`.
+            SourceError: They have another shape than the rows before, or no type holds all of them unchanged.
         """
         self._admit(rows, what)
         stop = self._count + len(rows)
@@ -157,4 +144,4 @@ def _changed_in(dtype: np.dtype[np.generic], array: Array) -> bool:
     """Return whether whole numbers of 64 bits might become others, as floating-point numbers."""
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or dtype.kind != "f" or not array.size:
         return False
-    return max(-int(array.min()), int(array.max())) > _EXACT_FLOAT64
+    return max(-int(array.min()), int(array.max())) > EXACT_FLOAT64

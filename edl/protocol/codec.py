@@ -56,7 +56,8 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
 def _fields(view: memoryview, most: int = _MAX_FIELDS) -> Iterator[tuple[int, int, int, int]]:
     """Yield the tag of each field, and the indexes at which it starts, its value begins, and both end."""
     at = count = 0
-    while at < len(view):
+    total = len(view)
+    while at < total:
         count += 1
         if count > most:
             raise ProtocolError(f"malformed message: more than {most} fields")
@@ -64,16 +65,20 @@ def _fields(view: memoryview, most: int = _MAX_FIELDS) -> Iterator[tuple[int, in
         tag, begin = (view[at], at + 1) if view[at] < 0x80 else _read_varint(view, at)
         wire_type = tag & 7
         if wire_type == _LENGTH_DELIMITED:
-            length, begin = _read_varint(view, begin)
-            at = begin + length
+            if begin < total and view[begin] < 0x80:  # most are that short, and a call would cost as much as the rest
+                at = begin + 1 + view[begin]
+                begin += 1
+            else:
+                length, begin = _read_varint(view, begin)
+                at = begin + length
         elif wire_type == 0:
             at = _read_varint(view, begin)[1]
         elif wire_type in (1, 5):
             at = begin + (8 if wire_type == 1 else 4)
         else:
             raise ProtocolError(f"malformed message: wire type {wire_type} at byte {begin}")
-        if at > len(view):
-            raise ProtocolError(f"malformed message: a field ends at byte {at} of {len(view)}")
+        if at > total:
+            raise ProtocolError(f"malformed message: a field ends at byte {at} of {total}")
         yield tag, start, begin, at
 
 

@@ -18,7 +18,7 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 BFLOAT16: Final = np.dtype("V2")
 """numpy has no bfloat16: arrays on their way to a model that wants BF16 hold two bytes each that it does not read."""
 
-_EXACT_FLOAT64: Final = 2.0**53
+EXACT_FLOAT64: Final = 2.0**53
 """Below it every whole number is a float64 of its own."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -218,7 +218,7 @@ def _check_fixed_size(value: Any) -> None:
 
 def _refuse_rounded(value: Any, array: Array) -> None:
     """Refuse a list of numbers if its whole numbers did not stay what they are."""
-    if array.dtype.itemsize > 8 or not array.size or not np.abs(array).max() >= _EXACT_FLOAT64:
+    if array.dtype.itemsize > 8 or not array.size or not np.abs(array).max() >= EXACT_FLOAT64:
         return
     for before, after in zip(np.array(value, np.object_).flat, array.flat, strict=True):
         if isinstance(before, int | np.integer) and int(before) != float(after):  # numpy would compare floats

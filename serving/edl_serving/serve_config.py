@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from typing_extensions import Self
@@ -154,10 +154,7 @@ SERVER_GROUPS = (_SERVER, _DISCOVERY, _MORE_SERVER, _CREDENTIALS, _MORE_DISCOVER
 """The options of a teacher, whatever its model is."""
 GROUPS = (_MODEL, *SERVER_GROUPS[:2], _MORE_MODEL, *SERVER_GROUPS[2:])
 _SERVER_SETTINGS = {
-    **dict.fromkeys(("host", "port", "uds", "metrics_port", "metrics_host", "access_log", "open_health"), ""),
-    **dict.fromkeys(("check_nan", "shared_memory", "tensor_channel", "channel_port"), ""),
-    **dict.fromkeys(("max_connections", "max_streams", "max_calls"), ""),
-    **dict.fromkeys(("max_queue_bytes", "max_client_bytes"), ""),
+    **{setting.name: "" for setting in fields(ServerSettings) if setting.name != "model"},
     "max_batch": "max_batch_rows",
     "max_delay": "max_delay_s",
     "max_queue": "max_queue_rows",
@@ -170,8 +167,7 @@ _SERVER_SETTINGS = {
     "max_connection_age": "max_connection_age_s",
 }
 _SOURCE_FIELDS = {
-    **dict.fromkeys(("checkpoint", "sample", "device", "threads", "autocast", "normalize"), ""),
-    **dict.fromkeys(("task", "top_k", "max_tokens", "dtype", "packing"), ""),
+    **{field.name: "" for field in fields(ModelSource)},
     "option": "options",
     "input": "inputs",
     "output": "outputs",

@@ -93,6 +93,7 @@ BAD: list[tuple[Callable[[Path], dict[str, str]], str]] = [
     (file("two", f"{TOKEN} {TOKEN}\n", "token_file"), "line 1: a token has letters, digits"),
     (file("open", TOKEN, "token_file", 0o644), "can be read by every user"),
     (lambda folder: {"token_file": TOKEN}, "(a name without a folder) cannot be read"),
+    (lambda folder: {"token_file": TOKEN * 20}, "(a name without a folder) cannot be read: File name too long"),
 ]
 
 

@@ -80,7 +80,7 @@ def test_requests_fit_teachers_by_default(cutter: Cutter, max_rows: int, sizes: 
         (BatchCutter(X, 2, 1), (np.array(["a"] * 70 + [None], object),), r"input 'x'.*element 70 is NoneType"),
         (BatchCutter(X, 2, 1), (np.array([1 + 2j]),), "complex128"),
         (BatchCutter(X, 2, 1), ([[1, 2], [3]],), "cannot be made an array"),
-        (BatchCutter(X, 2, 1), ([[1, 2], [3, True]],), "input 'x': booleans among numbers"),
+        (BatchCutter(X, 2, 1), ([[1, 2], [3, True]],), "input 'x': a mix of booleans and numbers"),
         (BatchCutter(X, 2, 1, ids=itemgetter(7)), (np.zeros(2),), "batch 0 of the source has no field for the id"),
         (BatchCutter(X, 2, 1, ids=itemgetter(1)), (np.zeros(2), [1]), "1 sample ids for 2 rows"),
     ],

@@ -169,6 +169,15 @@ def parse_request(header: bytes) -> kserve.ModelInferRequest:
         raise ProtocolError(f"malformed ModelInferRequest: {exc}") from exc
 
 
+def split_response(data: Buffer) -> tuple[bytes, list[memoryview]]:
+    """Return the header of a `ModelInferResponse`, still serialized, and its `raw_output_contents` as views of `data`.
+
+    Raises:
+        ProtocolError: `data` is not a protobuf message.
+    """
+    return _split(data, _RAW_OUTPUT)[:2]
+
+
 def split_identified_response(data: Buffer) -> tuple[bytes, list[memoryview], str]:
     """Return the header of a `ModelInferResponse` (serialized, without id), its `raw_output_contents`, and its id.
 

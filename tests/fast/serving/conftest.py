@@ -71,7 +71,7 @@ def request_bytes(arrays: Mapping[str, Array], **parameters: int | float | str) 
 
 
 def outputs_of(answer: bytes) -> dict[str, Array]:
-    data, raw, _ = codec.split_identified_response(answer)
+    data, raw = codec.split_response(answer)
     header = codec.parse_response(data)
     return {
         output.name: tensors.from_raw(output.datatype, output.shape, data)

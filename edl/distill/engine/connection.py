@@ -46,6 +46,9 @@ logger = logging.getLogger("edl.distill")
 _CONNECT_TIMEOUT_S = 5.0
 """Deadline of an attempt to connect: enough for several round trips around the world, and the most a dead host
 costs."""
+_MOST_FAILED_CHANNELS = 2
+"""Tensor channels in a row that ended before their first answer. After that, requests go over gRPC at first: a firewall
+may let a connection be made and end it, and a teacher that dies twice in its first request is rare."""
 _FIRST_BACKOFF_S = 0.1
 """Pause before the second attempt to connect, so that a restarting server is missed for at most a few batches."""
 _LAST_BACKOFF_S = 2.0
@@ -169,6 +172,7 @@ class TeacherConnection:
 
     async def _run(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
+        failed_channels = 0
         files = self._pool.files
         while True:
             version = files.current(now=True).version if files is not None else 0
@@ -181,6 +185,7 @@ class TeacherConnection:
                 options=self._pool.options,
                 on_lost=self._lost,
                 authority=self._authority,
+                over_channel=failed_channels < _MOST_FAILED_CHANNELS,
             )
             refused, lacks = await self._connect(client)
             self._attempted.set()
@@ -192,6 +197,7 @@ class TeacherConnection:
                 self._broken.clear()
                 self._pool.connection_up(self)
                 await self._until_broken(version)
+                failed_channels = failed_channels + 1 if client.channel_failed else 0
                 if time.monotonic() - connected_at > _STEADY_S:
                     backoff_s = _FIRST_BACKOFF_S
                     continue  # reconnect at once, since the process may be back; only the next failure waits

@@ -81,6 +81,7 @@ class TensorChannel:
         self._waiting: dict[int, _PendingRequest] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._pinged_at: float | None = None
+        self.answered = False  # whether it has brought an answer or an error
         self._socket = FrameSocket(sock, self._begin, self._take, self._ended)
 
     @property
@@ -193,6 +194,7 @@ class TensorChannel:
         request = self._waiting.pop(number, None)
         if request is None:
             return
+        self.answered = True
         answer: Body | RequestFailure
         try:
             answer = split_body(body) if kind == FrameKind.ANSWER else self._failure(body, number)

@@ -89,6 +89,7 @@ class TeacherClient:
         region_names: Names under which the teacher knows shared memory, from earlier connections too.
         on_lost: Called with this client and the reason when a request finds the connection lost.
         authority: `name:port` that the teacher's certificate is checked for; empty if that is the endpoint.
+        over_channel: Whether to open a tensor channel at once, not only later.
     """
 
     def __init__(
@@ -102,9 +103,11 @@ class TeacherClient:
         options: Options | None = None,
         on_lost: Callable[[TeacherClient, str], None] = lambda client, why: None,
         authority: str = "",
+        over_channel: bool = True,
     ) -> None:
         self.endpoint = endpoint
         self.output_spec = output_spec
+        self._over_channel = over_channel
         self.shares_memory = shared_memory and is_this_host(endpoint)
         self._on_lost = on_lost
         self._calls = ServerCalls(endpoint, files, options, authority)
@@ -150,16 +153,23 @@ class TeacherClient:
         self.shares_memory = self.shares_memory and names.EXTENSION_SHARED_MEMORY in spec.extensions
         if names.EXTENSION_CHANNEL in spec.extensions and self._channel is None:
             try:
+                if not self._over_channel:
+                    raise RequestFailed(FailureKind.LOST, f"{self.endpoint}: it ended before the first answer")
                 self._channel = await open_channel(self._calls, self._ids, deadline)
             except RequestFailed as exc:
                 if exc.failure.kind is FailureKind.OVERLOADED:  # as many are open as the server takes
                     raise
                 logger.info(
-                    "the tensor channel cannot be opened, so requests go over gRPC, which is slower: %s",
+                    "the tensor channel cannot be used, so requests go over gRPC, which is slower: %s",
                     exc.failure.message,
                 )
                 self._opening = asyncio.get_running_loop().create_task(self._open_channel_later())
         return spec
+
+    @property
+    def channel_failed(self) -> bool:
+        """Whether the channel ended before its first answer, as behind a firewall that does not know the protocol."""
+        return self._channel is not None and self._channel.broken and not self._channel.answered
 
     async def _open_channel_later(self) -> None:
         """Try again to open a channel, from time to time: what kept it from opening may pass."""

@@ -58,11 +58,17 @@ def test_no_channel_means_grpc(
     offer(monkeypatch, **changed)
     with reader_of(serve("echo", CHANNEL)).set_sample_generator(samples(40)) as reader:
         check(list(reader()), 40)
-    told = [
-        record.getMessage() for record in caplog.records if "tensor channel cannot be opened" in record.getMessage()
-    ]
+    told = [record.getMessage() for record in caplog.records if "tensor channel cannot be used" in record.getMessage()]
     assert len(told) == 1
     assert any(word in told[0] for word in words.split("|")), told
+
+
+def test_channel_that_always_ends_means_grpc(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "edl_serving.channel._ServerChannel._take", lambda channel, *_: channel._socket.close("cut by a firewall")
+    )
+    with reader_of(serve("echo", CHANNEL)).set_sample_generator(samples(40)) as reader:
+        check(list(reader()), 40)
 
 
 def test_a_channel_is_tried_again(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

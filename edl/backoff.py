@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import random
 
+CHANCE = random.SystemRandom()
+"""For waits. The module's own functions belong to the user's program: a draw there, from a thread and at any moment,
+would change what it gets after `random.seed`."""
+
 
 class Backoff:
     """The next wait of a caller that tries something again and again. Not thread-safe: every caller has its own.
@@ -33,7 +37,7 @@ class Backoff:
         exponent = min(self.failures, 1000)  # float ** 1100 would overflow, after months of failures
         self.failures += 1
         wait_s = min(self._last_s, self._first_s * self._factor**exponent)
-        return wait_s * random.uniform(1.0 - self._jitter, 1.0)
+        return wait_s * CHANCE.uniform(1.0 - self._jitter, 1.0)
 
     def reset(self) -> None:
         """Begin with the first wait again: an attempt succeeded."""

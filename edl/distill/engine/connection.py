@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import random
 import threading
 import time
 import weakref
@@ -23,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from edl.background import start_call
+from edl.backoff import CHANCE
 from edl.discovery.registry import Instance, Snapshot
 from edl.distill.dispatch.actions import NO_LIMITS, Action, FailureKind, Limits
 from edl.distill.dispatch.dispatcher import Dispatcher
@@ -209,7 +209,7 @@ class TeacherConnection:
                 self.lacks = lacks  # after the reason, which another thread may read then
                 self._pool.connect_failed(self)
             with contextlib.suppress(asyncio.TimeoutError):
-                await wait_within(self._retry_now.wait(), backoff_s * random.uniform(0.8, 1.2))
+                await wait_within(self._retry_now.wait(), backoff_s * CHANCE.uniform(0.8, 1.2))
             self._retry_now.clear()
             backoff_s = min(backoff_s * 2, _LAST_LAPSED_BACKOFF_S if self.lapsed else _LAST_BACKOFF_S)
 
@@ -256,7 +256,7 @@ class TeacherConnection:
         while not self._broken.is_set():
             try:
                 # At random intervals, so that a student does not lose all its teachers at once.
-                await wait_within(self._broken.wait(), CHECK_EVERY_S * random.uniform(0.5, 2))
+                await wait_within(self._broken.wait(), CHECK_EVERY_S * CHANCE.uniform(0.5, 2))
             except asyncio.TimeoutError:
                 if files.current(now=True).version != version:
                     self.reconnect("its credentials were replaced: reconnecting")

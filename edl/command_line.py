@@ -121,7 +121,7 @@ class CommandParser(argparse.ArgumentParser):
         self.usage = self.usage or " ".join([self.prog, *positionals, "[OPTION ...]"]).replace("%", "%%")
         more = f"`{self.prog} --help-all` shows more options." if self._advanced else ""
         parts = [self._examples, self._details if everything else more]
-        self.epilog = "\n\n".join(filter(None, parts)).replace("%", "%%")
+        self.epilog = "\n\n".join(filter(None, parts))
         groups = self._action_groups
         try:
             if not everything:

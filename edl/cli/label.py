@@ -159,6 +159,8 @@ def parser() -> CommandParser:
 
 def plan_of(options: argparse.Namespace) -> LabelPlan:
     """Return the labels to ask for."""
+    if options.temperature != 1 and options.top_k is None:
+        raise SettingsError(f"--temperature {options.temperature:g} is for --top-k: whole outputs have none")
     return LabelPlan(
         teachers=_teachers(options),
         output_spec=OutputSpec(

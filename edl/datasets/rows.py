@@ -263,7 +263,7 @@ def _open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None, offsets
         return RaggedData(arrays, _open_array(path, offsets), found_ids, checksum)
     except SettingsError:
         raise
-    except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as exc:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as exc:
         raise SettingsError(f"data {str(path)!r} cannot be read: {exc}") from exc
 
 

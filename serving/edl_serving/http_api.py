@@ -34,7 +34,9 @@ _PATH: Final = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?(/ready|/inf
 _HEADER_LENGTH: Final = "Inference-Header-Content-Length"
 _STATUS: Final = {
     grpc.StatusCode.INVALID_ARGUMENT: "400 Bad Request",
+    grpc.StatusCode.PERMISSION_DENIED: "403 Forbidden",
     grpc.StatusCode.NOT_FOUND: "404 Not Found",
+    grpc.StatusCode.UNIMPLEMENTED: "405 Method Not Allowed",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "429 Too Many Requests",
     grpc.StatusCode.UNAVAILABLE: "503 Service Unavailable",
     grpc.StatusCode.DEADLINE_EXCEEDED: "504 Gateway Timeout",
@@ -80,9 +82,10 @@ class HttpApi:
             return None, []
         if path == "/v2/health/ready":
             return self._check_ready()
-        if self._refusal or "HTTP_ORIGIN" in environ:  # which a browser sends for a page of any host
-            words = self._refusal or "requests of web pages are refused"
-            raise RequestError(grpc.StatusCode.UNAVAILABLE, words, reason="http")
+        if self._refusal:
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, self._refusal, reason="http")
+        if "HTTP_ORIGIN" in environ:  # which a browser sends for a page of any host
+            raise RequestError(grpc.StatusCode.PERMISSION_DENIED, "requests of web pages are refused", reason="http")
         if path in ("/v2", "/v2/"):
             extensions = [*model.extensions(), "binary_tensor_data"]
             return {"name": "edl", "version": __version__, "extensions": extensions}, []
@@ -102,11 +105,11 @@ class HttpApi:
             versions = list(metadata.versions)
             return {"name": model.name, "versions": versions, "platform": model.platform, **tensors}, []
         if method != "POST":
-            raise invalid_argument(f"{method} of {path}: use POST")
+            raise RequestError(grpc.StatusCode.UNIMPLEMENTED, f"{method} of {path}: use POST", reason="http")
         fields, data = self._read(environ)
         try:
             header, sent, as_bytes = _as_message(fields, data, name, version)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, ProtocolError) as exc:
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, ProtocolError) as exc:
             raise invalid_argument(f"the request is not KServe's: {type(exc).__name__}: {exc}") from exc
         client = f"http:{environ.get('REMOTE_ADDR')}"
         asked = self._infer(client, header, sent, len(header) + len(data))
@@ -124,19 +127,26 @@ class HttpApi:
         """Return a body's JSON and the bytes behind it."""
         if environ.get("HTTP_CONTENT_ENCODING", "identity") != "identity":
             raise invalid_argument("bodies are taken as they are: send it without Content-Encoding")
+        if "HTTP_TRANSFER_ENCODING" in environ:
+            raise invalid_argument("bodies in chunks are not read: send Content-Length in place of Transfer-Encoding")
         try:
             length = int(environ.get("CONTENT_LENGTH") or "")
             head = int(environ.get("HTTP_INFERENCE_HEADER_CONTENT_LENGTH") or length)
         except ValueError:
             raise invalid_argument(f"Content-Length and {_HEADER_LENGTH}: expected numbers") from None
-        if not 0 <= head <= length <= self._max_bytes or head > _MOST_JSON:
-            raise invalid_argument(
-                f"{length:,} bytes, {head:,} of them JSON: at most {self._max_bytes:,} (edl serve --max-message) and "
-                f"{_MOST_JSON:,}; large tensors belong behind the JSON, as raw bytes"
-            )
-        body = environ["wsgi.input"].read(length)
+        if not 0 <= head <= length:
+            raise invalid_argument(f"{_HEADER_LENGTH} is {head:,}, and Content-Length {length:,}")
+        if length > self._max_bytes:
+            raise invalid_argument(f"{length:,} bytes: at most {self._max_bytes:,} (edl serve --max-message)")
+        try:
+            body = environ["wsgi.input"].read(length)
+        except OSError as exc:  # the client is gone, or silent
+            raise invalid_argument(f"the body did not come: {exc}") from exc
         if len(body) < length:
             raise invalid_argument(f"{len(body):,} bytes came, and Content-Length is {length:,}")
+        if head > _MOST_JSON:
+            words = "send large tensors behind the JSON, as raw bytes"
+            raise invalid_argument(f"{head:,} bytes of JSON, at most {_MOST_JSON:,}: {words}")
         try:
             fields = json.loads(body[:head])
         except (ValueError, RecursionError) as exc:
@@ -181,11 +191,17 @@ def _as_message(
     for item in fields["inputs"]:
         parameters = dict(item.get("parameters", {}))
         nbytes = parameters.pop("binary_data_size", None)
+        if any(type(size) is not int or size < 0 for size in item["shape"]):
+            raise ValueError(
+                f"input {quote(item['name'])} has the shape {quote(item['shape'])}: expected whole numbers"
+            )
         tensor = message.inputs.add(name=item["name"], datatype=item["datatype"], shape=item["shape"])
         _set_parameters(tensor, parameters)
         if nbytes is not None:
-            if not 0 <= nbytes <= len(data) - at:
-                raise ValueError(f"binary_data_size={nbytes} of {item['name']!r}, and {len(data) - at} bytes are left")
+            if type(nbytes) is not int or not 0 <= nbytes <= len(data) - at:
+                raise ValueError(
+                    f"binary_data_size={nbytes!r} of {item['name']!r}, and {len(data) - at} bytes are left"
+                )
             raw.append(memoryview(data)[at : at + nbytes])
             at += nbytes
         elif names.SHM_REGION not in parameters:  # which is refused with the reason that gRPC gives
@@ -210,13 +226,18 @@ def _array_of(item: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     fits = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
     if kind == "BF16":
         raise ValueError(f"input {quote(item['name'])}: BF16 is sent as raw bytes alone (binary_data_size)")
-    if array.size and array.dtype.kind not in fits:
+    if array.size and (array.dtype.kind not in fits or (kind != "BOOL" and _has_booleans(data))):
         raise ValueError(f"input {quote(item['name'])}: its data are not all {kind}")
     with np.errstate(over="ignore"):
         cast = array.astype(dtype)
     if (cast != array).any() if dtype.kind in "iu" else dtype.kind == "f" and not np.isfinite(cast).all():
         raise ValueError(f"input {quote(item['name'])} has values that {kind} cannot hold")
     return cast
+
+
+def _has_booleans(data: Any) -> bool:
+    """Whether there are booleans among numbers, of which numpy makes 0 and 1."""
+    return any(map(_has_booleans, data)) if isinstance(data, list) else isinstance(data, bool)
 
 
 def _set_parameters(message: Any, given: Mapping[str, Any]) -> None:

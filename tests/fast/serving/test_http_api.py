@@ -81,14 +81,19 @@ def test_triton_client(server: Inside) -> None:
     [
         (tensor(datatype="INT32"), {}, 400, "not all INT32"),
         (tensor(data=[1e40] * 8), {}, 400, "FP32 cannot hold"),
+        (tensor(data=[1.0, True] * 4), {}, 400, "not all FP32"),
+        (tensor(shape=[True, 8]), {}, 400, "whole numbers"),
         (tensor(shape=[3, 4]), {}, 400, "takes 48 bytes"),
         (tensor(name="z"), {}, 400, "'z'"),
         (tensor(parameters={"binary_data_size": 32}), {}, 400, "0 bytes are left"),
         (tensor(data=[[1], [1, 2]]), {}, 400, "not KServe's"),
         ({}, {}, 400, "inputs"),
         (b"{", {}, 400, "not JSON"),
-        (tensor(), {"Inference-Header-Content-Length": "9" * 9}, 400, "at most"),
-        (tensor(), {"Origin": "http://evil.example"}, 503, "web pages"),
+        (tensor(parameters={"binary_data_size": "0"}), {}, 400, "binary_data_size='0'"),
+        (tensor(), {"Inference-Header-Content-Length": "9" * 9}, 400, "is 999,999,999, and Content-Length"),
+        (b" " * (5 << 20), {}, 400, "at most 4,194,304"),
+        (tensor(), {"Transfer-Encoding": "chunked"}, 400, "in chunks"),
+        (tensor(), {"Origin": "http://evil.example"}, 403, "web pages"),
         (tensor(), {"Content-Encoding": "gzip"}, 400, "Content-Encoding"),
     ],
 )
@@ -100,7 +105,7 @@ def test_refusals(server: Inside, body: Any, headers: dict[str, str], status: in
 def test_other_paths(server: Inside) -> None:
     assert ask(server, "/v2/models/dogs")[0] == 404
     assert ask(server, "/v2/models/m/versions/9/infer", tensor())[0] == 404
-    assert ask(server, "/v2/models/m/infer")[0] == 400
+    assert ask(server, "/v2/models/m/infer")[0] == 405
 
 
 def test_no_requests_beside_tokens(inside: StartInside, tmp_path: Any) -> None:

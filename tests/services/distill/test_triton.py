@@ -178,7 +178,7 @@ def test_an_answer_is_kept_under_its_version(bert: Bert, caplog: pytest.LogCaptu
     with SoftLabelCache() as cache, bert_reader(bert, cache, halves.rows) as reader:
         rows = list(halves.read(reader))
         assert [scales(rows[: ROWS // 2]), scales(rows[ROWS // 2 :])] == [{before}, {before + 1}]
-        assert caplog.text.count("two versions of a model are mixed") == 1, "that versions are mixed is said, and once"
+        assert caplog.text.count("labels of two models are mixed") == 1, "that versions are mixed is said, and once"
         wait_until(lambda: kept(cache) == {str(before): {before}, str(before + 1): {before + 1}}, "each under its own")
         for _ in range(2):
             assert scales(list(reader())) == {before + 1}, "the next epoch is of the version that is there"

@@ -179,6 +179,7 @@ def test_a_terminal_gets_a_bar(serve: Serve, data: Path, folder: Path) -> None:
         ([], 2, "no teachers named: pass --service or --teachers, or set EDL_SERVICE"),
         (["--teachers", "a:1", "--service", "b"], 2, "exclude each other"),
         (["--teachers", "a:1", "--batch", "0"], 2, "--batch 0"),
+        (["--teachers", "a:1", "--temperature", "2"], 2, "--temperature 2 is for --top-k"),
         (["--teachers", "a:1", "--output", "/proc/none"], 2, "'/proc/none'"),
     ],
 )
@@ -197,6 +198,13 @@ def test_mistakes_end_with_one_line(
     said = capsys.readouterr().err.strip().splitlines()
     assert said[-1].startswith("edl label: ")
     assert words in said[-1]
+
+
+def test_an_empty_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.npy"
+    path.touch()
+    assert main(command(path, tmp_path / "labels", "--teachers", "a:1")) == 2
+    assert f"data '{path}' cannot be read: No data left in file" in capsys.readouterr().err
 
 
 # Of sequences: complete, each text once.

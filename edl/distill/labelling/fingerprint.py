@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +30,8 @@ from edl.distill.cache import CacheView
 from edl.distill.cache.folder import LabelFolder, Namespace
 from edl.errors import ConflictError
 from edl.protocol.tensors import Array
+
+logger = logging.getLogger("edl.distill")
 
 _ROWS = 16
 """Rows to compare: 16 image files take 0.2 s, and find a change of every tenth row in four cases of five."""
@@ -168,6 +171,13 @@ class DataGuard:
         except ValueError:
             there = here
         if isinstance(self.data, IndexedData) and 0 < there.rows < here.rows:
+            logger.warning(
+                "the data have %d rows, of which the first %d have labels; %d of these were compared. If you edited "
+                "others, pass --relabel",
+                here.rows,
+                there.rows,
+                min(_ROWS, there.rows),
+            )
             here = DataFingerprint.of(self.data, there.rows)
         if there.rows_checksum == _MIXED:
             problem = "they changed while they were labelled, and it may have labels of both versions"

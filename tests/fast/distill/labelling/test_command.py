@@ -84,7 +84,7 @@ def test_top_k_labels_from_discovery(serve: Serve, register: Register, data: Pat
 
 
 def test_labels_of_other_data_are_refused(
-    serve: Serve, data: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+    serve: Serve, data: Path, folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of an edited file whose ids are positions, too; data that grew at their end are the same."""
     run = command(data, folder, "--teachers", serve("echo").endpoint)
@@ -92,6 +92,7 @@ def test_labels_of_other_data_are_refused(
     np.savez(data, x=np.concatenate([X, X[:5]]))
     assert main(run) == 0
     assert "5 rows labelled" in capsys.readouterr().out
+    assert "If you edited others, pass --relabel" in caplog.text
     np.savez(data, x=np.concatenate([X + 1, X[:5]]))
     assert main(run) == 1
     assert "the folder has labels of other data: rows or their ids have another content" in capsys.readouterr().err

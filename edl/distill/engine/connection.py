@@ -123,16 +123,18 @@ class TeacherConnection:
         if client is self._client:
             self.reconnect(why)
 
-    async def refresh(self) -> None:
-        """Check that the teacher is ready and its model unchanged; if not, return after an attempt to reconnect.
+    async def refresh(self, *, must_be_ready: bool = False) -> None:
+        """Check that the teacher's model is unchanged; if not, return after an attempt to reconnect.
 
-        A server may load another model, and gRPC may silently reconnect to another server at the same address.
+        A server may load another model, and gRPC may silently reconnect to another server at the same address. With
+        `must_be_ready`, a teacher that is not ready is lost. Before an epoch that does not matter: Triton is not ready
+        for a moment while it replaces a version, and its metadata name the new one already.
         """
         client = self._client
         self.changed_spec = None
         if client is not None:
             try:
-                spec = await client.refresh_spec(_CONNECT_TIMEOUT_S)
+                spec = await client.refresh_spec(_CONNECT_TIMEOUT_S, must_be_ready=must_be_ready)
                 self.changed_spec = spec if spec != client.spec else None
                 changed = "" if spec == client.spec else f"its model is another one now, of version {spec.version!r}"
             except RequestFailed as exc:
@@ -533,7 +535,9 @@ class ConnectionPool:
 
     async def _check_lapsed(self) -> None:
         while lapsed := [connection for connection in self.connections.values() if connection.lapsed]:
-            await asyncio.gather(*(connection.refresh() for connection in lapsed if connection.spec is not None))
+            await asyncio.gather(
+                *(connection.refresh(must_be_ready=True) for connection in lapsed if connection.spec is not None)
+            )
             await asyncio.sleep(_CHECK_S)
 
     def _retire(self, connection: TeacherConnection, why: str) -> None:

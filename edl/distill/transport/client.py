@@ -178,13 +178,12 @@ class TeacherClient:
             with contextlib.suppress(RequestFailed):
                 self._channel = await open_channel(self._calls, self._ids, math.inf)
 
-    async def refresh_spec(self, timeout_s: float) -> ModelSpec:
-        """Check that server and model are still ready, and return the present metadata; see `open` for errors."""
+    async def refresh_spec(self, timeout_s: float, *, must_be_ready: bool = False) -> ModelSpec:
+        """Return the model's present metadata, with `must_be_ready` only if server and model are ready; see `open`."""
         deadline = time.monotonic() + timeout_s
-        for method, request in (
-            ("ServerReady", kserve.ServerReadyRequest()),
-            ("ModelReady", kserve.ModelReadyRequest(name=self.spec.name, version=self.spec.named_version)),
-        ):
+        model = kserve.ModelReadyRequest(name=self.spec.name, version=self.spec.named_version)
+        checks = [("ServerReady", kserve.ServerReadyRequest()), ("ModelReady", model)] if must_be_ready else []
+        for method, request in checks:
             if not (await self._calls.call(method, request, deadline)).ready:
                 raise RequestFailed(FailureKind.LOST, f"{self.endpoint} is no longer ready")
         return await fetch_spec(self._calls, self.output_spec, self.spec, deadline)

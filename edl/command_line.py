@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Final, Literal, NoReturn
 
 from edl.errors import SettingsError
-from edl.quoting import did_you_mean
+from edl.quoting import did_you_mean, quote
 
 STORE_URLS: Final = "sqlite:///path, edl://host:port, consul://host:port or etcd://host:port"
 _DURATION: Final = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)\s*(?P<unit>us|ms|s|m|min|h)")
@@ -107,7 +107,20 @@ class CommandParser(argparse.ArgumentParser):
                 break  # what follows the script is the script's own
             if name.startswith("--") and name not in self._option_string_actions and (hint := self._hint(name)):
                 raise SettingsError(f"unknown option {name!r}{hint}")
-        raise SettingsError(re.sub(r"^argument (?:[^:\s]+/)?([^:\s/]+): ", r"\1 ", message))
+        raise SettingsError(re.sub(r"^argument ([^:\s]+): ", lambda found: f"{self._typed_name(found[1])} ", message))
+
+    def _typed_name(self, names: str) -> str:
+        """Return the name that the user typed, or the first long one, of an option's names with slashes between."""
+        parts, given = names.split("/"), {word.partition("=")[0] for word in self._given}
+        typed = [part for part in parts if part in given] + [part for part in parts if part.startswith("--")]
+        return typed[0] if typed else names
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is not among an option's choices, as argparse does, with the nearest one."""
+        if action.choices is not None and value not in action.choices:
+            hint = did_you_mean(str(value), map(str, action.choices))
+            known = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(action, f"{quote(value)}: expected {known}{hint}")
 
     def format_help(self) -> str:
         """Return the help without advanced groups."""

@@ -24,10 +24,10 @@ from edl.command_line import CommandParser
 from edl.discovery import open_registry, open_store
 from edl.discovery.records import check_service
 from edl.discovery.registry import Instance, Registry, Snapshot, Watch
-from edl.errors import DiscoveryError
+from edl.errors import DiscoveryError, SettingsError
 from edl.load_reporting import ServiceLoad, StudentRate, TeacherRate, read_service, read_wanted
 from edl.master.scaling.teachers import TeacherScalingSettings, observe_teachers, required_teachers
-from edl.quoting import clip, did_you_mean
+from edl.quoting import clip, did_you_mean, listed
 from edl.settings import DiscoverySettings
 
 _LOOK_FOR_SERVICES_S = 1.0
@@ -75,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
         check_service(options.service)
     url = DiscoverySettings.of(options.store).url
     if not options.watch and not options.json and _no_file(url):
+        if options.service is not None:
+            raise SettingsError(f"no teacher of {options.service!r} is registered in {url}: there is no such file")
         print(printable(f"No teacher is registered in {url}: there is no such file."))
         return 0
     with open_registry(url) as registry:
@@ -103,6 +105,7 @@ def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -
     if service:
         ready = sum(instance.state == "ready" for instance in snapshots[0].instances)
         view = look(url, service, ready, frozenset(instance.id for instance in snapshots[0].lapsed))
+        _refuse_unknown(registry, url, snapshots[0], view)
     if as_json:
         shown = [_snapshot_as_dict(snapshot) | (view.as_dict() if view else {}) for snapshot in snapshots]
         print(json.dumps({"discovery": url, "services": shown}))
@@ -112,11 +115,7 @@ def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -
         screen.print(_teachers(snapshots))
     else:
         whom = f"of service {service!r} " if service else ""
-        there = registry.services() if service else ()
-        others = f" There are teachers of {', '.join(map(repr, there))}" if there else ""
-        hint = did_you_mean(service, there) if service else ""
-        words = f"No teacher {whom}is registered in {url}.{others}{hint or '.' * bool(others)}"
-        screen.print(Text(printable(words)))
+        screen.print(Text(printable(f"No teacher {whom}is registered in {url}.")))
     for snapshot in snapshots:
         if snapshot.lapsed:
             words = (
@@ -131,6 +130,19 @@ def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -
     if view is not None and (view.load is None or view.load.students or view.load.teachers or snapshots[0].instances):
         for part in view.renderables():
             screen.print(part)
+
+
+def _refuse_unknown(registry: Registry, url: str, snapshot: Snapshot, view: LoadView) -> None:
+    """Raise SettingsError for a service of which the store has nothing at all: its name was probably mistyped."""
+    load = view.load
+    if snapshot.instances or snapshot.lapsed or snapshot.rejected or snapshot.stale or view.wanted is not None:
+        return
+    if load is None or load.students or load.teachers:
+        return
+    there = registry.services()
+    others = f"; there are teachers of {listed(there)}" if there else "; there are no teachers of other services"
+    near = did_you_mean(snapshot.service, there)
+    raise SettingsError(f"no teacher of {snapshot.service!r} is registered in {url}{near or others}")
 
 
 def _teachers(snapshots: Sequence[Snapshot]) -> Table:

@@ -36,6 +36,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 from edl.collective.job_records import GAVE_UP, Exclusion, World, prefix
 from edl.discovery.store import Store
 from edl.errors import ProtocolError, SettingsError
+from edl.quoting import did_you_mean, listed
 
 MAX_SPANS: Final = 600
 """About as many as a picture of a timeline has columns to distinguish; less than 40 KB as JSON."""
@@ -359,8 +360,9 @@ def read_job(store: Store, job: str, now_s: float | None = None) -> JobSummary:
         raise SettingsError(f"job {job!r:.80}: a name has at least one printable character, and no '/'")
     found = store.list(prefix(job))
     if not found:
-        known = ", ".join(sorted({entry.key.split("/")[1] for entry in store.list("jobs/")})) or "none at all"
-        raise SettingsError(f"there is no job {job!r} in this store; there is {known}")
+        known = sorted({entry.key.split("/")[1] for entry in store.list("jobs/")})
+        near = did_you_mean(job, known) or f"; there is {listed(known) or 'none at all'}"
+        raise SettingsError(f"there is no job {job!r} in this store{near}")
     now_us = round((time.time() if now_s is None else now_s) * 1e6)
     return summarize(job, [decode_part(entry.key, entry.value) for entry in found], now_us)
 

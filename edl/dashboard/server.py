@@ -26,7 +26,8 @@ from edl.dashboard.state import StateReader
 from edl.dashboard.state.cluster import ClusterView
 from edl.dashboard.streams import HEARTBEAT_S, NO_STORE, EventStreams, LookLoop
 from edl.errors import SettingsError
-from edl.http_server.server import SCHEME, STOP_S, AppServer, BearerTokenCheck, HostCheck
+from edl.http_server.access import SCHEME, BearerTokenCheck, HostCheck
+from edl.http_server.server import STOP_S, AppServer
 from edl.kube.settings import KubeSettings
 from edl.protocol.channel import is_this_host
 from edl.protocol.tls import CredentialFiles

@@ -80,6 +80,8 @@ def open_data(
     wanted = {name.strip(): key.strip() or name.strip() for name, _, key in pairs}
     if not wanted or "" in wanted:
         raise SettingsError(f"--inputs {','.join(inputs)!r}: name at least one input of the teachers")
+    if len(wanted) < len(inputs):
+        raise SettingsError(f"--inputs {','.join(inputs)!r}: a name comes twice")
     if workers < 0:
         raise SettingsError(f"--workers {workers}: must be 0 or more")
     is_arrays = name.endswith((".npz", ".npy"))

@@ -7,10 +7,12 @@ https://kubernetes.io/docs/reference/using-api/health-checks/.
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Final, Literal, TypeAlias
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -146,6 +148,17 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 class _Handler(WSGIRequestHandler):
     timeout = _SILENCE_S
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a request that cannot be read with JSON, as the API does, in place of the base class's HTML."""
+        text = message or HTTPStatus(code).phrase
+        body = json.dumps({"error": f"{text}: {explain}" if explain else text}).encode()
+        self.send_response(code, HTTPStatus(code).phrase)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name for it
         """Log no requests."""

@@ -1,9 +1,7 @@
-"""An application of aiohttp in a thread of its own: who is answered, how many connections are open, TLS, the socket.
+"""An application of aiohttp in a thread of its own: how many connections are open, TLS, the socket.
 
-A server that asks for no token says nothing to a browser that was led to it by another name (DNS rebinding: a
-stranger's page whose name suddenly means 127.0.0.1). An address is not a name, so it cannot be rebound. Idle
-connections must not take all of the process's descriptors: their number is bounded, and one that never asks for
-anything is closed. `edl.protocol.tls` reads the files of tokens.
+Idle connections must not take all of the process's descriptors: their number is bounded, and one that never asks for
+anything is closed. `access` decides whom an application answers.
 """
 
 from __future__ import annotations
@@ -11,14 +9,9 @@ from __future__ import annotations
 import abc
 import asyncio
 import errno
-import hashlib
-import hmac
-import ipaddress
 import logging
 import os
 import resource
-import secrets
-import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -35,8 +28,6 @@ from edl.background import start_call
 from edl.errors import ClosedError, SettingsError
 from edl.protocol.tls import CHECK_EVERY_S, CredentialFiles, context_for, load_pair
 
-SCHEME: Final = "bearer "
-"""Begins the value of Authorization, in any case."""
 _SILENCE_S: Final = 10.0
 """Until a connection must have sent a request: a browser does so at once, or comes again."""
 _START_S: Final = 30.0
@@ -52,68 +43,6 @@ _REMEDIES: Final = {
     errno.EADDRNOTAVAIL: "this machine has no such address; 127.0.0.1 is for this machine, 0.0.0.0 for others too",
     errno.EACCES: "a port above 1023 needs no privileges",
 }
-
-
-class HostCheck:
-    """Tells whether the name in a Host header is this server's.
-
-    Args:
-        local: Whether the server listens on a loopback address, which no other name or address reaches.
-        allowed: Further names, with or without a port.
-    """
-
-    def __init__(self, local: bool, allowed: Iterable[str] = ()) -> None:
-        self._local = local
-        self._names = {"localhost", *(_name(name) for name in allowed)}
-        if not local:
-            self._names |= {socket.gethostname().lower().rstrip(".")}
-
-    def allows(self, header: str | None) -> bool:
-        """Return whether a request with this value of Host, or with none, may be answered."""
-        if not header:
-            return False
-        name = _name(header)
-        if name in self._names:
-            return True
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return address.is_loopback or not self._local
-
-
-class BearerTokenCheck:
-    """Tells whether a request shows a token that is valid at this moment; files are read again when they change."""
-
-    def __init__(self, files: CredentialFiles) -> None:
-        self._files = files
-        self._key = secrets.token_bytes(32)
-
-    def allows_header(self, authorization: str | None) -> bool:
-        """Return whether a request with this value of Authorization, or with none, may be answered."""
-        if authorization is None or authorization[: len(SCHEME)].lower() != SCHEME:
-            return False
-        return self.matches(self.digest(authorization[len(SCHEME) :].strip()))
-
-    def matches(self, digest: str) -> bool:
-        """Return whether a digest is that of a valid token."""
-        shown = digest.encode()
-        # All of them, so that the place of a token does not show in the time.
-        matches = [hmac.compare_digest(shown, self.digest(token).encode()) for token in self._files.current().tokens]
-        return any(matches)
-
-    def digest(self, token: str) -> str:
-        """Return the digest of a token, made with a key of this process."""
-        return hmac.new(self._key, token.encode(errors="replace"), hashlib.sha256).hexdigest()
-
-
-def _name(header: str) -> str:
-    """Return the host in `host`, `host:port`, `[::1]` or `[::1]:port`, in lower case."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    if header.count(":") > 1:  # an IPv6 address without brackets
-        return header.lower()
-    return header.partition(":")[0].lower().rstrip(".")
 
 
 class _RequestRecord:

@@ -35,7 +35,7 @@ from edl.errors import (
     SourceError,
     TemporaryError,
 )
-from edl.http_server.server import BearerTokenCheck, HostCheck
+from edl.http_server.access import BearerTokenCheck, HostCheck
 from edl.proxy.completions import (
     PIECE_ENTRIES,
     CompletionRequest,
@@ -345,8 +345,8 @@ def _find_refusal(
     """Return the answer to a client that may not ask; None if it may."""
     if tokens is not None and not tokens.allows_header(request.headers.get("Authorization")):
         return _error(401, "token required: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
-    if not _is_same_origin(request):
-        return _error(403, "cross-origin requests are refused")
+    if "Origin" in request.headers:  # which a browser sends with what a page posts; no trainer does
+        return _error(403, "requests of web pages are refused")
     if request.headers.get("Content-Encoding", "identity") != "identity":
         return _error(415, "bodies are taken as they are: send it without Content-Encoding")
     if hosts is not None and not hosts.allows(request.headers.get("Host")):
@@ -375,12 +375,6 @@ async def _answer(request: web.Request, handler: _Handler, api: ScoringApi) -> w
         if exc.status < 400:
             raise
         return _error(exc.status, exc.reason, dict(exc.headers) if exc.status == 405 else None)
-
-
-def _is_same_origin(request: web.Request) -> bool:
-    """Return whether no page of another host sends this; a browser shows whose page it is, and no trainer does."""
-    origin = request.headers.get("Origin")
-    return origin is None or origin.partition("://")[2] == request.headers.get("Host")
 
 
 def _until(deadline: float) -> float:

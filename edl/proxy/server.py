@@ -9,7 +9,8 @@ import logging
 import time
 from typing import Final
 
-from edl.http_server.server import AppServer, BearerTokenCheck, HostCheck
+from edl.http_server.access import BearerTokenCheck, HostCheck
+from edl.http_server.server import AppServer
 from edl.protocol.tls import CredentialFiles
 from edl.proxy.app import ScoringApi, make_app
 from edl.proxy.scorers import ScorerPool

@@ -20,6 +20,7 @@ import numpy as np
 
 from edl import __version__
 from edl.errors import ProtocolError
+from edl.http_server.access import HostCheck
 from edl.protocol import codec, kserve, names
 from edl.protocol.codec import Buffer
 from edl.protocol.tensors import dtype_of, from_raw, to_raw
@@ -32,6 +33,7 @@ _MOST_JSON: Final = 4 << 20
 """Bytes of JSON in a request, which take 30 times as much memory as Python objects; raw bytes may have more."""
 _PATH: Final = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?(/ready|/infer)?")
 _HEADER_LENGTH: Final = "Inference-Header-Content-Length"
+_HOSTS: Final = HostCheck(local=True)
 _STATUS: Final = {
     grpc.StatusCode.INVALID_ARGUMENT: "400 Bad Request",
     grpc.StatusCode.PERMISSION_DENIED: "403 Forbidden",
@@ -84,8 +86,9 @@ class HttpApi:
             return self._check_ready()
         if self._refusal:
             raise RequestError(grpc.StatusCode.UNAVAILABLE, self._refusal, reason="http")
-        if "HTTP_ORIGIN" in environ:  # which a browser sends for a page of any host
-            raise RequestError(grpc.StatusCode.PERMISSION_DENIED, "requests of web pages are refused", reason="http")
+        if "HTTP_ORIGIN" in environ or not _HOSTS.allows(environ.get("HTTP_HOST")):  # a page's, or under its own name
+            words = "requests of web pages, and under other names than localhost, are refused"
+            raise RequestError(grpc.StatusCode.PERMISSION_DENIED, words, reason="http")
         if path in ("/v2", "/v2/"):
             extensions = [*model.extensions(), "binary_tensor_data"]
             return {"name": "edl", "version": __version__, "extensions": extensions}, []

@@ -61,10 +61,10 @@ def test_the_table_shows_who_is_there(registry: Registry, url: str, capsys: pyte
         assert first.split() == ["digits", "one", "127.0.0.1:8500", "resnet", "2", "ready", "version=7", "gpu=T4"]
         assert any("draining" in line for line in lines)
 
-        assert main(["teachers", "others", "--discovery", url]) == 0
-        said = capsys.readouterr().out
-        assert "No teacher of service 'others'" in said
-        assert "There are teachers of 'digits'." in said
+        for name, words in (("others", "there are teachers of digits"), ("digts", "did you mean 'digits'?")):
+            for output in ([], ["--json"]):
+                assert main(["teachers", name, "--discovery", url, *output]) == 2
+                assert f"no teacher of '{name}' is registered in {url}; {words}" in capsys.readouterr().err
 
 
 def test_empty_registry_says_where(
@@ -77,6 +77,7 @@ def test_empty_registry_says_where(
     nowhere = f"sqlite:///{tmp_path}/nowhere/x.sqlite"
     assert main(["teachers", "--discovery", nowhere]) == 0
     assert capsys.readouterr().out == f"No teacher is registered in {nowhere}: there is no such file.\n"
+    assert main(["teachers", "digits", "--discovery", nowhere]) == 2
     assert not (tmp_path / "nowhere").exists()
 
 

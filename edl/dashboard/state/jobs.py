@@ -16,6 +16,7 @@ from edl.dashboard.state.schema import JobStatus, MasterStatus, UnreadableRecord
 from edl.discovery.store import Entry, Store
 from edl.errors import ProtocolError, SettingsError
 from edl.load_reporting import read_wanted
+from edl.quoting import did_you_mean
 
 MASTERS: Final = "master_reports/"
 """Prefix of the keys of masters' reports."""
@@ -117,10 +118,12 @@ def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
     summary = None
     try:
         summary = read_job(store, job, now_s)
-    except SettingsError:
+    except SettingsError as exc:
         report = store.get(f"{MASTERS}{job}") if "/" not in job and job else None
         if report is None:
-            raise
+            masters = [entry.key.removeprefix(MASTERS) for entry in store.list(MASTERS)]
+            near = did_you_mean(job, masters)
+            raise SettingsError(f"{exc}{near}") if near else exc
     else:
         report = store.get(f"{MASTERS}{job}")
     master = decode_master(report.value, job, now_s) if report is not None else None

@@ -239,7 +239,7 @@ def _chunk_ids(
     if missing:
         raise SettingsError(
             f"the cache's labels are of texts with the inputs {list(inputs or ())}, and {missing[0]!r} is missing "
-            "here: name it in `ins` (inputs=)"
+            "here: name it among the inputs (`inputs=` or `ins=`)"
         )
     prints = fingerprints_of(sent, chunk.lengths, fields.get(position))
     return SequenceIds(chunk.ids, chunk.lengths, prints, tuple(sorted(sent)))

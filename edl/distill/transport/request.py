@@ -28,7 +28,7 @@ def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Arr
     if missing:
         raise SourceError(
             f"the teachers' model {spec.name!r} wants input {missing[0]!r}; the source provides "
-            f"{', '.join(map(repr, fields)) or 'none'}: name it in `ins`"
+            f"{', '.join(map(repr, fields)) or 'none'}: name it among the inputs (`inputs=`, `ins=` or --inputs)"
         )
     for name, wanted in spec.inputs.items():
         row = fields[name].shape[1:]

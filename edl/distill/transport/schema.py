@@ -114,6 +114,8 @@ class OutputSpec:
         check_priority(self.priority)
         if not self.outputs or not all(isinstance(name, str) and name for name in self.outputs):
             raise SettingsError(f"outputs {self.outputs!r}: name at least one output of the teacher")
+        if len(set(self.outputs)) < len(self.outputs):
+            raise SettingsError(f"outputs {self.outputs!r}: a name comes twice")
         if self.top_k is not None and not is_count(self.top_k):
             raise SettingsError(f"top_k={self.top_k!r}: must be a whole number of at least 1, or None")
         if not is_above_zero(self.temperature) or self.temperature == float("inf"):

@@ -193,7 +193,8 @@ def parse(*arguments: str) -> object:
     parser = CommandParser("edl test", "")
     parser.add_store_option()
     parser.add_argument("--port", type=port)
-    parser.add_argument("--wait", type=duration(0.5, 60))
+    parser.add_argument("-w", "--wait", "--seconds", type=duration(0.5, 60))
+    parser.add_argument("--kind", choices=("reader", "writer"))
     parser.add_advanced_group("more").add_argument("--rare")
     return parser.parse_args(arguments)
 
@@ -203,7 +204,8 @@ def test_values_are_checked() -> None:
     assert (found["store"], found["wait"], found["port"]) == ("edl://a:1", 0.5, 0)
     for arguments, words in (
         (("--discovery", "edl://a:1", "--store", "edl://b:1"), "--store edl://b:1: edl://a:1 was given before"),
-        (("--wait", "61s"), "--wait 61s: expected a duration from 0.5s to 60s"),
+        (("--wait=61s",), "--wait 61s: expected a duration from 0.5s to 60s"),
+        (("--kind", "raeder"), "--kind 'raeder': expected reader, writer; did you mean 'reader'?"),
         (("--port", "65536"), "--port 65536: expected a port"),
         (("--rar", "1"), "unknown option '--rar'; did you mean '--rare'"),
         (("--token=SECRET",), "unknown option '--token'"),

@@ -343,8 +343,9 @@ def test_what_was_written_is_read_back(store: Store, monkeypatch: pytest.MonkeyP
     assert back.state == "down"
     store.put("jobs/job/world", World(generation=3).encode())
     assert read_job(store, "job").generation == 3
-    with pytest.raises(SettingsError, match="there is no job 'other' in this store; there is job"):
-        read_job(store, "other")
+    for name, words in (("other", "there is job"), ("jobb", "did you mean 'job'")):
+        with pytest.raises(SettingsError, match=f"there is no job '{name}' in this store; {words}"):
+            read_job(store, name)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a\n"])

@@ -316,8 +316,8 @@ def test_other_names_are_refused(open_proxy: OpenProxy) -> None:
     body = trl_request([[1, 2]], 2, "m")
     for host, status in (("rebound.example", 403), (f"localhost:{port}", 200), ("here", 200)):
         assert ask(port, body, headers={"Host": host})[0] == status
-    for origin, status in (("http://evil.example", 403), ("null", 403), ("http://here", 200)):
-        assert ask(port, body, headers={"Host": "here", "Origin": origin})[0] == status
+    for origin in ("http://evil.example", "null", "http://here"):  # the last is also a page with a rebound name
+        assert ask(port, body, headers={"Host": "here", "Origin": origin})[0] == 403
 
 
 def test_long_texts(open_proxy: OpenProxy, monkeypatch: pytest.MonkeyPatch) -> None:

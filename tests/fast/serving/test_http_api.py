@@ -94,12 +94,19 @@ def test_triton_client(server: Inside) -> None:
         (b" " * (5 << 20), {}, 400, "at most 4,194,304"),
         (tensor(), {"Transfer-Encoding": "chunked"}, 400, "in chunks"),
         (tensor(), {"Origin": "http://evil.example"}, 403, "web pages"),
+        (tensor(), {"Host": "rebound.example"}, 403, "other names"),
         (tensor(), {"Content-Encoding": "gzip"}, 400, "Content-Encoding"),
     ],
 )
 def test_refusals(server: Inside, body: Any, headers: dict[str, str], status: int, words: str) -> None:
     found, error = ask(server, "/v2/models/m/infer", body, **headers)
     assert (found, words in error) == (status, True), error
+
+
+def test_unreadable_requests_get_json(server: Inside) -> None:
+    for path, header, expected, words in (("x" * 70_000, "", 414, "URI Too Long"), ("v2", "x" * 70_000, 431, "too long")):
+        status, error = ask(server, f"/{path}", X=header)
+        assert (status, words in error) == (expected, True), error
 
 
 def test_other_paths(server: Inside) -> None:

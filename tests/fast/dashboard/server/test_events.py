@@ -20,8 +20,10 @@ import pytest
 
 from edl.dashboard import streams
 from edl.dashboard.server import DashboardServer, DashboardSettings
+from edl.dashboard.state.jobs import read_job_status
 from edl.dashboard.streams import EventStreams
 from edl.discovery import Store, open_store
+from edl.errors import SettingsError
 from tests.fast.dashboard.server import EventClient, ask, put_job, put_master, samples
 from tests.fast.discovery.conformance.backends import ServedBackend
 from tests.waiting import DEADLINE_S, wait_until
@@ -227,5 +229,7 @@ def test_commands_serve_and_end(url: str, store: Store) -> None:
         assert figures[todo] == 10
         assert figures["edl_master_journal_commit_seconds_count"] >= 1
         assert figures['edl_master_up{job_name="labels"}'] == 1
+        with pytest.raises(SettingsError, match="no job 'label' in this store; .*did you mean 'labels'"):
+            read_job_status(store, "label", 0)
         process.send_signal(signal.SIGINT)
         process.wait(DEADLINE_S)

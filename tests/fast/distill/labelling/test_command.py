@@ -182,6 +182,8 @@ def test_a_terminal_gets_a_bar(serve: Serve, data: Path, folder: Path) -> None:
         (["--teachers", "a:1", "--batch", "0"], 2, "--batch 0"),
         (["--teachers", "a:1", "--temperature", "2"], 2, "--temperature 2 is for --top-k"),
         (["--teachers", "a:1", "--output", "/proc/none"], 2, "'/proc/none'"),
+        (["--teachers", "a:1", "--outputs", "y,y"], 2, "outputs ('y', 'y'): a name comes twice"),
+        (["--teachers", "a:1", "--inputs", "x,x=name"], 2, "--inputs 'x,x=name': a name comes twice"),
     ],
 )
 def test_mistakes_end_with_one_line(

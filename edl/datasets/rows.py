@@ -29,9 +29,8 @@ import numpy as np
 from edl.datasets.opening import find_factory, is_indexed, make_samples
 from edl.datasets.parquet import import_parquet
 from edl.errors import SettingsError, SourceError
-from edl.protocol.arrays import RowBuffer, as_array
 from edl.protocol.names import POSITION
-from edl.protocol.tensors import Array
+from edl.protocol.tensors import Array, RowBuffer, as_array
 from edl.quoting import quote
 
 SampleId: TypeAlias = int | str

@@ -37,9 +37,8 @@ from edl.distill.source.iterator import SourceIterator
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import ClosedError, SettingsError, SourceError, TemporaryError
-from edl.protocol.arrays import as_array
 from edl.protocol.names import IDS, LOGPROBS, TARGET_LOGPROBS, TARGETS
-from edl.protocol.tensors import Array
+from edl.protocol.tensors import Array, as_array
 from edl.settings import is_above_zero, is_count
 from edl.tokenizer_hash import resolve_tokenizer
 

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from edl.errors import ProtocolError
@@ -53,14 +52,14 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
         shift += 7
 
 
-def _fields(view: memoryview, most: int = _MAX_FIELDS) -> Iterator[tuple[int, int, int, int]]:
+def _fields(view: memoryview) -> Iterator[tuple[int, int, int, int]]:
     """Yield the tag of each field, and the indexes at which it starts, its value begins, and both end."""
     at = count = 0
     total = len(view)
     while at < total:
         count += 1
-        if count > most:
-            raise ProtocolError(f"malformed message: more than {most} fields")
+        if count > _MAX_FIELDS:
+            raise ProtocolError(f"malformed message: more than {_MAX_FIELDS} fields")
         start = at
         tag, begin = (view[at], at + 1) if view[at] < 0x80 else _read_varint(view, at)
         wire_type = tag & 7
@@ -82,27 +81,22 @@ def _fields(view: memoryview, most: int = _MAX_FIELDS) -> Iterator[tuple[int, in
         yield tag, start, begin, at
 
 
-def _split(data: Buffer, raw_field: int, id_field: int = -1) -> tuple[bytes, list[memoryview], memoryview | None]:
-    """Return the message without its fields `raw_field` and `id_field`, and these fields as views of `data`."""
+def _split(data: Buffer, raw_field: int) -> tuple[bytes, list[memoryview]]:
+    """Return the message without its fields `raw_field`, and these fields as views of `data`."""
     view = memoryview(data)
-    raw_tag, id_tag = raw_field << 3 | _LENGTH_DELIMITED, id_field << 3 | _LENGTH_DELIMITED
+    raw_tag = raw_field << 3 | _LENGTH_DELIMITED
     raw: list[memoryview] = []
-    found: memoryview | None = None
     kept: list[memoryview] = []
     kept_from = 0
     for tag, start, begin, end in _fields(view):
         if tag == raw_tag:
             raw.append(view[begin:end])
-        elif tag == id_tag:
-            found = view[begin:end]
-        else:
-            continue
-        if start > kept_from:
-            kept.append(view[kept_from:start])
-        kept_from = end
+            if start > kept_from:
+                kept.append(view[kept_from:start])
+            kept_from = end
     if len(view) > kept_from:
         kept.append(view[kept_from:])
-    return bytes(kept[0]) if len(kept) == 1 else b"".join(kept), raw, found
+    return bytes(kept[0]) if len(kept) == 1 else b"".join(kept), raw
 
 
 def _join(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> bytes:
@@ -149,7 +143,7 @@ def split_request(data: Buffer) -> tuple[bytes, list[memoryview]]:
     Raises:
         ProtocolError: `data` is not a protobuf message.
     """
-    return _split(data, _RAW_INPUT)[:2]
+    return _split(data, _RAW_INPUT)
 
 
 def is_compressed(data: Buffer) -> bool:
@@ -175,26 +169,11 @@ def split_response(data: Buffer) -> tuple[bytes, list[memoryview]]:
     Raises:
         ProtocolError: `data` is not a protobuf message.
     """
-    return _split(data, _RAW_OUTPUT)[:2]
-
-
-def split_identified_response(data: Buffer) -> tuple[bytes, list[memoryview], str]:
-    """Return the header of a `ModelInferResponse` (serialized, without id), its `raw_output_contents`, and its id.
-
-    The raw contents are views of `data`. Without its id, the header is the same for many answers.
-
-    Raises:
-        ProtocolError: `data` is not a protobuf message, or its id is not UTF-8.
-    """
-    header, raw, found = _split(data, _RAW_OUTPUT, _ID)
-    try:
-        return header, raw, str(found or b"", "utf-8")
-    except UnicodeDecodeError as exc:
-        raise ProtocolError("malformed message: the id is not UTF-8") from exc
+    return _split(data, _RAW_OUTPUT)
 
 
 def parse_response(header: bytes) -> kserve.ModelInferResponse:
-    """Parse a header that `split_identified_response` found.
+    """Parse a header that `split_response` found.
 
     Raises:
         ProtocolError: It is not a `ModelInferResponse`.
@@ -203,79 +182,3 @@ def parse_response(header: bytes) -> kserve.ModelInferResponse:
         return kserve.ModelInferResponse.FromString(header)
     except DecodeError as exc:
         raise ProtocolError(f"malformed ModelInferResponse: {exc}") from exc
-
-
-# Typed contents. Of two bytes in a list, protobuf makes a number or a string of 4 to 60 bytes, so a header of megabytes
-# is checked in bytes first.
-
-_INPUTS = 5  # field of ModelInferRequest
-_CONTENTS = 5  # field of InferInputTensor
-_FIXED_NBYTES = {"FP32": 4, "FP64": 8}  # bytes of an element where protobuf does not write varints
-CONTENTS_FIELDS = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-"""The field of `InferTensorContents` that has the elements of each datatype."""
-
-
-def split_contents(header: bytes) -> tuple[bytes, list[list[memoryview]]]:
-    """Return the header of a request without its typed contents, and the pieces of these for each input.
-
-    Raises:
-        ProtocolError: The header is not a protobuf message, or has more fields than an honest message.
-    """
-    view = memoryview(header)
-    rest: list[bytes | memoryview] = []
-    contents: list[list[memoryview]] = []
-    fields = 0
-    for tag, start, begin, end in _fields(view):
-        if tag != _INPUTS << 3 | _LENGTH_DELIMITED:
-            rest.append(view[start:end])
-            continue
-        tensor = view[begin:end]
-        kept: list[memoryview] = []
-        found: list[memoryview] = []
-        for inner_tag, inner_start, inner_begin, inner_end in _fields(tensor, _MAX_FIELDS - fields):
-            fields += 1
-            if inner_tag == _CONTENTS << 3 | _LENGTH_DELIMITED:
-                found.append(tensor[inner_begin:inner_end])
-            else:
-                kept.append(tensor[inner_start:inner_end])
-        rest += [varint(_INPUTS << 3 | _LENGTH_DELIMITED), varint(sum([len(part) for part in kept])), *kept]
-        contents.append(found)
-    return b"".join(rest), contents
-
-
-def check_contents(datatype: str, count: int, contents: Sequence[memoryview]) -> None:
-    """Check that typed contents have `count` elements, where elements of `datatype` belong, and nothing else.
-
-    Raises:
-        ProtocolError: They do not, or their elements are neither packed nor few.
-    """
-    name = CONTENTS_FIELDS.get(datatype)
-    if name is None:
-        raise ProtocolError(f"{datatype} cannot be sent as typed contents; send raw_input_contents")
-    number = kserve.InferTensorContents.DESCRIPTOR.fields_by_name[name].number
-    found = 0
-    for part in contents:
-        for tag, _, begin, end in _fields(part, count if datatype == "BYTES" else _MAX_FIELDS):
-            if tag >> 3 != number:
-                raise ProtocolError(f"{datatype} belongs in {name} alone, and the contents have field {tag >> 3}")
-            if tag & 7 != _LENGTH_DELIMITED or datatype == "BYTES":
-                found += 1
-            elif datatype in _FIXED_NBYTES:
-                found += (end - begin) // _FIXED_NBYTES[datatype]
-            else:  # count the last bytes of varints
-                found += int(np.count_nonzero(np.frombuffer(part[begin:end], np.uint8) < 0x80))
-    if found != count:
-        raise ProtocolError(f"{datatype} of this shape takes {count} elements, {name} has {found}")

@@ -199,7 +199,7 @@ def _read_certificates(path: str, what: str) -> bytes:
 
 
 def _read_pair(cert: str, key: str) -> tuple[bytes, bytes]:
-    """Read a certificate and its key (PEM), and check that they belong together."""
+    """Read a certificate and its key (PEM)."""
     chain = _read_certificates(cert, "TLS certificate")
     found = [part for part in _PEM.finditer(_read(key, "TLS key", secret=True)) if part[1].endswith(b"PRIVATE KEY")]
     if not found:
@@ -214,14 +214,6 @@ def _read_pair(cert: str, key: str) -> tuple[bytes, bytes]:
             f"TLS certificate {cert!r} is for a kind of key that gRPC cannot use: have one issued for a key of EC "
             "P-256, EC P-384 or RSA"
         )
-    try:
-        load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), chain, private)
-    except ssl.SSLError as exc:
-        if exc.reason == "KEY_VALUES_MISMATCH":
-            raise SettingsError(
-                f"TLS key {key!r} does not match certificate {cert!r}: give the key that the certificate was made for"
-            ) from exc
-        raise SettingsError(f"TLS certificate {cert!r} with key {key!r} cannot be used: {_reason_of(exc)}") from exc
     return chain, private
 
 
@@ -241,22 +233,23 @@ def _read_ca(ca: str) -> bytes:
     return bundle
 
 
-def _identity(pair: tuple[bytes, bytes], what: str, *, serving: bool) -> CertificateIdentity:
-    """Check that a server's or a client's certificate is valid at this moment, and return what it says.
+def _identity(pair: tuple[bytes, bytes], settings: Credentials, *, serving: bool) -> CertificateIdentity:
+    """Check that a server's or a client's certificate fits its key and is valid now, and return what it says.
 
     The standard library reads certificates only in a handshake. So both sides are played in memory, and the other side
     trusts this certificate alone.
     """
     client, server = _unverified(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    for context in (client, server):
-        load_pair(context, *pair)
     other = client if serving else server
     other.verify_mode = ssl.CERT_REQUIRED
     other.verify_flags |= _PARTIAL_CHAIN
-    other.load_verify_locations(cadata=certificates_in(pair[0])[0])
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
+    what = f"TLS certificate {settings.cert!r}"
     try:
+        for context in (client, server):
+            load_pair(context, *pair)
+        other.load_verify_locations(cadata=certificates_in(pair[0])[0])
+        ends = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
         for _ in range(4):  # turns; TLS 1.3 takes two and TLS 1.2 three
             for end in ends:
                 with contextlib.suppress(ssl.SSLWantReadError):
@@ -264,14 +257,15 @@ def _identity(pair: tuple[bytes, bytes], what: str, *, serving: bool) -> Certifi
     except ssl.SSLCertVerificationError as exc:
         raise SettingsError(_why_unverified(what, exc)) from exc
     except ssl.SSLError as exc:
-        raise SettingsError(f"{what} cannot be used: {_reason_of(exc)}") from exc
-    found = ends[0 if serving else 1].getpeercert() or {}
-    return CertificateIdentity(_names_in(found), str(found.get("notAfter", "")))
-
-
-def _names_in(certificate: dict[str, Any]) -> tuple[str, ...]:
-    names = certificate.get("subjectAltName", ())
-    return tuple(str(value) for kind, value in names if kind in ("DNS", "IP Address"))
+        if exc.reason != "KEY_VALUES_MISMATCH":
+            raise SettingsError(f"{what} with key {settings.key!r} cannot be used: {_reason_of(exc)}") from exc
+        raise SettingsError(
+            f"TLS key {settings.key!r} does not match certificate {settings.cert!r}: give the key that the certificate "
+            "was made for"
+        ) from exc
+    found: dict[str, Any] = ends[0 if serving else 1].getpeercert() or {}
+    names = [str(value) for kind, value in found.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
+    return CertificateIdentity(tuple(names), str(found.get("notAfter", "")))
 
 
 def _reason_of(exc: ssl.SSLError) -> str:
@@ -366,7 +360,7 @@ class CredentialFiles:
         pair = self.current(now=True).pair
         if pair is not None:
             try:
-                _identity(pair, f"TLS certificate {self.settings.cert!r}", serving=self.serving)
+                _identity(pair, self.settings, serving=self.serving)
             except SettingsError as exc:
                 return str(exc)
         return ""
@@ -376,7 +370,7 @@ class CredentialFiles:
         pair = identity = None
         if settings.cert and settings.key:
             pair = _read_pair(settings.cert, settings.key)
-            identity = _identity(pair, f"TLS certificate {settings.cert!r}", serving=self.serving)
+            identity = _identity(pair, settings, serving=self.serving)
         ca = _read_ca(settings.ca) if settings.ca else None
         tokens = read_tokens(settings.token_file, serving=self.serving) if settings.token_file else ()
         return Material(version, ca, pair, tokens, identity)
@@ -402,20 +396,13 @@ def _absolute(credentials: Credentials) -> Credentials:
 # Why a handshake failed
 
 _TIMEOUT_S: Final = 2.0
-"""For each step of two connections: less than a student waits between two attempts to connect to a lost teacher."""
-_EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_*, as those that follow
-_WRONG_NAME: Final = (62, 64)  # of a host, of an address
-_UNTRUSTED: Final = (2, 7, 18, 19, 20, 21)
-"""No issuer is found, or one of the same name with another key; self-signed; no trusted CA at the end of the chain."""
+"""For each step of a connection: less than a student waits between two attempts to connect to a lost teacher."""
+_SIGNS: Final = re.compile("andshake|Verification Check|Socket closed|reset by peer|ALPN|SSL_ERROR|Broken pipe")
+"""What may hide a failed handshake in gRPC's words for a failed connection."""
 _NO_TLS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
 _ABOUT_CERTIFICATES: Final = re.compile("ALERT_(CERTIFICATE|BAD_CERT|UNKNOWN_CA|ACCESS|NO_CERT)")
-_SIGNS: Final = re.compile("andshake|Verification Check|Socket closed|reset by peer|ALPN|SSL_ERROR|Broken pipe")
-_NO_CA: Final = "this side has no CA set: name the one that signs its certificate (EDL_TLS_CA, --tls-ca, ca=)"
-
-
-def looks_like_handshake(words: str) -> bool:
-    """Whether gRPC's words for a failed connection may hide a failed handshake."""
-    return bool(_SIGNS.search(words))
+_UNTRUSTED: Final = (2, 7, 18, 19, 20, 21)
+"""X509_V_ERR_*: no issuer is found, or one of the same name with another key; self-signed; no trusted CA at the end."""
 
 
 def host_of(endpoint: str) -> str:
@@ -423,116 +410,49 @@ def host_of(endpoint: str) -> str:
     return "localhost" if endpoint.startswith("unix:") else endpoint.rpartition(":")[0].strip("[]")
 
 
-def explain_handshake(
-    endpoint: str, files: CredentialFiles | None, *, says_tls: bool = False, authority: str = ""
-) -> str:
+def explain_handshake(words: str | None, endpoint: str, files: CredentialFiles | None, *, authority: str = "") -> str:
     """Connect to a gRPC server once more, and return why no connection can be made. Takes up to some seconds.
 
     Args:
-        endpoint: Address of the server, `host:port` or `unix:/path`.
+        words: gRPC's words for the failed connection, None to ignore them.
+        endpoint: Address of the server, `host:port`.
         files: Certificates of this side; None without.
-        says_tls: Whether the registry says that the server speaks TLS. It is not believed, but mentioned.
         authority: `name:port` that the certificate is checked for; empty for the endpoint.
 
     Returns:
         Words that begin with the endpoint; empty if the reason has nothing to do with TLS.
     """
-    if files is None or not files.tls:
-        try:
-            _shake_hands(endpoint, _unverified(), "")
-        except ssl.SSLError:
-            return ""
-        except (OSError, ValueError):
-            return f"{endpoint} speaks TLS by its registration, and {_NO_CA}" if says_tls else ""
-        return f"{endpoint} speaks TLS, and {_NO_CA}"
-    material = files.current(now=True)
-    expected = files.settings.server_name or host_of(authority or endpoint)
-    context = context_for(material.ca, material.pair, serving=False)
+    if words is not None and not _SIGNS.search(words):
+        return ""
+    files = files if files is not None and files.tls else None
+    material = files.current(now=True) if files is not None else None
+    settings = files.settings if files is not None else Credentials()
+    context = _unverified() if material is None else context_for(material.ca, material.pair, serving=False)
+    expected = settings.server_name or host_of(authority or endpoint)
     try:
-        _, ended = _shake_hands(endpoint, context, expected)
+        ended = _shake_hands(endpoint, context, expected)
     except ssl.SSLCertVerificationError as exc:
-        names: tuple[str, ...] | None = None
-        if exc.verify_code in _WRONG_NAME:
-            context.check_hostname = False
-            with contextlib.suppress(OSError):
-                names, _ = _shake_hands(endpoint, context, "")
-        return _why_unverified(f"the certificate of {endpoint}", exc, files.settings.ca, expected, names)
+        return _why_unverified(f"the certificate of {endpoint}", exc, settings.ca, expected)
     except ssl.SSLError as exc:
-        reason = exc.reason or ""
-        if reason in _NO_TLS:
+        if files is None:
+            return ""
+        if exc.reason in _NO_TLS:
             return (
                 f"{endpoint} does not speak TLS, and this side has a CA set: give the server a certificate "
                 "(edl serve --tls-cert --tls-key), or leave the CA out here (EDL_TLS_CA)"
             )
-        if _ABOUT_CERTIFICATES.search(reason):
-            return _why_refused(endpoint, files, material)
-        return f"{endpoint}: the TLS handshake failed: {_reason_of(exc)}"
+        if not _ABOUT_CERTIFICATES.search(exc.reason or ""):
+            return f"{endpoint}: the TLS handshake failed: {_reason_of(exc)}"
+        ended = True
     except (OSError, ValueError):
         return ""  # it is away, or silent: gRPC's words are as good
-    return _why_refused(endpoint, files, material) if ended else ""
-
-
-def _shake_hands(endpoint: str, context: ssl.SSLContext, name: str) -> tuple[tuple[str, ...], bool]:
-    """Connect, and wait for the server's first byte.
-
-    Returns:
-        The names in its certificate, if it was verified; and whether the server ended the connection instead.
-    """
-    context.set_alpn_protocols(["h2"])  # without it gRPC's servers refuse
-    with _connect(endpoint) as plain, context.wrap_socket(plain, server_hostname=name or None) as connection:
-        names = _names_in(connection.getpeercert() or {})
-        try:
-            return names, not connection.recv(1)
-        except ConnectionError:
-            return names, True
-
-
-def _connect(endpoint: str) -> socket.socket:
-    if not endpoint.startswith("unix:"):
-        host, _, port = endpoint.rpartition(":")
-        return socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT_S)
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.settimeout(_TIMEOUT_S)
-        connection.connect("/" + endpoint.removeprefix("unix:").lstrip("/"))
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
-def _why_unverified(
-    what: str,
-    exc: ssl.SSLCertVerificationError,
-    ca: str | None = None,
-    expected: str = "",
-    names: tuple[str, ...] | None = None,
-) -> str:
-    """Return what is wrong with a certificate, and what to do; `names` are those in it, None if unknown."""
-    if exc.verify_code == _EXPIRED:
-        return f"{what} has expired: have a new one issued, and replace its files; that needs no restart"
-    if exc.verify_code == _NOT_YET_VALID:
-        now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-        return f"{what} is not valid yet: see its dates, and the clock of this host ({now})"
-    if exc.verify_code in _WRONG_NAME:
-        holds = "another name"
-        if names is not None:
-            shown = ", ".join(map(repr, names[:8]))
-            holds = f"another name ({shown})" if names else "no host name or address (none is in its subjectAltName)"
+    if files is None or material is None:
         return (
-            f"{what} is for {holds}, not for {expected!r}: have one issued for {expected!r}, or set the "
-            "expected name (EDL_TLS_SERVER_NAME, --tls-server-name, server_name=)"
+            f"{endpoint} speaks TLS, and this side has no CA set: name the one that signs its certificate "
+            "(EDL_TLS_CA, --tls-ca, ca=)"
         )
-    if exc.verify_code in _UNTRUSTED and ca:
-        return (
-            f"{what} is signed by no CA in {ca!r} ({exc.verify_message}): add the CA that signed it, or, if that is an "
-            "intermediate one, put it behind the certificate in the certificate's own file; or another server answers"
-        )
-    return f"{what} cannot be used: {exc.verify_message}"
-
-
-def _why_refused(endpoint: str, files: CredentialFiles, material: Material) -> str:
-    """Return why a server ended the connection after the handshake, which gRPC's servers do not say."""
+    if not ended:
+        return ""
     if material.pair is None:
         return (
             f"{endpoint} wants a client certificate (mutual TLS), and this side shows none: set one (EDL_TLS_CERT "
@@ -542,12 +462,45 @@ def _why_refused(endpoint: str, files: CredentialFiles, material: Material) -> s
         "it is signed by no CA that the server knows (its --tls-ca), perhaps since that was replaced; have a new one "
         "issued, or, if an intermediate CA signed it, put that one's certificate behind it in the file"
     )
-    return f"{endpoint} does not take this side's certificate {files.settings.cert!r}: {why}"
+    return f"{endpoint} does not take this side's certificate {settings.cert!r}: {why}"
+
+
+def _shake_hands(endpoint: str, context: ssl.SSLContext, name: str) -> bool:
+    """Connect, and wait for the server's first byte; return whether it ended the connection instead."""
+    context.set_alpn_protocols(["h2"])  # without it gRPC's servers refuse
+    host, _, port = endpoint.rpartition(":")
+    with (
+        socket.create_connection((host.strip("[]"), int(port)), _TIMEOUT_S) as plain,
+        context.wrap_socket(plain, server_hostname=name) as connection,
+    ):
+        try:
+            return not connection.recv(1)
+        except ConnectionError:
+            return True
+
+
+def _why_unverified(what: str, exc: ssl.SSLCertVerificationError, ca: str | None = None, expected: str = "") -> str:
+    """Return what is wrong with a certificate, and what to do."""
+    match exc.verify_code:  # X509_V_ERR_*
+        case 10:
+            return f"{what} has expired: have a new one issued, and replace its files; that needs no restart"
+        case 9:
+            now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+            return f"{what} is not valid yet: see its dates, and the clock of this host ({now})"
+        case 62 | 64:
+            return (
+                f"{what} is for another name, not for {expected!r}: have one issued with {expected!r} in its "
+                "subjectAltName, or set the expected name (EDL_TLS_SERVER_NAME, --tls-server-name, server_name=)"
+            )
+    if exc.verify_code in _UNTRUSTED and ca:
+        return (
+            f"{what} is signed by no CA in {ca!r} ({exc.verify_message}): add the CA that signed it, or, if that is an "
+            "intermediate one, put it behind the certificate in the certificate's own file; or another server answers"
+        )
+    return f"{what} cannot be used: {exc.verify_message}"
 
 
 # Between agents
-
-_ALL_OR_NONE: Final = "set TLS on all nodes or on none"
 
 
 class PeerTLS:
@@ -589,10 +542,9 @@ class PeerTLS:
         except ssl.SSLCertVerificationError as exc:
             expected = connection.server_hostname or ""
             raise ProtocolError(_why_unverified("its certificate", exc, self._settings.ca, expected)) from exc
-        except ssl.SSLError as exc:
-            raise ProtocolError(f"the TLS handshake failed ({_reason_of(exc)}): {_ALL_OR_NONE}") from exc
-        except (TimeoutError, ConnectionError) as exc:
-            raise ProtocolError(f"no TLS handshake came ({exc or type(exc).__name__}): {_ALL_OR_NONE}") from exc
+        except OSError as exc:
+            why = exc.strerror or str(exc) or type(exc).__name__
+            raise ProtocolError(f"the TLS handshake failed ({why}): set TLS on all nodes or on none") from exc
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:

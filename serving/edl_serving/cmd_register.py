@@ -24,7 +24,7 @@ from edl.end_signals import collect_signals
 from edl.errors import SettingsError
 from edl.protocol import kserve, names
 from edl.protocol.channel import call_metadata, channel
-from edl.protocol.tls import CredentialFiles, explain_handshake, looks_like_handshake
+from edl.protocol.tls import CredentialFiles, explain_handshake
 from edl.protocol.transport import grpc
 from edl.quoting import quote, shown
 from edl.settings import Credentials
@@ -339,10 +339,8 @@ class ForeignServer:
         return call(request, timeout=self._timeout_s, metadata=self._call_metadata)
 
     def _explain(self, words: str) -> str:
-        if not looks_like_handshake(words):
-            return ""
         if self._explained[0] != words:  # an unreachable server is probed every second; explaining takes a handshake
-            self._explained = words, explain_handshake(self._target, self._files)
+            self._explained = words, explain_handshake(words, self._target, self._files)
         return self._explained[1]
 
 

@@ -8,7 +8,6 @@ On a tensor channel, the claimed size counts towards the client's limit before m
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -27,6 +26,9 @@ from edl_serving.request_plan import RegionSlice, RequestPlan, plan_request
 from edl_serving.shared_memory import ClientRegions, SharedMemoryRegion
 
 _SLOW_TO_READ = 64 << 10  # bytes of typed contents, BYTES or rows to check that are worth a thread
+_MAX_HEADER = (
+    4 << 20
+)  # bytes, of which protobuf and Python make up to thirty times as many; gRPC's default for messages
 _MAX_CACHED_HEADER = 2048  # bytes: a dozen tensors with options; the cache then takes at most 2 MB
 _MAX_CACHED_PLANS = 1024  # the default number of clients, each with a header of its own
 
@@ -53,7 +55,6 @@ class RequestDecoder:
         self._model = model
         self._checks_rows = model.sequence_input is not None or model.checks_inputs
         self._max_rows = max_rows
-        self._max_bytes = model.max_message_bytes
         self._has_bytes = any(spec.datatype == "BYTES" for spec in model.inputs)
         self._plans: dict[bytes, RequestPlan] = {}
 
@@ -86,8 +87,11 @@ class RequestDecoder:
 
     def _plan(self, header: bytes) -> RequestPlan:
         try:
-            if len(header) > _SLOW_TO_READ:
-                check_large_header(header, self._model, self._max_rows, self._max_bytes)
+            if len(header) > _MAX_HEADER:
+                raise invalid_argument(
+                    f"{len(header):,} bytes of names, shapes, parameters and typed contents, at most {_MAX_HEADER:,}: "
+                    "tensors belong into raw_input_contents"
+                )
             plan = plan_request(codec.parse_request(header), self._model, self._max_rows)
         except ProtocolError as exc:
             raise invalid_argument(str(exc)) from exc
@@ -136,45 +140,6 @@ def _refuse_count(plan: RequestPlan, count: int) -> None:
     raise invalid_argument(
         f"{count} raw_input_contents were sent for {plan.raw_count} inputs that are not in shared memory"
     )
-
-
-_MAX_REST = 1 << 20
-"""Largest size of names, shapes and parameters; a hundred inputs take some ten thousand bytes."""
-_NUMBER_NBYTES = 16
-"""Memory for a number in typed contents: up to 8 bytes in protobuf, and up to 8 in the array."""
-_STRING_NBYTES = 64
-"""Memory for an element of BYTES in addition to its content: 16 bytes in protobuf, 41 in CPython's object and the
-array."""
-
-
-def check_large_header(header: bytes, model: ServedModel, max_rows: int, max_bytes: int) -> None:
-    """Check a large header as far as possible without parsing its typed contents."""
-    rest, contents = codec.split_contents(header)
-    if len(rest) > _MAX_REST:
-        raise invalid_argument(
-            f"{len(rest):,} bytes of names, shapes and parameters, at most {_MAX_REST:,}: "
-            "tensors belong into raw_input_contents"
-        )
-    parsed = codec.parse_request(rest)
-    plan_request(parsed, model, max_rows)
-    total = 0
-    for tensor, parts in zip(parsed.inputs, contents, strict=True):
-        if not parts:
-            continue
-        count = math.prod(tensor.shape)
-        is_bytes = tensor.datatype == "BYTES"
-        total += count * (_STRING_NBYTES if is_bytes else _NUMBER_NBYTES)
-        if total > max_bytes:
-            raise invalid_argument(
-                f"input {quote(tensor.name)}: {count:,} elements as typed contents would take {total:,} bytes of "
-                f"memory, at most {max_bytes:,} (edl serve --max-message): send raw_input_contents"
-            )
-        if is_bytes and sum([len(part) for part in parts]) // 2 * _STRING_NBYTES <= max_bytes:
-            continue  # an element takes at least two bytes, so there cannot be too many
-        try:
-            codec.check_contents(tensor.datatype, count, parts)
-        except ProtocolError as exc:
-            raise invalid_argument(f"input {quote(tensor.name)}: {exc}") from exc
 
 
 def check_sequences(name: str, position: Array, max_sequence: int) -> None:

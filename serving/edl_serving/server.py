@@ -21,9 +21,8 @@ from edl.background import start_call
 from edl.errors import SettingsError
 from edl.memory import keep_freed_memory
 from edl.protocol import names
-from edl.protocol.channel import is_this_host, listen
+from edl.protocol.channel import is_this_host, listen, token_checks
 from edl.protocol.tls import CredentialFiles
-from edl.protocol.token_check import token_checks
 from edl.protocol.transport import grpc
 from edl_serving.admission import (
     ConnectionLimiter,

@@ -27,9 +27,8 @@ from edl.discovery.sqlite import RowClaim, SqliteStore
 from edl.discovery.store import Store, check_key, check_prefix, check_value
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
-from edl.protocol.channel import listen
+from edl.protocol.channel import listen, token_checks
 from edl.protocol.tls import CredentialFiles
-from edl.protocol.token_check import token_checks
 from edl.protocol.transport import grpc
 from edl.resource import Resource
 

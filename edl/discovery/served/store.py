@@ -16,7 +16,7 @@ from edl.discovery.watching import Follower
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
 from edl.protocol.channel import Metadata, call_metadata, channel
-from edl.protocol.tls import CredentialFiles, explain_handshake, looks_like_handshake
+from edl.protocol.tls import CredentialFiles, explain_handshake
 from edl.protocol.transport import grpc
 from edl.quoting import shown
 from edl.resource import CallThread, Resource
@@ -205,13 +205,11 @@ class StoreClient(Resource):
 
     def _explained(self, words: str) -> str:
         """Return what is wrong with TLS or certificates, if no call was answered yet; else gRPC's words."""
-        if self._answered or not looks_like_handshake(words):
-            return words
-        return self.explain_tls() or words
+        return words if self._answered else self.explain_tls(words) or words
 
-    def explain_tls(self) -> str:
+    def explain_tls(self, words: str | None = None) -> str:
         """Connect once more, and return what is wrong with TLS or certificates; empty if nothing is."""
-        words = explain_handshake(self.target.endpoint, self._files)
+        words = explain_handshake(words, self.target.endpoint, self._files)
         if not words or self.target.credentials.ca:
             return words
         offered = self.target.offered

@@ -38,7 +38,7 @@ from edl.distill.transport.shm import RegionNames
 from edl.errors import SettingsError
 from edl.notifier import Notifier, wait_within
 from edl.protocol import names
-from edl.protocol.tls import CHECK_EVERY_S, CredentialFiles, explain_handshake, looks_like_handshake
+from edl.protocol.tls import CHECK_EVERY_S, CredentialFiles, explain_handshake
 from edl.quoting import listed, shown
 
 logger = logging.getLogger("edl.distill")
@@ -265,13 +265,9 @@ class TeacherConnection:
 
     async def _explain_handshake(self, words: str) -> str:
         """Return which certificate problem made an attempt to connect fail; empty if unknown."""
-        if not looks_like_handshake(words):
-            return ""
-        endpoint, says_tls = self.instance.endpoint, self.instance.meta.get(names.TLS_META) == "1"
+        endpoint = self.instance.endpoint
         try:
-            explain = functools.partial(
-                explain_handshake, endpoint, self._pool.files, says_tls=says_tls, authority=self._authority
-            )
+            explain = functools.partial(explain_handshake, words, endpoint, self._pool.files, authority=self._authority)
             return await asyncio.wrap_future(start_call("edl-handshake", explain))
         except Exception:
             logger.exception("the reason why %s cannot be connected to was not found", endpoint)

@@ -26,9 +26,8 @@ from edl.distill.padding import as_token_mask
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.fingerprint import ItemFingerprint, TimeBudget
 from edl.errors import SourceError
-from edl.protocol.arrays import RowBuffer, as_array
 from edl.protocol.names import POSITION
-from edl.protocol.tensors import Array
+from edl.protocol.tensors import Array, RowBuffer, as_array
 from edl.quoting import listed
 
 _OTHER_SHAPE = (

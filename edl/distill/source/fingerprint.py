@@ -27,8 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from edl.errors import SourceError
-from edl.protocol.arrays import is_tensor
-from edl.protocol.tensors import Array
+from edl.protocol.tensors import Array, is_tensor
 
 OBJECT_NBYTES = 33
 """What CPython's bytes object takes besides its bytes; without it, many short strings would weigh next to nothing."""

@@ -19,8 +19,7 @@ from edl.distill.compress import TopK
 from edl.distill.divergences import NO_LABEL
 from edl.distill.losses import chunked_token_loss, token_loss
 from edl.errors import SettingsError
-from edl.protocol.arrays import as_array
-from edl.protocol.tensors import Array
+from edl.protocol.tensors import Array, as_array
 from edl.settings import is_above_zero, is_count, is_share
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens", "seq_idx", "segment_ids")

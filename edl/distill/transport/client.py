@@ -355,13 +355,10 @@ class TeacherClient:
             hint = self._replies.rows_hint(request.payload.rows) if failure.kind in _ABOUT_REQUEST else ""
             raise RequestFailed(failure.kind, failure.message + hint, failure.retry_after_s) from exc
         try:
-            found, parts, answered_id = codec.split_identified_response(answer)
+            body = codec.split_response(answer)
         except ProtocolError as exc:
             raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint}: {exc}{compression_hint(answer)}") from exc
-        if answered_id and answered_id != request_id:
-            what = f"its answer is to request {quote(answered_id)}, and {request_id!r} was asked"
-            raise self._replies.unusable(what)
-        return self._replies.read((found, parts), request.payload)
+        return self._replies.read(body, request.payload, request_id)
 
     @staticmethod
     def _may_succeed_otherwise(request: _Request, failure: RequestFailure) -> bool:
@@ -395,10 +392,10 @@ class ReplyReader:
         self._checks_nan = names.EXTENSION_NO_NAN not in spec.extensions
         self._headers: dict[bytes, tuple[str, list[tuple[str, str, tuple[int, ...]]]]] = {}
 
-    def read(self, answer: Body, payload: Payload) -> Reply:
-        """Return the outputs of a request's rows, and their version."""
+    def read(self, answer: Body, payload: Payload, request_id: str = "") -> Reply:
+        """Return the outputs of a request's rows, and their version. The answer may not be to another `request_id`."""
         try:
-            version, arrays = self._arrays(*answer)
+            version, arrays = self._arrays(*answer, request_id)
             sent = payload.rows + payload.padding
             outputs = {name: self._output(name, arrays, sent) for name in self._output_spec.outputs}
             if payload.padding:
@@ -417,10 +414,12 @@ class ReplyReader:
             return ""
         return f"; if the model takes fewer than {rows} rows, say so with set_teacher_batch_size (batch_rows=)"
 
-    def _arrays(self, header: bytes, raw: list[memoryview]) -> tuple[str, dict[str, Array]]:
+    def _arrays(self, header: bytes, raw: list[memoryview], request_id: str) -> tuple[str, dict[str, Array]]:
         known = self._headers.get(header)
         if known is None:
             message = codec.parse_response(header)
+            if request_id and message.id not in ("", request_id):
+                raise self.unusable(f"its answer is to request {quote(message.id)}, and {request_id!r} was asked")
             self._check_model(message.model_name)
             version = self._version(message.model_version)
             self._check_outputs(message.outputs)
@@ -430,9 +429,11 @@ class ReplyReader:
                     for tensor in message.outputs
                 }
             specs = [(tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in message.outputs]
-            if len(self._headers) >= _MOST_ANSWER_HEADERS or len(header) > _LONGEST_HEADER:
-                self._headers.clear()
-            known = self._headers[header] = version, specs  # answers to requests of one shape have one header
+            known = version, specs
+            if self.spec.is_edl:  # answers of ours to requests of one shape have one header, without an id of their own
+                if len(self._headers) >= _MOST_ANSWER_HEADERS or len(header) > _LONGEST_HEADER:
+                    self._headers.clear()
+                self._headers[header] = known
         version, specs = known
         if version and version != self.spec.version:
             self._version(version)  # a server that went back to a version that it had before

@@ -56,9 +56,8 @@ from edl.master.shards import ShardBook
 from edl.master.shards.units import check_spec, describe_difference
 from edl.notifier import Notifier
 from edl.protocol import master as messages
-from edl.protocol.channel import listen
+from edl.protocol.channel import listen, token_checks
 from edl.protocol.tls import CredentialFiles
-from edl.protocol.token_check import token_checks
 from edl.protocol.transport import grpc
 from edl.quoting import shown
 from edl.resource import Resource

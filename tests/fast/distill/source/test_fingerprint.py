@@ -19,8 +19,7 @@ from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, Sample
 from edl.distill.source.fingerprint import Checksum, TimeBudget
 from edl.distill.transport.request import Payload
 from edl.errors import ProtocolError, SourceError
-from edl.protocol.arrays import as_array
-from edl.protocol.tensors import array_of, from_raw, to_raw
+from edl.protocol.tensors import array_of, as_array, from_raw, to_raw
 from edl_serving.backends.backend import TensorSpec, cast_to_spec
 from edl_serving.backends.callable import CallableBackend
 

@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "another name": (
         lambda folder, ca: (serving(folder, ca.issue("teacher.example")), believing(folder, ca)),
-        r"is for another name \('teacher.example'\), not for '127.0.0.1'.*EDL_TLS_SERVER_NAME",
+        "is for another name, not for '127.0.0.1'.*EDL_TLS_SERVER_NAME",
     ),
     # The registry names the host; who changes it must not be able to choose the certificate with it.
     "the host's name alone": (
@@ -219,9 +219,7 @@ def test_new_certificate_without_restart(serve: Serve, tmp_path: Path, ca: Autho
     before.read()
     later = teacher.metric("edl_teacher_certificate_expiry_seconds") - expiry
     assert later == pytest.approx(4 * 86400, abs=600), "what an alert looks at"
-    why_unused(
-        reader(teacher, believing(tmp_path, ca, server_name="before.example")), r"another name \('after.example'\)"
-    )
+    why_unused(reader(teacher, believing(tmp_path, ca, server_name="before.example")), "another name, not for 'before")
 
 
 def test_client_ca_replaced_shuts_out(serve: Serve, tmp_path: Path, ca: Authority, student: Any) -> None:

@@ -11,16 +11,12 @@ Commands parse, call the library, and print: whatever a program may want to call
 
 from __future__ import annotations
 
-import ast
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import edl
 from edl.errors import DiscoveryError, EDLError, KubernetesError, SettingsError
@@ -70,8 +66,8 @@ EXIT_FAILED, EXIT_USAGE, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_TRY_AGAIN = 1,
 _GROUP = "edl.commands"
 _COMMANDS = {
     "demo": ("edl.cli.demo", "Teachers that come, go and die, and students that never notice"),
-    "serve": ("", ""),
-    "register": ("", ""),
+    "serve": ("", "Serves a model to students as a teacher"),
+    "register": ("", "Puts a running Triton, vLLM or other KServe v2 server into discovery"),
     "proxy": ("edl.cli.servers:proxy", "Elastic teachers for trainers that know a single vLLM's URL"),
     "teachers": ("edl.cli.teachers", "The teachers that are live, once or as the list changes"),
     "store": ("edl.cli.servers:store", "Serves a store to other hosts, where teachers and jobs meet"),
@@ -91,7 +87,7 @@ _COMMANDS = {
     "delete": ("edl.cli.kube.workloads:delete", "Deletes jobs and pools on Kubernetes; asks nothing"),
     "operator": ("edl.cli.servers:operator", "Runs ElasticJobs and TeacherPools of a Kubernetes cluster"),
 }
-"""Name -> target and summary, in the order in which a new user meets them; without both, it is an entry point."""
+"""Name -> target and summary, in the order in which a new user meets them; without a target, it is an entry point."""
 
 _PROVIDERS = {
     "aiohttp": ("aiohttp", "dashboard"),
@@ -161,7 +157,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _help() -> str:
     commands = find_commands()
     width = max(len(name) for name in commands)
-    lines = [f"  {name:<{width}}  {command.summary or f'({command.target})'}" for name, command in commands.items()]
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in commands.items()]
     listing = "\n".join(["Commands:", *lines])
     ending = "`edl COMMAND --help` explains a command. EDL_TRACEBACK=1 shows where an error came from."
     return "\n\n".join([_USAGE, _INTRODUCTION, listing, _FIRST_STEPS, ending])
@@ -190,37 +186,10 @@ def find_commands() -> dict[str, Command]:
     offered = {entry.name: entry.value for entry in entry_points(group=_GROUP)}
     found = {}
     for name in [*_COMMANDS, *sorted(offered.keys() - _COMMANDS.keys())]:
-        target, summary = _COMMANDS.get(name, ("", ""))
-        if not target and name in offered:
-            target, summary = offered[name], _read_summary(offered[name])
-        if target:
-            found[name] = Command(name, target, summary)
+        target, summary = _COMMANDS.get(name, ("", f"({offered.get(name)})"))
+        if target or name in offered:
+            found[name] = Command(name, target or offered[name], summary)
     return found
-
-
-def _read_summary(target: str) -> str:
-    """Return the first line of a module's docstring, from its source."""
-    spec = _locate(target.partition(":")[0])
-    try:
-        source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
-        docstring = ast.get_docstring(ast.parse(source)) or ""
-    except (OSError, SyntaxError, ValueError):
-        return ""
-    text = re.sub(r"^`{0,2}edl [\w -]+`{0,2} ?[:,-] *", "", docstring.partition("\n")[0].strip()).rstrip(".")
-    return text[:1].upper() + text[1:]
-
-
-def _locate(module: str) -> ModuleSpec | None:
-    """Return where a module's source is. `importlib.util.find_spec` would import the packages around it."""
-    path: list[str] | None = None
-    spec: ModuleSpec | None = None
-    parts = module.split(".")
-    for index in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: index + 1]), path)
-        if spec is None:
-            return None
-        path = list(spec.submodule_search_locations or ())
-    return spec
 
 
 def explain_missing(exc: ModuleNotFoundError) -> str | None:

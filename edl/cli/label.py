@@ -9,16 +9,15 @@ import argparse
 import contextlib
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
 
-from edl.cli.output import counted
+from edl.cli.output import counted, open_progress
 from edl.command_line import CommandParser, at_least, duration, split_names
 from edl.datasets import LabelDataset, open_data
 from edl.datasets.rows import RaggedData
@@ -94,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _label_all(options: argparse.Namespace, guard: DataGuard, plan: LabelPlan, cache: SoftLabelCache) -> int:
     with contextlib.closing(Labeller(guard, plan, cache)) as labeller:
-        with open_screen(plan.teachers.name) as screen:
+        with open_screen() as screen:
 
             def show(progress: LabelProgress) -> None:
                 done = progress.known + progress.labelled
@@ -206,47 +205,27 @@ def _teachers(options: argparse.Namespace) -> Teachers:
 
 # --- Output ---
 
-_LINE_EVERY_S = 5.0
-"""Time between two lines of progress, if the output is a file or pipe. In a terminal there is a bar."""
-
-
 Screen: TypeAlias = Callable[[int, int | None, float, float | None, str], None]
 """Shows progress: rows done, rows in total, rows per second, seconds left, and who works on it."""
 
 
 @contextlib.contextmanager
-def open_screen(title: str) -> Iterator[Screen]:
+def open_screen() -> Iterator[Screen]:
     """Show progress on standard error."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _lines()
-        return
-    columns = (SpinnerColumn(), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[rate]:,.0f} rows/s"))
-    with Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[who]}"), console=console) as bar:
-        task = bar.add_task(title, total=None, rate=0.0, who="waiting for teachers")
+    ends = MofNCompleteColumn(), TextColumn("{task.description}")
 
-        def show(done: int, total: int | None, rows_per_s: float, left_s: float | None, who: str) -> None:
-            bar.update(task, completed=done, total=total, rate=rows_per_s, who=who)
-
-        yield show
-
-
-def _lines() -> Screen:
-    next_at = time.monotonic()
-
-    def show(done: int, total: int | None, rows_per_s: float, left_s: float | None, who: str) -> None:
-        nonlocal next_at
-        now = time.monotonic()
-        if now < next_at:
-            return
-        next_at = now + _LINE_EVERY_S
+    def write_line(done: int, total: int | None, words: str) -> None:
         of_all = f" of {total:,}" if total is not None else ""
-        parts = [f"{done:,}{of_all} rows", f"{rows_per_s:,.0f} rows/s", who]
-        if left_s is not None:
-            parts.append(f"{left_s / 60:.0f} min left" if left_s >= 120 else f"{left_s:.0f} s left")
-        print(", ".join(parts), file=sys.stderr, flush=True)
+        print(f"{done:,}{of_all} rows, {words}", file=sys.stderr, flush=True)
 
-    return show
+    with open_progress(Console(stderr=True), (SpinnerColumn(), BarColumn(None), *ends), write_line) as show:
+
+        def tell(done: int, total: int | None, rows_per_s: float, left_s: float | None, who: str) -> None:
+            left = [f"{left_s / 60:.0f} min left" if left_s >= 120 else f"{left_s:.0f} s left"] if left_s else []
+            show(done, total, ", ".join([f"{rows_per_s:,.0f} rows/s", who, *left]))
+
+        show(0, None, "waiting for teachers")
+        yield tell
 
 
 def print_outcome(progress: LabelProgress, key: CacheKey, folder: str, nbytes: int, data: LabelDataset) -> None:

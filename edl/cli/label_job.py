@@ -278,7 +278,7 @@ class _Worker:
             return _REPORT_S
 
         with (
-            open_screen(self._job) as screen,
+            open_screen() as screen,
             contextlib.closing(BackgroundLoop("edl-label-progress", show_report)),
             # Closed, not left: the labeller reports failures, and an error here says nothing about other shards.
             contextlib.closing(ShardReader(client, _DATASET, explicit=True, on_poisoned="warn")) as reader,

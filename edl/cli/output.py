@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeAlias, TypeVar
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.progress import Progress, ProgressColumn
 from rich.table import Table
 from rich.text import Text
+
+T = TypeVar("T")
+
+_LINE_EVERY_S: Final = 5.0
+"""Time between two lines of progress, if the output is a file or a pipe. A terminal has a bar."""
 
 
 def console(width: int) -> Console:
@@ -29,6 +39,63 @@ def table(headings: Sequence[str], rows: Iterable[Iterable[str | Text]], numbers
     for row in rows:
         found.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in row))
     return found
+
+
+def show_looks(
+    looks: Iterable[T],
+    view: Callable[[T], RenderableType],
+    to_json: Callable[[T], str] | None,
+    width: int,
+    *,
+    facts: Callable[[T], object] | None = None,
+) -> None:
+    """Show looks as they come: in place on a terminal, otherwise below each other, or with `to_json` as lines of JSON.
+
+    With `facts`, a look whose facts are those of the look before gets no new line.
+    """
+    screen = console(width)
+    with contextlib.ExitStack() as stack:
+        live = None
+        if screen.is_terminal and to_json is None and isinstance(looks, Iterator):
+            live = stack.enter_context(Live(console=screen, auto_refresh=False))
+        last: object = None
+        for look in looks:
+            if live is not None:
+                live.update(view(look), refresh=True)
+                continue
+            if facts is not None:
+                if facts(look) == last:
+                    continue
+                last = facts(look)
+            if to_json is not None:
+                print(to_json(look), flush=True)
+            else:
+                screen.print(view(look))
+
+
+ShowProgress: TypeAlias = Callable[[int, int | None, str], None]
+"""Shows how much of a whole is done, if that is known, and a text."""
+
+
+@contextlib.contextmanager
+def open_progress(
+    screen: Console, columns: Sequence[ProgressColumn], write_line: Callable[[int, int | None, str], None]
+) -> Iterator[ShowProgress]:
+    """Show progress: with a bar of `columns` on a terminal, otherwise with a line every few seconds."""
+    if screen.is_terminal:
+        with Progress(*columns, console=screen) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda done, total, words: bar.update(task, completed=done, total=total, description=words)
+        return
+    next_at = time.monotonic()
+
+    def show(done: int, total: int | None, words: str) -> None:
+        nonlocal next_at
+        if time.monotonic() >= next_at:
+            next_at = time.monotonic() + _LINE_EVERY_S
+            write_line(done, total, words)
+
+    yield show
 
 
 def counted(number: int, name: str) -> str:

@@ -9,13 +9,12 @@ import time
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from edl.cli.kube.workload_status import show_workload
 from edl.cli.kube.workloads import add_cluster_options, find_target, open_cluster
-from edl.cli.output import console, counted, last_line, printable, table
+from edl.cli.output import counted, last_line, printable, show_looks, table
 from edl.collective.goodput import Event, NodeStatus
 from edl.collective.job_records import GAVE_UP, Exclusion
 from edl.command_line import CommandParser, at_least
@@ -132,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
         if options.forget:
             raise SettingsError("--forget is for a job in a store (--store), and not for one of a cluster")
         with open_cluster(options) as client:
-            show_workload(client, options, console(_WIDTH), _shown)
+            show_workload(client, options, _shown)
         return 0
     with open_store(DiscoverySettings.of(options.store).url) as store:
         if options.forget:
@@ -143,12 +142,8 @@ def main(argv: Sequence[str]) -> int:
             if options.store is not None or not _show_from_cluster(options, exc):
                 raise
             return 0
-        if options.watch:
-            _watch(store, status, options.events, as_json=options.json)
-        elif options.json:
-            print(_json(status))
-        else:
-            console(_WIDTH).print(_shown(status))
+        looks = _looks(store, status, options.events) if options.watch else [(status, "")]
+        show_looks(looks, _view, (lambda look: _json(look[0])) if options.json else None, _WIDTH)
     return 0
 
 
@@ -177,7 +172,7 @@ def _show_from_cluster(options: argparse.Namespace, missing: SettingsError) -> b
             raise SettingsError(f"{missing}; in the cluster {exc}") from exc
         except (KubernetesError, PermanentError) as exc:
             raise SettingsError(f"{missing}; and whether the cluster has it is not known: {exc}") from exc
-        show_workload(client, options, console(_WIDTH), _shown)
+        show_workload(client, options, _shown)
     return True
 
 
@@ -188,30 +183,22 @@ def _json(status: JobStatus) -> str:
     return json.dumps(fields, allow_nan=False)
 
 
-def _watch(store: Store, status: JobStatus, events: int, *, as_json: bool) -> None:
-    """Show the job until it ends. An outage of the store is told, and is not the end."""
-    screen = console(_WIDTH)
-    with contextlib.ExitStack() as stack:
-        live = None
-        if screen.is_terminal and not as_json:
-            live = stack.enter_context(Live(console=screen, auto_refresh=False))
-        trouble = ""
-        while True:
-            if as_json:
-                print(_json(status), flush=True)
-            else:
-                shown = Group(_shown(status), Text(printable(trouble), "bold red"))
-                if live is None:
-                    screen.print(shown)
-                else:
-                    live.update(shown, refresh=True)
-            if status.state in ("done", "failed", GAVE_UP):
-                return
-            time.sleep(_EVERY_S)
-            try:
-                status, trouble = read_job_status(store, status.job, events), ""
-            except DiscoveryError as exc:
-                trouble = f"as known last: {exc}"
+def _looks(store: Store, status: JobStatus, events: int) -> Iterator[tuple[JobStatus, str]]:
+    """Yield the job until it ends, with what troubles the store: an outage is told, and is not the end."""
+    trouble = ""
+    while True:
+        yield status, trouble
+        if status.state in ("done", "failed", GAVE_UP):
+            return
+        time.sleep(_EVERY_S)
+        try:
+            status, trouble = read_job_status(store, status.job, events), ""
+        except DiscoveryError as exc:
+            trouble = f"as known last: {exc}"
+
+
+def _view(look: tuple[JobStatus, str]) -> RenderableType:
+    return Group(_shown(look[0]), *([Text(printable(look[1]), "bold red")] if look[1] else []))
 
 
 def _shown(status: JobStatus) -> RenderableType:

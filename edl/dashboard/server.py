@@ -12,7 +12,6 @@ import logging
 import mimetypes
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +25,7 @@ from edl.dashboard.state import StateReader
 from edl.dashboard.state.cluster import ClusterView
 from edl.dashboard.streams import HEARTBEAT_S, NO_STORE, EventStreams, LookLoop
 from edl.errors import SettingsError
-from edl.http_server.access import SCHEME, BearerTokenCheck, HostCheck
+from edl.http_server.access import HostCheck, TokenCheck
 from edl.http_server.server import STOP_S, AppServer
 from edl.kube.settings import KubeSettings
 from edl.protocol.channel import is_this_host
@@ -41,18 +40,14 @@ DEFAULT_PORT: Final = 8650
 """Port of `edl dashboard`: free on most machines, as no well-known service has it."""
 _MOST_CONNECTIONS: Final = 400
 """Twice as many as there may be clients of the stream of events."""
-_MAX_BODY: Final = 4096
-"""Bytes of a request: a form with a token."""
 _LOOK_S: Final = 10.0
 """For a look that a request waits for; Prometheus itself gives up after 10 s by default."""
 _READY_LOOK_S: Final = 0.8
 """For a look that a probe waits for; a kubelet gives up after 1 s by default, and asks again."""
-_COOKIE_S: Final = 30 * 24 * 3600
-"""A month, as long as the process lives."""
 _PROBES: Final = frozenset({"/healthz", "/livez", "/readyz"})
 """Paths that are answered under any name and without a token: a kubelet has neither."""
-_OPEN: Final = _PROBES | {"/login"}
-"""Paths that need no token."""
+_ASK_TOKEN: Final = {"WWW-Authenticate": 'Basic realm="EDL: a token as the password, any name", charset="UTF-8"'}
+"""With which a browser asks its user for a token, and sends it with all requests from then on."""
 HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
@@ -187,38 +182,15 @@ class DashboardServer(AppServer):
         try:
             tokens = None
             if self._credentials is not None and self._credentials.settings.token_file:
-                tokens = TokenCookieCheck(self._credentials, self._settings.port)
+                tokens = TokenCheck(self._credentials)
             hosts = HostCheck(self._settings.local, self._settings.allowed_hosts)
-            await self.run_app(_Pages(looks, streams, metrics, hosts, tokens, self._tls).app(), looks.end)
+            await self.run_app(_Pages(looks, streams, metrics, hosts, tokens).app(), looks.end)
         finally:
             await asyncio.wrap_future(start_call("edl-dashboard-close", lambda: looks.close(STOP_S)))
 
 
-class TokenCookieCheck(BearerTokenCheck):
-    """Tells whether a request shows a valid token, or a cookie that was given for one.
-
-    A cookie holds no token, but a code made of it with a key of this process: the cookie of a revoked token is worth
-    nothing, and neither is any cookie after a restart.
-    """
-
-    def __init__(self, files: CredentialFiles, port: int) -> None:
-        super().__init__(files)
-        self.cookie: Final = f"edl_dashboard_{port}"  # cookies of a host are the same on all of its ports
-
-    def cookie_value(self, token: str) -> str | None:
-        """Return the cookie for a token; None if the token is not valid."""
-        digest = self.digest(token.strip())
-        return digest if self.matches(digest) else None
-
-    def allows(self, authorization: str | None, cookie: str | None) -> bool:
-        """Return whether a request with these headers may be answered."""
-        if authorization is not None and authorization[: len(SCHEME)].lower() == SCHEME:
-            return self.allows_header(authorization)
-        return cookie is not None and self.matches(cookie)
-
-
 class _Pages:
-    """Answers requests. `tokens` is None if the page is open; `secure` says that it is served over TLS."""
+    """Answers requests. `tokens` is None if the page is open."""
 
     def __init__(
         self,
@@ -226,15 +198,13 @@ class _Pages:
         streams: EventStreams,
         metrics: DashboardMetrics,
         hosts: HostCheck,
-        tokens: TokenCookieCheck | None,
-        secure: bool,
+        tokens: TokenCheck | None,
     ) -> None:
         self._looks = looks
         self._streams = streams
         self._metrics = metrics
         self._hosts = hosts
         self._tokens = tokens
-        self._secure = secure
         self._files = _read_static_files()
 
     def app(self) -> web.Application:
@@ -251,7 +221,7 @@ class _Pages:
         async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
             response.headers.update(HEADERS)  # also a stream's, which are sent before its handler returns
 
-        app = web.Application(middlewares=[check], client_max_size=_MAX_BODY)
+        app = web.Application(middlewares=[check])
         app.on_response_prepare.append(add_headers)
         app.router.add_get("/", self._index)
         app.router.add_get("/static/{path:.+}", self._static)
@@ -261,29 +231,20 @@ class _Pages:
         app.router.add_get("/healthz", self._live)
         app.router.add_get("/livez", self._live)
         app.router.add_get("/readyz", self._ready)
-        app.router.add_get("/login", self._login_form)
-        app.router.add_post("/login", self._login)
         return app
 
     async def _checked(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Answer a request that has the right name and, if tokens are required, a token."""
-        tokens = self._tokens
         if request.path in _PROBES:
             return await handler(request)
-        if tokens is None and not self._hosts.allows(request.headers.get("Host")):
+        if self._tokens is None and not self._hosts.allows(request.headers.get("Host")):
             raise web.HTTPForbidden(
                 text="this page is not known under the name in the Host header: use its address, or start it with "
                 "--allow-host NAME\n"
             )
-        if tokens is not None and request.path not in _OPEN:
-            shown = request.headers.get("Authorization"), request.cookies.get(tokens.cookie)
-            if not tokens.allows(*shown):
-                if request.path == "/":
-                    raise web.HTTPSeeOther("login", headers=NO_STORE)
-                raise web.HTTPUnauthorized(
-                    text="token required: Authorization: Bearer TOKEN, or log in at /login\n",
-                    headers={**NO_STORE, "WWW-Authenticate": "Bearer"},
-                )
+        if self._tokens is not None and not self._tokens.allows(request.headers.get("Authorization")):
+            words = "token required (a line of --token-file): Authorization: Bearer TOKEN, or a browser's password\n"
+            raise web.HTTPUnauthorized(text=words, headers={**NO_STORE, **_ASK_TOKEN})
         return await handler(request)
 
     async def _state(self, _: web.Request) -> web.Response:
@@ -323,36 +284,6 @@ class _Pages:
         if any(tag.value == etag for tag in request.if_none_match or ()):
             return web.Response(status=304, headers=headers)
         return web.Response(body=data, headers=headers)
-
-    async def _login_form(self, _: web.Request) -> web.Response:
-        return _form("")
-
-    async def _login(self, request: web.Request) -> web.Response:
-        """Take a token from the form, and give a cookie for it."""
-        given = (await request.post()).get("token", "")
-        done = web.Response(status=303, headers={**NO_STORE, "Location": "./"})
-        if self._tokens is None:
-            return done
-        cookie = self._tokens.cookie_value(given) if isinstance(given, str) else None
-        if cookie is None:
-            logger.warning("an invalid token was refused; it came from %s", request.remote)
-            return _form("This token is not valid here.", status=403)
-        name = self._tokens.cookie
-        done.set_cookie(name, cookie, max_age=_COOKIE_S, httponly=True, samesite="Strict", secure=self._secure)
-        return done
-
-
-def _form(message: str, status: int = 200) -> web.Response:
-    """Return a form that works without scripts and styles."""
-    text = (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
-        f"<title>EDL</title><h1>EDL</h1><p>{escape(message)}</p>"
-        '<form method="post" action="login"><label>Token: <input name="token" type="password" required autofocus '
-        'autocomplete="current-password"></label> <button>Open</button></form>'
-        "<p>It is a line of the file that this page was started with (<code>--token-file</code>).</p></html>"
-    )
-    return web.Response(text=text, content_type="text/html", status=status, headers=NO_STORE)
 
 
 def _read_static_files() -> Mapping[str, tuple[bytes, str, str]]:

@@ -1,4 +1,4 @@
-"""Whom an HTTP server answers: the name in the Host header, pages of other sites, and bearer tokens.
+"""Whom an HTTP server answers: the name in the Host header, pages of other sites, and tokens.
 
 A browser can be led to a server that asks for no token: a page of any site may send requests to 127.0.0.1 (they carry
 `Origin`), and its own name may suddenly mean that address (DNS rebinding), so that the browser takes both for one site.
@@ -7,18 +7,13 @@ Then the Host header has the stranger's name. An address is not a name, so it ca
 
 from __future__ import annotations
 
-import hashlib
+import base64
 import hmac
 import ipaddress
-import secrets
 import socket
 from collections.abc import Iterable
-from typing import Final
 
 from edl.protocol.tls import CredentialFiles
-
-SCHEME: Final = "bearer "
-"""Begins the value of Authorization, in any case."""
 
 
 class HostCheck:
@@ -49,29 +44,30 @@ class HostCheck:
         return address.is_loopback or not self._local
 
 
-class BearerTokenCheck:
-    """Tells whether a request shows a token that is valid at this moment; files are read again when they change."""
+class TokenCheck:
+    """Tells whether a request shows a token that is valid at this moment; files are read again when they change.
+
+    Programs send `Bearer TOKEN`. A browser that is asked for `Basic` credentials (RFC 7617) sends a token as the
+    password, with any name.
+    """
 
     def __init__(self, files: CredentialFiles) -> None:
         self._files = files
-        self._key = secrets.token_bytes(32)
 
-    def allows_header(self, authorization: str | None) -> bool:
+    def allows(self, authorization: str | None) -> bool:
         """Return whether a request with this value of Authorization, or with none, may be answered."""
-        if authorization is None or authorization[: len(SCHEME)].lower() != SCHEME:
+        scheme, _, value = (authorization or "").partition(" ")
+        token = value.strip().encode(errors="replace")
+        if scheme.lower() == "basic":
+            try:
+                token = base64.b64decode(token, validate=True).partition(b":")[2]
+            except ValueError:
+                return False
+        elif scheme.lower() != "bearer":
             return False
-        return self.matches(self.digest(authorization[len(SCHEME) :].strip()))
-
-    def matches(self, digest: str) -> bool:
-        """Return whether a digest is that of a valid token."""
-        shown = digest.encode()
         # All of them, so that the place of a token does not show in the time.
-        matches = [hmac.compare_digest(shown, self.digest(token).encode()) for token in self._files.current().tokens]
+        matches = [hmac.compare_digest(token, known.encode()) for known in self._files.current().tokens]
         return any(matches)
-
-    def digest(self, token: str) -> str:
-        """Return the digest of a token, made with a key of this process."""
-        return hmac.new(self._key, token.encode(errors="replace"), hashlib.sha256).hexdigest()
 
 
 def _name(header: str) -> str:

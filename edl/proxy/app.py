@@ -35,7 +35,7 @@ from edl.errors import (
     SourceError,
     TemporaryError,
 )
-from edl.http_server.access import BearerTokenCheck, HostCheck
+from edl.http_server.access import HostCheck, TokenCheck
 from edl.proxy.completions import (
     PIECE_ENTRIES,
     CompletionRequest,
@@ -309,7 +309,7 @@ class ScoringApi:
         return web.Response(body=body, headers={**_NO_STORE, "Content-Type": content_type})
 
 
-def make_app(api: ScoringApi, hosts: HostCheck | None, tokens: BearerTokenCheck | None) -> Any:
+def make_app(api: ScoringApi, hosts: HostCheck | None, tokens: TokenCheck | None) -> Any:
     """Return the application, a `web.Application`."""
     logged: set[str] = set()
 
@@ -340,10 +340,10 @@ def make_app(api: ScoringApi, hosts: HostCheck | None, tokens: BearerTokenCheck 
 
 
 def _find_refusal(
-    request: web.Request, hosts: HostCheck | None, tokens: BearerTokenCheck | None
+    request: web.Request, hosts: HostCheck | None, tokens: TokenCheck | None
 ) -> web.StreamResponse | None:
     """Return the answer to a client that may not ask; None if it may."""
-    if tokens is not None and not tokens.allows_header(request.headers.get("Authorization")):
+    if tokens is not None and not tokens.allows(request.headers.get("Authorization")):
         return _error(401, "token required: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
     if "Origin" in request.headers:  # which a browser sends with what a page posts; no trainer does
         return _error(403, "requests of web pages are refused")

@@ -9,7 +9,7 @@ import logging
 import time
 from typing import Final
 
-from edl.http_server.access import BearerTokenCheck, HostCheck
+from edl.http_server.access import HostCheck, TokenCheck
 from edl.http_server.server import AppServer
 from edl.protocol.tls import CredentialFiles
 from edl.proxy.app import ScoringApi, make_app
@@ -59,7 +59,7 @@ class ProxyServer(AppServer):
         self._api = ScoringApi(settings, self._scorers)
         tokens = None
         if self._credentials is not None and self._credentials.settings.token_file:
-            tokens = BearerTokenCheck(self._credentials)
+            tokens = TokenCheck(self._credentials)
         hosts = HostCheck(True, settings.allowed_hosts) if settings.local and tokens is None else None
         await self.run_app(make_app(self._api, hosts, tokens), answers_late=True)
 

@@ -71,7 +71,8 @@ def test_life_of_a_job(scene: Scene, person: Person, edl_store: str) -> None:
     scene.wait("workers again", lambda: scene.running("story"))
     assert "job/story: deleted" in person.run("delete", "story", "--wait", *PATIENT)
     assert not cluster.list_pods(namespace)
-    assert "story-script" not in cluster.kubectl("-n", namespace, "get", "configmaps", "-o", "name")
+    maps = ("-n", namespace, "get", "configmaps", "-o", "name")
+    scene.wait("its script is collected", lambda: "story-script" not in cluster.kubectl(*maps))
     scene.wait("the end of the logs", lambda: logs.poll() is not None)
     assert logs.returncode == 0, path.read_text()[-2000:]
     assert "Deleted" in path.read_text()
@@ -122,8 +123,8 @@ def test_without_operator(scene: Scene, person: Person, edl_store: str) -> None:
     person.run(*SUBMIT, "--name", "third", "--teachers", "digits=1:3", "steps.py")
     assert cluster.get("teacherpools", "digits", namespace)["spec"]["maxReplicas"] == 3
     person.run("delete", "lonely", "first", "third", "pool/digits", "--wait", *PATIENT)
-    left = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
-    assert left.split() == ["configmap/kube-root-ca.crt"]
+    left = ("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
+    scene.wait("the end of all", lambda: cluster.kubectl(*left).split() == ["configmap/kube-root-ca.crt"])
     scene.wait("a look at nothing", lambda: "No jobs or pools" in watched.read_text())
     assert watch.poll() is None, "it goes on until Ctrl-C"
     watch.send_signal(signal.SIGINT)

@@ -73,7 +73,8 @@ def test_people_submit_and_look(cluster: Cluster, namespace: str, person: Person
     assert cluster.get("teacherpools", "digits", namespace)["spec"]["maxReplicas"] == 3
     assert "job mine in namespace" in person.run("status", "mine")
     person.run("delete", "more", "pool/digits", "--wait")
-    assert "more-script" not in cluster.kubectl("-n", namespace, "get", "configmaps", "-o", "name"), "with its script"
+    maps = ("-n", namespace, "get", "configmaps", "-o", "name")
+    cluster.wait("its script is collected", lambda: "more-script" not in cluster.kubectl(*maps), namespace)
 
     cluster.kubectl("-n", namespace, "delete", "rolebinding,role", "--all")
     user = f"system:serviceaccount:{namespace}:person"

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 from safetensors.torch import save_file
@@ -40,7 +40,7 @@ from edl.cli.demo.models import (
     size,
     train_teacher,
 )
-from edl.cli.output import table
+from edl.cli.output import open_progress, table
 from edl.discovery import open_store
 from edl.distill import Credentials, DistillReader, Options, ReaderStats
 from edl.errors import EDLError, SettingsError
@@ -52,8 +52,6 @@ _START_S: Final = 120.0
 """How long a teacher may take to be ready: several import torch at once, on few cores."""
 _STOP_S: Final = 10.0
 """How long a teacher may take to drain: it has some ten milliseconds of work left."""
-_PLAIN_S: Final = 5.0
-"""Time between two lines of progress outside a terminal."""
 _SAMPLE_S: Final = 0.1
 """Time between two samples of the counters: the picture's bins of half a second hold five."""
 _BIN_S: Final = 0.5
@@ -104,22 +102,13 @@ class Screen:
     @contextmanager
     def bar(self, total: int) -> Iterator[_Bar]:
         """Show progress towards `total`; `say` prints above it."""
-        if not self.console.is_terminal:
-            next_s = time.monotonic() + _PLAIN_S
+        columns = (TextColumn("  "), BarColumn(bar_width=28), TaskProgressColumn(), TextColumn("{task.description}"))
 
-            def show_line(done: int, text: str) -> None:
-                nonlocal next_s
-                if time.monotonic() >= next_s:
-                    next_s = time.monotonic() + _PLAIN_S
-                    self.say(f"{done / total:4.0%}  {text}")
+        def write_line(done: int, _: int | None, text: str) -> None:
+            self.say(f"{done / total:4.0%}  {text}")
 
-            yield show_line
-            return
-        ends = TextColumn("{task.description}"), TimeRemainingColumn(compact=True)
-        columns = (TextColumn("  "), BarColumn(bar_width=28), TaskProgressColumn(), *ends)
-        with Progress(*columns, console=self.console, transient=True, refresh_per_second=8) as progress:
-            task = progress.add_task("", total=total)
-            yield lambda done, text: progress.update(task, completed=done, description=text)
+        with open_progress(self.console, columns, write_line) as show:
+            yield lambda done, text: show(done, total, text)
 
 
 # --- Teachers ---

@@ -44,11 +44,13 @@ _VOLUME: Final = "edl-script"
 _TYPES: Final = {(item.api_version, item.kind): item for item in (ELASTIC_JOBS, TEACHER_POOLS, CONFIG_MAPS)}
 _MAX_BYTES: Final = 8 * 1024 * 1024
 """Size of a file: Kubernetes takes objects of some 1.5 MB, and YAML of many megabytes takes minutes to read."""
+_MAX_DOCUMENT_BYTES: Final = 2 * 1024 * 1024
+"""Size of a document with all that its aliases repeat."""
 _PLAIN: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[a-z/][a-z0-9/._-]*", re.IGNORECASE)
 """Texts that are texts for every reader of YAML without quotes. Readers differ on others: PyYAML takes 1e-3 and y as
 texts, kubectl as a number and a boolean."""
-_MOST_NODES: Final = 200_000
-"""Nodes of a file, counting those that its aliases repeat: the largest object that Kubernetes takes has fewer."""
+_MOST_MERGED: Final = 200_000
+"""Fields that a file's merges (`<<`) may repeat: the largest object that Kubernetes takes has fewer."""
 _INT: Final = re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)")
 _FLOAT: Final = re.compile(
     r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
@@ -416,7 +418,12 @@ def _load_all(path: str) -> list[Any]:
         raise SettingsError(f"{path} is larger than {_MAX_BYTES:,} bytes, which no manifest is")
     try:
         documents = load_documents(text)
-        json.dumps(documents, allow_nan=False)  # YAML has types that JSON lacks, such as bytes
+        for document in documents:
+            nbytes = 0
+            for piece in json.JSONEncoder(allow_nan=False).iterencode(document):  # YAML has types that JSON lacks
+                nbytes += len(piece)
+                if nbytes > _MAX_DOCUMENT_BYTES:
+                    raise ValueError("its aliases make it too large")
     except (TypeError, ValueError, RecursionError) as exc:
         raise SettingsError(f"{path} is not a YAML manifest: {exc}") from exc
     return documents
@@ -447,12 +454,12 @@ def load_documents(text: str) -> list[Any]:
     """Read YAML, or JSON, as kubectl does. PyYAML takes 12:30 for 750, a day for a date, and 1e-3 for a text.
 
     Raises:
-        ValueError: The text is something else, or has aliases that would make it huge.
+        ValueError: The text is something else, or has merges that would make it huge.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-        """Has go-yaml's numbers, no dates, and a bound on what aliases and merges repeat."""
+        """Has go-yaml's numbers, no dates, and a bound on what merges repeat."""
 
         merged = 0
 
@@ -460,7 +467,7 @@ def load_documents(text: str) -> list[Any]:
             """Merge `<<`, of which each may have merged others."""
             super().flatten_mapping(node)
             self.merged += len(node.value)
-            if self.merged > _MOST_NODES:
+            if self.merged > _MOST_MERGED:
                 raise yaml.YAMLError("its aliases make it too large")
 
     Loader.yaml_implicit_resolvers = {
@@ -472,13 +479,9 @@ def load_documents(text: str) -> list[Any]:
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", whole, list("-+.0123456789"))
     Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: _parse_int(loader.construct_scalar(node)))
     try:
-        documents = list(yaml.load_all(text, Loader=Loader))
+        return list(yaml.load_all(text, Loader=Loader))
     except (yaml.YAMLError, RecursionError, AttributeError) as exc:
         raise ValueError(str(exc)) from exc
-    sizes: dict[int, int] = {}
-    if sum(_count_nodes(document, sizes) for document in documents) > _MOST_NODES:
-        raise ValueError("its aliases make it too large")
-    return documents
 
 
 def _parse_int(spelled: str) -> int:
@@ -486,20 +489,6 @@ def _parse_int(spelled: str) -> int:
     base = _PREFIXES.get(digits[:2], 8 if digits.startswith("0") and digits != "0" else 10)
     number = int(digits[2:] if digits[:2] in _PREFIXES else digits, base)
     return -number if spelled.startswith("-") else number
-
-
-def _count_nodes(found: Any, sizes: dict[int, int]) -> int:
-    """Count nodes as often as aliases repeat them, but visit each once."""
-    if not isinstance(found, (dict, list)):
-        return 1
-    known = sizes.get(id(found))
-    if known == 0:
-        raise ValueError("it contains itself")
-    if known is None:
-        sizes[id(found)] = 0
-        inner = found.values() if isinstance(found, dict) else found
-        known = sizes[id(found)] = 1 + sum(_count_nodes(part, sizes) for part in inner)
-    return known
 
 
 # --- Slips that neither the operator nor the API server refuses ---

@@ -1,20 +1,15 @@
-"""Writes a job's resources into the cluster: all of them, or none.
+"""Checks a job's resources, and writes them into the cluster: if one is refused, those before it are deleted again.
 
-An answer may be lost, or come too late, although the API server has made the object. So each object has a mark of its
-submission, by which it is found again. `manifests` makes their contents.
+If the API server does not answer, it may have made the object, and nothing is taken back: the error says what is there.
 """
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
-from edl.backoff import Backoff
 from edl.cli.kube.manifests import RequestedPool, find_slips, manifest_type
-from edl.cli.kube.workloads import SCRIPT_LABEL, SUBMISSION_MARK
+from edl.cli.kube.workloads import SCRIPT_LABEL
 from edl.errors import ConflictError, EDLError, InvalidObjectError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
@@ -23,17 +18,6 @@ from edl.master.kube.resources import SpecProblem, parse_elastic_job, parse_teac
 
 _ANY_STORE: Final = "edl://store"
 """For the check of a job without a store: the operator's is not known here."""
-_LATE_S: Final = 20.0
-"""For an object to appear after a request without an answer: admission webhooks have 10 s each by default."""
-
-
-@dataclass
-class _Request:
-    """An object to make, with its mark; `made` is what the API answered."""
-
-    manifest: Object
-    namespace: str
-    made: Object | None = None
 
 
 def check_manifests(manifests: Sequence[Object]) -> None:
@@ -53,7 +37,7 @@ def check_manifests(manifests: Sequence[Object]) -> None:
 def create_all(
     client: KubeClient, manifests: Sequence[Object], namespace: str, tell: Callable[[str], None]
 ) -> list[Object]:
-    """Make resources in order, and return what the API answered. If one cannot be made, take the others back.
+    """Make resources in order, and return what the API answered. If one is refused, delete the others again.
 
     A job's script comes before it, and becomes its own.
 
@@ -61,22 +45,22 @@ def create_all(
         ConflictError: There is a resource of such a name.
         EDLError: The API server does not answer, or refuses.
     """
-    mark = secrets.token_hex(8)
-    requests: list[_Request] = []
     made: list[Object] = []
     try:
         for manifest in manifests:
             where = manifest["metadata"].get("namespace") or namespace
-            request = _Request(_with_mark(manifest, mark), where)
-            requests.append(request)
-            request.made = _create(client, request)
-            made.append(request.made)
+            made.append(_create(client, manifest, where))
             tell(f"{_words(manifest)} created in namespace {where}")
         _own_scripts(client, made)
-    except (EDLError, KeyboardInterrupt) as exc:
-        if not isinstance(exc, (KubernetesError, KeyboardInterrupt)):  # an answer, so that nothing is unknown
-            requests = [request for request in requests if request.made is not None]
-        _take_back(client, requests, tell)
+    except KubernetesError as exc:
+        doubtful = [_words(manifest) for manifest in manifests[len(made) : len(made) + 1]]
+        there = [f"{words} may have been made" for words in doubtful] + [f"{_words(item)} is there" for item in made]
+        raise KubernetesError(f"{exc}; {', '.join(there)}: `edl delete` removes jobs and pools") from exc
+    except EDLError:
+        for item in reversed(made):  # a job needs its script and pools until it is gone
+            metadata = item["metadata"]
+            client.delete(manifest_type(item), metadata["name"], metadata["namespace"], uid=metadata["uid"])
+            tell(f"{_words(item)} taken back")
         raise
     return made
 
@@ -120,71 +104,12 @@ def set_bounds(
         tell(f"pool/{demand.service} has been deleted meanwhile" if gone else f"pool/{demand.service}: from {now}")
 
 
-def _with_mark(manifest: Object, mark: str) -> Object:
-    metadata = manifest["metadata"]
-    annotations = metadata.get("annotations")
-    return {
-        **manifest,
-        "metadata": {
-            **metadata,
-            "annotations": {**(annotations if isinstance(annotations, dict) else {}), SUBMISSION_MARK: mark},
-        },
-    }
-
-
-def _take_back(client: KubeClient, requests: Sequence[_Request], tell: Callable[[str], None]) -> None:
-    """Delete what was made, the last first: while a job may be there, its script and pools are needed."""
-    for request in reversed(requests):
-        words = _words(request.manifest)
-        try:
-            found = request.made or _find(client, request)
-            if found is None:
-                continue
-            metadata = found["metadata"]
-            client.delete(manifest_type(request.manifest), metadata["name"], request.namespace, uid=metadata["uid"])
-        except EDLError as exc:  # the first error is what is raised
-            tell(f"{words} may be in namespace {request.namespace}, and what was made before it is left there: {exc}")
-            return
-        tell(f"{words} taken back")
-
-
-def _find(client: KubeClient, request: _Request) -> Object | None:
-    """Return the object of a request that was not answered; None if there is none, or another program made it."""
-    found = client.get(manifest_type(request.manifest), request.manifest["metadata"]["name"], request.namespace)
-    return found if found is not None and _read_mark(found) == _read_mark(request.manifest) else None
-
-
-def _read_mark(item: Mapping[str, Any]) -> object:
-    return (item["metadata"].get("annotations") or {}).get(SUBMISSION_MARK)
-
-
-def _find_late(client: KubeClient, request: _Request) -> Object | None:
-    """Wait for the object of a request that was not answered; None if none comes."""
-    backoff = Backoff(0.2, 2.0)
-    deadline = time.monotonic() + _LATE_S
-    while True:
-        try:
-            found = _find(client, request)
-        except KubernetesError:
-            return None
-        left_s = deadline - time.monotonic()
-        if found is not None or left_s <= 0:
-            return found
-        time.sleep(min(backoff.next_wait_s(), left_s))
-
-
-def _create(client: KubeClient, request: _Request) -> Object:
-    manifest, namespace = request.manifest, request.namespace
+def _create(client: KubeClient, manifest: Object, namespace: str) -> Object:
     kind = manifest_type(manifest)
     name = manifest["metadata"]["name"]
     try:
         try:
             return client.create(kind, manifest, namespace)
-        except KubernetesError:
-            found = _find_late(client, request)
-            if found is None:
-                raise
-            return found
         except ConflictError:
             if kind != CONFIG_MAPS or not _delete_orphan(client, manifest, namespace):
                 raise

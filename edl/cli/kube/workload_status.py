@@ -8,22 +8,20 @@ is opened. `edl.dashboard.state.cluster` reads the resources.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from edl.cli.kube.logs import FINAL_PHASES
 from edl.cli.kube.workloads import Target, find_target, list_pods
-from edl.cli.output import age, last_line, printable, table
+from edl.cli.output import age, last_line, printable, show_looks, table
 from edl.dashboard.state import as_json
 from edl.dashboard.state.cluster import decode_time, decode_workload
 from edl.dashboard.state.jobs import read_job_status
@@ -45,6 +43,8 @@ from edl.settings import DiscoverySettings
 
 _EVERY_S: Final = 2.0
 """Between two looks of `--watch`: three requests each."""
+_WIDTH: Final = 160
+"""Characters of a line if the output is not a terminal."""
 _STORE_S: Final = 3.0
 """For the store of a job to answer: it may be one that only pods reach."""
 _MAX_MESSAGE: Final = 100
@@ -348,7 +348,7 @@ class WorkloadStatus:
 
 
 def show_workload(
-    client: KubeClient, options: argparse.Namespace, screen: Console, show_job: Callable[[JobStatus], RenderableType]
+    client: KubeClient, options: argparse.Namespace, show_job: Callable[[JobStatus], RenderableType]
 ) -> None:
     """Run `edl status` for a job or pool of a cluster; `show_job` shows what a store says of a job.
 
@@ -357,26 +357,26 @@ def show_workload(
         EDLError: The API server does not answer, or refuses.
     """
     target = find_target(client, options.job)
-    with WorkloadStatus(client, target, options.events, options.store or "") as status, contextlib.ExitStack() as stack:
-        look = status.read()
-        live = None
-        if options.watch and screen.is_terminal and not options.json:
-            live = stack.enter_context(Live(console=screen, auto_refresh=False))
-        while True:
-            if options.json:
-                job = None if look.job is None else as_json(look.job)
-                if job is not None:
-                    del job["history"]
-                fields = as_json(look.item) | {"events": as_json(look.events), "job": job, "trouble": look.trouble}
-                print(json.dumps(fields, allow_nan=False), flush=True)
-            elif live is not None:
-                live.update(_shown(look, show_job), refresh=True)
-            else:
-                screen.print(_shown(look, show_job))
-            if not options.watch or look.item.phase in FINAL_PHASES:
-                return
-            time.sleep(_EVERY_S)
-            look = status.read_again()
+    with WorkloadStatus(client, target, options.events, options.store or "") as status:
+        looks = _looks(status) if options.watch else [status.read()]
+        show_looks(looks, lambda look: _shown(look, show_job), _json if options.json else None, _WIDTH)
+
+
+def _looks(status: WorkloadStatus) -> Iterator[WorkloadLook]:
+    look = status.read()
+    yield look
+    while look.item.phase not in FINAL_PHASES:
+        time.sleep(_EVERY_S)
+        look = status.read_again()
+        yield look
+
+
+def _json(look: WorkloadLook) -> str:
+    job = None if look.job is None else as_json(look.job)
+    if job is not None:
+        del job["history"]
+    fields = as_json(look.item) | {"events": as_json(look.events), "job": job, "trouble": look.trouble}
+    return json.dumps(fields, allow_nan=False)
 
 
 def _shown(look: WorkloadLook, show_job: Callable[[JobStatus], RenderableType]) -> RenderableType:

@@ -13,23 +13,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from edl.backoff import Backoff
-from edl.cli.output import console, printable
+from edl.cli.output import printable, show_looks
 from edl.command_line import CommandParser, at_least, duration
-from edl.errors import AccessDeniedError, ConflictError, EDLError, InvalidObjectError, KubernetesError, SettingsError
+from edl.errors import ConflictError, EDLError, InvalidObjectError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
-from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
+from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.settings import KubeSettings
 from edl.master.kube.members.naming import JOB_LABEL, OWNER_UID_LABEL, POOL_LABEL
 from edl.quoting import did_you_mean
 
+if TYPE_CHECKING:
+    from edl.dashboard.state.cluster import ClusterReader
+    from edl.dashboard.state.schema import KubernetesStatus
+
 SCRIPT_LABEL: Final = "edl.io/script-of"
 """Label of a ConfigMap with a script: the job that it is for."""
-SUBMISSION_MARK: Final = "edl.io/submission"
-"""Annotation: which call of `edl submit` made the object."""
 INSTALL_HINT: Final = (
     "install EDL in the cluster: helm install edl serving/kube/chart --namespace edl --create-namespace "
     "--set image.repository=IMAGE, or, with your image in it, kubectl apply -f serving/kube/manifests/crds.yaml "
@@ -169,32 +171,26 @@ def jobs(argv: Sequence[str]) -> int:
     add_cluster_options(parser)
     options = parser.parse_args(argv)
 
-    from rich.live import Live
-
     from edl.cli.kube.workload_status import cluster_view
     from edl.dashboard.state import as_json
     from edl.dashboard.state.cluster import ClusterReader
 
-    screen = console(_WIDTH)
-    with open_cluster(options) as client, contextlib.ExitStack() as stack:
-        reader = ClusterReader(client, () if options.all_namespaces else (client.namespace,))
-        status, shown = reader.read(), None
-        live = None
-        if options.watch and screen.is_terminal and not options.json:
-            live = stack.enter_context(Live(console=screen, auto_refresh=False))
+    def looks(reader: ClusterReader) -> Iterator[KubernetesStatus]:
+        yield reader.read()
         while True:
-            facts = status.jobs, status.pools, status.stale
-            if live is not None:
-                live.update(cluster_view(status, time.time(), namespaces=options.all_namespaces), refresh=True)
-            elif facts != shown and options.json:
-                print(json.dumps(as_json(status), allow_nan=False), flush=True)
-            elif facts != shown:
-                screen.print(cluster_view(status, time.time(), namespaces=options.all_namespaces))
-            if not options.watch:
-                return 0
-            shown = facts
             time.sleep(_LOOK_S)
-            status = reader.read_again()
+            yield reader.read_again()
+
+    with open_cluster(options) as client:
+        reader = ClusterReader(client, () if options.all_namespaces else (client.namespace,))
+        show_looks(
+            looks(reader) if options.watch else [reader.read()],
+            lambda status: cluster_view(status, time.time(), namespaces=options.all_namespaces),
+            (lambda status: json.dumps(as_json(status), allow_nan=False)) if options.json else None,
+            _WIDTH,
+            facts=lambda status: (status.jobs, status.pools, status.stale),
+        )
+    return 0
 
 
 # --- edl scale, suspend, resume ---
@@ -334,35 +330,10 @@ def delete(argv: Sequence[str]) -> int:
 
 def _delete(client: KubeClient, target: Target) -> None:
     """Delete the very resource that was found; a new one of the same name stays."""
-    scripts = _list_scripts(client, target) if target.kind == "job" else []
     try:
         client.delete(target.type, target.name, uid=target.uid)
     except ConflictError as exc:
         raise ConflictError(f"{target} has been made again, and is left alone: {exc}") from exc
-    for metadata in scripts:
-        client.delete(CONFIG_MAPS, metadata["name"], uid=metadata["uid"])
-
-
-def _list_scripts(client: KubeClient, job: Target) -> list[Object]:
-    """Return the metadata of a job's scripts.
-
-    The job owns its script, unless `kubectl apply` made both from `--dry-run`, again with each change of the script.
-    """
-    try:
-        listed = client.list(CONFIG_MAPS, label_selector=f"{SCRIPT_LABEL}={job.name}", metadata_only=True).items
-    except AccessDeniedError:  # what the job owns, the garbage collector deletes
-        return []
-    return [item["metadata"] for item in listed if _is_script_of(item["metadata"], job)]
-
-
-def _is_script_of(metadata: Object, job: Target) -> bool:
-    owners = [owner.get("uid") for owner in metadata.get("ownerReferences") or ()]
-    if owners:
-        return job.uid in owners
-    if SUBMISSION_MARK not in (metadata.get("annotations") or {}):
-        return True
-    # A submission made it: it is this job's if the job names it, and otherwise of a namesake that is just being made.
-    return json.dumps(metadata["name"]) in json.dumps(job.resource.get("spec"))
 
 
 def _wait_gone(client: KubeClient, targets: Sequence[Target], timeout_s: float) -> None:

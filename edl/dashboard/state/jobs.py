@@ -121,9 +121,8 @@ def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
     except SettingsError as exc:
         report = store.get(f"{MASTERS}{job}") if "/" not in job and job else None
         if report is None:
-            masters = [entry.key.removeprefix(MASTERS) for entry in store.list(MASTERS)]
-            near = did_you_mean(job, masters)
-            raise SettingsError(f"{exc}{near}") if near else exc
+            near = did_you_mean(job, [entry.key.removeprefix(MASTERS) for entry in store.list(MASTERS)])
+            raise SettingsError(f"{exc}{near}") from exc
     else:
         report = store.get(f"{MASTERS}{job}")
     master = decode_master(report.value, job, now_s) if report is not None else None

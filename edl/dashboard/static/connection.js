@@ -12,7 +12,7 @@ const ASK_S = 10; // how long an answer to "why" may take
 const UNAUTHORIZED = 401;
 const RELOAD_S = 60; // a server that refuses again must not have the page reload for ever
 
-/** Load the page again, since the server shows its form for the token in its place. */
+/** Load the page again, with which the browser asks for a token. */
 function signInAgain() {
   const last = Number(sessionStorage.getItem("reloaded") ?? 0);
   if (Math.abs(Date.now() - last) < RELOAD_S * 1000) return;

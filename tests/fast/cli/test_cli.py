@@ -47,7 +47,6 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str], monkeypatc
     text = capsys.readouterr().out
     for name, command in find_commands().items():
         summary = command.summary
-        assert summary, f"edl {name}: its module's docstring cannot be read"
         assert f"  {name}" in text
         assert summary in text
         assert len(summary) < 100
@@ -96,7 +95,7 @@ def test_another_package_adds_a_command(add_command: AddCommand, capsys: pytest.
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("hello you\nhello --help\n")
-    assert "Offered by another package" in out
+    assert "(offered_greet:main)" in out
     add_command("teachers", "raise AssertionError")
     assert find_commands()["teachers"].target == "edl.cli.teachers", "own commands cannot be replaced"
 

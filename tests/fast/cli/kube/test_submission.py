@@ -195,7 +195,7 @@ def test_doubtful_texts_are_quoted() -> None:
         ("!!python/object/apply:os.system ['true']", "not a YAML"),
         ("apiVersion: v1\nkind: Pod\nmetadata: {name: a}", "v1 Pod"),
         ("a: .nan", "not a YAML"),
-        ("a: &a [*a]", "contains itself"),
+        ("a: &a [*a]", "Circular reference"),
         ("a: &a [1, 1]\n" + "".join(f"{y}: &{y} [{f'*{x},' * 9}]\n" for x, y in PAIRS), "too large"),
         (
             "a: &a {x: 1}\n" + "".join(f"{y}: &{y} {{<<: [{f'*{x},' * 9}]}}\n" for x, y in PAIRS),

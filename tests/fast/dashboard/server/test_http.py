@@ -1,7 +1,8 @@
-"""The page over HTTP: state, files, methods and headers; and who gets it: names of the server, tokens, cookies, TLS."""
+"""The page over HTTP: state, files, methods and headers; and who gets it: names of the server, tokens, TLS."""
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import socket
@@ -199,44 +200,31 @@ def test_open_page_for_others_warns(url: str, store: Store, caplog: pytest.LogCa
         assert ask(server.url, "/", headers={"Host": "other.example.com"}).status == 403
 
 
-def test_nothing_without_a_token(closed: str) -> None:
-    for path in ("/api/state", "/api/events", "/metrics", "/static/index.html"):
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Cookie": f"x={TOKEN}"}):
+def basic(token: str) -> dict[str, str]:
+    """What a browser sends whose user gave a name and this password."""
+    return {"Authorization": f"Basic {base64.b64encode(f'me:{token}'.encode()).decode()}"}
+
+
+def test_nothing_without_a_token(closed: str, token_file: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A browser asks for a password, which is the token, and is worth nothing when the token is taken back."""
+    wrong = {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": "Basic x"}, basic("wrong")
+    for path in ("/", "/api/state", "/api/events", "/metrics", "/static/index.html"):
+        for headers in ({}, *wrong):
             answer = ask(closed, path, headers=headers)
-            assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer"), (path, headers)
+            assert (answer.status, answer.headers["www-authenticate"][:12]) == (401, "Basic realm="), (path, headers)
             assert b"resnet" not in answer.body
-    front = ask(closed, "/")
-    assert (front.status, front.headers["location"]) == (303, "login")
     for path in ("/healthz", "/livez", "/readyz"):
         assert ask(closed, path).status == 200, path
-    assert ask(closed, "/api/state", headers={"Authorization": f"Bearer {TOKEN}"}).json()["jobs"]
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    assert ask(closed, "/api/state", headers=bearer).json()["jobs"]
     assert ask(closed, "/api/state", headers={"Authorization": "bearer another-long-enough-token"}).status == 200
-
-
-def test_browser_logs_in_once(closed: str, token_file: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The cookie holds no token, is no script's to read, and is worth nothing when its token is taken back."""
-    form = ask(closed, "/login")
-    assert (form.status, form.headers["cache-control"]) == (200, "no-store")
-    assert b'<form method="post"' in form.body
-    fields = {"Content-Type": "application/x-www-form-urlencoded"}
-    for wrong in (b"token=wrong", b"", b"token=%00%ff", b"token=a&token=b"):
-        assert ask(closed, "/login", "POST", fields, wrong).status == 403
-    assert ask(closed, "/login", "POST", fields, b"token=" + b"x" * 10_000).status == 413
-    done = ask(closed, "/login", "POST", fields, f"token={TOKEN}".encode())
-    assert (done.status, done.headers["location"]) == (303, "./")
-    cookie = done.headers["set-cookie"]
-    assert "HttpOnly" in cookie
-    assert "SameSite=Strict" in cookie
-    assert TOKEN not in cookie
-    shown = {"Cookie": cookie.partition(";")[0]}
-    assert ask(closed, "/", headers=shown).status == 200
-    assert ask(closed, "/api/state", headers=shown).status == 200
-    with EventClient(closed, shown) as client:
+    assert ask(closed, "/", headers=basic(TOKEN)).status == 200
+    with EventClient(closed, basic(TOKEN)) as client:
         assert client.next()[0] == "state"
     assert TOKEN not in caplog.text
     put(Path(token_file), "a-new-token-of-good-length\n")
-    wait_until(lambda: ask(closed, "/api/state", headers=shown).status == 401, "the cookie is still good")
-    assert ask(closed, "/api/state", headers={"Authorization": f"Bearer {TOKEN}"}).status == 401
+    wait_until(lambda: ask(closed, "/api/state", headers=basic(TOKEN)).status == 401, "the token is still good")
+    assert ask(closed, "/api/state", headers=bearer).status == 401
 
 
 def test_page_over_tls(url: str, store: Store, tmp_path: Path, token_file: str) -> None:

@@ -319,9 +319,6 @@ class ElasticTrainer:
         """
         if self._step is not None:
             raise SettingsError("the step before was not finished: call step(), or discard() after an error")
-        if self._tuner is not None and self._stepped_at is not None:
-            self._tuner.record_wait(time.perf_counter() - self._stepped_at)
-        self._stepped_at = None
         if self.sampler is not None:
             self._scaling.set_batch(self.sampler.global_batch, self.noise)
         how = StepRequirements(
@@ -415,7 +412,7 @@ class ElasticTrainer:
             self.schedule.move_to(self.progress)
         if self._tuner is not None:
             usual = step.samples == self._scaling.batch  # an epoch's smaller last batch would distort the times
-            seconds = time.perf_counter() - step.began_at if usual else None
+            seconds = time.perf_counter() - (self._stepped_at or step.began_at) if usual else None
             wanted = self._tuner.record_step(
                 step.world, batch, self.max_micro_batch, self.noise, seconds, self._group, self._device
             )
@@ -457,7 +454,7 @@ class ElasticTrainer:
                 "a step of a module sharded by fully_shard was broken off between two micro-batches, and FSDP cannot "
                 "forget the gradients of the first: let the error end this worker, and go on from a saved state"
             )
-        self._step = None
+        self._step = self._stepped_at = None
         cuts, self._cuts = self._cuts, None
         if cuts is not None:
             cuts.close()  # or DDP would not average until the exception that refers to the generator is freed

@@ -2,20 +2,16 @@
 
 Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021, section 3: with a
 step time T, a noise scale of phi samples (`gradients`) and the base batch B0 that the learning rate was chosen for, the
-goodput of a batch B is B/T · (phi + B0)/(phi + B). Here, T includes the wait for the loader.
+goodput of a batch B is B/T · (phi + B0)/(phi + B). Here, T is the time from one step to the next, so it includes the
+wait for the loader.
 
-The step time follows section 3.2 of the same paper. With m rows in each of s + 1 micro-batches on each of W ranks, a
-step takes
+With s micro-batches of m rows on each of W ranks, a step is taken to need
 
-    T = s·T_grad + (T_grad^g + T_sync^g)^(1/g)
-    T_grad = a + b·m,   T_sync = 0 for W = 1, otherwise c + d·(W - 2)
+    T = s·(a + b·m) + c + d·(W - 2),   where c and d are 0 for W = 1
 
-where g from 1 to 10 says how far sending gradients overlaps with computing them. The numbers are fitted by least
-squares of the logarithms, because errors of times are relative.
-
-Pollux leaves out how long a rank waits between two steps, mostly for its loader. For a share of R rows that is
-L = p + q·R if the loader reads on demand, and max(0, L - T) if it reads ahead. Which of the two applies, and p and q,
-are chosen to fit the measured waits best.
+Pollux also models how far sending gradients overlaps with computing them. That is left out: a batch at most doubles at
+once, and its time is then measured, so a prediction only has to hold for neighbours. The numbers are fitted by least
+squares of the relative errors.
 """
 
 from __future__ import annotations
@@ -23,9 +19,9 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,167 +34,31 @@ from edl.errors import SettingsError
 
 logger = logging.getLogger("edl.collective")
 
-
-_GAMMAS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)  # Pollux's range; predictions for neighbours differ by a few percent
-_FARTHEST = 20.0  # largest change of a logarithm in the search: e^20 exceeds any real cost, and is far from overflow
-_NO_WAIT = 0.02
-"""Shorter waits, as a fraction of a step, are not counted as the loader's: the loop itself needs that long."""
+StepShape: TypeAlias = tuple[int, int, int]
+"""Ranks, rows of a micro-batch, and micro-batches of a step; the last two on the rank that has most."""
 
 
-@dataclass(frozen=True)
-class StepMeasurement:
-    """How long steps took in one setting."""
+def fit_step_time(measured: Mapping[StepShape, float]) -> npt.NDArray[np.float64]:
+    """Find the a, b, c and d that explain the measured seconds best. None is negative.
 
-    world: int  # number of ranks
-    rows: int  # rows of a micro-batch, on the rank that has most
-    parts: int  # micro-batches of a step, on the rank that has most
-    seconds: float  # seconds of a step, on the slowest rank; the median of several steps
-    waited_s: float = 0.0  # seconds between two steps, waiting for the next batch, on the rank that waits longest
-
-    @property
-    def share(self) -> int:
-        """Rows of a step on the rank that has most."""
-        return self.rows * self.parts
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The fitted step time, with the numbers of the module's formula."""
-
-    fixed_s: float  # a, in seconds
-    row_s: float  # b, in seconds per row
-    sync_s: float = 0.0  # c, in seconds
-    rank_s: float = 0.0  # d, in seconds per rank
-    gamma: float = 1.0  # g
-
-    def seconds(self, world: int, rows: float, parts: int) -> float:
-        """Return the seconds of an optimizer step with `parts` micro-batches of `rows` rows on each rank."""
-        table = np.array([[world], [rows], [parts], [0.0]], dtype=np.float64)
-        return float(_times(table, [self.fixed_s, self.row_s, self.sync_s, self.rank_s], self.gamma)[0])
-
-
-@dataclass(frozen=True)
-class LoaderTime:
-    """How long a rank's loader needs for its share of a batch: p and q of the module's formula."""
-
-    fixed_s: float = 0.0  # p, in seconds
-    row_s: float = 0.0  # q, in seconds per row
-    ahead: bool = False  # whether the loader reads while a step computes
-
-    def waited_s(self, share: float, step_s: float) -> float:
-        """Return the seconds that a rank waits for a share of `share` rows, with steps of `step_s` seconds."""
-        needed_s = self.fixed_s + self.row_s * share
-        return max(0.0, needed_s - step_s) if self.ahead else needed_s
-
-
-def fit_loader_time(measured: Sequence[StepMeasurement]) -> LoaderTime:
-    """Find the loader that explains the measured waits best.
-
-    If only one share size was measured, all of the time is put down to its rows. If several loaders explain the waits
-    equally well, the one that predicts the longest waits for larger batches is chosen.
+    A cost that the measurements cannot tell from the others is 0; if only one shape was measured, all of its time is
+    put down to its rows.
     """
-    if not measured:
-        return LoaderTime()
-    found: list[tuple[float, float, LoaderTime]] = []
-    largest = max(measured, key=lambda step: step.share)
-    for ahead in (False, True):
-        # A loader that reads ahead and causes no wait needs at most a step's time; that tells nothing more.
-        telling = [step for step in measured if not ahead or step.waited_s > _NO_WAIT * step.seconds]
-        points = [(step.share, step.waited_s + (step.seconds if ahead else 0.0)) for step in telling]
-        for model in _lines(points, ahead=ahead):
-            errors = [
-                np.log((step.seconds + model.waited_s(step.share, step.seconds)) / (step.seconds + step.waited_s))
-                for step in measured
-            ]
-            doubled_s = model.waited_s(2 * largest.share, 2 * largest.seconds)
-            found.append((round(float(np.square(errors).mean()), 5), -doubled_s, model))
-    return min(found, key=lambda candidate: candidate[:2])[2]
+    table = np.array([_terms(*shape) for shape in measured]) / np.array([[seconds] for seconds in measured.values()])
+    free: list[int] = []
+    for term in (1, 0, 2, 3):
+        if np.linalg.matrix_rank(table[:, [*free, term]]) > len(free):
+            free.append(term)
+    while (found := np.linalg.lstsq(table[:, free], np.ones(len(table)), rcond=None)[0]).min() < 0:
+        del free[int(found.argmin())]
+    costs = np.zeros(4)
+    costs[free] = found
+    return costs
 
 
-def _lines(points: list[tuple[int, float]], *, ahead: bool) -> list[LoaderTime]:
-    """Return lines through points of (rows, seconds), by least squares and through the origin; nothing is below 0."""
-    if not points:
-        return [LoaderTime(ahead=ahead)]
-    rows, seconds = np.array(points, dtype=np.float64).T
-    lines = [LoaderTime(0.0, float(rows @ seconds / (rows @ rows)), ahead)]
-    if len(set(rows)) > 1:
-        row_s, fixed_s = np.polyfit(rows, seconds, 1)
-        if row_s >= 0 and fixed_s >= 0:
-            lines.append(LoaderTime(float(fixed_s), float(row_s), ahead))
-        elif row_s < 0:
-            lines.append(LoaderTime(float(seconds.mean()), 0.0, ahead))
-    return lines
-
-
-def fit_step_time(measured: Sequence[StepMeasurement]) -> StepTime:
-    """Find the model that explains the measured times best. Costs that the measurements cannot tell apart are set to 0.
-
-    Raises:
-        SettingsError: There is no measurement.
-    """
-    if not measured:
-        raise SettingsError("no step was measured yet")
-    worlds = {step.world for step in measured if step.world > 1}
-    several = len({(step.rows, step.parts) for step in measured}) > 1
-    free = np.array([several, True, bool(worlds), len(worlds) > 1])
-    table = np.array([(step.world, step.rows, step.parts, step.seconds) for step in measured], dtype=np.float64).T
-    fits = [_search(table, gamma, start, free) for gamma in (_GAMMAS if worlds else (1.0,)) for start in _starts(table)]
-    _, model = min(fits, key=lambda found: found[0])
-    return model
-
-
-def _starts(table: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
-    """Return points to search from: either few or most of the shortest micro-batch's seconds are fixed costs."""
-    _, rows, parts, seconds = table
-    shortest = float((seconds / parts).min())
-    return [
-        np.log([fixed * shortest, (1 - fixed) * shortest / rows.max(), fixed * shortest, 0.1 * shortest])
-        for fixed in (0.1, 0.7)
-    ]
-
-
-def _search(
-    table: npt.NDArray[np.float64], gamma: float, start: npt.NDArray[np.float64], free: npt.NDArray[np.bool_]
-) -> tuple[float, StepTime]:
-    """Minimize by the Levenberg-Marquardt method, over logarithms of the free numbers so that they stay above zero."""
-
-    def numbers(logs: npt.NDArray[np.float64]) -> list[float]:
-        # Without the clip, a number that should be 0 would run away to minus infinity, where slopes vanish.
-        found: list[float] = np.where(free, np.exp(np.clip(logs, start - _FARTHEST, start + _FARTHEST)), 0.0).tolist()
-        return found
-
-    def errors(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        off: npt.NDArray[np.float64] = np.log(_times(table, numbers(logs), gamma) / table[3])
-        return off
-
-    logs, damping = start, 1e-2
-    now = errors(logs)
-    for _ in range(40):
-        slopes = np.stack([(errors(logs + nudge) - now) / 1e-6 for nudge in np.eye(4) * 1e-6], axis=1)
-        square = slopes.T @ slopes + damping * np.eye(4)
-        there = logs - np.clip(np.linalg.solve(square, slopes.T @ now), -2.0, 2.0)
-        found = errors(there)
-        better = float(now @ now - found @ found)
-        damping = max(damping * 0.2, 1e-9) if better > 0 else damping * 5.0
-        if better > 0:
-            logs, now = there, found
-        if abs(better) < 1e-12 or damping > 1e6:
-            break
-    fixed_s, row_s, sync_s, rank_s = numbers(logs)
-    return float(now @ now), StepTime(fixed_s, row_s, sync_s, rank_s, gamma)
-
-
-def _times(table: npt.NDArray[np.float64], numbers: list[float], gamma: float) -> npt.NDArray[np.float64]:
-    """Return `StepTime.seconds` for every column of a table of (world, rows, parts, seconds), shape (4, steps)."""
-    world, rows, parts, _ = table
-    fixed_s, row_s, sync_s, rank_s = numbers
-    grad = fixed_s + row_s * rows
-    sync = np.where(world > 1, sync_s + rank_s * (world - 2), 0.0)
-    longer, shorter = np.maximum(grad, sync), np.minimum(grad, sync)
-    # Scaled by the longer one, so that the tenth power of a millisecond does not underflow.
-    together = longer * (1 + (shorter / longer) ** gamma) ** (1 / gamma)
-    times: npt.NDArray[np.float64] = (parts - 1) * grad + together
-    return times
+def _terms(world: int, rows: int, parts: int) -> npt.NDArray[np.float64]:
+    """Return what a, b, c and d are multiplied by."""
+    return np.array([parts, parts * rows, world > 1, max(world - 2, 0)], dtype=np.float64)
 
 
 # --- Choosing the batch with the best goodput ---
@@ -243,7 +103,7 @@ def statistical_efficiency(noise_scale: float, batch: int, base_batch: int) -> f
 
 def choose_batch_size(
     settings: AutoBatch,
-    measured: Sequence[StepMeasurement],
+    measured: Mapping[StepShape, float],
     noise_scale: float | None,
     *,
     batch: int,
@@ -257,7 +117,8 @@ def choose_batch_size(
     per rank), because the model is fitted to what was measured. If only one micro-batch shape was measured, a step's
     fixed cost cannot be told from that of its rows; the batch is then doubled if that wastes little.
 
-    `noise_scale` is in samples, or None if it is not known yet. `max_micro_batch` is the smallest of all ranks.
+    `measured` has the seconds from one step to the next. `noise_scale` is in samples, or None if it is not known yet.
+    `max_micro_batch` is the smallest of all ranks.
     """
     inside = min(max(batch, settings.least), settings.most)
     if inside != batch:
@@ -267,17 +128,15 @@ def choose_batch_size(
         return (batch, f"batch {batch} stays: no {missing} measured yet")
     limit = min(settings.most, max(int(batch * _GROWTH), world))
     phi = f"noise scale {noise_scale:.4g}"
-    if len({(step.rows, step.parts) for step in measured}) < 2 and limit > batch:
+    if len({shape[1:] for shape in measured}) < 2 and limit > batch:
         worth = statistical_efficiency(noise_scale, limit, batch)
         if worth < _LEAST_EFFICIENCY:
             return (batch, f"batch {batch} stays: {limit} would train {worth:.0%} as well per sample ({phi})")
         return (limit, f"batch {batch} -> {limit}: to measure a second size; {worth:.0%} as efficient ({phi})")
-    model, loader = fit_step_time(measured), fit_loader_time(measured)
+    costs = fit_step_time(measured)
 
     def seconds(size: int) -> float:
-        rows, parts = micro_batch_shape(size, world, max_micro_batch)
-        step_s = model.seconds(world, rows, parts)
-        return step_s + loader.waited_s(rows * parts, step_s)
+        return float(costs @ _terms(world, *micro_batch_shape(size, world, max_micro_batch)))
 
     def goodput(size: int) -> float:
         return size / seconds(size) * statistical_efficiency(noise_scale, size, base_batch)
@@ -336,12 +195,7 @@ class BatchSizeTuner:
         self._steps = 0
         self._setting = (0, 0)  # world and batch to which the times belong
         self._seconds: list[float] = []  # on this rank, since the last decision or change
-        self._waits: list[float] = []
-        self._measured: dict[tuple[int, int, int], tuple[float, float]] = {}
-
-    def record_wait(self, seconds: float) -> None:
-        """Record how many seconds this rank waited between two steps for its next batch."""
-        self._waits.append(seconds)
+        self._measured: dict[StepShape, float] = {}
 
     def record_step(
         self,
@@ -355,47 +209,38 @@ class BatchSizeTuner:
     ) -> int:
         """Record a finished step with `batch` samples on `world` ranks, and every `every_steps` steps choose the batch.
 
-        Collective: all ranks call it after every step. `seconds` is the time of the step on this rank, or None if the
-        step should not be counted. Returns the global batch from now on, the same on every rank.
+        Collective: all ranks call it after every step. `seconds` is the time since the step before on this rank, or
+        None if the step should not be counted. Returns the global batch from now on, the same on every rank.
         """
         if self._setting != (world, batch):
             self._setting = (world, batch)
-            self._clear()
+            self._seconds.clear()
         if seconds is not None:
             self._seconds.append(seconds)
         self._steps += 1
         if self._steps % self.settings.every_steps:
             return batch
         micros = max(round(statistics.median(self._seconds) * 1e6), 1) if self._seconds else 0
-        waited = round(statistics.median(self._waits) * 1e6) if self._waits else 0
-        self._clear()
-        everyone = exchange([micros, waited, max_micro_batch or 0], group, device)
-        # While one rank waits for its loader, the others wait for it within their steps, but are not slow themselves.
-        waited_s = max(waited for _, waited, _ in everyone) / 1e6
-        whole_s = max(micros + waited for micros, waited, _ in everyone) / 1e6
-        slowest_s = max(whole_s - waited_s, min(micros for micros, _, _ in everyone) / 1e6)
-        tightest = min((most for _, _, most in everyone if most), default=None)
-        chosen, reason = self._decide(tightest, noise, slowest_s, waited_s)
+        self._seconds.clear()
+        everyone = exchange([micros, max_micro_batch or 0], group, device)
+        tightest = min((most for _, most in everyone if most), default=None)
+        chosen, reason = self._decide(tightest, noise, max(micros for micros, _ in everyone) / 1e6)
         logger.info("%s", reason)
         # Rounding may differ between kinds of machines, so all ranks use the first rank's decision.
         ((agreed,), *_) = exchange([chosen], group, device)
         return agreed
 
-    def _clear(self) -> None:
-        self._seconds.clear()
-        self._waits.clear()
-
-    def _decide(self, most: int | None, noise: GradientNoise, seconds: float, waited_s: float) -> tuple[int, str]:
+    def _decide(self, most: int | None, noise: GradientNoise, seconds: float) -> tuple[int, str]:
         world, batch = self._setting
         if seconds > 0:
-            setting = (world, *micro_batch_shape(batch, world, most))
-            self._measured.pop(setting, None)  # so that the newest comes last
-            self._measured[setting] = (seconds, waited_s)
+            shape = (world, *micro_batch_shape(batch, world, most))
+            self._measured.pop(shape, None)  # so that the newest comes last
+            self._measured[shape] = seconds
         for old in list(self._measured)[:-_KEPT]:
             del self._measured[old]
         return choose_batch_size(
             self.settings,
-            [StepMeasurement(*setting, *times) for setting, times in self._measured.items()],
+            self._measured,
             noise.scale if noise.known else None,
             batch=batch,
             base_batch=self.base_batch,
@@ -405,12 +250,14 @@ class BatchSizeTuner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers and lists."""
-        return {"steps": self._steps, "measured": [[*key, *times] for key, times in self._measured.items()]}
+        return {"steps": self._steps, "measured": [[*shape, seconds] for shape, seconds in self._measured.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from saved measurements, including those of other world sizes."""
         self._steps = int(state["steps"])
-        self._clear()
-        self._measured = {}
-        for world, rows, parts, seconds, *waited_s in state["measured"]:  # no wait was saved before 0.1.0
-            self._measured[int(world), int(rows), int(parts)] = float(seconds), float(waited_s[0] if waited_s else 0.0)
+        self._seconds.clear()
+        # Earlier versions saved the wait for the loader as a number of its own.
+        self._measured = {
+            (int(world), int(rows), int(parts)): float(sum(seconds))
+            for world, rows, parts, *seconds in state["measured"]
+        }

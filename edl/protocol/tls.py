@@ -521,15 +521,20 @@ class PeerTLS:
 
     def accepted(self, connection: socket.socket) -> ssl.SSLSocket:
         """Wrap a connection from another node, whose handshake is still to come; raise `OSError` if it hung up."""
-        return self._context(serving=True).wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return self.context(serving=True).wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def connected(self, connection: socket.socket, host: str) -> ssl.SSLSocket:
         """Wrap a connection to another node, whose certificate must hold `host`, or the name that is set instead."""
-        name = self._settings.server_name or host
-        context = self._context(serving=False)
-        return context.wrap_socket(connection, server_hostname=name, do_handshake_on_connect=False)
+        return self.context(serving=False).wrap_socket(
+            connection, server_hostname=self.server_name(host), do_handshake_on_connect=False
+        )
 
-    def _context(self, *, serving: bool) -> ssl.SSLContext:
+    def server_name(self, host: str) -> str:
+        """Return the name that the certificate of a node at `host` must hold."""
+        return self._settings.server_name or host
+
+    def context(self, *, serving: bool) -> ssl.SSLContext:
+        """Return a context for a new connection, from another node if `serving`, else to one."""
         material = self._files.current(now=True)
         return context_for(material.ca, material.pair, serving=serving)
 

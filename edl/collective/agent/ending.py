@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import signal
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from types import TracebackType
@@ -120,10 +119,6 @@ _MAX_BYTES: Final = 4096
 """Size that the kubelet reads. It keeps only the end of a longer file, which would not be JSON."""
 _NAME_CHARS: Final = 253  # of a node's name, the longest a host name can be; the rest is for the message
 _GAP: Final = "\n[...]\n"
-_LEAST_PARTS_BYTES: Final = 200
-"""Below this size, parts with gaps between them say less than the end of the text, and may not even fit."""
-_FRAME: Final = re.compile(r'^ +(\| +)?File "', re.MULTILINE)  # a call in a traceback, in an exception group too
-_FIRST_COLUMN: Final = re.compile(r"^\S", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,7 @@ class TerminationMessage:
         """Return the message as a UTF-8 JSON object of at most 4,096 bytes, cutting a long text."""
         values = asdict(self) | {"node": self.node[:_NAME_CHARS], "message": ""}
         room = _MAX_BYTES - len(_to_json(values))
-        return _to_json(values | {"message": cut_traceback(self.message, room)})
+        return _to_json(values | {"message": cut_middle(self.message, room)})
 
 
 def write_termination_message(path: str, message: TerminationMessage) -> None:
@@ -168,54 +163,24 @@ def write_termination_message(path: str, message: TerminationMessage) -> None:
         logger.warning("what ended this node cannot be written to %s (EDL_TERMINATION_LOG): %s", path, exc)
 
 
-def cut_traceback(text: str, max_bytes: int) -> str:
-    """Return the first line, the last calls and the exception of a traceback, joined by `[...]`.
+def cut_middle(text: str, max_bytes: int) -> str:
+    """Return a text whose JSON has at most `max_bytes` bytes: the start and the end, where the error is, of a long one.
 
-    Returns the parts, at most `max_bytes` long as JSON; a text that fits is returned as it is.
+    `max_bytes` has room for a few words.
     """
     if _count_bytes(text) <= max_bytes:
         return text
-    if max_bytes < _LEAST_PARTS_BYTES:
-        return _keep_end(text, max_bytes)
-    at = _find_exception(text)
-    exception = text[at:]
-    budget = max_bytes * 3 // 4
-    if _count_bytes(exception) > budget:  # its type is at the start, and the details are often at the end
-        exception = _keep_start(exception, budget // 2) + _GAP + _keep_end(exception, budget // 3)
-    first, _, calls = text[:at].partition("\n")
-    first = _keep_start(first, max_bytes // 16)
-    left = max_bytes - _count_bytes(first + _GAP + exception)
-    kept = _keep_end(calls, left)
-    if len(kept) < len(calls):
-        kept = kept.partition("\n")[2]  # no partial line
-    return first + _GAP + kept + exception
-
-
-def _find_exception(text: str) -> int:
-    """Return where the exception's own lines begin, after the last call; in other text, where its last line begins."""
-    calls = list(_FRAME.finditer(text))
-    found = _FIRST_COLUMN.search(text, calls[-1].end()) if calls else None
-    return found.start() if found else text.rstrip().rfind("\n") + 1
+    start = _keep_start(text, max_bytes // 4)
+    return start + _GAP + _keep_start(text[::-1], max_bytes - _count_bytes(start + _GAP))[::-1]
 
 
 def _keep_start(text: str, max_bytes: int) -> str:
-    return text[: _count_fitting(text[:max_bytes], max_bytes)]
-
-
-def _keep_end(text: str, max_bytes: int) -> str:
-    tail = text[-max_bytes:] if max_bytes > 0 else ""
-    kept = _count_fitting(reversed(tail), max_bytes)
-    return tail[len(tail) - kept :]
-
-
-def _count_fitting(characters: Iterable[str], max_bytes: int) -> int:
-    used = count = 0
-    for character in characters:
+    used = 0
+    for at, character in enumerate(text):
         used += _count_bytes(character)
         if used > max_bytes:
-            break
-        count += 1
-    return count
+            return text[:at]
+    return text
 
 
 def _count_bytes(text: str) -> int:

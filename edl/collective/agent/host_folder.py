@@ -119,6 +119,13 @@ class HostFolder:
         """Return the file to which a worker writes its stacks on request."""
         return self.path / f"stacks-{local_rank}"
 
+    def make_output_folder(self) -> Path:
+        """Return an empty folder for what the workers write, unless the user named another one."""
+        folder = self.path / "output"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        return folder
+
     def close(self, keep: bool, used: bool = True, ended: bool = False) -> None:
         """Release the folder. `keep` leaves its state to the next agent of this job.
 

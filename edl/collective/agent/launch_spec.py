@@ -8,12 +8,13 @@ trainer; `Node.port` is the first. This module imports torch, but not Paddle.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs
 
 from edl.collective.agent.health.hangs import HangLimits
 from edl.collective.agent.health.node_check import NodeCheckSettings
@@ -112,7 +113,8 @@ class LaunchSpec:
     hang: HangLimits = field(default_factory=HangLimits)
     readmit: bool = False  # whether to join although the job excludes this host because one of its GPUs failed
     check: NodeCheckSettings | None = None  # how to test the node before it joins; None to skip that
-    logs: Any = None  # where the workers' output goes: a `torch.distributed.elastic.multiprocessing.LogsSpecs`
+    # Says where the workers' output goes, given a folder for the case that the user named none
+    logs: Callable[[str], LogsSpecs] = DefaultLogsSpecs
     environ: Mapping[str, str] = field(default_factory=dict)  # variables added to the workers' environment
     tls: PeerTLS | None = None  # TLS for connections between agents; None for plain TCP
     framework: str = "torch"  # what the workers train with, `torch` or `paddle`

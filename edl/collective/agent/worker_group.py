@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from edl.background import BackgroundLoop
@@ -202,11 +203,11 @@ def _threads(world: World, member: Member) -> dict[str, str]:
 
 
 def worker_forks(
-    spec: LaunchSpec, world: World, member: Member, host: HostFolder, since: int = 0
-) -> tuple[dict[int, ForkRequest], Any]:
-    """Return the workers of a generation on this node, and torch's `LogsDest` for their output."""
+    spec: LaunchSpec, world: World, member: Member, host: HostFolder, logs: LogsSpecs, since: int = 0
+) -> tuple[dict[int, ForkRequest], LogsDest]:
+    """Return the workers of a generation on this node, and where their output goes."""
     environs = {rank: worker_environment(spec, world, member, rank) for rank in range(spec.workers)}
-    logs = spec.logs.reify(environs)
+    files = logs.reify(environs)
     result = {}
     for local_rank, environ in environs.items():
         environ["EDL_BOARD"] = str(host.status_page(local_rank))
@@ -219,14 +220,14 @@ def worker_forks(
         if spec.checkpoint:
             environ["EDL_CHECKPOINT"] = spec.checkpoint
             environ["EDL_CHECKPOINT_INTERVAL_S"] = str(spec.checkpoint_interval_s)
-        environ["EDL_STDOUT"] = logs.stdouts.get(local_rank, "")
-        environ["EDL_STDERR"] = logs.stderrs.get(local_rank, "")
-        environ["TORCHELASTIC_ERROR_FILE"] = logs.error_files[local_rank]
+        environ["EDL_STDOUT"] = files.stdouts.get(local_rank, "")
+        environ["EDL_STDERR"] = files.stderrs.get(local_rank, "")
+        environ["TORCHELASTIC_ERROR_FILE"] = files.error_files[local_rank]
         result[local_rank] = ForkRequest(
             environ,
             stacks=str(host.stacks(local_rank)),
         )
-    return result, logs
+    return result, files
 
 
 # --- This node's workers through the generations ---
@@ -261,7 +262,8 @@ class WorkerGroup:
         self._report = report
         self._raise_if_stopping = raise_if_stopping
         self._pool = WorkerProcesses(spec.program, report)
-        self._log_tails: list[Any] = []
+        self._logs = spec.logs(str(host.make_output_folder()))
+        self._log_tails: list[TailLog] = []
         self._error_files: dict[int, Path] = {}
         self._outcome = GenerationOutcome(spec.ttl_s, spec.max_restarts, leave_on_oom=spec.leave_on_oom)
         self._stopped_since: dict[int, float] = {}  # by process id
@@ -295,7 +297,7 @@ class WorkerGroup:
             self._record_heartbeat(time.monotonic())
         self.generation = world.generation
         self.first_rank = member.first_rank
-        forks, logs = worker_forks(self._spec, world, member, self._host, self._since_generation)
+        forks, logs = worker_forks(self._spec, world, member, self._host, self._logs, self._since_generation)
         self._error_files = {rank: Path(path) for rank, path in logs.error_files.items()}
         try:
             self._pool.replace_workers(world.generation, forks)
@@ -343,7 +345,6 @@ class WorkerGroup:
         self._pool.close()
         self._stop_log_tails()
         self._heartbeat.close()
-        self._outcome.close()
 
     # --- What is known about them ---
 
@@ -504,7 +505,7 @@ class WorkerGroup:
         for page in self._pages:
             page.record_agent_heartbeat(at)
 
-    def _tail_logs(self, logs: Any) -> None:
+    def _tail_logs(self, logs: LogsDest) -> None:
         """Copy to the console what the workers write into their files from now on."""
         for name, files, stream in (("stdout", logs.tee_stdouts, sys.stdout), ("stderr", logs.tee_stderrs, sys.stderr)):
             if files:

@@ -7,7 +7,6 @@ or tune torchrun's rendezvous are accepted, but not needed.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import logging
 import math
@@ -16,17 +15,16 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from edl.background import start_call
@@ -51,59 +49,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-_LOGS: Final = "edl-logs-"
-_KEPT: Final = "edl-output-"
-_ABANDONED_S: Final = 3600.0
-"""Age in seconds from which an unlocked folder is removed. Another agent may have just made a younger one and not
-locked it yet."""
-
-
-@contextmanager
-def temporary_log_folder() -> Iterator[str]:
-    """Make a folder for the workers' files that is locked while in use, and remove folders that killed agents left."""
-    try:
-        base = Path(tempfile.gettempdir())
-    except FileNotFoundError as exc:
-        raise SettingsError(
-            "no folder for temporary files can be written to, which workers need as well: set TMPDIR, or in a "
-            "container with a read-only root mount a folder at /tmp (in Kubernetes an emptyDir)"
-        ) from exc
-    for path in base.glob(f"{_LOGS}*"):
-        # Young folders are not even locked to look at them: their agent may be about to lock them, and would fail.
-        with suppress(OSError):
-            if _is_old(path):
-                with _locked(path):
-                    if _is_old(path):
-                        shutil.rmtree(path, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_LOGS) as folder, _locked(Path(folder)):
-        yield folder
-
-
 @contextmanager
 def kept_log_folder() -> Iterator[str]:
     """Make a folder for the workers' files that stays, unless it remains empty."""
-    folder = tempfile.mkdtemp(prefix=_KEPT)
+    folder = tempfile.mkdtemp(prefix="edl-output-")
     try:
         yield folder
     finally:
         with suppress(OSError):  # it is not empty
             Path(folder).rmdir()
-
-
-def _is_old(folder: Path) -> bool:
-    """Return whether a folder is this user's and has not changed for a long time."""
-    status = folder.stat()
-    return status.st_uid == os.getuid() and time.time() - status.st_mtime > _ABANDONED_S
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(file)
 
 
 # --- `edl run` ---
@@ -151,6 +105,7 @@ def _termination_log() -> str:
 def _run_agent(argv: Sequence[str]) -> int:
     step = SlurmStep.of()
     options = parse_options(argv, step)
+    _check_temporary_folder()
     with ExitStack() as stack:
         stack.enter_context(plain_log_to_stderr("edl run", _LOGGERS, options.log_format))
         runs: TaskRuns | None = None
@@ -186,6 +141,16 @@ def _run_agent(argv: Sequence[str]) -> int:
 
             keep_for_later(store, spec.job, code == ExitCode.NOT_STORED)
         return code
+
+
+def _check_temporary_folder() -> None:
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as exc:
+        raise SettingsError(
+            "no folder for temporary files can be written to, which workers need as well: set TMPDIR, or in a "
+            "container with a read-only root mount a folder at /tmp (in Kubernetes an emptyDir)"
+        ) from exc
 
 
 def _open_store(
@@ -352,7 +317,8 @@ def _program(options: argparse.Namespace) -> ProgramSpec:
     return ProgramSpec("script", target, arguments, prewarm, options.framework, preload)
 
 
-def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:
+def _logs(options: argparse.Namespace, stack: ExitStack) -> Callable[[str], LogsSpecs]:
+    """Return a function that takes a folder for the workers' files, in case that the options name none."""
     try:
         wanted = options.local_ranks_filter
         ranks = {int(rank) for rank in wanted.split(",")} if wanted else None
@@ -363,12 +329,14 @@ def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:
     if not folder and (_any(redirects) or _any(tee)):
         folder = stack.enter_context(kept_log_folder())
         logger.info("what the workers print is kept in %s (--log-dir FOLDER)", folder)
-    elif not folder:
-        folder = stack.enter_context(temporary_log_folder())
+    make = partial(DefaultLogsSpecs, redirects=redirects, tee=tee, local_ranks_filter=ranks)
+    if not folder:
+        return make
     try:
-        return DefaultLogsSpecs(folder, redirects, tee, local_ranks_filter=ranks)
+        logs = make(folder)
     except OSError as exc:
         raise SettingsError(f"--log-dir {folder}: {exc.strerror or exc}") from exc
+    return lambda _: logs
 
 
 def _any(streams: Std | dict[int, Std]) -> bool:

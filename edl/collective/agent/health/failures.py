@@ -4,17 +4,14 @@
 `GenerationOutcome` collects the exits of a node's workers, and asks both.
 
 The CUDA messages are those of `cudaGetErrorString`; CUDA's reference says what causes each error
-(https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html). The driver writes Xids into the kernel's log
-(https://docs.nvidia.com/deploy/xid-errors/). "device-side assert triggered" and "out of memory" are missing here on
-purpose: they are errors of the script.
+(https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html). "device-side assert triggered" and "out of
+memory" are missing here on purpose: they are errors of the script.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import re
 import signal
 import time
@@ -47,22 +44,6 @@ _MISSING: Final = re.compile(
 )
 _MISUSE: Final = re.compile(r"\bnccl(?:InvalidUsage|InvalidArgument)\b")
 
-_XID: Final = re.compile(rb"NVRM: Xid \((?P<device>[^)]*)\): (?P<number>\d+)")
-_HARDWARE_XIDS: Final = {
-    48: "double-bit ECC error",
-    62: "internal micro-controller halt",
-    64: "row remapping failed",
-    74: "NVLink error",
-    79: "GPU has fallen off the bus",
-    95: "uncontained ECC error",
-    119: "the GPU's system processor does not answer",
-    120: "error of the GPU's system processor",
-    140: "unrecovered ECC error",
-}
-"""Xids for which NVIDIA's catalogue says to reset the GPU, reboot or replace it. 13, 31 and 43 are usually errors of
-applications; 63 and 94 end with the process."""
-_RECORD_NBYTES: Final = 8192  # the kernel refuses to read a record into a smaller buffer (CONSOLE_EXT_LOG_MAX)
-
 
 class ExitCause(Enum):
     """Why a worker failed."""
@@ -92,50 +73,6 @@ def find_gpu_fault(text: str) -> tuple[ExitCause, str] | None:
         if found := pattern.search(text):
             return cause, found[0].strip()
     return None
-
-
-class KernelLog:
-    """Reads Xids of failed hardware that the kernel logs from now on.
-
-    A process that NCCL's watchdog ends leaves no traceback, so only this log tells why. Without permission to read it,
-    as in most containers, nothing is found.
-    """
-
-    def __init__(self, path: Path = Path("/dev/kmsg")) -> None:
-        self._file: int | None = None
-        self._found: list[str] = []
-        with contextlib.suppress(OSError):
-            self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            os.lseek(self._file, 0, os.SEEK_END)
-
-    def read_xids(self) -> list[str]:
-        """Return all Xids of failed hardware since the last `clear_xids`, as text."""
-        while self._file is not None:
-            try:
-                record = os.read(self._file, _RECORD_NBYTES)
-            except BrokenPipeError:
-                continue  # records were overwritten before they were read; the next read returns the oldest one left
-            except OSError:
-                break
-            if not record:
-                break
-            for found in _XID.finditer(record):
-                number = int(found["number"])
-                if number in _HARDWARE_XIDS:
-                    device = found["device"].decode(errors="replace")
-                    self._found.append(f"Xid {number} of {device} in the kernel's log: {_HARDWARE_XIDS[number]}")
-        return list(self._found)
-
-    def clear_xids(self) -> None:
-        """Ignore what was logged until now."""
-        self.read_xids()
-        self._found.clear()
-
-    def close(self) -> None:
-        """Close the log."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
 
 # --- Why workers ended, and what follows ---
@@ -228,7 +165,6 @@ def decide_recovery(
     ended: Collection[int] = (),
     missing: bool = False,
     trained: bool = False,
-    xids: Sequence[str] = (),
 ) -> RecoveryDecision | None:
     """Decide what follows from the failures of a generation on a node.
 
@@ -241,7 +177,6 @@ def decide_recovery(
         ended: Ranks whose script has ended with exit code 0; others lose contact with them, as with a `missing` node's.
         missing: Whether a node of the generation is gone.
         trained: Whether the job has trained before. A script that asks for too many GPUs would have failed then.
-        xids: What the kernel logged about failed hardware of this node in this generation.
 
     Returns:
         The decision; None while the cause may still show elsewhere.
@@ -260,11 +195,6 @@ def decide_recovery(
             rank=broken[0].rank,
             cause=ExitCause.HARDWARE,
         )
-    # An error of the script itself has its cause in its traceback; an Xid can lead to every other kind of end.
-    if xids and len(errors) < len(failures):
-        first = failures[0]
-        what = f"{xids[0]}; {first.reason}"
-        return RecoveryDecision(restart=what, leave_out=True, rank=first.rank, cause=ExitCause.HARDWARE)
     if killed:
         return RecoveryDecision(restart=killed[0].reason, rank=killed[0].rank, cause=ExitCause.KILLED)
     if errors:
@@ -421,7 +351,6 @@ class GenerationOutcome:
         self._failed_at = 0.0
         self._ended_well: set[int] = set()
         self._restart_policy = RestartPolicy(max_restarts)
-        self._kernel_log = KernelLog()
         self._began_at = 0.0
         self._oom_kills: int | None = None
         self._leave_on_oom = leave_on_oom
@@ -446,10 +375,9 @@ class GenerationOutcome:
         self._killed_for_memory = False
 
     def begin_generation(self, now: float) -> None:
-        """Start measuring the workers' lifetime at `now` (`time.monotonic()`), and what the kernel logs and kills."""
+        """Start measuring the workers' lifetime at `now` (`time.monotonic()`), and which processes the kernel kills."""
         self._began_at = now
         self._oom_kills = cgroups.read_oom_kills()
-        self._kernel_log.clear_xids()
 
     def record_exit(self, rank: int, status: int, description: str, error_file: Path) -> None:
         """Record that a worker ended. `status` is its exit code; if a signal killed it, the negative signal number."""
@@ -510,7 +438,6 @@ class GenerationOutcome:
             ended=ended,
             missing=missing,
             trained=trained,
-            xids=self._kernel_log.read_xids(),
         )
         if decision is None:
             return None
@@ -524,7 +451,3 @@ class GenerationOutcome:
         hung = any(failure.description.startswith(HANGING) for failure in self._failures)
         lived_s = 0.0 if hung else time.monotonic() - self._began_at
         self._restart_policy.record_restart(progress, lived_s, hung=hung)
-
-    def close(self) -> None:
-        """Stop reading the kernel's log."""
-        self._kernel_log.close()

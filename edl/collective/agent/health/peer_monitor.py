@@ -10,18 +10,15 @@ What follows from a death is decided in `edl.collective.agent.rendezvous`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import errno
 import logging
-import selectors
 import socket
-import ssl
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from edl.background import BackgroundLoop
+from edl.background import start_call
 from edl.collective.job_records import World
 from edl.discovery.served.addresses import open_listener
 
@@ -49,8 +46,7 @@ _CONNECT_TIMEOUT_S: Final = 2.0
 """How long a connection may take including its handshake. A slower network is left to the lease."""
 _UNREACHED_RETRY_S: Final = 10.0
 """Pause after an attempt that proved nothing. Most such peers can never be reached, so attempts should cost little."""
-_CLOSE_TIMEOUT_S: Final = 2.0
-"""How long the thread may take to end; it may be looking up a name."""
+_CLOSE_TIMEOUT_S: Final = 2.0  # how long the thread may take to end; it waits for nothing
 _RECEIVE_NBYTES: Final = 4096  # a peer's name is far shorter, and the rest is ignored
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """Firewalls forget connections that are idle for minutes, and connections to vanished hosts would be held for ever."""
@@ -62,24 +58,10 @@ def choose_peers(world: World, position: int) -> dict[str, Address]:
     return {member.id: (member.addr, member.tether_port) for member in around if member.tether_port}
 
 
-@dataclass(eq=False)
-class _PeerConnection:
-    """A connection to an agent, or the attempt to make one."""
-
-    node: str  # the agent's node
-    address: Address  # where the agent listens
-    socket: socket.socket | None = None  # socket of the connection or attempt; None between two attempts
-    # Whether the agent has said its name at this address. A refusal from any other address means nothing.
-    proven: bool = False
-    refusals: int = 0  # number of refusals in a row
-    retry_at: float | None = 0.0  # when to connect; None while connected, or when nothing more can be learnt
-    deadline: float | None = None  # when to give up connecting; None if not connecting
-
-
 class PeerConnections:
-    """This agent's connections to others, and theirs to it, handled by a thread.
+    """This agent's connections to others, and theirs to it, in an event loop of their own.
 
-    The thread calls `on_gone` with the id of a node whose agent's process is certainly gone. Without `tls`, the name is
+    Its thread calls `on_gone` with the id of a node whose agent's process is certainly gone. Without `tls`, the name is
     sent to every peer, and any peer's is believed.
     """
 
@@ -91,220 +73,124 @@ class PeerConnections:
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         """The port to which others connect."""
-        self._wanted: Mapping[str, Address] = {}
-        self._connections: dict[str, _PeerConnection] = {}
-        self._accepted = 0
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._waker, woken = socket.socketpair()
-        self._waker.setblocking(False)
-        self._selector.register(woken, selectors.EVENT_READ, self._drain)
-        self._loop = BackgroundLoop("edl-peer-monitor", self._turn, interrupt=self._interrupt)
+        self.heard: set[str] = set()
+        """Nodes that have said their name over a connection that still exists."""
+        self._accepted: set[asyncio.Task[None]] = set()
+        self._watches: dict[tuple[str, Address], asyncio.Task[None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._ended = start_call("edl-peer-monitor", self._run)
 
     def set_peers(self, nodes: Mapping[str, Address]) -> None:
         """Connect to these agents from now on, and to no others."""
-        self._wanted = dict(nodes)
-        self._interrupt()
+        self._loop.call_soon_threadsafe(self._watch_only, set(nodes.items()))
 
     def close(self) -> None:
         """Close all connections. The other agents notice that this agent is gone."""
-        if self._loop.closing:
-            return
-        if self._loop.close(_CLOSE_TIMEOUT_S):
-            for key in list(self._selector.get_map().values()):
-                key.fileobj.close()  # type: ignore[union-attr]
-            self._waker.close()
-            self._selector.close()
-        else:
-            self._listener.close()  # the thread still uses the rest, which ends with this process
-
-    def _interrupt(self) -> None:
-        with contextlib.suppress(OSError):  # the buffer is full, or the socket closed
-            self._waker.send(b"\0")
+        if not self._ended.done():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._ended.result(_CLOSE_TIMEOUT_S)
 
     # --- In the thread ---
 
-    def _turn(self) -> float:
-        """Handle what has arrived, and connect to the wanted peers.
+    def _run(self) -> None:
+        accepting = self._loop.create_task(self._accept_all())
+        self._loop.run_forever()
+        self._listener.close()
+        tasks = [accepting, *self._accepted, *self._watches.values()]
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.sleep(0))  # in which the sockets are closed
+        self._loop.close()
 
-        If this fails with an unexpected error, leases decide, as between hosts that cannot connect. The listener stays
-        open, because others would take a closed one for a death.
-        """
-        for key, _ in self._selector.select(self._idle_s()):
-            key.data(key.fileobj)
-        self._connect_wanted()
-        return 0.0
+    def _watch_only(self, peers: set[tuple[str, Address]]) -> None:
+        for peer in self._watches.keys() - peers:
+            self._watches.pop(peer).cancel()
+        for peer in peers - self._watches.keys():
+            self._watches[peer] = self._loop.create_task(self._watch(*peer))
 
-    def _idle_s(self) -> float | None:
-        """Return the seconds until something must be done even if nothing arrives; None for no limit."""
-        times = [at for peer in self._connections.values() for at in (peer.retry_at, peer.deadline) if at is not None]
-        return max(0.0, min(times) - time.monotonic()) if times else None
+    async def _accept_all(self) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener)
+            except OSError:
+                await asyncio.sleep(_REFUSED_RETRY_S)  # for instance because no file descriptor is left
+                continue
+            if len(self._accepted) >= _MAX_ACCEPTED:
+                connection.close()
+                continue
+            task = self._loop.create_task(self._greet(connection))
+            self._accepted.add(task)
+            task.add_done_callback(self._accepted.discard)
 
-    def _drain(self, woken: socket.socket) -> None:
-        woken.recv(_RECEIVE_NBYTES)
+    async def _greet(self, connection: socket.socket) -> None:
+        """Say this node's name, and keep a connection until the other side is gone, or sends data, as no agent does."""
+        reader = asyncio.StreamReader()
+        with connection, contextlib.suppress(OSError):
+            _keep_alive(connection)
+            transport, _ = await self._loop.connect_accepted_socket(
+                lambda: asyncio.StreamReaderProtocol(reader),
+                connection,
+                ssl=None if self._tls is None else self._tls.context(serving=True),
+                ssl_handshake_timeout=None if self._tls is None else _CONNECT_TIMEOUT_S,
+            )
+            try:
+                transport.write(self._name)
+                await reader.read(1)
+            finally:
+                transport.abort()
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            time.sleep(_REFUSED_RETRY_S)  # for instance because no file descriptor is left
-            return
-        if self._accepted >= _MAX_ACCEPTED:
-            connection.close()
-            return
+    async def _watch(self, node: str, address: Address) -> None:
+        """Stay connected to an agent. Calls `on_gone` once its port, at which it has said its name, refuses."""
+        proven = False  # a refusal from any other address means nothing
+        refusals = 0
+        while refusals < _REFUSALS:
+            retry_s = _UNREACHED_RETRY_S
+            try:
+                reader, writer = await asyncio.wait_for(self._connect(address), _CONNECT_TIMEOUT_S)
+            except ConnectionRefusedError:
+                if proven:
+                    refusals += 1
+                    retry_s = _REFUSED_RETRY_S
+            except (OSError, asyncio.TimeoutError, UnicodeError) as exc:  # UnicodeError: an invalid host name
+                logger.debug("no connection to the agent of %s at %s:%d: %r", node, *address, exc)
+                refusals = 0
+            else:
+                try:
+                    # The end of the connection alone proves nothing; the next attempt to connect does.
+                    while said := await reader.read(_RECEIVE_NBYTES):
+                        refusals = 0
+                        if said == node.encode():
+                            proven = True
+                            self.heard.add(node)
+                except OSError:
+                    pass
+                finally:
+                    self.heard.discard(node)
+                    writer.transport.abort()
+                if proven:
+                    retry_s = _REFUSED_RETRY_S
+            if refusals < _REFUSALS:
+                await asyncio.sleep(retry_s)
+        logger.debug("nothing listens at %s:%d now, where the agent of %s did", *address, node)
+        self._on_gone(node)
+
+    async def _connect(self, address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        # In a thread of its own, since a name server may take longer than this process lives.
+        lookup = start_call("edl-peer-name", partial(socket.getaddrinfo, *address, type=socket.SOCK_STREAM))
+        family, kind, protocol, _, place = (await asyncio.wrap_future(lookup))[0]
+        connection = socket.socket(family, kind, protocol)
         try:
             connection.setblocking(False)
             _keep_alive(connection)
-            if self._tls is not None:
-                connection = self._tls.accepted(connection)
-        except OSError:
-            connection.close()
-            return
-        self._accepted += 1
-        self._selector.register(connection, selectors.EVENT_READ, self._greet)
-        self._greet(connection)
-
-    def _greet(self, connection: socket.socket) -> None:
-        """Say this node's name, after the TLS handshake if there is one."""
-        try:
-            waits_for = _continue_handshake(connection)
-            if waits_for:
-                self._selector.modify(connection, waits_for, self._greet)
-                return
-            connection.send(self._name)
-        except OSError:
-            self._drop(connection)
-            return
-        self._selector.modify(connection, selectors.EVENT_READ, self._drop)
-
-    def _drop(self, connection: socket.socket) -> None:
-        """Close a connection from another agent. It is gone, or sent data, which no agent does."""
-        self._accepted -= 1
-        self._selector.unregister(connection)
-        connection.close()
-
-    def _connect_wanted(self) -> None:
-        wanted = self._wanted
-        for node, peer in list(self._connections.items()):
-            if wanted.get(node) != peer.address:
-                self._disconnect(peer)
-                del self._connections[node]
-        now = time.monotonic()
-        for node, address in wanted.items():
-            peer = self._connections.setdefault(node, _PeerConnection(node, address))
-            if peer.deadline is not None and now >= peer.deadline:
-                self._disconnect(peer)  # no answer at all: the host or the route to it is gone
-                peer.retry_at = now + _UNREACHED_RETRY_S
-            elif peer.retry_at is not None and now >= peer.retry_at:
-                self._connect(peer)
-
-    def _connect(self, peer: _PeerConnection) -> None:
-        peer.retry_at = None
-        peer.deadline = time.monotonic() + _CONNECT_TIMEOUT_S
-        try:
-            family, kind, protocol, _, place = socket.getaddrinfo(*peer.address, type=socket.SOCK_STREAM)[0]
-            peer.socket = socket.socket(family, kind, protocol)
-            peer.socket.setblocking(False)
-            _keep_alive(peer.socket)
-            code = peer.socket.connect_ex(place)
-        except (OSError, UnicodeError) as exc:  # UnicodeError: an invalid host name
-            code = getattr(exc, "errno", None) or errno.EIO
-        if code == errno.EINPROGRESS and peer.socket is not None:
-            self._selector.register(peer.socket, selectors.EVENT_WRITE, lambda _: self._check_connected(peer))
-        else:
-            self._end_attempt(peer, code)
-
-    def _check_connected(self, peer: _PeerConnection) -> None:
-        assert peer.socket is not None
-        self._selector.unregister(peer.socket)
-        self._end_attempt(peer, peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-
-    def _end_attempt(self, peer: _PeerConnection, code: int) -> None:
-        if code == 0 and peer.socket is not None:
-            self._selector.register(peer.socket, selectors.EVENT_READ, lambda _: self._receive(peer))
+            await self._loop.sock_connect(connection, place)
             if self._tls is None:
-                peer.deadline = None
-            else:
-                self._begin_tls(peer, self._tls)
-            return
-        self._disconnect(peer)
-        peer.refusals = peer.refusals + 1 if code == errno.ECONNREFUSED and peer.proven else 0
-        if peer.refusals >= _REFUSALS:
-            logger.debug("nothing listens at %s:%d now, where the agent of %s did", *peer.address, peer.node)
-            self._on_gone(peer.node)
-        else:
-            peer.retry_at = time.monotonic() + (_REFUSED_RETRY_S if peer.refusals else _UNREACHED_RETRY_S)
-
-    def _begin_tls(self, peer: _PeerConnection, tls: PeerTLS) -> None:
-        """Begin the handshake. `peer.deadline` stays in force: a host that is silent here counts as unreachable."""
-        assert peer.socket is not None
-        self._selector.unregister(peer.socket)
-        try:
-            peer.socket = tls.connected(peer.socket, peer.address[0])
-        except (OSError, ValueError):  # it is already gone, or its name is invalid
-            self._disconnect(peer)
-            peer.retry_at = time.monotonic() + _UNREACHED_RETRY_S
-            return
-        self._selector.register(peer.socket, selectors.EVENT_READ, lambda _: self._continue_tls(peer))
-        self._continue_tls(peer)
-
-    def _continue_tls(self, peer: _PeerConnection) -> None:
-        assert peer.socket is not None
-        try:
-            waits_for = _continue_handshake(peer.socket)
-        except OSError as exc:
-            # Not the agent, or not trustworthy. A lease reports its death, as between hosts that cannot connect.
-            logger.debug("no connection to the agent of %s at %s:%d: %s", peer.node, *peer.address, exc)
-            self._disconnect(peer)
-            peer.retry_at = time.monotonic() + _UNREACHED_RETRY_S
-            return
-        if waits_for:
-            self._selector.modify(peer.socket, waits_for, lambda _: self._continue_tls(peer))
-        else:
-            peer.deadline = None
-            self._selector.modify(peer.socket, selectors.EVENT_READ, lambda _: self._receive(peer))
-
-    def _receive(self, peer: _PeerConnection) -> None:
-        """Read the agent's name, or the end of the connection.
-
-        The end alone proves nothing; the next attempt to connect does.
-        """
-        assert peer.socket is not None
-        try:
-            received = peer.socket.recv(_RECEIVE_NBYTES)
-        except ssl.SSLWantReadError:
-            return  # TLS's own messages, such as the tickets of TLS 1.3
-        except OSError:
-            received = b""
-        if received:
-            peer.proven = peer.proven or received == peer.node.encode()
-            peer.refusals = 0
-            return
-        self._disconnect(peer)
-        peer.retry_at = time.monotonic() + (_REFUSED_RETRY_S if peer.proven else _UNREACHED_RETRY_S)
-
-    def _disconnect(self, peer: _PeerConnection) -> None:
-        if peer.socket is not None:
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(peer.socket)
-            peer.socket.close()
-            peer.socket = None
-        peer.deadline = None
-
-
-def _continue_handshake(connection: socket.socket) -> int:
-    """Continue the TLS handshake, if there is one.
-
-    Returns the event of `selectors` that it waits for; 0 if it is over.
-    """
-    if isinstance(connection, ssl.SSLSocket):
-        try:
-            connection.do_handshake()
-        except ssl.SSLWantReadError:
-            return selectors.EVENT_READ
-        except ssl.SSLWantWriteError:
-            return selectors.EVENT_WRITE
-    return 0
+                return await asyncio.open_connection(sock=connection)
+            context, name = self._tls.context(serving=False), self._tls.server_name(address[0])
+            return await asyncio.open_connection(sock=connection, ssl=context, server_hostname=name)
+        except BaseException:
+            connection.close()
+            raise
 
 
 def _keep_alive(connection: socket.socket) -> None:

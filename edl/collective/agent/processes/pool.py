@@ -1,7 +1,7 @@
 """A node's workers as its agent sees them: forked by a zygote, watched, and killed.
 
 CUDA frees a context's memory when the last process that has the device's file open has ended, including children that
-inherited the file. NVML (the package `nvidia-ml-py`, where it is installed) lists the processes that hold memory.
+inherited the file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import fnmatch
-import importlib
 import json
 import logging
 import os
@@ -37,7 +36,6 @@ GPU_DEVICES: Final = ("/dev/nvidia[0-9]*", "/dev/kfd")
 _RELEASE_POLL_S: Final = 0.005
 """Pause between two checks of processes that are about to end. Recovery waits for them, and a check takes a tenth of
 this."""
-_INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux; NVML uses the process ids of this namespace
 
 
 def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) -> dict[int, str]:
@@ -58,11 +56,8 @@ def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) 
 
 
 def wait_for_release(holders: dict[int, str], deadline: float) -> bool:
-    """Wait until these processes have ended and NVML no longer lists them.
-
-    Returns whether that happened by the deadline.
-    """
-    while left := [pid for pid, began in holders.items() if _lives(pid, began)] or sorted(_listed() & set(holders)):
+    """Wait until these processes have ended. Returns whether that happened by the deadline."""
+    while left := [pid for pid, began in holders.items() if _lives(pid, began)]:
         if time.monotonic() > deadline:
             logger.warning("processes %s still hold memory of a GPU: the new workers start all the same", left)
             return False
@@ -98,32 +93,6 @@ def _stat(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
         return []
-
-
-def _listed() -> set[int]:
-    """Return the processes that hold GPU memory; empty without NVML, or if it uses process ids of another namespace."""
-    try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
-        return set()
-    if Path("/proc/self/ns/pid").stat().st_ino != _INITIAL_PID_NAMESPACE:
-        return set()
-    return _ask_nvml(nvml)
-
-
-def _ask_nvml(nvml: Any) -> set[int]:
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return set()
-    try:
-        devices = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        return {process.pid for device in devices for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)}
-    except nvml.NVMLError:
-        return set()
-    finally:
-        with contextlib.suppress(nvml.NVMLError):
-            nvml.nvmlShutdown()
 
 
 # --- The pool of workers ---

@@ -250,7 +250,7 @@ def test_the_users_own_variables_come_last() -> None:
 
 def test_workers_have_files_of_their_own(folder: HostFolder, tmp_path: Path) -> None:
     logs = DefaultLogsSpecs(str(tmp_path), Std.NONE, Std.from_str("1:1"))
-    jobs, dest = worker_forks(launch(3, logs=logs), WORLD, MEMBERS[1], folder)
+    jobs, dest = worker_forks(launch(3), WORLD, MEMBERS[1], folder, logs)
     assert sorted(jobs) == [0, 1, 2]
     for name in ("EDL_BOARD", "EDL_SLOTS", "TORCHELASTIC_ERROR_FILE"):
         assert len({job.environ[name] for job in jobs.values()}) == 3
@@ -258,8 +258,7 @@ def test_workers_have_files_of_their_own(folder: HostFolder, tmp_path: Path) -> 
     assert not any("EDL_CHECKPOINT" in job.environ for job in jobs.values())
     assert dest.error_files == {rank: job.environ["TORCHELASTIC_ERROR_FILE"] for rank, job in jobs.items()}
 
-    stored, _ = worker_forks(
-        launch(1, logs=logs, checkpoint="memory://x", checkpoint_interval_s=7.5), WORLD, MEMBERS[1], folder
-    )
+    spec = launch(1, checkpoint="memory://x", checkpoint_interval_s=7.5)
+    stored, _ = worker_forks(spec, WORLD, MEMBERS[1], folder, logs)
     assert stored[0].environ["EDL_CHECKPOINT"] == "memory://x"
     assert stored[0].environ["EDL_CHECKPOINT_INTERVAL_S"] == "7.5"

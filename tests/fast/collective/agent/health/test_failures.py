@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl import cgroups
-from edl.collective.agent.ending import TerminationMessage, cut_traceback, write_termination_message
+from edl.collective.agent.ending import TerminationMessage, cut_middle, write_termination_message
 from edl.collective.agent.health.failures import (
     HANGING,
     ExitCause,
@@ -310,35 +310,23 @@ def decode(message: TerminationMessage) -> dict[str, object]:
 
 
 def test_long_traceback_keeps_its_ends() -> None:
-    text = deep_traceback("ValueError: the user's own mistake")
-    assert len(text) > MEGABYTE
-    found = decode(TerminationMessage("error", 1, message=text))["message"]
-    assert isinstance(found, str)
-    assert found.startswith(FIRST + "\n[...]\n  ")
-    assert found.endswith("    descend(19999)\nValueError: the user's own mistake")
-    assert found.count("descend(199") > 10, "as many calls as there is room for"
-
-
-def test_exception_of_a_megabyte() -> None:
-    """Where the exception's own words fill the room, its type and the end of its words are kept."""
-    for words in ("x" * MEGABYTE, "a line\n" * (MEGABYTE // 7), "\x1b[0m" * (MEGABYTE // 4), "界" * MEGABYTE):
-        found = decode(TerminationMessage("error", 1, message=deep_traceback(f"MyError: {words} and so on", 5)))
-        text = found["message"]
-        assert isinstance(text, str)
-        assert f"\nMyError: {words[:100]}" in text
-        assert text.startswith(FIRST)
-        assert text.endswith("and so on")
-        assert "descend(4)" in text, "the last call"
+    """Also one of an exception with many words of its own, in characters of several bytes."""
+    for words in ("the user's own mistake", "\x1b[0m" * MEGABYTE, "界" * MEGABYTE):
+        text = deep_traceback(f"ValueError: {words} and so on")
+        found = decode(TerminationMessage("error", 1, message=text))["message"]
+        assert isinstance(found, str)
+        assert found.startswith(FIRST)
+        assert found.endswith(text[-100:])
 
 
 @settings(max_examples=30)
-@given(st.text(st.characters(), max_size=3000), st.text(max_size=400), st.integers(0, 4), st.integers(0, 400))
+@given(st.text(st.characters(), max_size=3000), st.text(max_size=400), st.integers(0, 4), st.integers(20, 400))
 def test_any_text_fits(text: str, node: str, times: int, max_bytes: int) -> None:
     message = TerminationMessage("error", 255, 2**40, node, 2**62, text * times)
     found = decode(message)
     short = len(message.message) < 300
     assert not short or found == asdict(message), "a short text is kept whole"
-    cut = cut_traceback(text * times, max_bytes)
+    cut = cut_middle(text * times, max_bytes)
     assert len(json.dumps(cut, ensure_ascii=False).encode("utf-8", "replace")) - 2 <= max_bytes
 
 

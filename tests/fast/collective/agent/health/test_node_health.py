@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import os
@@ -48,7 +49,6 @@ from edl.errors import EDLError
 from edl.protocol.tls import PeerTLS
 from edl.settings import Credentials
 from tests.certificates import Authority
-from tests.plugins_consul import free_ports
 from tests.waiting import DEADLINE_S, wait_until
 
 CPU = torch.device("cpu")
@@ -280,12 +280,8 @@ class Peers(PeerConnections):
     def next_gone(self) -> str:
         return self.gone.get(timeout=DEADLINE_S)
 
-    def wait_for(self, node: str, state: Callable[[peer_monitor._PeerConnection], object]) -> None:
-        wait_until(lambda: node in self._connections and state(self._connections[node]), f"{node} is in that state")
-
     def wait_connected(self, *nodes: str) -> None:
-        for node in nodes:
-            self.wait_for(node, lambda peer: peer.proven and peer.socket is not None)
+        wait_until(lambda: self.heard.issuperset(nodes), f"{nodes} are connected")
 
 
 @pytest.fixture
@@ -314,7 +310,7 @@ def test_killed_is_gone_stopped_is_not(agent: Callable[..., Peers]) -> None:
         b.kill()  # stopped or not
         assert peers.next_gone() == "b"
     peers.set_peers({})
-    wait_until(lambda: not peers._connections, "nobody is followed any more")
+    wait_until(lambda: not peers._watches, "nobody is followed any more")
     assert peers.gone.empty(), "each is told once"
 
 
@@ -326,9 +322,8 @@ def test_unknown_address_proves_nothing(agent: Callable[..., Peers]) -> None:
     addresses = {"a": refused, "b": somebody.address, "c": ("node..example", 4000), "d": ("x" * 70, 4000)}
     peers.set_peers(addresses | {"known": known.address})
     peers.wait_connected("known")
-    peers.wait_for("b", lambda peer: peer.socket is not None)
+    wait_until(lambda: somebody._accepted, "somebody else has been asked")
     somebody.close()
-    peers.wait_for("b", lambda peer: peer.retry_at)
     known.close()
     assert peers.next_gone() == "known", "and nobody before it"
     assert peers.gone.empty()
@@ -336,31 +331,27 @@ def test_unknown_address_proves_nothing(agent: Callable[..., Peers]) -> None:
 
 def test_one_refusal_is_not_a_death(agent: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands between may begin anew, and refuse until it has."""
-    monkeypatch.setattr(peer_monitor, "_REFUSED_RETRY_S", 600.0)  # so that this test says when it is tried again
-    peers, address = agent(), ("127.0.0.1", free_ports(1)[0])
+    attempts = iter(["a", "no", "no", "a", "no", "away", "no", "no", "", "no", "no"])
 
-    def retry() -> None:
-        peers.wait_for("a", lambda peer: peer.retry_at is not None)
-        peers._connections["a"].retry_at = 0.0
-        peers._interrupt()
+    async def connect(address: Address) -> tuple[asyncio.StreamReader, Any]:
+        match next(attempts):
+            case "no":
+                raise ConnectionRefusedError
+            case "away":
+                raise TimeoutError
+            case said:
+                reader = asyncio.StreamReader()
+                reader.feed_data(said.encode())
+                reader.feed_eof()
+                return reader, SimpleNamespace(transport=SimpleNamespace(abort=lambda: None))
 
-    with socket.create_server(address) as first:
-        peers.set_peers({"a": address})
-        connection, _ = first.accept()
-        connection.send(b"a")
-        peers.wait_connected("a")
-        first.close()
-        connection.close()
-        retry()
-        peers.wait_for("a", lambda peer: peer.refusals == 1)
-    with socket.create_server(address, reuse_port=False) as again:
-        retry()
-        again.settimeout(DEADLINE_S)
-        connection, _ = again.accept()
-        connection.send(b"a")
-        peers.wait_for("a", lambda peer: peer.refusals == 0)
-        connection.close()
-    assert peers.gone.empty()
+    peers = agent()
+    monkeypatch.setattr(peers, "_connect", connect)
+    for name in ("_REFUSED_RETRY_S", "_UNREACHED_RETRY_S"):
+        monkeypatch.setattr(peer_monitor, name, 0.0)
+    peers.set_peers({"a": ("proxy", 1)})
+    assert peers.next_gone() == "a"
+    assert list(attempts) == ["no"], "three refusals in a row, and none since"
 
 
 def test_ring_ties_to_those_behind() -> None:
@@ -395,12 +386,15 @@ def test_death_is_seen_through_tls(tmp_path: Path, agent: Callable[..., Peers]) 
 
 
 @pytest.mark.parametrize("wrong", ["name", "CA", "plain"])
-def test_impostor_is_not_believed(tmp_path: Path, agent: Callable[..., Peers], wrong: str) -> None:
+def test_impostor_is_not_believed(
+    tmp_path: Path, agent: Callable[..., Peers], wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
     issuer, name = Authority() if wrong == "CA" else CA, "other.example" if wrong == "name" else NAME
     peers = agent(tls=tls_of(tmp_path / "mine"))
     impostor = agent("a", None if wrong == "plain" else tls_of(tmp_path / "a", name, issuer))
-    peers.set_peers({"a": impostor.address})
-    peers.wait_for("a", lambda peer: peer.retry_at)
+    with caplog.at_level("DEBUG", peer_monitor.__name__):
+        peers.set_peers({"a": impostor.address})
+        wait_until(lambda: "no connection to the agent of a" in caplog.text, "the handshake fails")
     impostor.close()
-    assert not peers._connections["a"].proven, "its death proves nothing of the agent's"
-    assert peers.gone.empty()
+    assert not peers.heard
+    assert peers.gone.empty(), "its death proves nothing of the agent's"

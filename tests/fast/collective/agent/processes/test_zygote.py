@@ -12,14 +12,12 @@ import subprocess
 import sys
 import textwrap
 import threading
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from edl.collective.agent.processes import pool
 from edl.collective.agent.processes import preload as preload_module
 from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost, find_holders, wait_for_release
 from edl.collective.agent.processes.preload import ProgramImports, find_fork_hazard, preload_modules, scan_imports
@@ -281,31 +279,6 @@ def test_holders_are_found_by_open_device(process: subprocess.Popen[bytes], tmp_
     assert wait_for_release({process.pid: "1"}, 0.0), "another process of the same number is not meant"
     process.kill()
     assert wait_for_release(holders, math.inf), "a zombie holds nothing"
-
-
-def fake_nvml(answers: list[list[int]]) -> types.SimpleNamespace:
-    """The functions of pynvml that are used, over a list of processes for each question."""
-    return types.SimpleNamespace(
-        NVMLError=RuntimeError,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetComputeRunningProcesses=lambda handle: [types.SimpleNamespace(pid=one) for one in answers.pop(0)],
-    )
-
-
-def test_nvml_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = {2**22 + 1: "1"}  # no pid is that large
-    answers = [[2**22 + 1, 7], [2**22 + 1], [7]]
-    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(answers))
-    monkeypatch.setattr(pool, "_INITIAL_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
-    assert wait_for_release(ended, math.inf)
-    assert answers == []
-    monkeypatch.setattr(pool, "_INITIAL_PID_NAMESPACE", 0)
-    answers.append([2**22 + 1])
-    assert wait_for_release(ended, 0.0), "in a container the numbers are not the same"
-    assert answers
 
 
 ROOTS = ("torch", "numpy", "edl")

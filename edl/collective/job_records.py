@@ -40,12 +40,21 @@ def create_once(store: Store, key: str, value: bytes) -> bytes:
     return entry.value
 
 
-_R = TypeVar("_R", bound="_Record")
-_TYPES: Final = {"str": (str,), "bool": (bool,), "int": (int,), "float": (float, int)}
+_R = TypeVar("_R", bound="Record")
+_TYPES: Final = {
+    "str": (str,),
+    "bool": (bool,),
+    "int": (int,),
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+    "dict[str, str]": (dict,),
+}
 
 
 @dataclass(frozen=True)
-class _Record:
+class Record:
+    """A value that is stored or sent as a JSON object, and whose fields are checked when it is read."""
+
     def encode(self) -> bytes:
         """Return the record as JSON, for the Store."""
         return json.dumps(asdict(self)).encode()
@@ -60,8 +69,7 @@ class _Record:
         try:
             return cls.from_values(json.loads(data))
         except (ValueError, TypeError, KeyError, RecursionError) as exc:
-            what = f"not the record of a job's {cls.__name__.lower()}"
-            raise ProtocolError(f"{what}: {data[:100]!r} ({exc!r})") from exc
+            raise ProtocolError(f"not a record of type {cls.__name__}: {data[:100]!r} ({exc!r})") from exc
 
     @classmethod
     def from_values(cls: type[_R], values: dict[str, Any]) -> _R:
@@ -83,7 +91,7 @@ class JobState(str, Enum):
 
 
 @dataclass(frozen=True)
-class Node(_Record):
+class Node(Record):
     """An agent's record of itself, which disappears with its lease."""
 
     id: str  # unique name of the agent's process
@@ -104,7 +112,7 @@ class Node(_Record):
 
 
 @dataclass(frozen=True)
-class Member(_Record):
+class Member(Record):
     """A node in a world; its workers have the ranks from `first_rank` on. All ranks meet at the first node's `port`.
 
     Its agent takes replicas of other nodes' states at `replica_port`, and peers connect to `tether_port`; 0 means
@@ -126,7 +134,7 @@ class Member(_Record):
 
 
 @dataclass(frozen=True)
-class World(_Record):
+class World(Record):
     """The record of a job."""
 
     generation: int = -1  # number of the world, which grows by 1 with each new one; the first that runs is 0
@@ -160,7 +168,7 @@ class World(_Record):
 
 
 @dataclass(frozen=True)
-class Exclusion(_Record):
+class Exclusion(Record):
     """A host that a job excludes because one of its GPUs failed. The record has no lease."""
 
     node: str  # the agent that found the fault

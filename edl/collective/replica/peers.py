@@ -8,7 +8,7 @@
     then, for every part of the state
     sender -> receiver   frame: JSON that announces the part (`ReplicaAnnouncement`)
     receiver -> sender   frame: `GO_ON`, `PRESENT` if it has that part, or the reason of a refusal
-    sender -> receiver   the raw data and metadata, and their tag; not if the part is present
+    sender -> receiver   the raw data and metadata, and their HMAC; not if the part is present
     receiver -> sender   frame: `GO_ON`, once it has everything
 
 A frame is its length (4 bytes, little-endian), that number of bytes, and their HMAC. All HMACs are HMAC-SHA256. Their
@@ -17,9 +17,9 @@ nothing can be changed, repeated or left out. A side trusts nothing and allocate
 that it knows the secret. The content is readable on the network unless the connection is TLS
 (`edl.protocol.tls`), which then carries the same conversation.
 
-A core computes about 1.8 GB/s of HMACs with SHA-256 instructions, and a third of that without. So the tag of data is
-that of a tree: the HMAC of the numbered HMACs of its pieces, which threads compute while the next pieces are on their
-way. TLS already authenticates every byte and its sender, so there the tag covers the length only.
+A core computes about 1.8 GB/s of HMACs with SHA-256 instructions, and a third of that without, so a thread computes
+them while the next pieces are on their way. TLS already authenticates every byte and its sender, so there the tag of
+data covers none of it.
 
 Every operation on the socket has a deadline.
 """
@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import os
 import re
 import secrets
@@ -37,14 +36,22 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from edl.background import BackgroundLoop
 from edl.collective.checkpoint.memory.replica_slots import NO_VERSION, ReplicaFolder
-from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, CompleteSlot, SlotHeader, SlotPair, find_slots
+from edl.collective.checkpoint.memory.slots import (
+    HEADER_NBYTES,
+    CompleteSlot,
+    SlotHeader,
+    SlotPair,
+    StateVersion,
+    find_slots,
+)
+from edl.collective.job_records import Record
 from edl.discovery.served.addresses import open_listener
 from edl.errors import EDLError, PermanentError, ProtocolError, TemporaryError
 
@@ -52,12 +59,8 @@ if TYPE_CHECKING:
     from edl.protocol.tls import PeerTLS  # imported where TLS is asked for only
 
 CHUNK_NBYTES: Final = 1 << 20
-"""Bytes of a piece, which is sent and authenticated by itself; both sides must cut alike. A tenth of this would need
-ten times as many HMACs, each with its cost in Python; ten times as much would not fit the cores' caches."""
-_HASHERS: Final = 4
-"""Threads that compute the HMACs of pieces: enough to keep pace with 50 Gbit/s."""
-_AHEAD: Final = 16
-"""Most pieces that may wait for these threads, since each is held in memory until then."""
+"""Bytes of a piece that is sent at once. A tenth of this would cost more of Python's time; ten times as much would not
+fit the cores' caches."""
 GO_ON: Final = b""
 PRESENT: Final = b"present"
 _NONCE_NBYTES: Final = 32  # 256 random bits: no nonce occurs twice
@@ -71,7 +74,7 @@ _NODE: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 
 
 @dataclass(frozen=True)
-class ReplicaAnnouncement:
+class ReplicaAnnouncement(Record):
     """Announces the next transfer: the state of a worker."""
 
     node: str  # name of the sending node
@@ -84,34 +87,23 @@ class ReplicaAnnouncement:
     meta_nbytes: int
     # Generation, step and world of the other state that the sender holds. Newer ones that the receiver has were
     # abandoned.
-    before: tuple[int, int, int]
-
-    def encode(self) -> bytes:
-        """Return the announcement as JSON."""
-        return json.dumps(asdict(self)).encode()
+    before: StateVersion
 
     @classmethod
-    def decode(cls, data: bytes) -> ReplicaAnnouncement:
-        """Parse what `encode` made."""
-        try:
-            fields = json.loads(data)
-            decoded = cls(**{**fields, "before": tuple(fields["before"])})
-        except (ValueError, TypeError, KeyError) as exc:
-            raise ProtocolError(f"not the announcement of a replica: {data[:200]!r} ({exc})") from exc
-        place = (decoded.local_rank, decoded.generation, decoded.step, decoded.world, decoded.rank)
-        numbers = (*place, decoded.data_nbytes)
+    def from_values(cls, values: dict[str, Any]) -> ReplicaAnnouncement:
+        """Make an announcement from JSON values."""
+        generation, step, world = map(int, values["before"])
+        made = super().from_values({**values, "before": (generation, step, world)})
+        numbers = (made.local_rank, made.generation, made.step, made.world, made.rank, made.data_nbytes)
         possible = (
-            isinstance(decoded.node, str)
-            and _NODE.fullmatch(decoded.node) is not None
-            and all(type(number) is int for number in (*numbers, decoded.meta_nbytes, *decoded.before))
+            _NODE.fullmatch(made.node) is not None
             and all(0 <= number < 1 << 62 for number in numbers)
-            and decoded.rank < decoded.world
-            and 0 <= decoded.meta_nbytes <= _META_MOST_NBYTES
-            and len(decoded.before) == 3
+            and made.rank < made.world
+            and 0 <= made.meta_nbytes <= _META_MOST_NBYTES
         )
         if not possible:
-            raise ProtocolError(f"an impossible announcement of a replica: {decoded}")
-        return decoded
+            raise ValueError("impossible numbers, or no node's name")
+        return made
 
 
 class AuthenticatedConnection:
@@ -162,25 +154,33 @@ class AuthenticatedConnection:
         return data
 
     def send_bulk(self, parts: Iterator[bytes | memoryview]) -> None:
-        """Send pieces of bytes, which the other side can trust once all of them were sent.
-
-        They have `CHUNK_NBYTES`, except for the last one of each of the receiver's targets.
-        """
-        with _TreeMac(self._next_sent(), self._send_key, self._sent, hashing=not self._private) as tree:
+        """Send pieces of bytes that do not change meanwhile. The other side can trust them once all were sent."""
+        mac = self._next_sent()
+        with self._hashing(mac) as add:
             for part in parts:
-                tree.add(part)
+                add(part)
                 self._connection.sendall(part)
-            self._connection.sendall(tree.tag())
+        self._connection.sendall(mac.digest())
 
     def receive_bulk(self, *targets: memoryview) -> None:
         """Fill memory with the bytes that arrive. Do not use them before this returns."""
-        with _TreeMac(self._next_received(), self._receive_key, self._received, hashing=not self._private) as tree:
+        mac = self._next_received()
+        with self._hashing(mac) as add:
             for target in targets:
                 for begin in range(0, len(target), CHUNK_NBYTES):
                     piece = target[begin : begin + CHUNK_NBYTES]
                     self._receive_into(piece)
-                    tree.add(piece)
-            self._check_tag(tree.tag())
+                    add(piece)
+        self._check_tag(mac.digest())
+
+    @contextlib.contextmanager
+    def _hashing(self, mac: hmac.HMAC) -> Iterator[Callable[[bytes | memoryview], object]]:
+        """Yield a function that adds a piece to `mac` in a thread; at the end of the block, all were added."""
+        if self._private:
+            yield lambda piece: None
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="edl-hash") as thread:
+            yield lambda piece: thread.submit(mac.update, piece)  # releases the GIL
 
     def _next_sent(self) -> hmac.HMAC:
         self._sent += 1
@@ -208,50 +208,6 @@ class AuthenticatedConnection:
             if not more:
                 raise ConnectionError("the other side closed the connection")
             got += more
-
-
-class _TreeMac:
-    """The tag of many pieces: threads compute the HMACs of the pieces, and `tag` the HMAC of all of these.
-
-    A piece's HMAC begins with the tag's and the piece's number and has its own key, so it is valid nowhere else.
-    Without `hashing`, only the total length of the pieces is authenticated.
-    """
-
-    def __init__(self, root: hmac.HMAC, key: bytes, count: int, *, hashing: bool) -> None:
-        self._root = root
-        self._count = count
-        self._key = _mac(key, b"pieces")
-        self._pool = ThreadPoolExecutor(_HASHERS, thread_name_prefix="edl-hash") if hashing else None
-        self._leaves: list[Future[bytes]] = []
-        self._nbytes = 0
-
-    def __enter__(self) -> _TreeMac:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)  # nothing reads the other side's memory afterwards
-
-    def add(self, piece: bytes | memoryview) -> None:
-        """Add a piece, which must not change until `tag`. Blocks while the threads are far behind."""
-        self._nbytes += len(piece)
-        if self._pool is not None:
-            number = len(self._leaves)
-            self._leaves.append(self._pool.submit(self._piece_mac, number, piece))
-            if number >= _AHEAD:
-                self._leaves[number - _AHEAD].result()
-
-    def tag(self) -> bytes:
-        """Return the tag of all pieces."""
-        self._root.update(self._nbytes.to_bytes(8, "little"))
-        for leaf in self._leaves:
-            self._root.update(leaf.result())
-        return self._root.digest()
-
-    def _piece_mac(self, number: int, piece: bytes | memoryview) -> bytes:
-        mac = hmac.new(self._key, self._count.to_bytes(8, "little") + number.to_bytes(8, "little"), "sha256")
-        mac.update(piece)  # releases the GIL
-        return mac.digest()
 
 
 @contextlib.contextmanager

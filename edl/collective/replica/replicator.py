@@ -34,29 +34,6 @@ if TYPE_CHECKING:
     from edl.protocol.tls import PeerTLS  # imported where TLS is asked for only
 
 
-@dataclass(frozen=True)
-class ReplicaPace:
-    """How often states are sent."""
-
-    interval_s: float = 10.0  # least seconds from the start of one transfer to the start of the next
-    # Largest share of the time that transfers may take. Transfers of T seconds begin T / share apart, so a replica is
-    # at most T / share + T old: 3 T with a share of a half.
-    share: float = 0.5
-    retry_s: float = 10.0  # seconds to wait before trying a peer again that did not take a state
-    # Seconds to wait for workers of this node that have not kept a state that others have. After that the state is
-    # skipped: those workers died, or saved elsewhere.
-    patience_s: float = 30.0
-
-    @classmethod
-    def from_env(cls) -> ReplicaPace:
-        """Read `EDL_REPLICA_SHARE`; the other values are the defaults."""
-        return cls(share=read("EDL_REPLICA_SHARE", positive_float) or cls.share)
-
-    def __post_init__(self) -> None:
-        if not (self.interval_s >= 0 and 0 < self.share <= 1 and self.retry_s >= 0 and self.patience_s >= 0):
-            raise SettingsError(f"{self}: give durations that are not negative, and a share above 0 and up to 1")
-
-
 class ReplicaAction(Enum):
     """What to do now."""
 
@@ -67,18 +44,33 @@ class ReplicaAction(Enum):
     """Have the workers keep a newer state than any of them has."""
 
 
+@dataclass
 class ReplicationSchedule:
     """Tracks what a node has sent to its current peer, and decides what to do next.
 
     All times are seconds of one clock.
     """
 
-    def __init__(self, pace: ReplicaPace) -> None:
-        self._pace = pace
-        self._sent = NO_VERSION
-        self._due = -math.inf
-        self._retry = -math.inf
-        self._passed_over: tuple[StateVersion, float] = (NO_VERSION, -math.inf)
+    interval_s: float = 10.0  # least seconds from the start of one transfer to the start of the next
+    # Largest share of the time that transfers may take. Transfers of T seconds begin T / share apart, so a replica is
+    # at most T / share + T old: 3 T with a share of a half.
+    share: float = 0.5
+    retry_s: float = 10.0  # seconds to wait before trying a peer again that did not take a state
+    # Seconds to wait for workers of this node that have not kept a state that others have. After that the state is
+    # skipped: those workers died, or saved elsewhere.
+    patience_s: float = 30.0
+    _sent: StateVersion = NO_VERSION
+    _due: float = -math.inf
+    _retry: float = -math.inf
+    _passed_over: tuple[StateVersion, float] = (NO_VERSION, -math.inf)
+
+    @classmethod
+    def from_env(cls) -> ReplicationSchedule:
+        """Read `EDL_REPLICA_SHARE`; the other values are the defaults."""
+        share = read("EDL_REPLICA_SHARE", positive_float) or cls.share
+        if share > 1:
+            raise SettingsError(f"EDL_REPLICA_SHARE={share:g}: expected a share of the time, above 0 and up to 1")
+        return cls(share=share)
 
     def start_world(self, *, same_peer: bool) -> None:
         """Start another world: its first state is kept at once.
@@ -99,18 +91,18 @@ class ReplicationSchedule:
             if version != newest:
                 self._passed_over = (newest, now)
                 return ReplicaAction.WAIT
-            if now - since < self._pace.patience_s:
+            if now - since < self.patience_s:
                 return ReplicaAction.WAIT
         return ReplicaAction.WANT if now >= self._due else ReplicaAction.WAIT
 
     def record_sent(self, version: StateVersion, began: float, ended: float) -> None:
         """Record that the peer has this state of all workers."""
         self._sent = version
-        self._due = max(began + self._pace.interval_s, began + (ended - began) / self._pace.share)
+        self._due = max(began + self.interval_s, began + (ended - began) / self.share)
 
     def record_failure(self, now: float) -> None:
         """Record that the peer did not take a state."""
-        self._retry = now + self._pace.retry_s
+        self._retry = now + self.retry_s
 
 
 # --- The agent's part in replicas ---
@@ -165,7 +157,7 @@ class Replicator:
         slots: Sequence[Path],
         secret: Callable[[], bytes],
         say: Callable[[str], None],
-        pace: ReplicaPace | None = None,
+        schedule: ReplicationSchedule | None = None,
         tls: PeerTLS | None = None,
     ) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -175,7 +167,7 @@ class Replicator:
         self._slots = list(slots)
         self._secret = secret
         self._say = say
-        self._schedule = ReplicationSchedule(pace or ReplicaPace.from_env())
+        self._schedule = schedule or ReplicationSchedule.from_env()
         self._lock = threading.Lock()
         self._peer: Member | None = None
         self._world = 0

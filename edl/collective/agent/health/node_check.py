@@ -26,11 +26,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from edl.collective.job_records import create_once, prefix
+from edl.collective.job_records import Record, create_once, prefix
 from edl.discovery.store import Lease, Store
 from edl.errors import DiscoveryError, ProtocolError
 
@@ -41,7 +42,7 @@ Groups = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class CheckRoundResult:
+class CheckRoundResult(Record):
     """The findings of a node in one round."""
 
     device: str = "cpu"  # "cpu" or "cuda"; times are compared only among nodes with the same device
@@ -56,7 +57,7 @@ class CheckRoundResult:
 
 
 @dataclass(frozen=True)
-class NodeCheckResult:
+class NodeCheckResult(Record):
     """The nodes that are not fit to train; all others are."""
 
     faulty: dict[str, str] = field(default_factory=dict)
@@ -186,29 +187,29 @@ def check_nodes(
     Returns the result, which is the same on every node that stays until the end.
     """
     own = _OwnNode(store, prefix.rstrip("/"), node, host, settings)
-    groups = _agree_on_groups(own, "1/groups", first_groups(sorted(nodes)))
+    nodes = sorted(nodes)
+    groups = _agree_on_groups(own, "1/groups", first_groups(nodes))
     first = _run_round(own, 1, groups, nodes)
-    again = _agree_on_groups(own, "2/groups", second_groups(sorted(nodes), first, settings.factor))
+    again = _agree_on_groups(own, "2/groups", second_groups(nodes, first, settings.factor))
     second = _run_round(own, 2, again, nodes)
-    found = summarize_rounds(sorted(nodes), [(groups, first), (again, second)], settings.factor)
-    agreed = _agree(own, "verdict", asdict(found))
-    try:
-        return NodeCheckResult(dict(agreed["faulty"]), dict(agreed["slow"]))
-    except (KeyError, TypeError, ValueError) as exc:
-        raise ProtocolError(f"{own.prefix}/verdict is not a verdict: {agreed!r:.100}") from exc
+    found = summarize_rounds(nodes, [(groups, first), (again, second)], settings.factor)
+    return NodeCheckResult.decode(create_once(store, f"{own.prefix}/verdict", found.encode()))
 
 
 def _agree_on_groups(own: _OwnNode, key: str, proposed: Groups) -> Groups:
-    found = _agree(own, key, [list(group) for group in proposed])
-    try:
-        return tuple(tuple(str(name) for name in group) for group in found)
-    except TypeError as exc:
-        raise ProtocolError(f"{own.prefix}/{key} is not a list of groups: {found!r:.100}") from exc
-
-
-def _agree(own: _OwnNode, key: str, proposed: Any) -> Any:
     key = f"{own.prefix}/{key}"
-    return _parsed(create_once(own.store, key, json.dumps(proposed).encode()), key)
+    with _translated(key):
+        found = json.loads(create_once(own.store, key, json.dumps(proposed).encode()))
+        return tuple(tuple(map(str, group)) for group in found)
+
+
+@contextmanager
+def _translated(key: str) -> Iterator[None]:
+    """Raise ProtocolError if what the Store has at a key cannot be read."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RecursionError) as exc:
+        raise ProtocolError(f"what the store has at {key} is not part of a node check: {exc!r:.200}") from exc
 
 
 def _run_round(own: _OwnNode, number: int, groups: Groups, nodes: Sequence[str]) -> dict[str, CheckRoundResult]:
@@ -218,11 +219,13 @@ def _run_round(own: _OwnNode, number: int, groups: Groups, nodes: Sequence[str])
     group = next((group for group in groups if own.node in group), (own.node,))
     result = _run_probe(own, f"{own.prefix}/{number}/meet/{group[0]}", group, deadline)
     folder = f"{own.prefix}/{number}/result/"
-    own.store.put(folder + own.node, json.dumps(asdict(result)).encode())
+    own.store.put(folder + own.node, result.encode())
     last_deadline = deadline + max(1.0, _LATE_SHARE * timeout_s)
     results: dict[str, CheckRoundResult] = {}
     while len(results) < len(nodes):
-        results = {entry.key.removeprefix(folder): _result(entry.value, entry.key) for entry in own.store.list(folder)}
+        results = {
+            entry.key.removeprefix(folder): CheckRoundResult.decode(entry.value) for entry in own.store.list(folder)
+        }
         if time.monotonic() > last_deadline:
             break
         own.settings.raise_if_stopping()
@@ -232,28 +235,29 @@ def _run_round(own: _OwnNode, number: int, groups: Groups, nodes: Sequence[str])
 
 def _run_probe(own: _OwnNode, meet_key: str, group: Sequence[str], deadline: float) -> CheckRoundResult:
     """Run a probe until it ends or the deadline passes, and tell the partners where to meet."""
-    task: dict[str, Any] = {
-        "rank": group.index(own.node),
-        "world_size": len(group),
-        "host": own.host,
-        "port": 0,
+    rank, world_size, address = group.index(own.node), len(group), (own.host, 0)
+    silent = ""
+    if rank:
+        found = _wait_for_address(own, meet_key, deadline)
+        if found is not None:
+            address = found
+        else:  # it is still worth knowing what this node can do alone
+            silent = f"{group[0]} did not say where to meet"
+            rank, world_size = 0, 1
+    task = {
+        "rank": rank,
+        "world_size": world_size,
+        "host": address[0],
+        "port": address[1],
         "timeout_s": max(1.0, deadline - time.monotonic()),
     }
-    if task["rank"]:
-        address = _wait_for_address(own, meet_key, deadline)
-        if address is None:
-            # The group's first node is silent. It is still worth knowing what this node can do alone.
-            task |= {"rank": 0, "world_size": 1}
-        else:
-            task |= {"host": str(address["host"]), "port": int(address["port"])}
     reported = _run_process(own, task, deadline, meet_key)
-    alone = len(group) > 1 and task["world_size"] == 1
-    if alone:
-        reported |= {"reduce_s": None, "error": f"{group[0]} did not say where to meet"}
-    return _result(json.dumps(reported).encode(), "a probe's words")
+    if silent:
+        reported |= {"reduce_s": None, "error": silent}
+    return CheckRoundResult.from_values(reported)
 
 
-def _wait_for_address(own: _OwnNode, key: str, deadline: float) -> Mapping[str, Any] | None:
+def _wait_for_address(own: _OwnNode, key: str, deadline: float) -> tuple[str, int] | None:
     """Wait for the value at a key; None if it was not written within half of the time that is left."""
     until = time.monotonic() + (deadline - time.monotonic()) / 2
     while (entry := own.store.get(key)) is None:
@@ -261,10 +265,9 @@ def _wait_for_address(own: _OwnNode, key: str, deadline: float) -> Mapping[str, 
             return None
         own.settings.raise_if_stopping()
         time.sleep(_POLL_S)
-    address = _parsed(entry.value, key)
-    if not isinstance(address, dict) or not isinstance(address.get("port"), int) or "host" not in address:
-        raise ProtocolError(f"{key} is not a place to meet: {address!r:.100}")
-    return address
+    with _translated(key):
+        address = json.loads(entry.value)
+        return str(address["host"]), int(address["port"])
 
 
 def _run_process(own: _OwnNode, task: Mapping[str, Any], deadline: float, meet_key: str) -> dict[str, Any]:
@@ -299,24 +302,6 @@ def _run_process(own: _OwnNode, task: Mapping[str, Any], deadline: float, meet_k
             what = last if last and not late else f"not done within {task['timeout_s']:.3g} s"
             reported["error"] = f"could not {step}: {what}"
     return reported
-
-
-def _result(value: bytes, where: str) -> CheckRoundResult:
-    try:
-        fields = dict(_parsed(value, where))
-        times = [fields.get(name) for name in ("compute_s", "reduce_s")]
-        if any(isinstance(value_s, bool) or not isinstance(value_s, (int, float, type(None))) for value_s in times):
-            raise TypeError("a time is not a number")
-        return CheckRoundResult(str(fields.get("device", "cpu")), times[0], times[1], str(fields.get("error", "")))
-    except (TypeError, ValueError) as exc:
-        raise ProtocolError(f"{where} is not a result: {value!r:.100}") from exc
-
-
-def _parsed(value: bytes, where: str) -> Any:
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as exc:
-        raise ProtocolError(f"{where} is not JSON: {value!r:.100}") from exc
 
 
 # --- The check before a node joins ---
@@ -354,7 +339,8 @@ def _find_list(
     since_s = time.monotonic()
     while True:
         raise_if_stopping()
-        lists = [_names(entry.value) for entry in store.list(f"{folder}lists/")]
+        with _translated(f"{folder}lists"):
+            lists = [[str(name) for name in json.loads(entry.value)] for entry in store.list(f"{folder}lists/")]
         for number, nodes in enumerate(lists):
             if node in nodes:
                 return number, nodes
@@ -368,10 +354,3 @@ def _find_list(
         elif time.monotonic() - since_s >= quiet_s and node in waiting:
             store.compare_and_set(f"{folder}lists/{len(lists):06d}", json.dumps(sorted(waiting)).encode(), None)
         time.sleep(_POLL_S)
-
-
-def _names(value: bytes) -> list[str]:
-    try:
-        return [str(name) for name in json.loads(value)]
-    except (ValueError, TypeError) as exc:
-        raise ProtocolError(f"not a list of nodes to check: {value[:100]!r}") from exc

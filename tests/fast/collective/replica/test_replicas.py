@@ -35,7 +35,6 @@ from edl.collective.replica.peers import ReplicaAnnouncement, ReplicaRefusedErro
 from edl.collective.replica.replicator import (
     JobSecret,
     ReplicaAction,
-    ReplicaPace,
     ReplicationSchedule,
     Replicator,
     replica_peer,
@@ -182,7 +181,7 @@ ONE, TWO = (0, 1, 2), (0, 2, 2)
 
 
 def test_state_is_sent_once_an_interval() -> None:
-    course = ReplicationSchedule(ReplicaPace(interval_s=10, share=0.1, retry_s=5))
+    course = ReplicationSchedule(interval_s=10, share=0.1, retry_s=5)
     course.start_world(same_peer=False)
     assert course.next_action(0, NO_VERSION, NO_VERSION) is ReplicaAction.WANT
     assert course.next_action(1, ONE, ONE) is ReplicaAction.SEND
@@ -201,7 +200,7 @@ def test_state_is_sent_once_an_interval() -> None:
 
 
 def test_unkept_state_is_passed_over() -> None:
-    course = ReplicationSchedule(ReplicaPace(patience_s=30))
+    course = ReplicationSchedule(patience_s=30)
     course.record_sent(ONE, 0, 0)
     assert [course.next_action(now, ONE, TWO) for now in (20, 49)] == [ReplicaAction.WAIT, ReplicaAction.WAIT]
     assert course.next_action(49, TWO, TWO) is ReplicaAction.SEND
@@ -229,7 +228,7 @@ def world_of(generation: int, agents: dict[str, Replicator]) -> World:
 def agents(stack: contextlib.ExitStack, tmp_path: Path, said: list[str]) -> dict[str, Replicator]:
     made = {
         name: Replicator(
-            name, tmp_path / name, [tmp_path / f"slots-{name}"], lambda: SECRET, said.append, ReplicaPace(0)
+            name, tmp_path / name, [tmp_path / f"slots-{name}"], lambda: SECRET, said.append, ReplicationSchedule(0)
         )
         for name in "abc"
     }

@@ -16,7 +16,7 @@ from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder
 from edl.collective.checkpoint.memory.slots import find_slots
 from edl.collective.checkpoint.storage.writer import CheckpointWriter
 from edl.collective.job_records import JobState, Member, World
-from edl.collective.replica.replicator import ReplicaPace, Replicator
+from edl.collective.replica.replicator import ReplicationSchedule, Replicator
 from tests.fast.collective.checkpoint.counted import reads
 from tests.jobs.collective.checkpoint.world import run
 from tests.jobs.collective.job import ROOT
@@ -173,8 +173,8 @@ def agents(tmp_path: Path) -> Iterator[list[Replicator]]:
     agents = []
     for node in range(3):
         (tmp_path / f"node-{node}").mkdir()
-        folders, pace = (tmp_path / REPLICAS[node], [tmp_path / SLOTS[node]]), ReplicaPace(interval_s=1.0)
-        agents.append(Replicator(f"n{node}", *folders, lambda: b"secret", pytest.fail, pace))
+        folders, schedule = (tmp_path / REPLICAS[node], [tmp_path / SLOTS[node]]), ReplicationSchedule(interval_s=1.0)
+        agents.append(Replicator(f"n{node}", *folders, lambda: b"secret", pytest.fail, schedule))
     members = [Member(f"n{node}", "127.0.0.1", 0, 1, node, agent.port) for node, agent in enumerate(agents)]
     for agent in agents:
         agent.change_world(World(0, JobState.RUNNING, tuple(members)))

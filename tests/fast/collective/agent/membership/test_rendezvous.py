@@ -528,7 +528,7 @@ def test_host_key_is_of_a_boot_and_its_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     "data", [b"", b"[]", b"{}", b'{"node": 3, "reason": ""}', b'{"node": "a", "reason": "b", "at_s": ""}']
 )
 def test_odd_record_is_an_error(data: bytes) -> None:
-    with pytest.raises(ProtocolError, match="not a record of type World"):
+    with pytest.raises(ProtocolError, match="not a record of type Exclusion"):
         Exclusion.decode(data)
 
 

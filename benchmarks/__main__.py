@@ -49,8 +49,8 @@ _HEAD = """\
 # Benchmarks
 
 Written by `make bench`; do not edit. Each figure is a ratio of two sides that took turns in one run, or seconds for a
-key that ends in `_s`: the median of all rounds, the lowest and the highest. `benchmarks/NAME.py` runs one alone
-(`--help` has its options, `--json` prints one line); `python -m benchmarks NAME` measures its part of this page again.
+key that ends in `_s`: the median of all rounds, and their range. `benchmarks/NAME.py` runs one alone, and
+`python -m benchmarks NAME` measures its part of this page again.
 
 Machine: {machine}.
 """
@@ -125,7 +125,7 @@ def _lines(path: Path) -> list[str]:
 
 def section(name: str, outcome: Outcome, module: Any, load: float) -> str:
     """A benchmark's part of the page, in Markdown."""
-    when = f"Measured on {datetime.date.today():%Y-%m-%d}; load average before it {load:.1f}, 0 being an idle machine."
+    when = f"Measured on {datetime.date.today():%Y-%m-%d}; load average {load:.1f}."
     parts = [f"## {name}\n", f"{module.__doc__.strip()}\n", table(outcome.spreads, module.GOALS), ""]
     return "\n".join([*parts, *([f"{outcome.notes}\n"] if outcome.notes else []), f"{when}\n"])
 

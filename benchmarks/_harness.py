@@ -75,7 +75,8 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.min:.3g} to {self.max:.3g})"
+        between = "" if self.min == self.max else f" ({self.min:.3g} to {self.max:.3g})"
+        return f"{self.median:.3g}{between}"
 
 
 def take_turns(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
@@ -159,17 +160,16 @@ def main(
 def table(spreads: Mapping[str, Spread], goals: Sequence[Goal]) -> str:
     """A Markdown table of figures and goals; a goal without a figure is shown as not measured."""
     wanted = {goal.key: goal for goal in goals}
-    lines = ["| figure | median | lowest | highest | goal | |", "| --- | ---: | ---: | ---: | --- | --- |"]
+    lines = ["| figure | median | range | goal |", "| --- | ---: | ---: | --- |"]
     for key in [*spreads, *(key for key in wanted if key not in spreads)]:
         goal = wanted.get(key)
         if key not in spreads:
-            lines.append(f"| {key} | | | | {goal} | not measured |")
+            lines.append(f"| {key} | | | {goal}: not measured |")
             continue
         spread = spreads[key]
-        verdict = "" if goal is None else "met" if goal.met(spread) else "**missed**"
-        lines.append(
-            f"| {key} | {spread.median:.3g} | {spread.min:.3g} | {spread.max:.3g} | {goal or ''} | {verdict} |"
-        )
+        between = "" if spread.min == spread.max else f"{spread.min:.3g} to {spread.max:.3g}"
+        verdict = "" if goal is None else f"{goal}: {'met' if goal.met(spread) else '**missed**'}"
+        lines.append(f"| {key} | {spread.median:.3g} | {between} | {verdict} |")
     return "\n".join(lines)
 
 

@@ -1,16 +1,9 @@
 """Train a small ResNet on CIFAR-10 images: does its accuracy depend on which nodes were present?
 
-Each round has its own seed and trains three times on the same number of samples, with `edl run`, `Checkpointer` and one
-rank per node. *Static*: one node throughout. *Elastic*: one to four nodes that join, leave by SIGTERM or are killed;
-`ElasticTrainer` keeps the global batch. *Ignoring*: the same trace, but each process uses the single node's batch and
-learning rate, as a script does that ignores the world size. It shows that the benchmark would notice a difference.
-
-Sides of one seed start from the same weights and see the images in the same order. `elastic` and `ignoring` are
-accuracies divided by the static one's. `elastic_off` and `ignoring_off` are the distances of the mean difference from
-0, in standard errors.
-
-The learning rate is 0.005 for batches of 32, half of the best of 0.002, 0.005, 0.01 and 0.1 for the static side: with
-the best one, larger batches learn about as well, so ignoring the batch would hardly show.
+Each round trains three times on the same samples. *Static*: one node throughout. *Elastic*: one to four nodes that
+join, leave or are killed, with `ElasticTrainer`. *Ignoring*: the same trace, but the script ignores the world size,
+which shows that the benchmark would notice a difference. `elastic` and `ignoring` are accuracies divided by the static
+one's; `_off` is the distance of the mean difference from 0, in standard errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Which of 10,000 teachers each of 1,000 students talks to: at first, after a join, and after a loss.
 
-Every student wants 10 to 20 teachers, so about half of the teachers are shared by two students. Figures are seconds on
-one core. The notes say, for this and other clusters, how many links moved and how many had to.
+Every student wants 10 to 20 teachers. Figures are seconds on one core.
 """
 
 from __future__ import annotations

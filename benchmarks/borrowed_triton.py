@@ -1,9 +1,9 @@
 """What students cost a Triton's own clients: the 99th percentile of their latency, with and without a student.
 
-A real Triton serves an online model with one instance and two priority levels. Its own clients come at random and ask
-for half of its capacity. A student asks for as much as it can get: without a priority, with the lowest level (`auto`),
-or also with few rows and requests at a time (`lowest`). `batch_...` is a model that takes 40 ms per batch; `row_...`
-takes 10 ms plus 5 ms per row, and its clients send four rows at a time.
+A real Triton serves a model with one instance and two priority levels. Its own clients ask for half of its capacity. A
+student asks for as much as it can get: without a priority (`default`), with the lowest level (`auto`), or also with few
+rows and requests at a time (`lowest`). `batch_` is a model that takes 40 ms per batch; `row_` takes 10 ms plus 5 ms per
+row.
 """
 
 from __future__ import annotations

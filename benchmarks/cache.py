@@ -1,10 +1,8 @@
 """How fast the soft-label cache writes and reads labels, compared with the format that EDL had before.
 
-There are 16,384 rows of 1,000 float32, and 512 sequences of 256 tokens with 64 log-probabilities each: 64 MB each. One
-process, or four at once, write them and read them back in random order, in batches of 64 rows or 8 sequences, with no
-memory cache. A cold read opens the folder with an empty page cache of the kernel; the warm read follows. Every label is
-checked. `read_vs_before` and `write_vs_before` are the geometric means over all cases, compared with a format of
-safetensors files (`benchmarks/cache_before`); the notes list the cases.
+One process, or four at once, write 64 MB of labels and read them back in random order: 16,384 rows of 1,000 float32, or
+512 sequences of 256 tokens with 64 log-probabilities each. A cold read opens the folder with an empty page cache. The
+ratios are geometric means over all cases.
 """
 
 from __future__ import annotations
@@ -73,6 +71,7 @@ def measure(options: Options) -> dict[str, list[float]]:
 
 def _compare(rounds: dict[str, list[dict[str, float]]]) -> dict[str, list[float]]:
     ratios: dict[str, list[list[float]]] = {"read": [], "write": []}
+    note("| case | labels/s | before | ratio |\n| --- | ---: | ---: | ---: |")
     for kind in KINDS:
         for processes in _PROCESSES:
             now, before = (rounds[f"{kind} {processes} {side}"] for side in _SIDES)
@@ -80,10 +79,9 @@ def _compare(rounds: dict[str, list[dict[str, float]]]) -> dict[str, list[float]
                 rates = [[found[what] for found in side] for side in (now, before)]
                 found = divide(*rates)
                 ratios[what.partition(" ")[0]].append(found)
-                note(
-                    f"- {what}, {kind}, {processes} process{'es' * (processes > 1)}: {Spread.of(rates[0])} labels a "
-                    f"second, before {Spread.of(rates[1])}; ratio {Spread.of(found)}."
-                )
+                ours, theirs, ratio = (Spread.of(values).median for values in (*rates, found))
+                case = f"{what}, {kind}, {processes} process{'es' * (processes > 1)}"
+                note(f"| {case} | {ours:,.0f} | {theirs:,.0f} | {ratio:.3g} |")
     note("")
     return {
         f"{what}_vs_before": [_mean(values) for values in zip(*found, strict=True)] for what, found in ratios.items()

@@ -1,16 +1,9 @@
 """How long a save of about 500 MB blocks the training loop: EDL, `torch.save` with fsync, and DCP's `async_save`.
 
-A model with AdamW's moments trains in one process on the CPU. The state is saved after each update; then comes a
-forward and backward pass with one thread, then the next update. The blocked time is that of the call, plus the time
-that the next update has to wait.
-
-EDL copies into shared memory during the call. `torch.save` is on the disk afterwards. DCP stages into shared memory, in
-the call (`vs_dcp_in_call`) or in a thread (`vs_dcp_in_thread`, which its documentation recommends for GPUs only). The
-promises differ: EDL's copy outlives the process, and DCP's staged copy does not; only `torch.save` with fsync is on the
-disk when training goes on.
-
-The second column is how much longer save, pass and wait take than a pass alone, because copies compete for memory.
-`slow_storage` is EDL's blocked time while a checkpoint is written at 100 MB/s, divided by that without storage.
+A model with AdamW's moments trains on the CPU and saves after each update. The blocked time is that of the call, plus
+the time that the next update has to wait. `save and pass` also counts how much the copy slows the next forward and
+backward pass. EDL copies into shared memory in the call; DCP stages in the call (`vs_dcp_in_call`) or in a thread.
+`slow_storage` is EDL's blocked time beside a write at 100 MB/s, divided by that without storage.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 """How much of the time is useful while nodes join, leave and die, and what `edl run` costs while nothing happens.
 
-A job has one to three nodes on this machine, with one rank each. Every 30 s a node joins, leaves by SIGTERM or dies
-with its agent, or a worker gets SIGKILL, in a seeded order. All sides meet the same trace: `edl run`, torchrun with a
-store that outlives its nodes, and torchft with a join timeout of 1 s, whose ranks are restarted at once. torchrun and
-torchft save to a file every 20 steps, for when all ranks are gone. Each step sleeps 150 ms instead of using a GPU;
+A job has one to three nodes with one rank each. Every 30 s a node joins, leaves by SIGTERM or dies with its agent, or a
+worker gets SIGKILL. `edl run`, torchrun with a store that outlives its nodes, and torchft (join timeout 1 s) meet the
+same trace; torchrun and torchft save to a file every 20 steps. Each step sleeps 150 ms instead of using a GPU;
 backward, all-reduce and snapshots (2.1 million parameters) are real.
 
 - `goodput`: the time that the job's final steps take in undisturbed worlds without snapshots, divided by the time that
-  passed. Steps done again or thrown away do not count.
-- `goodput_beside_saving`: the same, with undisturbed worlds that make the same snapshots.
-- `vs_torchrun_goodput`, `vs_torchft_goodput`: `goodput` divided by theirs.
-- `steady`: steps per second of two ranks under `edl run` with snapshots, divided by those under torchrun without EDL
-  and checkpoints.
+  passed. `goodput_beside_saving` compares with undisturbed worlds that make the same snapshots.
+- `steady`: steps per second of two ranks under `edl run` with snapshots, divided by those under torchrun without.
 """
 
 from __future__ import annotations

@@ -1,24 +1,16 @@
 """Measure the arbiter over a simulated day of a cluster, and how long a decision takes.
 
 The functions of `edl.master.scaling` share 3,200 GPUs (400 nodes of 8) among jobs that request 95% of the day's GPU
-hours. An online load takes 15% to 45% of the GPUs, and teachers borrow the rest. Each job has its own true T(n), of
-which the functions know what the job has shown, with 3% noise. A job starts at a quarter of the workers requested, and
-may use twice as many. The alternatives, on the same day:
-
-- gang scheduling: all requested workers or none, by priority and age, with backfill. A job that loses a GPU waits
-  again. `gang at the minimum` requests a quarter of the workers;
-- the ancestor: paddle-operator's autoscaler, every 30 s, with Kubernetes' scheduler. The desired load is 1.0, because
-  with the default of 0.97 its dry run oscillates for ever; a note says how often.
-
-Simplifications, for all: time moves in ticks of 30 s; a change of workers pauses a job for 5 s to 60 s; no work is
-lost; speed does not depend on placement; GPUs are the only resource; preempting teachers is free.
+hours. An online load takes 15% to 45% of the GPUs, and teachers borrow the rest. The alternatives, on the same day:
+gang scheduling of all requested workers or of a quarter (`at the minimum`), with backfill; and the ancestor,
+paddle-operator's autoscaler. For all of them, a change of workers pauses a job for 5 s to 60 s, no work is lost, and
+placement is free.
 
 - `decision_s`: CPU seconds of the slowest of five decisions with 1,000 jobs on 10,000 nodes.
 - `wait_vs_gang`: the mean time that jobs are below their minimum, divided by gang scheduling's.
-- `utilization`: GPUs with working workers and teachers, divided by those that the online load leaves, while a job
-  waits. `utilization_jobs`: the same without teachers.
-- `span_vs_gang`, `span_vs_ancestor`: the mean time from a job's arrival to its end, divided by theirs.
-- `moves_vs_ancestor`: changes of jobs' workers, divided by the ancestor's.
+- `utilization`: GPUs at work, divided by those that the online load leaves, while a job waits; `utilization_jobs`
+  without teachers.
+- `span_vs_...`: the mean time from a job's arrival to its end; `moves_vs_ancestor`: changes of workers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Copies, system calls and wake-ups per request, and their lower limits: costs that do not depend on the machine.
+"""Copies, context switches and instructions per request, compared with a bare gRPC client and server.
 
-The load is that of `reader`. Over gRPC, the limit is a bare gRPC client and server that pass the same bytes in the same
-run; figures are EDL's numbers, student and teacher together, divided by theirs. In shared memory, the limit is one copy
-of the input.
-
-Copies are bytes copied per byte of input, by the process (memcpy of 4 KiB and more) and by the kernel for it, including
-the answer. Context switches are the voluntary ones of all threads. Instructions are counted outside of the kernel, by
-the processor if possible, otherwise by callgrind, under which a request takes fifty times as long.
+The load is that of `reader`, and so are the sides; figures are EDL's counts, student and teacher together, divided by
+gRPC's. `copies_shm` is the number of copies of the input through shared memory, of which one is the least. Copies are
+bytes copied by the process (memcpy of 4 KiB and more) and by the kernel; context switches are the voluntary ones.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from typing import Any
 
 from benchmarks._child import Child
 from benchmarks._counters import copies_environment, has_instructions, under_callgrind
-from benchmarks._harness import Goal, Options, Spread, divide, main, note, progress, take_turns
+from benchmarks._harness import Goal, Options, divide, main, note, progress, take_turns
 from benchmarks._load import DTYPES, KEEP_MEMORY, request_nbytes
 
 GOALS = [
@@ -52,7 +48,6 @@ def measure(options: Options) -> dict[str, list[float]]:
         rounds = take_turns(_sides(children, options.seconds), options.repeats)
     if not has_instructions():
         _add_instructions(rounds, options)
-    _tell(rounds)
     return _ratios(rounds)
 
 
@@ -120,29 +115,6 @@ def _both(figures: Sequence[Figures], name: str) -> list[float]:
 def _copies(figures: Sequence[Figures], nbytes: int) -> list[float]:
     parts = [_both(figures, name) for name in ("copied", "sent", "received")]
     return [sum(nbytes_of) / nbytes for nbytes_of in zip(*parts, strict=True)]
-
-
-def _tell(rounds: Mapping[str, Sequence[Figures]]) -> None:
-    note("| side | copies | by the kernel | system calls | context switches | instructions, thousands |")
-    note("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for name, figures in rounds.items():
-        nbytes = request_nbytes(name.split()[-1])
-        for role in _ROLES:
-            cells = [
-                _cell(figures, [f"{role}_copied"], nbytes, 2),
-                _cell(figures, [f"{role}_sent", f"{role}_received"], nbytes, 2),
-                _cell(figures, [f"{role}_syscalls"], 1, 0),
-                _cell(figures, [f"{role}_switches"], 1, 1),
-                _cell(figures, [f"{role}_instructions"], 1000, 0),
-            ]
-            note(f"| {name}, {role} | {' | '.join(cells)} |")
-    note("\nAll of this is per request of 32 rows.\n")
-
-
-def _cell(figures: Sequence[Figures], keys: Sequence[str], unit: float, digits: int) -> str:
-    if any(key not in figures[0] for key in keys):
-        return "not measured"
-    return f"{Spread.of([sum(figure[key] for key in keys) for figure in figures]).median / unit:,.{digits}f}"
 
 
 if __name__ == "__main__":

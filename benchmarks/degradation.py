@@ -1,14 +1,10 @@
 """What soft labels from remote teachers cost a student: its steps per second with them, compared with those alone.
 
-The students compute on one core: one at the pace of the ResNet50 on a V100 for which EDL 0.3 published 0.83 (230
-images/s), one four to five times as fast, and a small language model with the 64 likeliest tokens as labels
-(`lm_student`). Two teachers sleep as long as teachers with three times the student's pace would compute. The bytes are
-real: 32 uint8 images of 3x224x224 per step, and 1,000 float32 per row back, or half a kB per token. Shared memory is
-off, because teachers are usually on other machines.
-
-On two cores, the teachers' side of the network slows the student too. Figures that end in `_limit` show that part: the
-student alone, while a bare gRPC client and server pass the same bytes. The rest is the reader's cost in the student's
-process.
+The students compute on one core: one at the pace of a ResNet50 on a V100 (230 images/s), one four to five times as
+fast, and a small language model with the 64 likeliest tokens as labels (`lm_student`). Two teachers sleep as long as
+teachers with three times the student's pace would compute; 32 uint8 images of 3x224x224 per step really travel over
+TCP. On two cores the teachers' side slows the student too: `_limit` is the student while a bare gRPC client and server
+pass the same bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """How much a greedy student delays a modest one at the same teacher: the 99th percentile of its requests.
 
 The modest student sends 4 rows at a time, one request after the other. The greedy one keeps as many requests of 256
-rows in flight as its reader allows; each is 8 batches of the teacher, which sleeps 20 ms for up to 32 rows. Tensors are
-small, so this measures turns and not copies. `vs_peer` compares a greedy companion with another modest one; `vs_alone`
-compares it with no companion, where the batch in progress alone may double the time.
+rows in flight as its reader allows. The teacher sleeps 20 ms for up to 32 rows. `vs_peer` compares a greedy companion
+with another modest one, `vs_alone` with none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Unequal and irregular teachers: the reader's throughput compared with the sum of their rates, and what hedging does.
+"""Unequal and irregular teachers: the reader's throughput compared with the sum of their rates.
 
-Three teachers sleep 10 ms per batch and one 40 ms; every 33rd batch takes ten times as long. The sum of rates is
-measured with each teacher asked alone, eight requests in flight, in any order. Latencies are those of a student that
-uses half of the teachers' capacity, from the data source to the training loop, in order.
+Three teachers sleep 10 ms per batch and one 40 ms; every 33rd batch takes ten times as long. The sum is measured with
+each teacher asked alone. At half pace, a student uses half of the teachers' capacity; latencies are from the data
+source to the training loop.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""How much the operator loads a Kubernetes cluster, how long it takes to reconcile a job, and to see all of them.
+"""How much the operator loads a Kubernetes cluster, and how long it takes to reconcile jobs.
 
 200 `ElasticJob`s of a pause container are created at once in a real cluster without room for most of them.
-`condition_s` is the time from a job's creation until its first condition, for the slowest of 100. `reconcile_p99_s`
-covers all reconciliations of that time. When everything has settled, the requests to the API server are counted for a
-minute. Periodic reconciliations are added by their rate: two requests each, and 0.2 per second with more than 120 jobs.
-
-The operator runs as `edl operator` on this machine, behind a counting proxy. `KUBECONFIG` names the cluster; without
-it, nothing is measured.
+`condition_s` is the slowest time from a job's creation to its first condition, `reconcile_p99_s` covers all
+reconciliations of that time, and `idle_requests_per_s` counts requests to the API server once everything has settled.
+`KUBECONFIG` names the cluster; without it, nothing is measured.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Rows per second through the reader and the teacher server, compared with a bare gRPC client and server, and PyTriton.
 
 A teacher that costs nothing gets batches of 32 images of 3x224x224, uint8 or float32, and answers 1,000 float32 per
-row. Client and server are processes on this machine, connected by loopback TCP or shared memory. Each peer uses its
+row. Client and server are processes on this machine, connected by loopback TCP or shared memory; each peer uses its
 best client and number of requests in flight.
-
-Over EDL's tensor channel the kernel copies an input twice; the bare gRPC peer copies it five times.
 """
 
 from __future__ import annotations
@@ -95,7 +93,7 @@ def _tell(rounds: dict[str, list[dict[str, Any]]]) -> None:
             Spread.of([figure[key] for figure in figures]).median for key in ("rows_s", "cpu_us_row", "faults_request")
         )
         note(f"| {name} | {rate:,.0f} | {cpu:.0f} | {faults:.0f} |")
-    note("\nCPU and page faults are those of client and server together.\n")
+    note("\nCPU and page faults are those of both processes.\n")
 
 
 if __name__ == "__main__":

@@ -1,26 +1,18 @@
 """One of three ranks gets SIGKILL: how long until the others have finished another step, and what they lost.
 
-All sides train the same model (8.4 million parameters, gloo; each step sleeps 60 ms instead of using a GPU): `edl run`,
-and torchrun with `torch.save` every 20 steps, with three workers on one node; torchrun needs
-`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` to recover. torchft runs three replica groups of one rank with join timeouts of
-0.1, 0.2 and 1 s, and the default of 60 s. It is compared with three nodes of `edl run`, of which one dies with its
-agent. Ray Train has an elastic group of one to three workers on one node (`ScalingConfig(num_workers=(1, 3))`), any
-number of failures, a checkpoint every 20 steps, and a health check every 0.1 s.
+All sides train the same model (8.4 million parameters, gloo; each step sleeps 60 ms instead of using a GPU). torchrun
+and Ray Train (an elastic group, health checks every 0.1 s) have workers on one node and checkpoints every 20 steps;
+torchrun needs `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` to recover. torchft runs three replica groups and is compared with
+three nodes of `edl run`, of which one dies with its agent.
 
-- `sooner`: torchrun's seconds divided by those of `edl run`. `sooner_without_imports`: the same without the time that
-  torchrun's new workers need to import torch.
-- `vs_torchft`: torchft's seconds (1 s) divided by those of three nodes of `edl run`; `vs_torchft_0.2` and
-  `vs_torchft_0.1` likewise. With such short timeouts, torchft may take live groups for dead.
-- `vs_ray_train`: Ray Train's seconds divided by those of `edl run`.
+- `sooner`, `vs_ray_train`, `vs_torchft`: their seconds divided by those of `edl run`; `_without_imports` leaves out
+  the import of torch.
 - `steps_lost`: steps done again, in intervals between snapshots.
-- `join`: the longest pause of two nodes when a third one joins, beyond a usual step: torchrun's divided by that of `edl
-  run`, which is `join_s` in seconds.
-- `vs_dynamic_rendezvous`: a node dies with its agent; seconds of torchrun with torch's rendezvous
-  (`DynamicRendezvousHandler`) in a store that outlives the nodes, divided by those of `edl run`.
-  `join_vs_dynamic_rendezvous`: the pause when a node joins, likewise.
-- `lost_host_s`: three nodes in network namespaces; all packets of one host are dropped from one moment on.
-  `killed_host_s`: the processes of one are killed instead, so that its kernel closes their connections.
-- `p50_s`, `p99_s`, `hangs`: of `--kills N` kills in a row, at any moment of a step.
+- `join`: the longest pause of two nodes when a third joins, torchrun's divided by that of `edl run` (`join_s`).
+- `vs_dynamic_rendezvous`, `join_vs_dynamic_rendezvous`: against torchrun with its rendezvous in a store that outlives
+  the nodes, when a node dies or joins.
+- `lost_host_s`, `killed_host_s`: all packets of one of three hosts are dropped, or its processes are killed.
+- `p50_s`, `p99_s`, `max_s`, `hangs`: of many kills in a row (`--kills`), at any moment of a step.
 """
 
 from __future__ import annotations

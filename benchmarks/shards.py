@@ -1,9 +1,9 @@
 """How many shards a master hands out: transitions per second, each journalled before it is answered.
 
-Giving a shard out and reporting it as done are two transitions. Workers do nothing else; the journal is a SQLite file,
-synced at each commit. `per_s` is at the best number of workers and shards per turn, `single_per_s` with one shard per
-turn. `million_over_thousand` divides the rate with a million shards by that with a thousand. `vs_unjournalled` divides
-by the rate of a task manager as in DLRover and ElasticDL: a dictionary in memory, behind the same gRPC.
+Giving a shard out and reporting it as done are two transitions. The journal is a SQLite file, synced at each commit.
+`per_s` is at the best number of workers and shards per turn, `single_per_s` with one shard per turn. `vs_unjournalled`
+divides by the rate of a dictionary in memory behind the same gRPC, as in DLRover and ElasticDL;
+`million_over_thousand` compares a million shards with a thousand.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Labels of language models: tokens per second, bytes and CPU per token, against vLLM's HTTP API and padding.
 
 All sides use the same tiny random Llama with one thread, and ask about sequences of 16 to 510 tokens for the 64
-likeliest ones. `vs_vllm_http` compares the reader and `edl serve --hf` with a client that asks a vLLM over HTTP as TRL
-does and makes arrays of the JSON. `vs_padded` compares with the same reader and teacher where each batch of 16
-sequences is padded to its longest. `bytes_per_token` counts both ways, with `dtype="float16"`. `client_cpu_vs_json`
-compares the student's CPU per token through `edl register vllm://` with that for parsing vLLM's JSON. Shared memory is
-off.
+likeliest ones. `vs_vllm_http` compares with a client that asks a vLLM over HTTP as TRL does; `vs_padded` with batches
+of 16 sequences padded to the longest. `client_cpu_vs_json` compares the student's CPU per token through
+`edl register vllm://` with that for parsing vLLM's JSON.
 """
 
 from __future__ import annotations

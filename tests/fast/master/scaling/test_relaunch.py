@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -130,21 +129,3 @@ def test_wrong_values_are_unknown(value: object) -> None:
     text = json.dumps({"cause": "killed", "exit_code": value, "oom_kills": value, "message": value})
     message = value if isinstance(value, str) else ""
     assert parse_termination_message(text) == TerminationReport(agent_cause="killed", message=message)
-
-
-PAGE = Path(__file__).resolve().parents[4] / "docs/scaling.md"
-
-
-def describe_rules(cause: TerminationCause) -> str:
-    parts = [
-        f"{rule.action.value}" + ("" if rule.times is None else f" ({rule.times} times)")
-        for rule in RELAUNCH_TABLE[cause]
-    ]
-    endless = RELAUNCH_TABLE[cause] and RELAUNCH_TABLE[cause][-1].times is None
-    return ", ".join(parts if endless else [*parts, RelaunchAction.STOP.value])
-
-
-def test_page_has_the_relaunch_table() -> None:
-    page = PAGE.read_text()
-    for cause in TerminationCause:
-        assert f"| `{cause.value}` | {describe_rules(cause)} |\n" in page

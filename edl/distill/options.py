@@ -67,9 +67,6 @@ class Options:
         mixed_versions: "warn" uses labels of several versions of a model in an epoch and says so; "refuse" uses only
             those of the first teacher's version, or of the version named with `version=`. See docs/students.md.
         progress_s: Interval between log lines of progress (logger `edl.distill`, level INFO).
-        check_all_bytes: Whether to check that all bytes of an item are the same when it is delivered as when it was
-            sent, however long that takes. If not, a sample of larger arrays is checked at least, and all bytes within
-            2% of the time.
         publish_load: Whether to publish through discovery what is asked of a service, and how long training waits for
             it, so that EDL can say how many teachers are needed (docs/scaling.md). None for `EDL_PUBLISH_LOAD`, or yes.
             Never with fixed endpoints.
@@ -90,7 +87,6 @@ class Options:
     shared_memory: bool = True
     mixed_versions: Literal["warn", "refuse"] = "warn"
     progress_s: float = 30.0
-    check_all_bytes: bool = False
     publish_load: bool | None = None
     policy: Policy = field(default_factory=Policy)
     credentials: Credentials | None = None

@@ -31,8 +31,8 @@ from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.request import LabelRequest
 from edl.distill.pipeline.session import LabelSession, open_session
 from edl.distill.source.chunk import Chunk, Item
-from edl.distill.source.cutters import CHECKING_SHARE, Getter, Router, SequenceListCutter
-from edl.distill.source.fingerprint import ItemFingerprint, TimeBudget
+from edl.distill.source.cutters import Getter, Router, SequenceListCutter
+from edl.distill.source.fingerprint import ItemFingerprint
 from edl.distill.source.iterator import SourceIterator
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.schema import OutputSpec
@@ -514,7 +514,6 @@ def on_policy(
         raise SettingsError(f"ahead={ahead}: must be 0 or more")
     find = None if route is None else field_getter(route)
     waiting: deque[tuple[P, Sequence[Any], Future[list[Any]], ItemFingerprint]] = deque()
-    time_budget = TimeBudget(CHECKING_SHARE)
     try:
         for number, batch in enumerate(SourceIterator(prompts)):
             sequences = generate(batch)
@@ -522,7 +521,7 @@ def on_policy(
             values = None if find is None else find(batch)
             targets = [_next_tokens(sequence) for sequence in sequences] if teacher.targets else None
             future = teacher.score(sequences, targets=targets, route=values, timeout_s=timeout_s)
-            made = ItemFingerprint(f"what was generated of batch {number}", (batch, sequences), {}, time_budget)
+            made = ItemFingerprint(f"what was generated of batch {number}", (batch, sequences), {})
             waiting.append((batch, sequences, future, made))
             while len(waiting) > ahead:
                 yield _scored(*waiting.popleft())

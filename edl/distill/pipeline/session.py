@@ -139,7 +139,6 @@ class LabelSession:
     ) -> Epoch:
         """Start an epoch over an iterator. `shared`: what the user gave, if it gives the same iterator to all."""
         self.labeller.check()
-        cutter.time_budget.always = self._options.check_all_bytes
         for route, part in cutter.routes.items():
             part.fit = functools.partial(self.labeller.rows_that_fit, route=route)
         epoch = self._epoch = Epoch(self.labeller, source, cutter, end_source)

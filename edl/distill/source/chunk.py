@@ -9,7 +9,6 @@ from typing import Any
 
 from edl.distill.source.fingerprint import ItemFingerprint, MemoryLocation, arrays_nbytes
 from edl.distill.transport.schema import Outputs
-from edl.errors import SourceError
 from edl.protocol.tensors import Array
 
 
@@ -98,7 +97,6 @@ class ReuseDetector:
         self._current: Item | None = None
         self._released: collections.deque[Item] = collections.deque()  # while the source was at work
         self._at_work = False
-        self._error: SourceError | None = None
 
     def begin_draw(self) -> None:
         """Note that the source is asked for another item."""
@@ -119,13 +117,9 @@ class ReuseDetector:
                 found.append({location for fingerprint in item.fingerprints for location in fingerprint.locations})
             return found[0]
 
-        try:
-            for used in earlier:
-                for fingerprint in used.fingerprints:
-                    fingerprint.check_locations(locations)
-        except SourceError as exc:
-            self._error = exc
-            raise
+        for used in earlier:
+            for fingerprint in used.fingerprints:
+                fingerprint.check_locations(locations)
 
     def release(self) -> None:
         """Note that the training loop is done with its item."""
@@ -133,10 +127,6 @@ class ReuseDetector:
         if current is not None and self._at_work:
             self._released.append(current)
         self._current = None
-        error = self._error
-        self._error = None
-        if error is not None:
-            raise error
 
     def check_delivered(self, item: Item) -> None:
         """Note that the training loop gets this item next."""
@@ -146,5 +136,5 @@ class ReuseDetector:
 
     def clear(self) -> None:
         """Forget all items."""
-        self._current = self._error = None
+        self._current = None
         self._released.clear()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import numpy as np
 
 from edl.distill.padding import as_token_mask
 from edl.distill.source.chunk import Chunk, Item
-from edl.distill.source.fingerprint import ItemFingerprint, TimeBudget
+from edl.distill.source.fingerprint import ItemFingerprint
 from edl.errors import SourceError
 from edl.protocol.names import POSITION
 from edl.protocol.tensors import Array, RowBuffer, as_array
@@ -40,7 +39,6 @@ _MOST_OVERTAKING = 4
 """How many full requests of other services may overtake one that is not full. Readers keep at least eight open, so it
 still has the time of four until the training loop needs it. With fewer, requests of rare routes would hold a row or
 two."""
-CHECKING_SHARE = 0.02  # training does not notice it; at 20 ms a batch, it suffices to check all of 4.8 MB
 
 Getter = Callable[[Any], Any]
 Prepare = Callable[[Mapping[int | None, int]], None]
@@ -247,8 +245,6 @@ class Cutter(abc.ABC):
         self.ids = ids
         self.chunk_rows = chunk_rows
         self.seen = 0  # items so far
-        # of the epoch, for checking that whole items are delivered as they were sent
-        self.time_budget = TimeBudget(CHECKING_SHARE)
         self._router = router
         self._units = 0
         numbers = [None] if router is None else sorted(set(router.routes.values()))
@@ -289,11 +285,8 @@ class Cutter(abc.ABC):
         """Return the fingerprint and the arrays of a sample or batch."""
         getters = self.getters if getters is None else getters
         found = {name: self._get(name, getter, value, what) for name, getter in getters.items()}
-        fingerprint = ItemFingerprint(what, value, found, self.time_budget)
-        arrays = {name: as_array(part, f"{what}, input {name!r}") for name, part in found.items()}
-        if fingerprint.conversions_matter:
-            fingerprint.add_sent(found, arrays, functools.partial(as_array, what=what))
-        return fingerprint, arrays
+        fingerprint = ItemFingerprint(what, value, found)
+        return fingerprint, {name: as_array(part, f"{what}, input {name!r}") for name, part in found.items()}
 
     def _get(self, name: str, getter: Getter, value: Any, what: str) -> Any:
         missing = f"{what} of the source has no field for input {name!r}"

@@ -2,12 +2,11 @@
 
 A source runs ahead of the training loop. If it refills a buffer, or puts other arrays into the same list, the training
 loop gets another input than the teacher saw. So the contents of an item are checked twice: when it is cut into
-requests, and when it is delivered. `ReuseDetector` checks again if the source yields the same memory in between. Inputs
-with objects of unknown types can be checked only by converting them to arrays again.
+requests, and when it is delivered. `ReuseDetector` checks again if the source yields the same memory in between.
 
-A check costs a small part of a copy. Small arrays are copied. For larger arrays, a `Checksum` holds the sums of 509
-columns, which cover the whole array, and words from random positions. Above 64 KiB it may hold only the words, if there
-is no time for more (`TimeBudget`).
+A check costs a small part of a copy. Small arrays are copied. Of arrays up to 1 MiB, the sums of 509 columns are kept,
+which cover every byte; of larger arrays, a word from a random place in each of 384 equal pieces. A refilled buffer
+differs in many of them. Objects of unknown types are checked for the arrays and tensors that they hold.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import math
 import mmap
 import operator
 import sys
-import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -63,103 +61,45 @@ def _weight_of_objects(array: Array) -> int:
     return sum(len(element) + OBJECT_NBYTES for element in array.flat)
 
 
-SMALL_NBYTES = 32 << 10
+_SMALL_NBYTES = 32 << 10
 """This much is copied in a microsecond or two, which is less than any sum would take."""
 _COLUMNS = 509  # prime, so that rows which change places change columns too; enough for SIMD, and fits the L1 cache
-_WHOLE_NBYTES = 64 << 10  # summed up in the time that some words at random take, which are not in any cache
-_WORDS_SHARE, _LEAST_WORDS, _MOST_WORDS = 512, 64, 384
-"""One word in this many is checked, within limits, since each misses all caches. 1,024 of them would cost a tenth of
-the rate at which requests of 4.8 MB go through shared memory; 384 still give twelve in each of 32 images."""
-_MOST_SIZES = 64  # sizes whose positions are kept, as many as padded texts may have
-_GRACE_S = 0.02
-"""Time in which the first arrays of an epoch are checked completely: about fifty of 4.8 MB. A source that reuses a
-buffer does so from its second item on."""
-
-_WORDS_AT_ONCE = 500
-"""Words read at a time, so few that numpy keeps the GIL. Getting it back takes ten times as long as reading them."""
-_ARRAYS_PER_DRAW = 16
-"""How many arrays are checked at the same positions, because drawing positions takes as long as checking them."""
+_WHOLE_NBYTES = 1 << 20
+"""Summed up in a tenth of a millisecond, and one-hot labels of 256 rows and 1,000 classes, of which only few words
+differ from those of the next batch, are within it."""
+_WORDS = 384
+"""Words of a larger array, each of which misses all caches: twelve in each of 32 images. numpy keeps the GIL while it
+reads up to 500; getting it back takes ten times as long."""
 
 _random = np.random.default_rng()  # another seed in each process, so that no data can be as the places want it
 
 
-class TimeBudget:
-    """Decides whether there is time to check whole arrays, and which positions to check if not.
-
-    The budget is a share of the time since this was created. `positions` is for a single thread at a time.
-    """
-
-    def __init__(self, share: float, *, always: bool = False) -> None:
-        self.always = always
-        self._share = share
-        self._left_s = _GRACE_S
-        self._left_at = time.perf_counter()
-        self._positions: dict[int, tuple[int, Array]] = {}  # by number of words; for how many arrays more
-
-    @property
-    def available(self) -> bool:
-        """Whether there is time left. Time that passes while an epoch waits is not saved up."""
-        now = time.perf_counter()
-        self._left_s = min(_GRACE_S, self._left_s + self._share * (now - self._left_at))
-        self._left_at = now
-        return self.always or self._left_s > 0.0
-
-    def spend(self, seconds: float) -> None:
-        """Count seconds that were spent."""
-        self._left_s -= seconds
-
-    def positions(self, words: int) -> Array:
-        """Return the positions to check in an array of `words` words: a random one in each of equal pieces."""
-        left, positions = self._positions.get(words, (0, None))
-        if not left or positions is None:
-            left, positions = _ARRAYS_PER_DRAW, _draw_positions(words)
-            if len(self._positions) >= _MOST_SIZES:
-                self._positions.clear()
-        self._positions[words] = left - 1, positions
-        return positions
-
-
-@dataclass(frozen=True, eq=False)
 class Checksum:
-    """A summary of an array's bytes, to detect changes."""
+    """A summary of the bytes of an array of numbers, to detect changes."""
 
-    nbytes: int  # in all
-    content: bytes  # all bytes of a small array, the last few of a larger array
-    # of the words that were looked at, random, at least one in every of as many equal pieces
-    positions: Array | None = None
-    words: bytes = b""  # 8 bytes from each of these positions
-    columns: bytes = b""  # sums of words, modulo 2**64; empty where only some words were looked at
-
-    @classmethod
-    def of(cls, array: Array, time_budget: TimeBudget) -> Checksum:
-        """Return the checksum of an array of numbers."""
+    def __init__(self, array: Array) -> None:
         data = _memory(array)
-        if data.nbytes <= SMALL_NBYTES:
-            return cls(data.nbytes, data.tobytes())
-        words = _words(data)
-        positions = time_budget.positions(len(words))
-        whole = data.nbytes <= _WHOLE_NBYTES or time_budget.available
-        columns = _columns(words, time_budget) if whole else b""
-        return cls(data.nbytes, _rest(data), positions, _words_at(words, positions), columns)
+        self._nbytes = data.nbytes
+        self._positions: Array | None = None  # of the words that are looked at; None to look at everything
+        if data.nbytes > _WHOLE_NBYTES:
+            piece = data.nbytes // 8 // _WORDS
+            self._positions = np.arange(_WORDS) * piece + _random.integers(0, piece, _WORDS)
+        self._found = self._look(data)
 
-    def matches(self, array: Array, time_budget: TimeBudget) -> bool:
+    def matches(self, array: Array) -> bool:
         """Return whether an array has the same bytes, as far as they were looked at."""
         data = _memory(array)
-        if data.nbytes != self.nbytes:
-            return False
-        if self.positions is None:
-            return data.tobytes() == self.content
-        words = _words(data)
-        if _words_at(words, self.positions) != self.words or _rest(data) != self.content:
-            return False
-        return not self.columns or _columns(words, time_budget) == self.columns
+        return data.nbytes == self._nbytes and self._look(data) == self._found
 
-
-def _draw_positions(words: int) -> Array:
-    count = min(max(words // _WORDS_SHARE, _LEAST_WORDS), _MOST_WORDS)
-    piece = words // count
-    positions: Array = np.arange(0, count * piece, piece) + _random.integers(0, piece, count)
-    return positions
+    def _look(self, data: Array) -> bytes:
+        if data.nbytes <= _SMALL_NBYTES:
+            return data.tobytes()
+        words = data[: len(data) & ~7].view(np.uint64)
+        if self._positions is not None:
+            return words[self._positions].tobytes()
+        rows = len(words) // _COLUMNS
+        sums: Array = np.add.reduce(words[: rows * _COLUMNS].reshape(rows, _COLUMNS), axis=0)
+        return sums.tobytes() + data[rows * _COLUMNS * 8 :].tobytes()
 
 
 def _memory(array: Array) -> Array:
@@ -172,35 +112,10 @@ def _memory(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-def _words(data: Array) -> Array:
-    found: Array = data[: len(data) & ~7].view(np.uint64)
-    return found
-
-
-def _words_at(words: Array, positions: Array) -> bytes:
-    pieces = range(0, len(positions), _WORDS_AT_ONCE)
-    return b"".join([words[positions[at : at + _WORDS_AT_ONCE]].tobytes() for at in pieces])
-
-
-def _rest(data: Array) -> bytes:
-    """Return the bytes behind the last whole row of columns and the last word."""
-    return data[len(data) // (8 * _COLUMNS) * (8 * _COLUMNS) :].tobytes()
-
-
-def _columns(words: Array, time_budget: TimeBudget) -> bytes:
-    begin = time.perf_counter()
-    rows = len(words) // _COLUMNS
-    sums: Array = np.add.reduce(words[: rows * _COLUMNS].reshape(rows, _COLUMNS), axis=0)
-    if words.nbytes > _WHOLE_NBYTES:
-        time_budget.spend(time.perf_counter() - begin)
-    return sums.tobytes()
-
-
 # Not `np.void`, a record: it is a view of its array.
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), np.number, np.bool_, np.datetime64)
 _EXACTLY_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 _NUMBERS = frozenset({int, float, bool, type(None)})
-_DEPTH = 4  # a batch, its parts, their parts, and the samples or rows in these
 
 KeyPath: TypeAlias = tuple[Any, ...]
 MemoryLocation: TypeAlias = tuple[str, int]
@@ -225,61 +140,25 @@ class _Part:
         return "object", id(self.holder)
 
 
-def _converted_part(
-    name: str, found: Any, sent: Array, convert: Callable[[Any], Array], time_budget: TimeBudget
-) -> _Part:
-    """Return an input that holds objects of unknown types: what was sent for it is kept, or a checksum of that."""
-    shape, dtype = sent.shape, sent.dtype
-    before = list(sent.flat) if dtype.hasobject else Checksum.of(sent, time_budget)
-
-    def is_unchanged() -> bool:
-        try:
-            array = convert(found)
-        except Exception as exc:  # the user's own code, of a file that is closed by now, say
-            raise SourceError(
-                f"input {name!r} was sent to the teachers, but it cannot be looked at again, to see that it did not "
-                f"change while its soft labels were on their way: {exc!r}; yield numpy.array(value) for example"
-            ) from exc
-        if (array.shape, array.dtype) != (shape, dtype):
-            return False
-        return before.matches(array, time_budget) if isinstance(before, Checksum) else list(array.flat) == before
-
-    return _Part((name,), found, is_unchanged, costly=True)
-
-
 class ItemFingerprint:
     """A summary of an item's contents, to detect changes.
 
-    `inputs` are the teachers' inputs found in it, by name. An array that only this mapping holds is not checked.
+    `inputs` are the teachers' inputs found in it, by name.
     """
 
-    __slots__ = ("_inputs", "_parts", "_time", "_what", "conversions_matter", "rest_nbytes")
+    __slots__ = ("_inputs", "_parts", "_what", "rest_nbytes")
 
-    def __init__(self, what: str, item: Any, inputs: Mapping[str, Any], time_budget: TimeBudget) -> None:
+    def __init__(self, what: str, item: Any, inputs: Mapping[str, Any]) -> None:
         self._what = what
-        self._time = time_budget
         self._parts: list[_Part] = []
-        self.conversions_matter = False  # whether it holds objects of unknown types, so that `add_sent` must be called
         self.rest_nbytes = 0  # of what the item holds besides the inputs, as far as that is known
         self._inputs = frozenset(map(id, inputs.values()))
         seen: set[int] = set()  # identities of what the item or `inputs` holds, until this is done
         self._add(item, (), seen)
         rest_nbytes = self.rest_nbytes
-        for name in inputs:
-            found = inputs[name]
-            if id(found) not in seen and type(found) not in _EXACTLY_PLAIN:
-                # An array that was made on the way, and that only `inputs` and this loop have, cannot change.
-                plain = type(found) is np.ndarray and found.base is None
-                if not plain or _references(inputs)[name] > _ALONE + 1:
-                    self._add(found, (name,), seen)
+        for name, found in inputs.items():  # that a function of the user's may have made, of memory that it keeps
+            self._add(found, (name,), seen)
         self.rest_nbytes = rest_nbytes
-
-    def add_sent(self, inputs: Mapping[str, Any], sent: Mapping[str, Array], convert: Callable[[Any], Array]) -> None:
-        """Keep what was sent of inputs that may hold objects of unknown types."""
-        for name, found in inputs.items():
-            looked_at = isinstance(found, np.ndarray) or (is_tensor(found) and _shared_memory(found) is not None)
-            if not looked_at and not isinstance(found, _PLAIN):
-                self._parts.append(_converted_part(name, found, sent[name], convert, self._time))
 
     @property
     def locations(self) -> set[MemoryLocation]:
@@ -347,7 +226,6 @@ class ItemFingerprint:
         elif is_tensor(value):
             self._add_tensor(value, path, seen)
         else:
-            self.conversions_matter = True
             self._add_attributes(value, path, seen)
 
     def _add_each(self, parts: Iterable[tuple[Any, Any]], path: KeyPath, seen: set[int]) -> None:
@@ -359,9 +237,6 @@ class ItemFingerprint:
                 if id(part) not in self._inputs:
                     self.rest_nbytes += len(part) + OBJECT_NBYTES
             else:
-                if len(path) >= _DEPTH:
-                    self.conversions_matter = True
-                    return
                 self._add(part, (*path, key), seen)
 
     def _add_array(self, array: Array, path: KeyPath, seen: set[int]) -> None:
@@ -373,11 +248,11 @@ class ItemFingerprint:
         if array.dtype.hasobject:
             self._add_elements(array, lambda: list(array.flat), path)
             self._add_each(enumerate(array.flat), path, seen)
-        elif array.nbytes <= SMALL_NBYTES:
+        elif array.nbytes <= _SMALL_NBYTES:
             content = array.tobytes()
             self._parts.append(_Part(path, array, lambda: bool(array.tobytes() == content), is_array=True))
         else:
-            unchanged = functools.partial(Checksum.of(array, self._time).matches, array, self._time)
+            unchanged = functools.partial(Checksum(array).matches, array)
             self._parts.append(_Part(path, array, unchanged, is_array=True, costly=True))
 
     def _add_tensor(self, tensor: Any, path: KeyPath, seen: set[int]) -> None:
@@ -391,15 +266,13 @@ class ItemFingerprint:
         version = _version(tensor)
         if version is not None:
             self._parts.append(_Part(path, tensor, lambda: _version(tensor) == version))
-        else:
-            self.conversions_matter = True
 
     def _add_buffer(self, buffer: bytearray | memoryview | array.array[Any] | mmap.mmap, path: KeyPath) -> None:
         self.rest_nbytes += memoryview(buffer).nbytes
-        before = Checksum.of(np.asarray(memoryview(buffer)), self._time) if len(buffer) else None
+        before = Checksum(np.asarray(memoryview(buffer))) if len(buffer) else None
 
         def is_unchanged() -> bool:  # an array that was kept would not let the source resize its buffer
-            return before.matches(np.asarray(memoryview(buffer)), self._time) if before is not None else not len(buffer)
+            return before.matches(np.asarray(memoryview(buffer))) if before is not None else not len(buffer)
 
         self._parts.append(_Part(path, buffer, is_unchanged))
 
@@ -460,11 +333,3 @@ def _version(tensor: Any) -> int | None:
         if isinstance(found, int):
             return found
     return None
-
-
-def _references(values: Mapping[str, Any]) -> dict[str, int]:
-    return {name: sys.getrefcount(value) for name, value in values.items()}
-
-
-_ALONE = _references({"": np.empty(0)})[""]
-"""How many references there are to what only a mapping holds, in this version of Python."""

@@ -182,26 +182,6 @@ def test_close_ends_all_calls() -> None:
             future.result(DEADLINE_S)
 
 
-def test_callback_closes_the_scorer(scoring: Scoring, caplog: pytest.LogCaptureFixture) -> None:
-    first, second = scoring.score(3), scoring.score(4)
-    wait_until(lambda: len(scoring.labels.waiting) == 2)
-
-    def close(_: object) -> None:
-        scoring.labels.closed = True
-        scoring.calls.close()
-
-    first.add_done_callback(close)
-    for chunk, _ in scoring.labels.waiting:
-        chunk.error = NoTeacherError("none")
-    scoring.answer(NoTeacherError("none"))
-    with pytest.raises(NoTeacherError):
-        first.result(DEADLINE_S)
-    with pytest.raises(ClosedError):
-        second.result(DEADLINE_S)
-    scoring.calls.close()
-    assert not caplog.records
-
-
 def test_long_call_holds_up_no_other(scoring: Scoring) -> None:
     """A call that waits for a teacher of long texts goes when it is there; those behind it need not wait."""
     scoring.labels.awaited_rows = 40

@@ -20,7 +20,7 @@ from edl.distill.cache import SoftLabelCache  # noqa: E402
 from edl.distill.losses import DistillLoss  # noqa: E402
 from edl.distill.torch import distill  # noqa: E402
 from edl.distill.transport.schema import OutputSpec  # noqa: E402
-from edl.errors import ClosedError, SettingsError, SourceError, TemporaryError  # noqa: E402
+from edl.errors import SettingsError, SourceError, TemporaryError  # noqa: E402
 from tests.fast.distill.conftest import Served  # noqa: E402
 from tests.waiting import DEADLINE_S, wait_until  # noqa: E402
 
@@ -202,17 +202,6 @@ def test_dropped_loader_leaves_no_thread(teacher: str, advanced: int) -> None:
     wait_until(ended, "the threads' end")
 
 
-def test_session_ends_a_live_epoch(teacher: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The session alone, as at the program's end, does not wait for batches that nobody will read."""
-    loader = distill(DataLoader(Numbers(20), batch_size=2), teacher, inputs="x", outputs="y", ahead=1)
-    epoch = iter(loader)
-    next(epoch)
-    loader._session.close()
-    assert "still busy" not in caplog.text
-    with pytest.raises(ClosedError):
-        next(epoch)
-
-
 def test_error_comes_in_its_place(teacher: str) -> None:
     loader = distill(DataLoader(Numbers(20, 13), batch_size=2), teacher, inputs="x", outputs="y", ahead=8)
     delivered: list[int] = []
@@ -265,16 +254,12 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (OutputSpec, {"outputs": ("y",), "temperature": "4"}, r"temperature='4': must be a finite number above 0"),
     (OutputSpec, {"outputs": ("y",), "top_k": 0}, r"top_k=0: must be a whole number of at least 1"),
     (Teachers, {"service": "s", "max_teachers": 0}, r"max_teachers=0: must be a whole number of at least 1"),
-    (Teachers, {"service": "s", "max_teachers": True}, r"max_teachers=True: must be a whole number of at least 1"),
     (DistillReader, {**READ, "ins": 3}, r"ins=3: name at least one input"),
-    (DistillReader, {**READ, "ins": [None]}, "ins="),
     (DistillReader, {**READ, "ins": ["x", "x"]}, r"ins=\['x', 'x'\]: a name comes twice"),
     (distill, {**ASKED, "inputs": ["x", ""]}, r"inputs=\['x', ''\]: name at least one input"),
     (DistillReader, {**READ, "cache": "labels", "id_field": 1}, "cache='labels': expected an edl.distill.cache.Soft"),
     (DistillReader, {**READ, "predicts": 3}, r"predicts=3: expected a list of output names"),
     (DistillReader, {**READ, "teachers": 3}, r"teachers=3: expected a service's name"),
-    (DistillReader, {**READ, "teachers": ["h:1", 3]}, r"teachers=\['h:1', 3\]: expected"),
-    (DistillReader, {**READ, "teacher_batch_size": 2.0}, r"teacher_batch_size\)=2\.0: must be"),
     (DistillReader, {**READ, "teacher_batch_size": 0}, r"teacher_batch_size\)=0"),
     (DistillReader, {**READ, "teachers": "a", "route": 1}, "needs the teachers of each value"),
     (DistillReader, {**READ, "teachers": {"a": "b"}}, "name it with route="),
@@ -282,10 +267,8 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DistillReader, {**READ, "teachers": {"a": "b"}, "route": 0, "combine": "mean"}, "leave combine out"),
     (lambda: DistillReader(**READ, teachers={"a": "b"}, route=0).set_fixed_teacher("c:1"), {}, "with route="),
     (lambda: DistillReader(**READ).set_fixed_teacher("c:1").set_dynamic_teacher(None, "s"), {}, r"already \(c:1\)"),
-    (lambda: DistillReader(**READ, teachers="s").set_fixed_teacher("c:1"), {}, "set_fixed_teacher: .*already"),
     (lambda: DistillReader(**READ).set_fixed_teacher("localhost"), {}, r"expected host:port.*Teachers\(service"),
     (distill, {**ASKED, "teachers": "http://127.0.0.1:45001"}, "a URL; did you mean '127.0.0.1:45001'"),
-    (DistillReader, {**READ, "teachers": ["h:1", "h/v2:1"]}, "'h/v2:1': expected host:port"),
     (DistillReader, {**READ, "teachers": ["kubernetes://ns/x"]}, "a URL; name a service"),
     (lambda: DistillReader(**READ).set_sample_generator(list).set_batch_generator(list), {}, "set already"),
     (lambda: DistillReader(**READ).set_sample_generator(iter([])), {}, "not the iterator"),  # type: ignore[arg-type]
@@ -295,8 +278,6 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (distill, {**ASKED, "batch_rows": "8"}, r"batch_rows .*='8'"),
     (distill, {**ASKED, "ahead": -1}, "ahead=-1"),
     (distill, {**ASKED, "ahead": 1.5}, "ahead=1.5"),
-    (distill, {**ASKED, "ahead": True}, "ahead=True"),
-    (distill, {**ASKED, "inputs": [None]}, "name at least one input"),
     (distill, {**ASKED, "inputs": 3}, r"inputs=3: name at least one input of the teachers, as in \"image\", \["),
     (distill, {**ASKED, "cache": SoftLabelCache()}, "cache without ids: say where"),
     (distill, {**ASKED, "teachers": None, "cache": SoftLabelCache(), "ids": 1}, "no teachers are named"),

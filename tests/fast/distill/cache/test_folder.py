@@ -124,19 +124,6 @@ def test_rows_are_others_at_once(tmp_path: Path) -> None:
             assert view.get(ids).complete
 
 
-def test_newer_labels_replace_known_ones(tmp_path: Path) -> None:
-    """Of a text that another process has labelled anew, though its former label was read before."""
-    first, second = sequences(3), sequences(3, seed=5)
-    with SoftLabelCache(0, tmp_path) as cache, SoftLabelCache(MIB, tmp_path) as other:
-        for texts in (first, second):
-            cache.view(LM).put(named(range(3), texts), labels(texts))
-            cache.flush()
-            assert other.view(LM).contains(named(range(3), texts)).all(), "found by `get`, and not by `contains`"
-            assert other.view(LM).get(named(range(3), texts)).complete
-            assert cache.view(LM).get(named(range(3), texts)).complete
-        assert not other.view(LM).get(named(range(3), first)).mask.any()
-
-
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -194,17 +181,6 @@ def test_damaged_label_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixtu
             db.execute("DELETE FROM label WHERE id = 8")
             db.execute("UPDATE label SET id = 8 WHERE id = 7")
         assert not cache.view(KEY).get([8]).mask.any()
-
-
-def test_damaged_layout_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    put(tmp_path, range(4), KEY)
-    with contextlib.closing(sqlite3.connect(tmp_path / "labels.sqlite")) as database, database:
-        database.execute("UPDATE key SET layout = replace(layout, 'f4', 'f2')")
-    with SoftLabelCache(0, tmp_path) as cache:
-        assert not cache.view(KEY).get([1]).outputs
-        cache.view(KEY).put([9], rows([9]))
-        assert cache.stats().failed_writes == 1
-    assert "the layout of its rows is damaged" in caplog.text
 
 
 def test_a_folder_that_goes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

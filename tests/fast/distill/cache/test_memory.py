@@ -79,14 +79,6 @@ def test_changed_working_set_is_followed() -> None:
     assert sum(int(sample) >= 1000 for sample in tier.ids(rows)) >= 35
 
 
-def test_larger_record_of_a_row_is_kept() -> None:
-    tier = MemoryTier(10 * 1024)
-    rows = Namespace(KEY)
-    tier.put(rows, dict.fromkeys(range(10), RECORD))
-    tier.put(rows, {9: RECORD * 2})
-    assert tier.read(rows, [9]) == {9: RECORD * 2}
-
-
 def test_unused_namespace_makes_room_at_once() -> None:
     tier = MemoryTier(10 * 1024)
     old, new = Namespace(KEY), Namespace(KEY)

@@ -62,23 +62,11 @@ class Timeline:
 
 
 class Simulation(Timeline):
-    """Feeds `depth` tasks ahead of the consumer, which takes them in order and at once.
+    """Feeds `depth` tasks ahead of the consumer, which takes them in order and at once."""
 
-    With `pace`, the source yields so many tasks a second instead, whatever becomes of them.
-    """
-
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        teachers: dict[str, SimTeacher],
-        *,
-        tasks: int,
-        depth: int = 0,
-        pace: float = 0.0,
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, teachers: dict[str, SimTeacher], *, tasks: int, depth: int = 0) -> None:
         super().__init__(dispatcher)
-        self.teachers, self.tasks, self.depth, self.pace = teachers, tasks, depth, pace
-        self.sends: list[Send] = []
+        self.teachers, self.tasks, self.depth = teachers, tasks, depth
         self.latency: dict[int, float] = {}
         self._added: dict[int, float] = {}
         self.delivered = 0
@@ -86,9 +74,6 @@ class Simulation(Timeline):
     def run(self) -> None:
         for name in self.teachers:
             self._apply(self.dispatcher.teacher_up(name, self.now))
-        if self.pace:
-            for number in range(self.tasks):
-                self.at(number / self.pace, lambda number=number: self._add(number))  # type: ignore[misc]
         self._feed()
         while self.delivered < self.tasks:
             actions = self.advance()
@@ -101,8 +86,6 @@ class Simulation(Timeline):
     def _feed(self) -> None:
         while self.delivered in self.latency:
             self.delivered += 1
-        if self.pace:
-            return
         depth = self.depth or max(8, 4 * self.dispatcher.capacity)
         while len(self._added) < self.tasks and len(self._added) - self.delivered < depth:
             self._apply(self._add(len(self._added)))
@@ -114,7 +97,6 @@ class Simulation(Timeline):
     def _apply(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
-                self.sends.append(action)
                 when = self.teachers[action.teacher].reply_at(self.now)
                 self.at(when, lambda a=action: self.dispatcher.attempt_answered(a, self.now))  # type: ignore[misc]
             else:
@@ -355,20 +337,6 @@ def test_hedging_cuts_the_tail_in_budget() -> None:
     # A straggler holds up its teacher and so the request behind it: 6% are late, of which the budget covers 5%.
     tail = [sorted(simulation.latency.values())[int(0.95 * 2000)] for simulation in (with_hedging, without)]
     assert tail[0] < 0.7 * tail[1]
-
-
-@settings(max_examples=4, deadline=None)
-@given(st.floats(0.0, 0.5), st.floats(2, 30), st.sampled_from([0.0, 60.0, 150.0, 250.0]), st.integers(0, 1000))
-def test_extra_requests_stay_below_5_percent(share: float, factor: float, pace: float, seed: int) -> None:
-    services = (0.01, 0.01, 0.01, 0.04)
-    teachers = {f"t{i}": SimTeacher(s, straggle=stragglers(share, factor, seed + i)) for i, s in enumerate(services)}
-    simulation = Simulation(Dispatcher(), teachers, tasks=2000, pace=pace)
-    simulation.run()
-    extra = list(itertools.accumulate((send.extra for send in simulation.sends), initial=0))
-    assert all(after - before < 50 for before, after in zip(extra, extra[1000:], strict=False))
-    assert extra[-1] <= 0.05 * len(simulation.sends), "and of all"
-    if factor <= 10:  # what the training loop stands still for, a second and more, goes beyond the budget
-        assert all(count <= 0.05 * number for number, count in enumerate(extra)), "at any time"
 
 
 def test_dropped_tasks_answer_is_ignored() -> None:

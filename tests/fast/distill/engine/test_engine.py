@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from edl.discovery.registry import Instance, Rejected, Snapshot
 from edl.distill.compress import top_k
-from edl.distill.dispatch.actions import Action, FailureKind, Send
+from edl.distill.dispatch.actions import FailureKind, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.engine.compatibility import TeacherCompatibility, outputs_disagreement
 from edl.distill.engine.connection import ConnectionPool, TeacherConnection, no_counts
@@ -28,7 +28,7 @@ from edl.distill.stats import ReaderStats
 from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply, TensorMetadata
 from edl.errors import SettingsError
-from tests.waiting import DEADLINE_S, wait_until
+from tests.waiting import DEADLINE_S
 
 PAYLOAD = Payload.of({"x": np.zeros((1, 1), np.float32)}, None)
 
@@ -65,41 +65,6 @@ def test_collector_is_on_after_the_last_fork(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         gc.enable()
     assert states == [False, False, False, True]
-
-
-class SlowEngine(Engine):
-    """Each job is taken, and answered some time later; six at a time are all that its teachers take."""
-
-    def __init__(self, thread: EventLoopThread) -> None:
-        super().__init__("x", OutputSpec(("y",)), Options(), thread=thread, arena=None)
-        self.taken: list[int] = []
-        self._attempts = {}
-
-    def _apply(self, actions: list[Action]) -> None:
-        for number in list(self._jobs):
-            del self._jobs[number]
-            self.taken.append(number)
-            send = Send(number, "a", extra=False, sent_at=0.0, in_flight=1)
-            self._attempts[send] = lambda: None
-            self._dispatcher.full = len(self._attempts) >= 6
-            self._thread.loop.call_soon(self._answered, send)
-
-    def _answered(self, send: Send) -> None:
-        del self._attempts[send]
-        self._dispatcher.full = len(self._attempts) >= 6
-        self._take_jobs()
-
-
-def test_no_job_is_lost_or_overtakes() -> None:
-    thread = EventLoopThread.acquire()
-    try:
-        engine = SlowEngine(thread)
-        engine._dispatcher.add_task = lambda *_: []  # type: ignore[method-assign]
-        for number in range(5000):
-            engine.submit(LabelJob(number, PAYLOAD, lambda *_: None, lambda: None))
-        wait_until(lambda: engine.taken == [*range(5000)])
-    finally:
-        thread.release()
 
 
 @dataclass

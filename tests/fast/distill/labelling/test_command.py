@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import shutil
 import sqlite3
-import subprocess
-import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +14,14 @@ import pytest
 
 from edl.cli import main
 from edl.datasets.rows import ArrayData
-from edl.distill import DistillReader, Teachers
+from edl.distill import DistillReader
 from edl.distill.cache import CacheKey, SoftLabelCache, load_labels
 from edl.distill.compress import TopK, top_k
-from edl.distill.labelling import DataGuard, Labeller, LabelPlan, LabelProgress, note_files
-from edl.distill.transport.schema import OutputSpec
+from edl.distill.labelling import DataGuard, Labeller, note_files
 from edl.errors import ConflictError, SettingsError
 from edl.testing.models import prefix_scores_of
 from tests.fast.distill.conftest import Register, Serve, Served
 from tests.fast.distill.sequences.language_model import sequences
-from tests.waiting import DEADLINE_S
 
 ROWS, WIDTH = 1000, 4
 X = np.repeat(np.arange(ROWS, dtype=np.float32)[:, None], WIDTH, axis=1)
@@ -102,28 +96,6 @@ def test_labels_of_other_data_are_refused(
     assert f"{ROWS + 5:,} had a label before" in capsys.readouterr().out
 
 
-def test_another_run_may_take_the_folder(serve: Serve, data: Path, folder: Path) -> None:
-    """With other data and `--relabel`, in the middle of a run: none of its labels come afterwards."""
-    teacher, begun = serve("echo").endpoint, list[int]()
-    plan = LabelPlan(Teachers(endpoints=(teacher,)), OutputSpec(outputs=("y",)))
-    with (
-        SoftLabelCache(0, folder) as cache,
-        closing(Labeller(DataGuard(ArrayData({"x": X + 1})), plan, cache)) as labeller,
-    ):
-        labeller.key()
-
-        def tell(progress: LabelProgress) -> None:
-            if progress.labelled > ROWS / 2 and not begun:
-                begun.append(main(command(data, folder, "--teachers", teacher, "--relabel")))
-
-        cache.view(labeller.key()).put([0], {"y": X[:1]})
-        cache.flush()
-        with pytest.raises(ConflictError, match="is another run's now"):
-            labeller.label_all(tell)
-    assert begun == [0]
-    np.testing.assert_array_equal(load_labels(folder).rows(range(ROWS))["y"], X)
-
-
 def test_a_note_without_labels_refuses_nobody(tmp_path: Path) -> None:
     """As a command with a mistake leaves it."""
     with SoftLabelCache(0, tmp_path) as cache:
@@ -153,24 +125,6 @@ def test_any_change_of_a_file_is_noticed(tmp_path: Path, change: Any, words: str
         change(path)
         with pytest.raises(ConflictError, match=words):
             guard.check_unchanged(view, in_job=False)
-
-
-def test_a_terminal_gets_a_bar(serve: Serve, data: Path, folder: Path) -> None:
-    ours, theirs = pty.openpty()
-    arguments = [sys.executable, "-m", "edl", *command(data, folder, "--teachers", serve("echo").endpoint)]
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=theirs, env=environment)
-    os.close(theirs)
-    shown = b""
-    try:
-        while part := os.read(ours, 65536):
-            shown += part
-    except OSError:  # the other end is closed
-        pass
-    os.close(ours)
-    assert process.wait(DEADLINE_S) == 0
-    for words in (b"1000/1000", b"rows/s", b"1 teacher"):
-        assert words in shown
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from edl.distill.compress import TopK, top_k  # noqa: E402
 from edl.distill.losses import (  # noqa: E402
-    DistillLoss,
     chunked_token_loss,
     decoupled_kl,
     sampled_kl,
@@ -394,18 +393,14 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: token_loss(X, L, mask=torch.tensor([5, -100])), r"the mask holds -100.*labels != -100"),
     (lambda: token_loss(X, L, mask=torch.ones(2, 4, dtype=torch.bool)), r"mask is \[2, 4\].*rows \[2\]"),
     (lambda: token_loss(X, L, token_count=-1), "token_count=-1"),
-    (lambda: token_loss(X, L, token_count=0), "token_count=0"),
     (lambda: token_loss(X, replace(L, ids=np.array([[0, 1], [2, 2]]))), "class 2 twice"),
     (lambda: target_labels(torch.tensor([[3, 1, 3]]), torch.full((1, 3), -2.0)), "class 3 twice"),
     (lambda: target_labels(torch.tensor([[3, 1]]), torch.full((1, 2), -0.1)), "sum to a probability of 1.8"),
     (lambda: sampled_kl(X, X + 1), "log-probabilities of the teacher reach up to 1"),
-    (lambda: DistillLoss(1.0)(X, X, torch.tensor([1, 4])), "labels hold 4: must be from 0 to 3, or -100"),
     (lambda: decoupled_kl(X, X, torch.tensor([1, -100])), "labels hold -100: must be from 0 to 3"),
     (lambda: token_loss(X, L, token_count=torch.ones(2)), r"token_count is of shape \[2\]"),
     (lambda: token_loss(X, L, reduction="batchmean"), "reduction='batchmean'"),  # type: ignore[arg-type]
     (lambda: token_loss(X.long(), L), "torch.int64"),
-    (lambda: token_loss(torch.zeros(2, 5), L), "student has 5 classes, the teacher 4"),
-    (lambda: token_loss(X, L.map(lambda array: tensor(array) - 9)), "labels name class -"),
     (lambda: token_loss(X, L, hard_weight=0.5), "hard_labels, which are missing"),
     (lambda: token_loss(X, L, hard_weight=0.5, hard_labels=torch.tensor([1, 4])), "hold 4: must be from 0 to 3, or -"),
     (lambda: token_loss(X, L, hard_weight=0.5, hard_labels=torch.ones(3).long()), r"are \[3\], the logits have rows"),
@@ -414,10 +409,8 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: chunked_token_loss(X, torch.zeros(4, 4), L, chunk_tokens=0), "chunk_tokens=0"),
     (lambda: chunked_token_loss(X, torch.zeros(3, 4), L), "student has 3 classes, the teacher 4"),
     (lambda: token_log_probabilities(X, torch.zeros(3).long()), r"targets are \[3\], logits \[2, 4\]"),
-    *(
-        (lambda dtype=dtype: target_labels(torch.tensor([[0]]), torch.zeros(1, 1, dtype=dtype)), "be rounding error")
-        for dtype in (torch.float16, torch.bfloat16)  # of a tail that is a small difference of large numbers
-    ),
+    # Of a tail that is a small difference of large numbers.
+    (lambda: target_labels(torch.tensor([[0]]), torch.zeros(1, 1, dtype=torch.bfloat16)), "be rounding error"),
     (lambda: target_labels(X, X), "expected whole numbers and floating-point"),
     (lambda: sampled_kl(X, X, estimator="k2"), "must be 'k1' or 'k3'"),  # type: ignore[arg-type]
     (lambda: sampled_kl(X, torch.zeros(2, 5)), r"are \[2, 4\], of the teacher \[2, 5\]"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.distill.pipeline.epoch import Epoch, SourceClock, source_wait_s
+from edl.distill.pipeline.epoch import Epoch
 from edl.distill.source.chunk import Chunk
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
 from edl.errors import ClosedError, SourceError
-from tests.interrupting import InterruptAt, deadline
 from tests.waiting import DEADLINE_S
 
 
@@ -113,13 +111,6 @@ def with_deadline(epoch: Epoch, take: Callable[[Epoch], Any]) -> Any:
 
 def cutter_of(kind: type[Cutter] = BatchCutter, rows: int | None = None, **getters: Any) -> Cutter:
     return kind(getters or {"x": itemgetter(0)}, rows, 1)
-
-
-def test_batch_above_the_limit_arrives_whole() -> None:
-    """A batch of more requests than may be open is delivered whole."""
-    source = iter([(np.arange(100) + 1000 * number,) for number in range(3)])
-    found = with_deadline(epoch_of(Labels(), source, cutter_of(rows=1)), lambda epoch: list(map(labels_of, epoch)))
-    assert found == [list(range(1000 * number, 1000 * number + 100)) for number in range(3)]
 
 
 def test_error_of_sending_reaches_the_loop() -> None:
@@ -222,51 +213,3 @@ def test_any_source(script: list[str], rows: int | None, lists: bool, fails: boo
     else:
         training.run(source(), cutter, labels)
     training.check(count)
-
-
-@pytest.mark.parametrize("thread", ["MainThread", "edl-feed", "answer"])
-def test_closed_before_any_line(thread: str) -> None:
-    """Closed in the thread that is there, whatever it holds: the loop ends, and so does the feeding thread."""
-    for number in itertools.count(1, 3):
-        made: list[Epoch] = []
-        found: list[int] = []
-        with deadline(DEADLINE_S, f"closed before line {number} of {thread}"):
-            with InterruptAt(number, lambda made=made: made and made[0].close(), "edl/distill/", thread) as interrupt:  # type: ignore[misc]
-                source = iter([(np.int64(row),) for row in range(7)])
-                made.append(epoch_of(Labels(), source, cutter_of(SampleCutter, 2)))
-                try:
-                    for item in made[0]:
-                        found += labels_of(item)
-                        made[0].taken(item)
-                except ClosedError:
-                    pass
-            made[0].close()
-            assert made[0].join(DEADLINE_S), "the feeding thread has not ended"
-        assert found == list(range(len(found))), "an item was lost, repeated or overtaken"
-        if not interrupt.reached:
-            assert number > 20, "nothing was interrupted"
-            break
-
-
-def chunk(source_s: float, *, sent: bool = True) -> Chunk:
-    made = Chunk(1)
-    made.source_s = source_s
-    made.sent = sent
-    return made
-
-
-@pytest.mark.parametrize(
-    ("waited_s", "began_at", "chunks", "expected"),
-    [
-        (10.0, 4.0, [chunk(1.0)], 0.0),  # sent before the wait began: a wait for labels
-        (10.0, 4.0, [chunk(9.0)], 5.0),  # sent when the source had taken five seconds more
-        (10.0, 4.0, [chunk(2.0), chunk(7.0)], 3.0),
-        (10.0, 4.0, [chunk(2.0), chunk(0.0, sent=False)], 2.0),  # the clock shows 6
-        (10.0, 4.0, [], 2.0),
-        (1.0, 4.0, [chunk(9.0)], 1.0),  # never more than was waited
-    ],
-)
-def test_wait_for_source_ends_when_sent(waited_s: float, began_at: float, chunks: list[Chunk], expected: float) -> None:
-    clock = SourceClock()
-    clock._drawing = (6.0, None)
-    assert source_wait_s(waited_s, began_at, clock, chunks) == expected

@@ -109,28 +109,6 @@ def test_raising_handler_ends_no_epoch_early(teacher: Served) -> None:
     sampled(run, 15)
 
 
-@pytest.mark.parametrize("handler", ["raises", "closes and raises", "raises, and all is dropped"])
-def test_raising_handler_while_it_starts(teacher: Served, handler: str) -> None:
-    """What has been started by then is known to the reader, even if nobody is to close it."""
-
-    def run(number: int) -> InterruptAt:
-        reader = reader_of(teacher).set_sample_generator(samples(200))
-
-        def handle() -> None:
-            if handler == "closes and raises":
-                reader.close()
-            raise Tick
-
-        interrupt = InterruptAt(number, handle, "edl/distill/", "MainThread")
-        with deadline(DEADLINE_S, f"raised before line {number}"), contextlib.suppress(Tick), interrupt:
-            iter(reader())
-        if handler == "raises":
-            reader.close()
-        return interrupt
-
-    sampled(run, 20, least=50)
-
-
 def test_failed_epoch_stays_failed(teacher: Served) -> None:
     def source() -> Iterator[Any]:
         yield from samples(3)()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
-import threading
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from edl.distill import DistillReader, Teachers
 from edl.errors import ClosedError, SourceError
 from tests.fast.distill.conftest import Register, Serve
 from tests.fast.distill.reading import WIDTH, check, reader_of, sample, samples
-from tests.waiting import DEADLINE_S
 
 
 def test_break_leaves_the_next_epoch_whole(serve: Serve) -> None:
@@ -48,30 +44,6 @@ def test_ensembles_are_averaged_and_weighted(serve: Serve) -> None:
         assert label[0] == pytest.approx(0.75 * number + 0.25 * 3 * number)
     for _, number, label in rows(lambda outputs: np.maximum(*outputs)):
         assert label[0] == 3 * number
-
-
-def test_source_starts_no_epoch_of_its_reader(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks for one before the thread that started it has gone on."""
-    reader, begun, asked = reader_of(serve("echo")), itertools.count(1), threading.Event()
-    start = threading.Thread.start
-
-    def start_and_wait(thread: threading.Thread) -> None:
-        start(thread)
-        if thread.name == "edl-feed":
-            asked.wait(DEADLINE_S)
-
-    def source() -> Iterator[Any]:
-        if next(begun) > 1:
-            asked.set()
-        try:
-            yield from reader()
-        finally:
-            asked.set()
-
-    monkeypatch.setattr(threading.Thread, "start", start_and_wait)
-    with reader.set_sample_generator(source), pytest.raises(ClosedError, match="epoch of that reader"):
-        list(reader())
-    assert next(begun) == 2, "it was read once"
 
 
 def test_missing_names_are_named(serve: Serve) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edl.distill import DistillReader, Options, Teachers  # noqa: E402
+from edl.distill import Teachers  # noqa: E402
 from edl.distill.torch import distill  # noqa: E402
 from edl.errors import SettingsError, SourceError  # noqa: E402
 from tests.fast.distill.conftest import Served  # noqa: E402
@@ -115,19 +115,6 @@ def corpus(count: int) -> list[tuple[Any, str]]:
     return list(zip(sequences(count), map(str, domains), strict=True))
 
 
-def test_sequences_and_lists_of_domains(targets: dict[str, str]) -> None:
-    found = corpus(200)
-    settings: dict[str, Any] = {"teachers": targets, "route": 1, "top_k": 4}
-    with DistillReader(["ids", None], ["logprobs"], teacher_batch_size=150, **settings) as reader:
-        delivered = list(reader.set_sequence_generator(lambda: iter(found))())
-    with DistillReader(["ids", None], ["logprobs"], **settings) as reader:
-        reader.set_sequence_list_generator(lambda: (found[start : start + 9] for start in range(0, 200, 9)))
-        delivered += [sample for part in reader() for sample in part]
-    for (ids, domain), (same, _, labels) in zip(found + found, delivered, strict=True):
-        assert same is ids
-        check_labels(ids, labels, sign=SIGN[domain])
-
-
 def test_padded_batches_of_domains(targets: dict[str, str]) -> None:
     batches = []
     for start in range(0, 120, 8):
@@ -151,11 +138,3 @@ def test_an_empty_batch_waits_for_no_domain(targets: dict[str, str], url: str) -
         ((_, labels),) = list(loader)
     assert labels.ids.shape == (2, 3, 4)
     assert not labels.values.any()
-
-
-def test_batches_read_ahead_do_not_linger(targets: dict[str, str]) -> None:
-    """A batch that is asked for as it is read goes out whole, with a request for each domain."""
-    batch = {**collated([np.array([5, 3, 9]), np.array([7, 1])]), "domain": ["math", "code"]}
-    options = Options(linger_s=100_000.0)
-    with distill([batch], targets, route="domain", ahead=0, options=options, **ASKED) as loader:
-        assert len(list(loader)) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import itertools
 from collections.abc import Callable
@@ -15,12 +14,6 @@ import pytest
 from edl.distill.source.cutters import BatchCutter, SampleCutter, SampleListCutter
 from edl.distill.source.iterator import SourceIterator
 from edl.errors import SourceError
-from edl_serving import ServerSettings
-from edl_serving.batching.batcher import Batcher
-from edl_serving.model import ServedModel
-from edl_serving.monitoring import Metrics
-from tests.fast.serving.fakes import FakeBackend
-from tests.waiting import DEADLINE_S
 
 
 def stop(*_: Any) -> Any:
@@ -113,23 +106,3 @@ def test_a_stop_in_a_getter_is_an_error(cutter: Any) -> None:
         cutter({"x": stop}, 2, 1).put(value)
     with pytest.raises(SourceError, match=r"what finds the sample ids in .* raised StopIteration"):
         cutter({"x": itemgetter(0)}, 2, 1, ids=stop).put(value)
-
-
-def test_a_stop_while_warming_up_is_an_error() -> None:
-    """No future can carry a StopIteration, and the server would wait for ever."""
-
-    class Stopping(FakeBackend):
-        def warm_up(self, max_rows: int) -> None:
-            stop()
-
-    async def warm() -> None:
-        backend = Stopping()
-        settings = ServerSettings(model="m")
-        batcher = Batcher(settings, ServedModel(settings, [backend]), [backend], Metrics("m"))
-        try:
-            await asyncio.wait_for(batcher.warm_up(), DEADLINE_S)
-        finally:
-            await batcher.close(1)
-
-    with pytest.raises(RuntimeError, match="warming up raised StopIteration"):
-        asyncio.run(warm())

@@ -8,7 +8,6 @@ import logging
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from edl.distill import Credentials, DistillReader, Options
 from edl.distill.engine import connection
 from edl.errors import ClosedError
 from edl.protocol import tls as files
-from edl.protocol.transport import grpc
 from edl_serving import admission as authentication
 from tests.certificates import HERE, Authority, Pair, put
 from tests.fast.distill.conftest import Serve, Served, Start
@@ -122,27 +120,6 @@ def test_why_a_handshake_failed(serve: Serve, tmp_path: Path, ca: Authority, nam
     case, words = REFUSED[name]
     server, credentials = case(tmp_path, ca)
     why_unused(reader(serve(server=server), credentials), words)
-
-
-@pytest.mark.parametrize(
-    ("days", "words"),
-    [
-        ((-5, -1), "has expired: have a new one issued"),
-        ((1, 5), "is not valid yet: see its dates, and the clock of this host"),
-    ],
-)
-def test_certificate_of_another_time(tmp_path: Path, ca: Authority, days: tuple[float, float], words: str) -> None:
-    """Of a server that is not ours: `edl serve` would not begin with it."""
-    pair = ca.issue(*HERE, days=days)
-    server = grpc.server(ThreadPoolExecutor(1))
-    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(pair.key, pair.cert)]))
-    endpoint = f"127.0.0.1:{port}"
-    server.start()
-    made = DistillReader(["x", None], ["y"], teachers=endpoint, options=Options(credentials=believing(tmp_path, ca)))
-    try:
-        why_unused(made.set_sample_generator(samples(4)), f"the certificate of {endpoint} {words}")
-    finally:
-        server.stop(0).wait()
 
 
 # Files that are replaced while they are used.

@@ -30,7 +30,6 @@ from edl.testing.models import prefix_scores_of  # noqa: E402
 from edl_serving.backends import open_backends  # noqa: E402
 from edl_serving.backends.source import ModelSource  # noqa: E402
 from tests.fast.distill.conftest import Serve, Served  # noqa: E402
-from tests.fast.distill.sequences.language_model import NegativeModel  # noqa: E402
 from tests.fast.distill.trainers.students import (  # noqa: E402
     SIZES,
     VOCABULARY,
@@ -354,20 +353,6 @@ def test_columns_of_teachers_are_kept(tmp_path: Path, teacher: str, named: bool)
         given["remove_unused_columns"] = False
     loss = first_loss(tmp_path, small_model(2) if named else AnyArguments(small_model(2)), teacher, **given)
     assert loss == pytest.approx(mean_loss(lambda sample: soft_loss(sample, 7)).item(), abs=1e-4)
-
-
-def test_domains_have_their_own_teachers(tmp_path: Path, serve: Serve, teacher: str) -> None:
-    """A text of one domain is learned of one teacher, of the other domain of another, whatever batch it is in."""
-    samples = [{**text, "domain": at % 3 % 2} for at, text in enumerate(texts())]
-
-    def collate(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {**collate_right(found), "domain": torch.tensor([sample["domain"] for sample in found])}
-
-    there = {0: teacher, None: serve(NegativeModel(), {"max_batch_rows": 512}).endpoint}
-    given: Any = {"data": samples, "data_collator": collate, "route": "domain"}
-    loss = first_loss(tmp_path, small_model(2), there, **given)
-    expected = torch.cat([soft_loss(sample, sign=1 - 2 * sample["domain"]) for sample in samples]).mean()
-    assert loss == pytest.approx(expected.item(), abs=1e-4)
 
 
 def test_vocabularies_of_two_sizes(tmp_path: Path, serve: Serve) -> None:

@@ -25,7 +25,7 @@ from edl.http_server.health import HealthChecks, HealthServer
 from edl.log_output import JsonFormatter
 from edl.protocol.transport import grpc
 from edl_serving import Array, ServerSettings, TeacherServer, serve
-from edl_serving.monitoring import AccessLog, Metrics
+from edl_serving.monitoring import AccessLog
 from edl_serving.request_plan import request_id_of, valid_traceparent
 from tests.fast.serving.conftest import TIMEOUT_S, Client, Connect, StartInside
 from tests.fast.serving.fakes import Base, Gated, Moody
@@ -48,16 +48,6 @@ def ask(port: int | None, path: str, method: str = "GET") -> tuple[int, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
-
-
-def test_call_of_the_model_that_hangs() -> None:
-    metrics = Metrics("m", clock=lambda: 100.0)
-    workers = [metrics.add_worker(), metrics.add_worker()]
-    workers[1].computing_since_s = 10.0
-    assert metrics.find_stall(100) == ""
-    assert metrics.find_stall(60) == "a call of the model takes 90 s already, and 60 s are the limit"
-    workers[1].computing_since_s = None
-    assert metrics.find_stall(1) == ""
 
 
 def test_not_live_while_the_model_hangs(inside: StartInside, connect: Connect) -> None:
@@ -85,23 +75,6 @@ def test_half_requests_hold_few_threads(server: HealthServer) -> None:
         assert "answer 42.0" in ask(server.port, "/metrics")[1], "a scraper is served beside them"
         wait_until(lambda: threading.active_count() - before <= 16)
     assert "answer 42.0" in ask(server.port, "/metrics")[1]
-
-
-def test_metrics_add_up_over_workers() -> None:
-    metrics = Metrics("m")
-    for rows in (3, 64):
-        worker = metrics.add_worker()
-        worker.record_batch(rows, 0.003)
-        worker.queue_s.observe(0.0001)
-
-    def value(name: str, **labels: str) -> float | None:
-        return metrics.registry.get_sample_value(name, {"model": "m", **labels})
-
-    assert value("edl_teacher_rows_total") == 67
-    assert value("edl_teacher_batch_rows_bucket", le="4.0") == 1
-    assert value("edl_teacher_batch_rows_bucket", le="64.0") == value("edl_teacher_batch_rows_count") == 2
-    assert value("edl_teacher_compute_seconds_sum") == pytest.approx(0.006)
-    assert value("edl_teacher_queue_seconds_bucket", le="0.0005") == 2
 
 
 def test_metrics_over_http(inside: StartInside, connect: Connect) -> None:

@@ -104,13 +104,6 @@ def build():
     "ufunc": "F = [np.sin, np.cos][seed()]\ndef build(): return lambda x: F(x)\n",
     "numpy_record": "V = np.zeros((), [('a', 'i4', 2000)])\nV['a'][1000] = seed()\nV = V[()]\n"
     "def build(): return lambda x: V\n",
-    "field_of_a_dataclass": """
-import dataclasses
-@dataclasses.dataclass
-class Settings:
-    scale: int = dataclasses.field(default_factory=[int, float][seed()])
-def build(): return lambda x: x * Settings().scale
-""",
     "usual_code": """
 import abc, dataclasses
 from typing import Generic, NamedTuple, Protocol, TypedDict, TypeVar
@@ -249,14 +242,6 @@ def build():
         return i
     return predict
 """,
-    "closure_set_later": """
-def build():
-    w = None
-    def predict(i):
-        nonlocal w
-        return i
-    return predict
-""",
     **{
         f"torch_{name}": f"""
 def build():
@@ -380,23 +365,6 @@ def test_what_an_option_names_counts(version: Any, tmp_path: Path, file: str) ->
 
     assert of("a", b"1") == of("b", b"1") != of("c", b"2")
     assert of("d", b"1")
-
-
-def test_an_installed_module_is_versioned(version: Any, tmp_path: Path) -> None:
-    def of(place: str, scale: int) -> str:
-        version(place, "def build(): return 1\n", 0)  # forgets the module before
-        package = tmp_path / place / "site-packages" / "installed"
-        package.mkdir(parents=True)
-        (package / "scale").write_text(str(scale))
-        code = "from pathlib import Path\nSCALE = int(Path(__file__).with_name('scale').read_text())\n"
-        (package / "__init__.py").write_text(code + "def predict(x): return x * SCALE\n")
-        sys.path.insert(0, str(package.parent))
-        source = ModelSource("callable", "installed:predict")
-        built = import_target(source.target, "--callable")
-        return compute_version(source, module_of(source.target), built)
-
-    assert of("a", 1) == of("b", 1) != of("c", 2)
-    assert of("d", 1)
 
 
 def test_the_function_that_is_named_counts(tmp_path: Path) -> None:

@@ -64,6 +64,13 @@ def test_a_full_or_late_batch_is_due() -> None:
     assert queue_of(large, job(1), delay_s=5.0).pop_batch(0.0).jobs == [large], "a job above a batch goes alone"
 
 
+def test_jobs_expire_at_their_deadlines() -> None:
+    late, last, patient = job(1, deadline=1.0), job(1, deadline=2.0), job(1)
+    queue = queue_of(late, last, patient)
+    taken = queue.pop_batch(1.0)
+    assert (taken.expired, taken.jobs, queue.rows) == ([late], [last, patient], 0)
+
+
 def test_a_full_batch_of_another_shape() -> None:
     young, full = job(1, arrived=1.0, shape=1), job(BATCH, arrived=1.1, shape=2)
     queue = queue_of(young, full, delay_s=1.0)
@@ -127,51 +134,6 @@ def test_backlogged_clients_get_equal_rows(ours: list[int], theirs: list[int]) -
             served[one.client] += rows
         # Start-time fair queueing promises the largest part of each; one that did not fit into a batch, one more.
         assert abs(served["a"] - served["b"]) <= 3 * BATCH
-
-
-class Deadlines(RuleBasedStateMachine):
-    """Against a plain list of the jobs that wait. All times are sums of powers of two, so floats add up exactly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue = BatchQueue(BATCH, 0.5, 40)
-        self.waiting: list[InferenceJob] = []
-        self.now = 0.0
-
-    @rule(rows=st.integers(1, 12), shape=st.integers(1, 3), patience=st.sampled_from([0.125, 1.0, FOREVER]))
-    def push(self, rows: int, shape: int, patience: float) -> None:
-        one = job(rows, arrived=self.now, shape=shape, deadline=self.now + patience)
-        fits = sum(other.rows for other in self.waiting) + rows <= 40
-        assert self.queue.push_job(one) == ([] if fits else [one])
-        if fits:
-            self.waiting.append(one)
-
-    @rule(seconds=st.sampled_from([0.0625, 0.25, 2.0]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    @rule()
-    def take(self) -> None:
-        taken = self.queue.pop_batch(self.now)
-        assert set(map(id, taken.expired)) == {id(one) for one in self.waiting if one.deadline <= self.now}
-        self.waiting = [one for one in self.waiting if one.deadline > self.now]
-        if not taken.jobs:
-            assert (taken.wait_s is None) == (not self.waiting)
-            assert taken.wait_s is None or 0 < taken.wait_s <= 0.5
-            return
-        shapes = {one.shapes for one in taken.jobs}
-        assert len(shapes) == 1
-        assert len(taken.jobs) == 1 or sum(one.rows for one in taken.jobs) <= BATCH
-        alike = [one for one in self.waiting if one.shapes in shapes]
-        assert alike[: len(taken.jobs)] == taken.jobs  # nobody overtakes
-        self.waiting = [one for one in self.waiting if one not in taken.jobs]
-        overdue = [one for one in self.waiting if one.arrived + 0.5 <= self.now]
-        if overdue and taken.jobs[0].arrived + 0.5 <= self.now:
-            assert taken.jobs[0].arrived <= min(one.arrived for one in overdue)
-
-    @invariant()
-    def counts_agree(self) -> None:
-        assert self.queue.rows == sum(one.rows for one in self.waiting)
 
 
 class Fairness(RuleBasedStateMachine):
@@ -244,6 +206,5 @@ class Fairness(RuleBasedStateMachine):
         assert self.queue.rows == len(self.queue) == 0
 
 
-TestDeadlines = Deadlines.TestCase
 TestFairness = Fairness.TestCase
-TestDeadlines.settings = TestFairness.settings = settings(max_examples=25, stateful_step_count=30)
+TestFairness.settings = settings(max_examples=25, stateful_step_count=30)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,20 +95,6 @@ def test_instances_compute_together(inside: StartInside, connect: Connect) -> No
         model.gate.set()
     for value, call in enumerate(calls):
         np.testing.assert_array_equal(outputs_of(call.result())["logits"], logits(rows(1, value)))
-
-
-def test_stop_answers_the_rest(inside: StartInside, connect: Connect) -> None:
-    model = Gated()
-    server = inside(model, max_batch_rows=1)
-    client = connect(server.target)
-    calls = [client.start(rows(1)) for _ in range(3)]
-    wait_until(lambda: server.metric("edl_teacher_queue_rows") == 2)
-    stopping = server.begin(server.server.stop(0.1))
-    for call in calls:
-        assert call.exception().code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-    stopping.result(TIMEOUT_S)
-    server.call(server.server.stop())  # may be called twice
-    model.gate.set()
 
 
 # The canary: a teacher whose model fails is not ready and not in discovery, until it answers again.
@@ -384,38 +368,3 @@ def test_a_failing_model_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
     assert len(lines) == 3
     assert "faults of this kind in 10 s" in lines[1]
     assert caplog.records[2].exc_info is not None
-
-
-FORKS = """
-import os
-from tests.fast.serving.batching.test_batcher import Bench, rows
-from tests.fast.serving.conftest import outputs_of
-from tests.fast.serving.fakes import FakeBackend, five_logits
-
-def return_normally(): return {}
-def exit_with_3(): raise SystemExit(3)
-def fail(): raise ValueError("in the child")
-
-server, ends = os.getpid(), iter((return_normally, exit_with_3, fail))
-
-def predict(inputs):
-    end = next(ends)
-    child = os.fork()
-    if child == 0:
-        return end()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    return five_logits(inputs)
-
-bench = Bench(FakeBackend(predict))
-for _ in range(3):
-    (answer,) = bench.run(bench.job(rows(2)))
-    if os.getpid() != server:
-        os._exit(99)
-    print(type(answer).__name__, flush=True)
-"""
-
-
-def test_a_forked_child_never_leaves_a_model() -> None:
-    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=90, check=False)
-    assert ended.stdout.split() == ["1", "bytes", "3", "bytes", "1", "bytes"], ended.stderr
-    assert "ValueError: in the child" in ended.stderr

@@ -24,7 +24,7 @@ from edl_serving.request_error import RequestError, invalid_argument
 from edl_serving.request_plan import cut_top_k, plan_request
 from tests.fast.distill.sequences.language_model import PrefixModel
 from tests.fast.serving.conftest import outputs_of
-from tests.fast.serving.fakes import FakeBackend, header_for, model_of, refusal_of
+from tests.fast.serving.fakes import refusal_of
 
 VOCABULARY = 11
 
@@ -209,13 +209,3 @@ def test_a_queue_counts_answers(parameters: dict[str, Any]) -> None:
         job = bench.job(inputs, **parameters)
         (answer,) = bench.run(bench.job(inputs, **parameters))
         assert job.nbytes == sum(array.nbytes for array in answer.values()) == job.request.plan.answer_bytes
-
-
-def test_whole_outputs_of_parts_count() -> None:
-    """They are held until the last part is computed."""
-    model = model_of(FakeBackend(), max_batch_rows=4)
-    for rows, held in ((4, 0), (5, 20)):
-        header = header_for((rows, 4))
-        assert plan_request(header, model, 100).answer_bytes == rows * (held + 20)
-        header.parameters["edl_top_k"].int64_param = 2
-        assert plan_request(header, model, 100).answer_bytes == rows * (held + 8 + 8 + 4)

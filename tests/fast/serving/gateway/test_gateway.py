@@ -411,16 +411,6 @@ def test_spoiled_sglang_is_refused(change: Callable[[Any], object]) -> None:
         read_sglang(change)
 
 
-def test_own_token_beyond_k_is_cut() -> None:
-    ids, values, tail = top_k_rows(np.array([[8, 1, 2], [1, 2, -1]]), np.log([[0.1, 0.6, 0.2], [0.6, 0.2, 1e-99]]), 2)
-    assert ids.tolist() == [[1, 2], [1, 2]]
-    assert (ids.dtype, values.dtype) == (np.int32, np.float32)
-    np.testing.assert_allclose(values, np.log([[0.6, 0.2], [0.6, 0.2]]), rtol=1e-6)
-    np.testing.assert_allclose(tail, np.log([0.2, 0.2]), rtol=1e-6)
-    equal = top_k_rows(np.array([[9, 4, 6]]), np.array([[-2.0] * 3]), 2)
-    assert equal.ids.tolist() == [[4, 6]], "those of equal values rise"
-
-
 def test_tails_are_finite_and_not_cancelled() -> None:
     # 1 - p as a difference of float32 would be 0, and its logarithm -inf.
     tail = top_k_rows(np.array([[0]]), np.array([[math.log1p(-1e-6)]]), 1).tail

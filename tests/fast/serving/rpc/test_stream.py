@@ -11,10 +11,8 @@ import queue
 import random
 import socket
 import threading
-import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -250,27 +248,6 @@ def test_a_client_that_does_not_read(inside: StartInside, connect: Connect) -> N
     assert ask_for(Channel(client), 1) == ""
 
 
-def test_numbers_and_cancellations(inside: StartInside, connect: Connect) -> None:
-    """A number may come again once its request is refused, and many requests keep no cancellation from being read."""
-    model = Gated()
-    server = inside(model, max_batch_rows=1, max_message_bytes=1 << 20)
-    channel = Channel(connect(server.target))
-    channel.sock.sendall(frames._PREFIX.pack(FrameKind.REQUEST, 0, 2 << 20) + bytes(2 << 20))
-    for number in range(100):
-        channel.send(number, row(number))
-    assert model.started.wait(TIMEOUT_S)
-    for number in range(1, 100):
-        channel.cancel(number)
-    wait_until(lambda: server.metric("edl_teacher_requests_total", outcome="cancelled") == 99)
-    model.gate.set()
-    found = [channel.read() for _ in range(2)]
-    assert [number for number, _ in found] == [0, 0]
-    assert str(found[0][1]).startswith("INVALID_ARGUMENT")
-    assert is_answer_to(found[1][1], row(0))
-    channel.end()
-    wait_until(lambda: not left(server))
-
-
 def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect) -> None:
     """A server refuses requests because memory is short: a circle would keep them until the collector comes."""
     mib = 1 << 20
@@ -384,73 +361,20 @@ IN_FLIGHT = 64
 ALLOWED = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNAVAILABLE"}
 """NOT_FOUND: of another version of the model. UNAVAILABLE: the queue may be full."""
 
-Header = kserve.ModelInferRequest
-Edit = Callable[[random.Random, Header, list[bytes]], object]
-STRANGE = ["", "x", "nope", "a" * 5000, "\n\r\0", "é☃𐍈", "../../etc/passwd", "%s%n", "grpc-status: 0", "fuzz"]
-NUMBERS = [0, 1, -1, 2, 3, 7, 101, 2**31 - 1, 2**31, 2**53, 2**62, 2**63 - 1, -(2**63)]
-DATATYPES = ["", "FP16", "FP64", "INT8", "BOOL", "BYTES", "BF16", "fp32", "FP32 ", "TYPE_FP32", "∞"]
-
-
-def set_parameter(rng: random.Random, parameter: kserve.InferParameter) -> None:
-    kind, values = rng.choice(
-        [("int64_param", NUMBERS), ("string_param", STRANGE), ("double_param", [0.0, -1.0, 1e300, float("nan")])]
-    )
-    setattr(parameter, kind, rng.choice(values))
-
-
-def set_contents(rng: random.Random, header: Header, raw: list[bytes]) -> None:
-    field, value = rng.choice([("fp32_contents", 1.0), ("bytes_contents", b"a"), ("int_contents", 1)])
-    getattr(rng.choice(header.inputs).contents, field).extend([value] * rng.choice([0, 1, 4, 6, 1000]))
-    del raw[rng.randrange(3) :]
-
-
-def place_in_memory(rng: random.Random, header: Header, raw: list[bytes]) -> None:
-    parameters = rng.choice([*header.inputs, header.outputs.add(name="logits")]).parameters
-    parameters[names.SHM_REGION].string_param = rng.choice(STRANGE)
-    for name in (names.SHM_NBYTES, names.SHM_OFFSET)[: rng.randrange(3)]:
-        set_parameter(rng, parameters[name])
-
-
-EDITS: list[Edit] = [
-    lambda rng, header, raw: setattr(header, "model_name", rng.choice(STRANGE)),
-    lambda rng, header, raw: setattr(rng.choice(header.inputs), "name", rng.choice(STRANGE)),
-    lambda rng, header, raw: setattr(rng.choice(header.inputs), "datatype", rng.choice(DATATYPES)),
-    lambda rng, header, raw: header.inputs[0].shape.__setitem__(rng.randrange(2), rng.choice(NUMBERS)),
-    lambda rng, header, raw: rng.choice(header.inputs).shape.extend([rng.choice(NUMBERS)] * rng.choice([1, 40, 3000])),
-    lambda rng, header, raw: header.outputs.add(name=rng.choice([*STRANGE, "logits", "logits__topk_ids"])),
-    lambda rng, header, raw: raw.extend([b""] * rng.choice([1, 2, 500, 20_000])),
-    lambda rng, header, raw: raw.insert(rng.randrange(2), raw.pop()[: rng.randrange(20)]),
-    lambda rng, header, raw: raw.append(raw.pop() + b"\xff" * rng.choice([1, 4, 5000])),
-    lambda rng, header, raw: set_parameter(rng, header.parameters[rng.choice([names.TOP_K, names.DTYPE, *STRANGE])]),
-    set_contents,
-    place_in_memory,
-]
-
 
 def bad_requests(rng: random.Random) -> Iterator[bytes]:
-    """Endless requests, most of them bad."""
-    x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    words = np.array([[b"a", b"b"], [b"c", b"d"]], object)
-    whole = request_bytes({"x": x, "words": words})
+    """Endless requests, most of them bad: damaged, cut off or noise. `test_request_plan` has the wrong headers."""
+    whole = request_bytes({"x": np.ones((2, 3), np.float32), "words": np.array([[b"a", b"b"], [b"c", b"d"]], object)})
     while True:
-        kind = rng.random()
-        if kind < 0.7:
-            data, views = codec.split_request(whole)
-            header = codec.parse_request(data)
-            raw = [bytes(view) for view in views]
-            for edit in rng.sample(EDITS, rng.choice([1, 1, 1, 2, 3])):
-                if raw:
-                    edit(rng, header, raw)
-            yield codec.join_request(header.SerializeToString(), raw)
-        elif kind < 0.9:
-            damaged = bytearray(whole)
-            for _ in range(rng.choice([1, 1, 2, 5, 20])):
-                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-            if rng.random() < 0.3:
-                del damaged[rng.randrange(len(damaged)) :]
-            yield bytes(damaged)
-        else:
+        if rng.random() < 0.1:
             yield rng.randbytes(rng.choice([0, 1, 2, 10, 100, 5000]))
+            continue
+        damaged = bytearray(whole)
+        for _ in range(rng.choice([1, 1, 2, 5, 20])):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        if rng.random() < 0.3:
+            del damaged[rng.randrange(len(damaged)) :]
+        yield bytes(damaged)
 
 
 def answer_of(call: Any) -> tuple[str, str]:
@@ -497,22 +421,13 @@ def assault(answers: Iterator[tuple[str, str]]) -> Counter[str]:
     return codes
 
 
-@pytest.fixture
-def region() -> Iterator[str]:
-    path = Path("/dev/shm") / f"edl-test-{uuid.uuid4().hex}"
-    path.write_bytes(bytes(64))
-    yield f"/{path.name}"
-    path.unlink()
-
-
 @pytest.mark.timeout(110 + REQUESTS // 50)  # each wait has a deadline of its own: this bounds the work
 @pytest.mark.parametrize("ask", [ask_over_grpc, ask_over_channel])
 def test_bad_requests_are_refused_in_words(
-    inside: StartInside, connect: Connect, region: str, caplog: pytest.LogCaptureFixture, ask: Any
+    inside: StartInside, connect: Connect, caplog: pytest.LogCaptureFixture, ask: Any
 ) -> None:
     server = inside(Mixed(), max_batch_rows=8)
     client = connect(server.target)
-    client.ask("SystemSharedMemoryRegister", name="fuzz", key=region, byte_size=64)
     codes = assault(ask(client, itertools.islice(bad_requests(random.Random(SEED)), REQUESTS)))
     assert sum(codes.values()) == REQUESTS
     assert codes["INVALID_ARGUMENT"] > REQUESTS / 2

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
-
-from tests.waiting import DEADLINE_S
-
-NEVER = 1 << 30
-"""No use has so many lines."""
 
 
 class InterruptAt:
@@ -83,14 +77,3 @@ def deadline(seconds: float, what: str) -> Iterator[None]:
         over.set()
         watcher.join()
         signal.signal(signal.SIGUSR2, before)
-
-
-def interrupt_some(use: Callable[[int], InterruptAt], count: int) -> None:
-    """Count the lines of a use that is not interrupted, then interrupt it before some of them."""
-    lines = use(NEVER).lines
-    numbers = random.Random(7).sample(range(1, lines + 1), min(count, lines))
-    reached = []
-    for number in numbers:
-        with deadline(DEADLINE_S, f"closed before line {number} of {lines}"):
-            reached.append(use(number).reached)
-    assert sum(reached) > len(reached) / 2, "hardly anything was interrupted"

@@ -191,18 +191,6 @@ def test_links_wait_for_the_former_lifes_key(
     assert [len(told.instances) for told in again.told] == [2], "nothing else was given before"
 
 
-def test_taken_name_waits_until_free(registry: Registry, store: Store, join: Join) -> None:
-    start_teachers(registry, *range(3))
-    first = join("twin", want=1)
-    wait_until(lambda: store.get(f"balance/{SERVICE}/students/twin"))
-    second = join("twin", want=1)
-    wait_until(lambda: "held by another lease" in second.group.error)
-    assert len(second.has) == 1
-    first.group.close()
-    wait_until(lambda: not second.group.error)
-    wait_until(lambda: second.group.is_leader and second.is_settled)
-
-
 # Faults
 
 
@@ -291,16 +279,6 @@ def test_close_ends_an_endless_wait(url: str, store: Store, ended_by: str) -> No
     assert waiting.result(DEADLINE_S) is None
     group.close()
     registry.close()
-
-
-def test_store_closed_too_early_is_survived(registry: Registry, url: str, join: Join) -> None:
-    start_teachers(registry, *range(3))
-    over = open_store(url)
-    student = join("s", over=over, want=1)
-    wait_until(lambda: student.is_settled)
-    over.close()
-    wait_until(lambda: "is closed" in student.now.stale)
-    assert len(student.has) == 1
 
 
 def test_mistakes_are_named(registry: Registry, store: Store) -> None:

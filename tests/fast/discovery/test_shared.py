@@ -1,84 +1,25 @@
-"""What backends share: slots, renewed leases and registrations, what a watcher believes, and closes at any line."""
+"""What backends share: renewed leases and registrations, and what a watcher believes."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 
-from edl.background import start_call
-from edl.discovery import Instance, Snapshot, open_registry
+from edl.discovery import Instance, Snapshot
 from edl.discovery import registry as registering
 from edl.discovery import store as storing
 from edl.discovery.registry import InstanceClaim, Registration, Rejected, ServiceView
 from edl.discovery.sqlite import SqliteStore
 from edl.discovery.store import Claim, Entry, Lease
-from edl.discovery.watching import FollowedWatch, Follower
-from edl.errors import ClosedError, DiscoveryError
-from edl.resource import Resource
-from tests.interrupting import NEVER, InterruptAt, interrupt_some
+from edl.errors import DiscoveryError
 from tests.waiting import DEADLINE_S, wait_until
 
 TEACHER = Instance("digits", "a", "h", 1)
-
-
-def test_watch_hands_out_the_newest_once() -> None:
-    states: SimpleQueue[int] = SimpleQueue()
-
-    class Follow(Follower[int]):
-        def next(self, wait_s: float | None) -> int:
-            return states.get()
-
-        def close(self) -> None:
-            states.put(0)
-
-    def follow(*news: int) -> None:
-        for state in (*news, news[-1]):  # the last is taken twice: when it is, it has been shown
-            states.put(state)
-        wait_until(states.empty)
-
-    with FollowedWatch(Follow(), str, str) as watch:
-        assert watch.get(0) is None
-        follow(1, 2)
-        assert [watch.get(0), watch.get(0)] == ["2", None]
-        follow(3, 2)
-        assert watch.get(0) is None, "a change and its reversal between two looks are no news"
-    assert watch.get() is None
-
-
-def test_owner_waits_for_a_closing_part() -> None:
-    """A lease that one thread gives up needs the connection that another closes."""
-    order: list[str] = []
-    begun, go_on = threading.Event(), threading.Event()
-
-    class Part(Resource):
-        def _release(self) -> None:
-            begun.set()
-            assert go_on.wait(DEADLINE_S)
-            order.append("part")
-
-    class Owner(Resource):
-        def _release(self) -> None:
-            order.append("owner")
-
-    owner = Owner()
-    part = owner._own(Part())
-    closing = start_call("edl-test", part.close)
-    assert begun.wait(DEADLINE_S)
-    also = start_call("edl-test", owner.close)
-    wait_until(lambda: not owner._parts, "the owner to close its part, too")
-    go_on.set()
-    closing.result(DEADLINE_S)
-    also.result(DEADLINE_S)
-    assert order == ["part", "owner"]
 
 
 class FakeClaim(Claim, InstanceClaim):
@@ -287,29 +228,3 @@ def test_one_that_lapsed_is_listed_once() -> None:
     back = view.answered(Snapshot("digits", (), lapsed=teachers("a", "b")), 3.0)
     assert (back.instances, back.lapsed) == (teachers("b"), teachers("a")), "b gets time to renew"
     assert view.answered(Snapshot("digits", (), lapsed=teachers("a", "b")), 6.0).lapsed == teachers("a", "b")
-
-
-# Closed by a signal handler in the middle of their own functions, before some lines of all that they execute
-
-
-@pytest.mark.parametrize("what", ["registration", "registry"])
-def test_registration_closes_before_lines(url: str, what: str) -> None:
-    """In the middle of its own `update`, or of a question that its registry is asked, by the same thread."""
-
-    def use(number: int) -> InterruptAt:
-        with open_registry(url) as registry:
-            registration = registry.register(TEACHER, 600.0)
-            close = {"registration": registration.close, "registry": registry.close}[what]
-            with InterruptAt(number, close, "edl/") as interrupt, contextlib.suppress(ClosedError):
-                registry.snapshot("digits")
-                registration.update(replace(TEACHER, capacity=2.0))
-                if number == NEVER:
-                    assert registry.snapshot("digits").instances[0].capacity == 2.0, (
-                        "not announced when update returned"
-                    )
-            registration.close()
-        with open_registry(url) as registry:
-            assert not registry.snapshot("digits").instances, "what was closed is still registered"
-        return interrupt
-
-    interrupt_some(use, 8)

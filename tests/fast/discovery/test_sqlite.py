@@ -36,9 +36,6 @@ def found_ids(registry: Registry) -> list[str]:
     return []
 
 
-# The file
-
-
 # Leases
 
 
@@ -134,23 +131,6 @@ def _is_put(store: Store, value: bytes) -> bool:
     with contextlib.suppress(DiscoveryError):
         return store.put("a", value).value == value
     return False
-
-
-def test_killed_writers_damage_nothing(path: Path, store: Store, member: Start) -> None:
-    """Processes that all make the file, and die in the middle of their transactions."""
-    store.close()
-    remove_database(path)
-    writers = [member("compete", "a/", "1000000") for _ in range(3)]
-    assert [writer.hear() for writer in writers] == ["ready"] * 3
-    for writer in writers:
-        writer.say("go")
-    with open_store(f"sqlite:///{path}", timeout_s=DEADLINE_S) as store:
-        wait_until(lambda: len(store.list("a/")) > 100)
-        for writer in writers:
-            writer.kill()
-        assert store.put("b", b"1"), "the lock of the dead is free"
-    with raw(path) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
 # Files that are removed or replaced in use

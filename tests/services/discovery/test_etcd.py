@@ -13,12 +13,12 @@ import pytest
 from edl.discovery import Registry, Snapshot, Store, etcd, open_registry, open_store
 from edl.discovery.etcd import EtcdClient, EtcdTarget
 from edl.discovery.store import Lease
-from edl.errors import ClosedError, LeaseLostError, SettingsError
+from edl.errors import LeaseLostError, SettingsError
 from tests.certificates import Authority
 from tests.fast.discovery.conformance.backends import EtcdBackend, teacher
 from tests.fast.discovery.conformance.fixtures import PATIENT_S
 from tests.fast.discovery.conformance.suite import LONG_S, refusal, seen, seen_values
-from tests.interrupting import InterruptAt, deadline, interrupt_some
+from tests.interrupting import deadline
 from tests.plugins_consul import free_ports
 from tests.plugins_etcd import EtcdServer, etcd_cluster
 from tests.waiting import DEADLINE_S, wait_until
@@ -75,27 +75,6 @@ def test_leases_of_others_are_refused(etcd_server: EtcdServer, store: Store, ser
             store.compare_and_set(f"{service}/a", b"x", None, lease)
         assert lease.lost
         assert store.get(f"{service}/a") is None
-
-
-@pytest.mark.parametrize("files", ["edl/", "grpc/"])
-def test_closes_before_lines(etcd_server: EtcdServer, service: str, files: str) -> None:
-    """By a signal handler, in the middle of its own calls and of gRPC's functions."""
-
-    def closed_before(number: int) -> InterruptAt:
-        with contextlib.ExitStack() as opened:
-            store = opened.enter_context(open_store(etcd_server.url, timeout_s=PATIENT_S))
-            registry = opened.enter_context(open_registry(etcd_server.url, timeout_s=PATIENT_S))
-            over = (ClosedError, LeaseLostError)
-            with InterruptAt(number, opened.close, files) as interrupt, contextlib.suppress(*over):
-                registry.register(teacher(service), LONG_S)
-                store.put(f"{service}/a", b"1", store.lease(LONG_S))
-                store.list(f"{service}/")
-        return interrupt
-
-    interrupt_some(closed_before, 10)
-    with open_store(etcd_server.url) as store, open_registry(etcd_server.url) as registry:
-        assert not store.list(f"{service}/"), "a lease was left behind"
-        assert registry.snapshot(service) == Snapshot(service, ()), "a registration was left behind"
 
 
 def test_full_etcd_keeps_who_is_there(tmp_path: Path, service: str) -> None:

@@ -1,16 +1,13 @@
 """A pytest plugin: the order of files, and what a run says at its end.
 
-The end of a run shows what was skipped and why, which tests were retried after which failure, and the command that
-runs a failed test alone. In CI (`CI=true`), which has every component, a skipped test fails the run; more than
-`MAX_RETRIED` retried tests fail it everywhere.
+The end of a run shows what was skipped and why, and which tests were retried after which failure. In CI (`CI=true`),
+which has every component, a skipped test fails the run; more than `MAX_RETRIED` retried tests fail it everywhere.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -81,17 +78,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         for nodeid, report in retried.items():
             terminalreporter.line(f"{nodeid}: failed first in {report.when}:")
             terminalreporter.line(report.longreprtext)
-    if failed := [*stats.get("failed", []), *stats.get("error", [])]:
-        terminalreporter.section("to run a failed test alone")
-        seed = getattr(config.option, "randomly_seed", None)
-        for nodeid in dict.fromkeys(report.nodeid for report in failed):
-            if config.pluginmanager.has_plugin("randomly") and isinstance(seed, int):
-                nodeid_and_seed = f"{shlex.quote(nodeid)} -p randomly --randomly-seed={seed}"
-            else:
-                nodeid_and_seed = shlex.quote(nodeid)
-            place = "" if Path.cwd() == config.rootpath else f"cd {shlex.quote(str(config.rootpath))} && "
-            python = os.path.relpath(sys.executable, config.rootpath)
-            terminalreporter.line(f"{place}{python} -m pytest {nodeid_and_seed}")
 
 
 def _skipped(stats: dict[str, list[Any]]) -> list[str]:

@@ -7,15 +7,10 @@ import json
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
-
-from tests.waiting import DEADLINE_S, wait_until
 
 pytest.importorskip("torch", reason="the demo needs PyTorch")
 pytest.importorskip("sklearn", reason="the demo needs scikit-learn")
@@ -60,44 +55,3 @@ def test_the_whole_story(tmp_path: Path) -> None:
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     for words in ("student distilled", "Rows by teacher", "KILL  teacher-1", "JOIN  teacher-4", "DRAIN teacher-2"):
         assert words in text
-
-
-@pytest.mark.timeout(280)
-def test_page_and_teachers_end_with_it(tmp_path: Path) -> None:
-    """The page shows its teachers, its student, and how many teachers would do."""
-    pytest.importorskip("aiohttp", reason="the page needs aiohttp")
-    with demo(tmp_path, "--dashboard") as process:
-        assert process.stdout is not None
-        address = next(line for line in process.stdout if "A page shows it all" in line).split()[-1]
-        with urllib.request.urlopen(address, timeout=30) as answer:
-            assert b"<title>EDL</title>" in answer.read()
-        wait_until(lambda: _served(_state(address)), "three teachers serve, and how many would do is said")
-        teachers = psutil.Process(process.pid).children(recursive=True)
-        assert len(teachers) >= 3
-        process.kill()
-        process.communicate(timeout=DEADLINE_S)
-        wait_until(lambda: not any(_runs(teacher) for teacher in teachers), f"{teachers} end")
-        with pytest.raises(OSError):
-            _state(address)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _state(address: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{address}api/state", timeout=30) as answer:
-        state: dict[str, Any] = json.load(answer)
-    return state
-
-
-def _served(state: dict[str, Any]) -> bool:
-    """Whether a student has asked three teachers, and how many would do is said."""
-    for service in state["services"]:
-        served = [teacher for teacher in service["teachers"] if teacher["students"]]
-        if service["service"] == "digits" and len(served) >= 3 and service["wanted"] is not None:
-            return bool(service["wanted"]["reason"])
-    return False

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,38 +11,7 @@ from benchmarks._cluster.policies import AncestorAutoscaler, EdlArbiter, GangSch
 from benchmarks._cluster.simulation import Policy, simulate
 from benchmarks._cluster.trace import ClusterSize, make_trace
 from benchmarks._elastic_churn import GOODPUT_LIMIT, goodput, surviving_line
-from benchmarks._harness import Options, main, note, take_turns
 from benchmarks._step_logs import FinishedStep, StepLogs
-
-
-def test_sides_take_turns_at_starting() -> None:
-    """Sides take turns, and each round starts with another side."""
-    order: list[str] = []
-
-    def side(name: str) -> str:
-        order.append(name)
-        return name
-
-    rounds = take_turns({name: (lambda name=name: side(name)) for name in "abc"}, 3)  # type: ignore[misc]
-    assert "".join(order) == "abc" + "bca" + "cab"
-    assert rounds == {"a": ["a"] * 3, "b": ["b"] * 3, "c": ["c"] * 3}
-
-
-def test_json_is_one_line_of_the_agreed_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    seen: list[Options] = []
-
-    def measure(options: Options) -> dict[str, Sequence[float]]:
-        seen.append(options)
-        note("by the way")
-        return {"vs_peer": [3.0, 1.0, 2.0]}
-
-    options = ["--json", "--repeats", "3", "--seconds", "0.25", "--notes", str(tmp_path / "n")]
-    main("example", measure, [], None, options)
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    assert json.loads(out) == {"benchmark": "example", "ratios": {"vs_peer": {"median": 2.0, "min": 1.0, "max": 3.0}}}
-    assert (tmp_path / "n").read_text() == "by the way"
-    assert seen == [Options(repeats=3, seconds=0.25, quick=False)]
 
 
 def log(*steps: tuple[float, int, int, int], pid: int = 1) -> list[FinishedStep]:
@@ -87,18 +55,6 @@ def test_impossible_goodput_is_refused() -> None:
         goodput([steps], {2: 0.3}, 20.0)
     with pytest.raises(ValueError, match="no step was finished"):
         goodput([[]], {2: 0.2}, 20.0)
-
-
-def test_unfinished_line_is_read_later(tmp_path: Path) -> None:
-    """A line that is still being written is taken with the next look."""
-    step_logs = StepLogs(tmp_path)
-    write(tmp_path, "0-0", "step 1.0 0 0 1 7\nstep 2.0 1 0")
-    step_logs.read()
-    assert [step.step for step in step_logs.steps["0-0"]] == [0]
-    write(tmp_path, "0-0", " 1 7\nsaved 1\n")
-    step_logs.read()
-    assert step_logs.steps["0-0"] == [FinishedStep(1.0, 0, 0, 1, 7), FinishedStep(2.0, 1, 0, 1, 7)]
-    assert step_logs.saved == {"0-0": [1]}
 
 
 @pytest.mark.parametrize(("resumed", "lost"), [(1, 2), (2, 1), (3, 0)])

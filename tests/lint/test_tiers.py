@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parents[1]
 CLOCKS = {
     *(f"time.{name}{unit}" for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time")
@@ -90,25 +88,6 @@ def test_each_test_is_in_a_tier() -> None:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import time as t\nt.sleep(1)",
-        "from time import *",
-        "from time import sleep as s\ns(1)",
-        "from asyncio import sleep\nsleep(1)",
-        "from datetime import datetime\ndatetime.now()",
-        "import asyncio\nasyncio.get_running_loop().time()",
-        "import timeit\ntimeit.default_timer()",
-        "import threading\nthreading.Event().wait(2)",
-        "import time\nclock = time.perf_counter",
-    ],
-)
-def test_clocks_are_found(code: str) -> None:
-    assert list(calls_of_clocks(ast.parse(code)))
-    assert not list(calls_of_clocks(ast.parse("import asyncio\nasyncio.sleep(0)\nself.time()")))
 
 
 def test_fast_tests_need_no_server() -> None:

@@ -23,13 +23,6 @@ def written(folder: Path, text: str, name: str = "table.csv") -> str:
     return f"csv:{folder / name}"
 
 
-def test_quoted_newlines_and_quotes(tmp_path: Path) -> None:
-    text = 'id,text\n1,"two\nlines"\n\n2,"a ""quoted"" word\r\n"\r\n3,"5"" disk"\n4,plain'
-    dataset = open_dataset(written(tmp_path, text), ShardSettings(shard_size=1))
-    assert [row["text"] for row in read_all(dataset)] == ["two\nlines", 'a "quoted" word\r\n', '5" disk', "plain"]
-    assert dataset.units == 4
-
-
 def test_several_files_have_a_header_each(tmp_path: Path) -> None:
     written(tmp_path, "\ufeffa,b\n1,2\n3,4", "1.csv")
     written(tmp_path, "a,b\n", "2.csv")

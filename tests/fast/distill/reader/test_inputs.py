@@ -13,8 +13,10 @@ from edl.distill import DistillReader, Options, Teachers
 from edl.distill.cache import SoftLabelCache
 from edl.distill.torch import distill
 from edl.errors import NoTeacherError, SettingsError
+from edl.protocol import kserve
 from edl.testing.models import Model
 from tests.fast.distill.conftest import Serve
+from tests.fast.distill.teachers.foreign import ForeignServer
 from tests.waiting import wait_until
 
 
@@ -145,6 +147,30 @@ def test_waiting_answers_are_bounded(serve: Serve, kind: str) -> None:
             answer = ROWS * MIB * len(services)
             reader.set_batch_generator(numbered)
             read(reader, 2 if kind == "cache" else 1, least=answer // ROWS, most=2 * answer + MIB)
+
+
+def test_growing_answers_are_bounded() -> None:
+    """Requests that were sent while answers were small are taken back when these become large."""
+
+    def in_flight() -> int:
+        return sum(one.in_flight for one in reader.stats().teachers.values())
+
+    def grow(header: kserve.ModelInferResponse, raw: list[bytes]) -> None:
+        number = np.frombuffer(raw[0], "<f4")[0]
+        if number > 100:
+            wait_until(lambda: in_flight() <= 3, "the first large answer has had its effect")
+        if number >= 100:
+            header.outputs[0].shape[1] = MIB // 4
+            raw[0] = np.full((ROWS, MIB // 4), number, "<f4").tobytes()
+
+    source = [(np.full((ROWS, 4), number, np.float32), number) for number in range(120)]
+    options = Options(memory_bytes=MIB)
+    with ForeignServer(y=(-1, -1), change=grow) as server, reader_of(server.endpoint, options=options) as reader:
+        for _, number, y in reader.set_batch_generator(lambda: source)():
+            assert (y == number).all()
+            if number >= 100:
+                wait_until(lambda: not in_flight())
+                assert reader.stats().bytes_held <= (4 * ROWS + 1) * MIB, "of 16 answers"
 
 
 def test_a_list_that_is_filled_again(serve: Serve) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edl.discovery import Instance
 from edl.discovery.records import MAX_META, from_json, to_json, validated
@@ -17,25 +14,6 @@ from edl.discovery.store import check_key, check_prefix
 from edl.errors import SettingsError
 
 GOOD = Instance("digits", "a", "127.0.0.1", 9000)
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-fields = st.sampled_from(["address", "port", "capacity", "state", "model", "tags", "meta"])
-
-
-@settings(max_examples=60)
-@given(st.dictionaries(fields, json_values))
-def test_record_is_accepted_or_explained(record: dict[str, Any]) -> None:
-    """Any record is an instance or rejected with a reason."""
-    found = from_json("digits", "a", json.dumps(record))
-    if isinstance(found, Rejected):
-        assert found.reason
-        assert found.reason.isprintable()
-    else:
-        assert validated(found) == found
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edl.distill.pipeline.epoch import Epoch
 from edl.distill.source.chunk import Chunk
-from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
+from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter
 from edl.errors import ClosedError, SourceError
 from tests.waiting import DEADLINE_S
 
@@ -26,9 +24,10 @@ class Labels:
     memory_bytes = 1 << 30
     depth = 8
     wait_s = source_wait_s = 0.0
+    linger_s = 0.005
 
-    def __init__(self, submit_error: Exception | None = None, linger_s: float = 0.005) -> None:
-        self.submit_error, self.linger_s = submit_error, linger_s
+    def __init__(self, submit_error: Exception | None = None) -> None:
+        self.submit_error = submit_error
 
     def check(self) -> None: ...
     def prepare_epoch(self) -> None: ...
@@ -81,13 +80,6 @@ class Training:
                 f"{len(self.got)} of {count} came"
             )
 
-    def run(self, source: Iterator[Any], cutter: Cutter, labels: Labels | None = None) -> None:
-        """The whole epoch, which must end."""
-        with_deadline(epoch_of(labels or Labels(), source, cutter), self.take)
-
-    def check(self, count: int) -> None:
-        assert self.got == [(number, number) for number in range(count)]
-
 
 def labels_of(item: Any) -> list[Any]:
     return [row for c, a, b in item.parts for row in c.outputs[0]["y"][a:b].tolist()]
@@ -115,7 +107,7 @@ def cutter_of(kind: type[Cutter] = BatchCutter, rows: int | None = None, **gette
 
 def test_error_of_sending_reaches_the_loop() -> None:
     with pytest.raises(OSError, match="no space"):
-        Training().run(iter([(np.arange(3),)]), cutter_of(), Labels(OSError("no space")))
+        with_deadline(epoch_of(Labels(OSError("no space")), iter([(np.arange(3),)]), cutter_of()), Training().take)
 
 
 def test_a_loop_may_work_in_place() -> None:
@@ -173,43 +165,3 @@ def test_closed_while_the_source_is_silent() -> None:
     assert not epoch.join(0.01), "the source is in the middle of a value"
     gone.set()
     assert epoch.join(DEADLINE_S)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    script=st.lists(st.sampled_from(["yield", "yield", "yield", "await", "burst"]), max_size=25),
-    rows=st.sampled_from([None, 1, 3]),
-    lists=st.booleans(),
-    fails=st.booleans(),
-    linger_s=st.sampled_from([0, 0.001, 0.02]),
-)
-def test_any_source(script: list[str], rows: int | None, lists: bool, fails: bool, linger_s: float) -> None:
-    """Streams that wait for what they yielded, or fail: all of it, once, in order, before the error."""
-    training, count = Training(), 0
-
-    def numbered(size: int) -> Iterator[Any]:
-        nonlocal count
-        samples = [(np.int64(number),) for number in range(count, count + size)]
-        count += size
-        if lists:
-            yield samples
-        else:
-            yield from samples
-
-    def source() -> Iterator[Any]:
-        for step in script:
-            if step == "await":
-                training.await_rows(count)
-            else:
-                yield from numbered(9 if step == "burst" else 1)
-        if fails:
-            training.await_rows(count)
-            raise OSError("the disk is gone")
-
-    cutter, labels = cutter_of(SampleListCutter if lists else SampleCutter, rows), Labels(linger_s=linger_s)
-    if fails:
-        with pytest.raises(OSError, match="the disk is gone"):
-            training.run(source(), cutter, labels)
-    else:
-        training.run(source(), cutter, labels)
-    training.check(count)

@@ -13,7 +13,7 @@ import pytest
 from edl.distill import Options, Scorer, Teachers, on_policy
 from edl.errors import NoTeacherError, SettingsError, SourceError
 from edl.testing.models import prefix_scores_of
-from tests.fast.distill.conftest import Register, Serve, Served
+from tests.fast.distill.conftest import Serve, Served
 from tests.fast.distill.sequences.language_model import VOCABULARY, check_labels, sequences
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -67,22 +67,6 @@ def test_a_scorer_outlives_its_last_name(model: Served) -> None:
     del future
     wait_until(lambda: gc.collect() >= 0 and gone() is None)
     wait_until(lambda: not thread.is_alive())
-
-
-def test_teachers_go_between_calls(serve: Serve, register: Register, url: str) -> None:
-    settings: Any = {"vocabulary": VOCABULARY, "server": {"max_batch_rows": 512}, "delay_s": 0.005}
-    teachers = [serve("prefix_scores", **settings) for _ in range(2)]
-    found = sequences(200)
-    register(teachers[0].endpoint, "lm")
-    with Scorer("lm", top_k=4, discovery=url, request_tokens=200) as scorer:
-        futures = [scorer.score(found[start : start + 20]) for start in range(0, 200, 20)]
-        futures[2].result(DEADLINE_S)
-        register(teachers[1].endpoint, "lm")
-        teachers[0].close()
-        futures += [scorer.score(found)]
-        labels = [label for future in futures for label in future.result(DEADLINE_S)]
-    for ids, label in zip(found * 2, labels, strict=True):
-        check_labels(ids, label)
 
 
 @pytest.mark.parametrize("mixed", ["refuse", "warn"])

@@ -33,22 +33,6 @@ def rows(count: int, value: float = 1.0) -> Array:
     return np.full((count, 4), value, np.float32)
 
 
-def test_one_shape_shares_a_batch(inside: StartInside, connect: Connect) -> None:
-    """An idle model waits for `max_delay_s`, so that requests of one shape join."""
-    server = inside(Mixed(), max_batch_rows=2, max_delay_s=60.0)
-    client = connect(server.target)
-    words = np.array([[b"a", b"b"]], object)
-    widths = [1, 2, 3, 3, 1, 2]
-    calls = [
-        client.infer_bytes.future(
-            request_bytes({"x": np.ones((1, width), np.float32), "words": words}), timeout=TIMEOUT_S
-        )
-        for width in widths
-    ]
-    assert [outputs_of(call.result())["width"].tolist() for call in calls] == [[width] for width in widths]
-    assert server.metric("edl_teacher_batch_rows_count") == 3
-
-
 def test_what_never_fits_is_said(inside: StartInside, connect: Connect) -> None:
     """In place of a hint when to come again: an empty queue would have no room either, and the student ask for ever."""
     client = connect(inside(Mixed(), max_message_bytes=15_000, max_queue_bytes=15_000, max_queue_rows=200).target)

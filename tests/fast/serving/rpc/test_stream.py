@@ -10,7 +10,6 @@ import os
 import queue
 import random
 import socket
-import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
@@ -321,36 +320,6 @@ def test_readiness_is_told_beyond_the_limit(inside: StartInside, connect: Connec
     call = other.start(np.zeros((1, 4), np.float32))
     assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "1 clients are connected" in call.details()
-
-
-def test_what_vanishes_counts_no_more(inside: StartInside, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
-    server = inside(Base(), max_client_bytes=1 << 20, max_message_bytes=1 << 20)
-
-    def student(number: int) -> None:
-        rng = random.Random(number)
-        bad = bad_requests(rng)
-        client = Client(server.target)
-        with contextlib.suppress(OSError):
-            channel = Channel(client)
-            for at in range(rng.randrange(1, 40)):
-                x = np.full((rng.choice([1, 8, 4000]), 4), 0.001, np.float32)
-                if rng.random() < 0.7:
-                    channel.send(at, x)
-                else:
-                    channel.send_frame(FrameKind.REQUEST, at, next(bad), claimed=rng.choice([None, None, 5000]))
-            if rng.random() < 0.5:
-                channel.read_frame()
-        client.close()
-
-    for first in (0, 8):
-        threads = [threading.Thread(target=student, args=(first + number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(TIMEOUT_S)
-    wait_until(lambda: not left(server))
-    assert ask_for(Channel(connect(server.target)), 1) == ""
-    assert "Traceback" not in caplog.text
 
 
 SEED = 20240607

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,11 @@ import tritonclient.grpc as tritonclient
 
 from benchmarks._borrowed import MAX_BATCH, Model, student
 from benchmarks._borrowed import start as start_online
-from edl.cli.label import main
 from edl.distill import DistillReader, Options, Teachers
-from edl.distill.cache import SoftLabelCache, load_labels
+from edl.distill.cache import SoftLabelCache
 from edl.distill.transport.schema import RequestPriority
 from edl.errors import NoTeacherError
-from tests.fast.distill.reading import sample, why_unused
+from tests.fast.distill.reading import sample
 from tests.fast.distill.teachers.test_versions import kept, scales
 from tests.fast.distill.transport.test_lost_memory import (
     check,
@@ -115,26 +113,7 @@ backend: "python"
 max_batch_size: 65536
 input [{name: "x" data_type: TYPE_FP32 dims: [4]}]
 output [{name: "y" data_type: TYPE_FP32 dims: [4]}]
-version_policy: {latest: {num_versions: 2}}
 """
-
-
-class Bert:
-    """A Triton whose labels are the inputs times its latest version's number."""
-
-    def __init__(self, server: TritonServer) -> None:
-        self.server, self.latest = server, 1
-
-    def add_version(self, *, replacing: bool) -> None:
-        old, self.latest = self.latest, self.latest + 1
-        self.server.add_version(str(self.latest), instead_of=str(old) if replacing else "")
-
-
-@pytest.fixture(scope="module")
-def bert(triton: TritonFactory) -> Iterator[Bert]:
-    server = triton.start_repository("bert", "1", MODEL, CONFIG)
-    yield Bert(server)
-    server.kill()
 
 
 @pytest.fixture(autouse=True)
@@ -143,65 +122,31 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edl.distill.engine.engine._REFRESH_TIMEOUT_S", DEADLINE_S)
 
 
-def bert_reader(
-    bert: Bert, cache: SoftLabelCache | None = None, rows: Callable[[], Iterator[Any]] | None = None, **settings: Any
-) -> DistillReader:
-    if cache is not None:
-        settings |= {"cache": cache, "id_field": 1}
-    reader = DistillReader(["x", None], ["y"], teachers=bert.server.endpoint, teacher_batch_size=4, **settings)
-    return reader.set_sample_generator(rows or (lambda: map(sample, range(1, ROWS + 1))))
+def test_an_answer_is_kept_under_its_version(triton: TritonFactory, caplog: pytest.LogCaptureFixture) -> None:
+    """Triton replaces version 1 by version 2 in the middle of an epoch."""
+    server, replaced = triton.start_repository("bert", "1", MODEL, CONFIG), threading.Event()
 
+    def rows() -> Iterator[Any]:
+        yield from map(sample, range(1, ROWS // 2 + 1))
+        assert replaced.wait(DEADLINE_S)
+        yield from map(sample, range(ROWS // 2 + 1, ROWS + 1))
 
-class Halves:
-    """A source whose second half comes when the version has been replaced."""
-
-    def __init__(self, bert: Bert) -> None:
-        self._bert, self._replaced = bert, threading.Event()
-
-    def rows(self) -> Iterator[Any]:
-        for number in range(1, ROWS + 1):
-            if number == ROWS // 2 + 1:
-                assert self._replaced.wait(DEADLINE_S)
-            yield sample(number)
-
-    def read(self, reader: DistillReader) -> Iterator[Any]:
+    cache = SoftLabelCache()
+    reader = DistillReader(
+        ["x", None], ["y"], teachers=server.endpoint, teacher_batch_size=4, cache=cache, id_field=1
+    ).set_sample_generator(rows)
+    with cache, reader:
         epoch = reader()
-        for _ in range(ROWS // 2):
-            yield next(epoch)
-        self._bert.add_version(replacing=True)
-        self._replaced.set()
-        yield from epoch
-
-
-def test_an_answer_is_kept_under_its_version(bert: Bert, caplog: pytest.LogCaptureFixture) -> None:
-    before, halves = bert.latest, Halves(bert)
-    with SoftLabelCache() as cache, bert_reader(bert, cache, halves.rows) as reader:
-        rows = list(halves.read(reader))
-        assert [scales(rows[: ROWS // 2]), scales(rows[ROWS // 2 :])] == [{before}, {before + 1}]
+        first = list(itertools.islice(epoch, ROWS // 2))
+        server.replace_version("1", "2")
+        replaced.set()
+        assert [scales(first), scales(list(epoch))] == [{1}, {2}]
         assert caplog.text.count("labels of two models are mixed") == 1, "that versions are mixed is said, and once"
-        wait_until(lambda: kept(cache) == {str(before): {before}, str(before + 1): {before + 1}}, "each under its own")
+        wait_until(lambda: kept(cache) == {"1": {1}, "2": {2}}, "each under its own")
         for _ in range(2):
-            assert scales(list(reader())) == {before + 1}, "the next epoch is of the version that is there"
+            assert scales(list(reader())) == {2}, "the next epoch is of the version that is there"
             assert reader.stats().rows_asked == ROWS * 3 // 2, "what that has labelled is not asked for again"
-
-
-def test_a_pinned_version_is_the_only_one(bert: Bert, tmp_path: Path) -> None:
-    bert.add_version(replacing=False)
-    for version, scale in (("", bert.latest), (str(bert.latest - 1), bert.latest - 1), (str(bert.latest), bert.latest)):
-        with SoftLabelCache() as cache:
-            with bert_reader(bert, cache, version=version) as reader:
-                for _ in range(2):
-                    assert scales(list(reader())) == {scale}, f"version={version!r}"
-                assert reader.stats().rows_asked == ROWS
-            wait_until(lambda scale=scale, cache=cache: kept(cache) == {str(scale): {scale}})  # type: ignore[misc]
-    why_unused(bert_reader(bert, version="777"), "of model 'bert', and version='777' is asked for")
-    np.save(tmp_path / "x.npy", np.repeat(np.arange(ROWS, dtype=np.float32)[:, None], 4, axis=1))
-    command = [str(tmp_path / "x.npy"), "--teachers", bert.server.endpoint, "--inputs", "x", "--outputs", "y"]
-    command += ["--output", str(tmp_path / "labels"), "--model-version", str(bert.latest - 1)]
-    assert main(command) == 0
-    labels = load_labels(tmp_path / "labels")
-    assert labels.key.version == str(bert.latest - 1)
-    assert labels.rows([7])["y"][0, 0] == 7.0 * (bert.latest - 1)  # type: ignore[index]
+    server.kill()
 
 
 # Its own clients, which students may borrow it from; `benchmarks/borrowed_triton.py` measures how long they wait.

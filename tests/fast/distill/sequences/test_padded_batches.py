@@ -9,7 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from edl.distill import Teachers  # noqa: E402
 from edl.distill.torch import distill  # noqa: E402
 from edl.errors import SettingsError, SourceError  # noqa: E402
 from tests.fast.distill.conftest import Served  # noqa: E402
@@ -128,13 +127,3 @@ def test_padded_batches_of_domains(targets: dict[str, str]) -> None:
                 signs = [SIGN[domain] for domain in batch["domain"]]
                 check_batch(batch["input_ids"], batch["attention_mask"], labels, signs=signs)
         assert set(loader.stats().routes) == {"math", "code"}
-
-
-def test_an_empty_batch_waits_for_no_domain(targets: dict[str, str], url: str) -> None:
-    """A first batch whose texts are all empty has labels of no rows, of any domain's teachers that are there."""
-    batch = {"input_ids": np.zeros((2, 3), np.int64), "attention_mask": np.zeros((2, 3)), "domain": ["math", "code"]}
-    there = {"law": Teachers(service="nobody", discovery=url), **targets}
-    with distill([batch], there, route="domain", **ASKED) as loader:
-        ((_, labels),) = list(loader)
-    assert labels.ids.shape == (2, 3, 4)
-    assert not labels.values.any()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.distill.source.chunk import ReuseDetector
-from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
+from edl.distill.source.cutters import BatchCutter, Cutter, SampleListCutter
 from edl.distill.source.fingerprint import Checksum
 from edl.distill.transport.request import Payload
 from edl.errors import ProtocolError, SourceError

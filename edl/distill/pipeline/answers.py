@@ -1,4 +1,4 @@
-"""Teachers' answers: their size, their shapes before the first arrives, and their assembly for the training loop."""
+"""Teachers' answers: their size, and their assembly for the training loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from edl.distill.compress import TopK
 from edl.distill.source.chunk import Item
 from edl.distill.source.fingerprint import arrays_nbytes
-from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, TensorMetadata
-from edl.errors import ProtocolError, SettingsError, SourceError
+from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
+from edl.errors import ProtocolError, SettingsError
 from edl.protocol import tensors
 from edl.protocol.tensors import Array
 
@@ -48,59 +48,27 @@ class AnswerSizeEstimator:
 
 def _specified_nbytes(spec: ModelSpec, output_spec: OutputSpec) -> int | None:
     """Return the bytes of a row according to the model's metadata; None if the metadata leaves sizes open."""
-    try:
-        outputs = empty_outputs(spec, output_spec).values()
-    except SourceError:
-        return None
-    arrays: list[Array] = [
-        part
-        for each in outputs
-        for part in ([each.ids, each.values, each.tail_lse] if isinstance(each, TopK) else [each])
-    ]
-    if any(array.dtype.hasobject for array in arrays):
-        return None
-    nbytes: int = sum(math.prod(array.shape[1:]) * array.itemsize for array in arrays)
+    nbytes, k = 0, output_spec.top_k
+    for name in output_spec.outputs:
+        known = spec.outputs.get(name)
+        try:
+            dtype = tensors.dtype_of(known.datatype) if known is not None else None
+        except ProtocolError:
+            dtype = None
+        if known is None or dtype is None or dtype.hasobject:
+            return None
+        shape = known.shape
+        if dtype.kind == "f" and output_spec.dtype is not None:
+            dtype = np.dtype(output_spec.dtype)
+        if k is None or dtype.kind != "f" or not shape:
+            nbytes += math.prod(shape) * dtype.itemsize
+        else:
+            kept = min(k, shape[-1]) if shape[-1] > 0 else k
+            nbytes += math.prod(shape[:-1]) * (kept * (4 + dtype.itemsize) + 4)  # ids, values, and the tail
+            shape = shape[:-1]
+        if -1 in shape:
+            return None
     return nbytes
-
-
-def empty_like(outputs: Outputs) -> Outputs:
-    """Return outputs of no rows with the types and shapes of others, without keeping their memory alive."""
-    return {
-        name: output.map(_empty) if isinstance(output, TopK) else _empty(np.asarray(output))
-        for name, output in outputs.items()
-    }
-
-
-def empty_outputs(spec: ModelSpec, output_spec: OutputSpec) -> Outputs:
-    """Return outputs of no rows, according to the model's metadata."""
-    return {name: _empty_output(name, spec.outputs.get(name), output_spec) for name in output_spec.outputs}
-
-
-def _empty_output(name: str, known: TensorMetadata | None, output_spec: OutputSpec) -> Array | TopK:
-    try:
-        dtype = tensors.dtype_of(known.datatype) if known is not None else None
-    except ProtocolError:
-        dtype = None
-    shape = known.shape if known is not None else ()
-    k = output_spec.top_k
-    open_sizes = shape[:-1] if k is not None else shape
-    if known is None or dtype is None or -1 in open_sizes:
-        raise SourceError(
-            f"the first batch has no token at all, and the teachers' model does not say how large output {name!r} of a "
-            "token is, so its zeros have an unknown shape: begin with another batch, or leave such batches out"
-        )
-    if dtype.kind == "f" and output_spec.dtype is not None:
-        dtype = np.dtype(output_spec.dtype)
-    if k is None or dtype.kind != "f" or not shape:
-        return np.empty((0, *shape), dtype)
-    classes = shape[-1] if shape[-1] > 0 else None
-    kept = (0, *shape[:-1], min(k, classes or k))
-    tail = np.empty(kept[:-1], np.float32)
-    return TopK(np.empty(kept, np.int32), np.empty(kept, dtype), tail, output_spec.temperature, classes)
-
-
-def _empty(array: Array) -> Array:
-    return np.empty((0, *array.shape[1:]), array.dtype)
 
 
 Combine: TypeAlias = Literal["each", "mean", "mean_probabilities"] | Callable[[Sequence[Any]], Any]

@@ -12,17 +12,17 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from edl.distill.cache import CacheView, SequenceIds
 from edl.distill.engine.compatibility import outputs_disagreement
 from edl.distill.engine.engine import Engine, LabelJob
 from edl.distill.engine.event_loop import EventLoopThread
-from edl.distill.pipeline.answers import AnswerSizeEstimator, empty_like, empty_outputs, item_outputs, outputs_nbytes
+from edl.distill.pipeline.answers import AnswerSizeEstimator, outputs_nbytes
 from edl.distill.pipeline.label_cache import CacheMiss, CacheQueue, OfflineLabels, ServiceLabels
 from edl.distill.pipeline.request import LabelRequest
-from edl.distill.source.chunk import Chunk, Item
+from edl.distill.source.chunk import Chunk
 from edl.distill.stats import ReaderStats, merged
 from edl.distill.teachers import Teachers, TeacherWatcher, service_identities
 from edl.distill.transport.calls import current_traceparent, rows_that_fit
@@ -98,7 +98,6 @@ class ChunkLabeller:
         self._services: list[_Service] = []
         self._timeout_s = options.teacher_timeout_s
         self._warned_unversioned = False
-        self._empty: dict[int, Outputs] = {}  # by service, once there was an answer
         self._epoch_begins = False
         self._traceparent = ""
         try:
@@ -110,12 +109,12 @@ class ChunkLabeller:
                 self._arena = Arena(2 * options.memory_bytes)
             identities = service_identities(request.teachers)
             for group, identity in zip(request.teachers, identities, strict=True):
-                self._add_service(group, identity, identities)
+                self._add_service(group, identity)
         except BaseException:
             self.close()
             raise
 
-    def _add_service(self, group: Teachers, identity: str, own: Sequence[str]) -> None:
+    def _add_service(self, group: Teachers, identity: str) -> None:
         request = self.request
         output_spec = replace(
             request.output_spec,
@@ -134,9 +133,7 @@ class ChunkLabeller:
         self.engines.append(engine)
         labels = None
         if request.cache_config is not None:
-            labels = ServiceLabels(
-                request.cache_config, output_spec, identity, engine.compatibility.weights_versions, own
-            )
+            labels = ServiceLabels(request.cache_config, output_spec, identity, engine.compatibility.weights_versions)
         watcher = TeacherWatcher(group, functools.partial(self.thread.call, engine.set_teachers))
         self._services.append(_Service(engine, output_spec, labels, AnswerSizeEstimator(output_spec), watcher))
 
@@ -221,27 +218,21 @@ class ChunkLabeller:
 
     def await_spec(self, index: int, stopped: Callable[[], bool]) -> ModelSpec | None:
         """Wait for the first teacher of a service; return its model, None if the work was ended before."""
-        found = self._await_any([index], stopped)
-        return None if found is None else found[1]
-
-    def _await_any(self, services: Sequence[int], stopped: Callable[[], bool]) -> tuple[int, ModelSpec] | None:
-        """Wait for the first teacher of any of these services; return the service's number and the model."""
         begin = time.monotonic()
-        first = self.engines[services[0]]
+        engine = self.engines[index]
         warned = False
         while not stopped():
-            for index in services:
-                spec = self.engines[index].await_spec(0.0)
-                if spec is not None:
-                    return index, spec
-            errors = [self._useless(index, begin) for index in services]
-            if errors[0] is not None and all(errors):
-                raise errors[0]
+            spec = engine.await_spec(0.0)
+            if spec is not None:
+                return spec
+            error = self._useless(index, begin)
+            if error is not None:
+                raise error
             if not warned and time.monotonic() - begin > _SAY_AFTER_S:
                 warned = True
-                found = first.describe_teachers()
-                logger.warning("no teacher of %s yet (%s): waiting up to %g s", first.name, found, self._timeout_s)
-            first.await_spec(_LOOK_S)
+                found = engine.describe_teachers()
+                logger.warning("no teacher of %s yet (%s): waiting up to %g s", engine.name, found, self._timeout_s)
+            engine.await_spec(_LOOK_S)
         return None
 
     def model_spec(self) -> ModelSpec:
@@ -470,28 +461,6 @@ class ChunkLabeller:
             self._epoch_begins = False
             for engine in self.engines:
                 engine.select_version()
-
-    def outputs_of(self, item: Item, service: int) -> Outputs:
-        """Return an item's outputs from a service, of no rows for a batch whose texts are all empty.
-
-        For such a batch it may wait for the first teacher. Without an answer so far, the model's metadata must have the
-        size of its outputs: a `SourceError` else.
-        """
-        if item.parts:
-            outputs = item_outputs(item, service)
-            if item.mask is not None and service not in self._empty:
-                self._empty[service] = empty_like(outputs)
-            return outputs
-        if service not in self._empty:
-            if self._offline is not None:
-                return self._offline.empty()
-            # All routes have the same outputs, but some may have no teacher yet.
-            services = [service] if self.request.router is None else range(len(self.engines))
-            found = self._await_any(services, lambda: self.closed)
-            if found is None:
-                raise ClosedError("the reader is closed")
-            return empty_outputs(found[1], self._services[found[0]].output_spec)
-        return self._empty[service]
 
     def set_awaited(self, chunk: Chunk) -> None:
         """Note that the training loop waits for this chunk now."""

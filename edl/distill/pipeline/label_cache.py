@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -86,8 +86,8 @@ def _weights(seed: int, count: int) -> Array:
 class ServiceLabels:
     """The labels of a service in the cache: their key without the model's version, and how to look them up.
 
-    `service` is the name of `CacheKey`, `own` the names of all services of the reader, and `weights_versions` the
-    versions that the service's teachers declared to be hashes of the weights.
+    `service` is the name of `CacheKey`, and `weights_versions` the versions that the service's teachers declared to be
+    hashes of the weights.
     """
 
     def __init__(
@@ -96,14 +96,12 @@ class ServiceLabels:
         output_spec: OutputSpec,
         service: str,
         weights_versions: Collection[str] = (),
-        own: Collection[str] = (),
     ) -> None:
         self.config = config
         self.inputs: tuple[str, ...] = ()  # names of all inputs that may be sent
         self._output_spec = output_spec
         self._service = service
         self._weights_versions = weights_versions
-        self._own = own
         self._seen = SeenInputs()
         self._views: dict[tuple[str, str], CacheView] = {}  # by model and version
 
@@ -123,26 +121,10 @@ class ServiceLabels:
         )
 
     def view(self, spec: ModelSpec) -> CacheView:
-        """Return the view of a model's labels. If it has no rows yet, warn of labels of it from another service."""
+        """Return the view of a model's labels."""
         view = self._views.get((spec.name, spec.version))
-        if view is not None:
-            return view
-        cache, key = self.config.cache, self.key(spec, spec.version)
-        there = cache.keys()
-        beside = [
-            other for other in there if replace(other, service=key.service) == key and other.service not in self._own
-        ]
-        if beside and key not in there:
-            logger.warning(
-                "soft-label cache %s: labels of model %r version %r that were kept for %s are not used for %r: the "
-                "same version of another service may be another model",
-                cache.path or "in memory",
-                key.model,
-                key.version,
-                " and ".join(repr(other.service) if other.service else "a service not named" for other in beside),
-                key.service,
-            )
-        view = self._views[spec.name, spec.version] = cache.view(key)
+        if view is None:
+            view = self._views[spec.name, spec.version] = self.config.cache.view(self.key(spec, spec.version))
         return view
 
     def look_up(self, chunk: Chunk, spec: ModelSpec, fields: Mapping[str, Array]) -> CacheMiss:
@@ -217,11 +199,6 @@ class OfflineLabels:
                 f"the label of sample {missing!r} is not in the cache{words} and no teachers are named"
             )
         return found.outputs
-
-    def empty(self) -> Outputs:
-        """Return the outputs of no rows; none if the cache holds no row."""
-        layout = self.view.layout
-        return {} if layout is None else layout.restore(layout.unpack([]))
 
 
 def _chunk_ids(

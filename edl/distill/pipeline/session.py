@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from edl.background import start_call
+from edl.distill.pipeline.answers import item_outputs
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.epoch import READING, Epoch
 from edl.distill.pipeline.request import LabelRequest
@@ -152,14 +153,14 @@ class LabelSession:
     def labelled(self, epoch: Epoch) -> Generator[tuple[Item, list[Any]], None, None]:
         """Yield the items of an epoch with their labels: an array or `TopK` for each output of each service.
 
-        An empty list of samples has none; a batch whose texts are all empty has labels of no rows.
+        An empty list of samples has none.
         """
         request = self.labeller.request
         combiner = request.combiner()
         try:
             for item in epoch:
-                services = range(request.services if item.parts or item.mask is not None else 0)
-                combined = combiner([self.labeller.outputs_of(item, service) for service in services])
+                services = range(request.services if item.parts else 0)
+                combined = combiner([item_outputs(item, service) for service in services])
                 epoch.taken(item)
                 yield item, [outputs[name] for outputs in combined for name in request.output_spec.outputs]
         finally:

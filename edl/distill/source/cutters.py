@@ -454,6 +454,8 @@ class PaddedBatchCutter(SequenceCutter):
         mask_name = _MASK if _MASK not in self.getters else f"{_MASK} (the mask)"  # an input may be called so, too
         fingerprint, arrays = self._read_fields(value, what, {**self.getters, mask_name: self._mask})
         mask = as_token_mask(arrays.pop(mask_name), what)
+        if not mask.any():
+            raise SourceError(f"{what} is a batch without tokens: leave it out in your source")
         for name, array in arrays.items():
             if array.shape[:2] != mask.shape:
                 raise SourceError(

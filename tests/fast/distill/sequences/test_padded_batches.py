@@ -87,16 +87,16 @@ def test_single_rows_of_a_text_are_refused(model: Served) -> None:
         distill([], "127.0.0.1:1", tokenizer="no/such/folder", **PAIR)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_batch_without_tokens_gets_zeros(model: Served, first: bool) -> None:
-    """A text may be empty, and so may all of a batch, also before there was any answer; a mask may have holes."""
-    none = (torch.full((2, 3), PAD), torch.zeros(2, 3))
+def test_a_text_may_be_empty(model: Served) -> None:
+    """A mask may have holes, too; a batch in which no text has a token is refused."""
     some = (torch.tensor([[5, PAD, 6], [PAD] * 3]), torch.tensor([[1, 0, 1], [0, 0, 0]]))
-    with distill([none, some, none] if first else [some, none], model.endpoint, **PAIR) as loader:
-        for (ids, mask), labels in loader:
-            check_batch(ids, mask, labels)
-            assert (labels.ids.dtype, labels.values.dtype) == (torch.int32, torch.float32)
-            assert labels.classes == VOCABULARY
+    none = (torch.full((2, 3), PAD), torch.zeros(2, 3))
+    with distill([some], model.endpoint, **PAIR) as loader:
+        (((ids, mask), labels),) = loader
+    check_batch(ids, mask, labels)
+    assert (labels.ids.dtype, labels.values.dtype, labels.classes) == (torch.int32, torch.float32, VOCABULARY)
+    with distill([none], model.endpoint, **PAIR) as loader, pytest.raises(SourceError, match="batch 0 is a batch with"):
+        list(loader)
 
 
 # Sequences of several domains in one source: each token has the label of its domain's teachers.

@@ -83,10 +83,6 @@ class KubeClient:
         """Return the time by the clock that timestamps of objects are from, in seconds since 1970; asks nothing."""
         return self._connection.server_clock.read()
 
-    def is_time_doubtful(self) -> bool:
-        """Whether answers contradict this machine's clock, and too few agree yet to count; for seconds at most."""
-        return self._connection.server_clock.is_doubtful()
-
     def close(self) -> None:
         """Close the connections. May be called twice."""
         self._connection.close()

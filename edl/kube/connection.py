@@ -14,7 +14,9 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlencode, urlsplit
@@ -22,7 +24,6 @@ from urllib.parse import urlencode, urlsplit
 from edl.background import start_call
 from edl.errors import AccessDeniedError, ClosedError, KubernetesError, SettingsError
 from edl.kube.responses import Call, explain_failure
-from edl.kube.server_clock import ServerClock
 from edl.kube.settings import KubeSettings
 from edl.quoting import shown
 from edl.settings import read
@@ -96,6 +97,65 @@ def _use_proxy(configuration: Any, url: str) -> None:
         raise SettingsError(f"proxy-url {shown(parts.scheme)}://…: only http:// and https:// are known")
     configuration.proxy = url
     configuration.no_proxy = None
+
+
+_AGREEING: Final = 3
+"""Answers in a row that must agree before they count: a single one may be a proxy's."""
+_NEAR_S: Final = 2.0
+"""Answers agree, and clocks count as equal, up to this: a `Date` has whole seconds, and an answer takes some time."""
+_SLOWEST_S: Final = 5.0
+"""An answer that took longer says too little about the time."""
+_LARGEST_SKEW_S: Final = 86400.0
+"""No working machine has a clock so wrong: certificates and tokens would not be valid."""
+
+
+class ServerClock:
+    """Tells the time by the API server's clock, which dates objects, from the `Date` of its answers. Thread-safe.
+
+    Deadlines that end or delete a job go by this time, so three answers in a row must agree, and be within a day of
+    this machine's clock, before they correct it. Until then this machine's clock counts.
+
+    Args:
+        clock: this machine's time, in seconds since 1970.
+        monotonic: seconds of a clock that is never set.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._skews: deque[float] = deque(maxlen=_AGREEING)
+        self._skew_s = 0.0
+
+    def read(self) -> float:
+        """Return the API server's time, in seconds since 1970."""
+        return self._clock() + self._skew_s
+
+    def begin(self) -> float:
+        """Return the moment at which a request is sent, for `note`."""
+        return self._monotonic()
+
+    def note(self, date: str, sent_s: float) -> None:
+        """Take the header `Date` of an answer from the API server; `sent_s` is what `begin` returned."""
+        took_s = self._monotonic() - sent_s
+        try:
+            dated = parsedate_to_datetime(date) if date else None
+            dated_s = None if dated is None or dated.tzinfo is None else dated.timestamp()
+        except (ValueError, OverflowError, IndexError, TypeError):
+            return
+        if dated_s is None or not 0.0 <= took_s <= _SLOWEST_S:
+            return
+        with self._lock:
+            self._skews.append(dated_s + 0.5 - (self._clock() - took_s / 2))
+            found, spread = sorted(self._skews), max(self._skews) - min(self._skews)
+            if len(found) < _AGREEING or spread > _NEAR_S or abs(found[0]) > _LARGEST_SKEW_S:
+                return
+            skew_s = found[_AGREEING // 2]
+            skew_s = 0.0 if abs(skew_s) <= _NEAR_S else skew_s
+            if abs(skew_s - self._skew_s) <= _NEAR_S:
+                return
+            self._skew_s = skew_s
+        logger.warning("this machine's clock is %+.0f s off the API server's, whose time counts", -skew_s)
 
 
 _JSON: Final = "application/json"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any, NamedTuple, TypeAlias
+import re
+from typing import Any, Final, NamedTuple, TypeAlias
 
 Object: TypeAlias = dict[str, Any]
 """An object of the API, or a part of it, as JSON."""
+
+
+_TIME: Final = re.compile(r"([0-9-]{10}T[0-9:]{8})(\.[0-9]+)?(Z|[+-][0-9]{2}:[0-9]{2})", re.ASCII)
 
 
 class ObjectList(NamedTuple):
@@ -24,17 +28,22 @@ def parse_time(text: str) -> float:
     """Return a time of the API in seconds since 1970.
 
     Raises:
-        ValueError: `text` is none.
+        ValueError: `text` is not a time with a zone.
     """
-    whole, point, rest = text.partition(".")
-    fraction = rest.rstrip("Z") if point else ""
-    if not text.endswith("Z") or (point and not (fraction.isascii() and fraction.isdigit())):
-        moment = datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
-        if moment.tzinfo is None:
-            raise ValueError(f"{text!r} has no time zone")
-        return moment.timestamp()
-    moment = datetime.datetime.strptime(whole.rstrip("Z"), "%Y-%m-%dT%H:%M:%S").replace(tzinfo=datetime.timezone.utc)
-    return moment.timestamp() + float(f"0.{fraction or 0}")
+    # Python 3.10 reads neither `Z` nor fractions of other than three or six digits.
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a time with a time zone")
+    moment, fraction, zone = match.groups()
+    return datetime.datetime.fromisoformat(moment + zone.replace("Z", "+00:00")).timestamp() + float(fraction or 0)
+
+
+def read_time(value: object) -> float | None:
+    """Return the Unix time in a field; None if it is missing or not a time."""
+    try:
+        return parse_time(value) if isinstance(value, str) else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def format_time(seconds: float) -> str:

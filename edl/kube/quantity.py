@@ -35,20 +35,10 @@ def parse_quantity(text: str | int | float) -> Decimal:
     return Decimal(number).scaleb(int(exponent or 0))
 
 
-def format_quantity(amount: Decimal, *, binary: bool = False) -> str:
-    """Return an amount, rounded up to what the API can hold, with the largest suffix that needs no fraction."""
-    if binary:
-        whole = _round_up(amount)
-        for suffix in ("Ei", "Pi", "Ti", "Gi", "Mi", "Ki"):
-            if whole and whole % int(_FACTORS[suffix]) == 0:
-                return f"{whole // int(_FACTORS[suffix])}{suffix}"
-        return str(whole)
-    for suffix in ("", "m", "u", "n"):
-        scaled = amount / _FACTORS.get(suffix, Decimal(1))
-        if scaled == scaled.to_integral_value():
-            return f"{int(scaled)}{suffix}"
-    return f"{_round_up(amount / _FACTORS['n'])}n"
-
-
-def _round_up(amount: Decimal) -> int:
-    return int(amount.to_integral_value(ROUND_CEILING))
+def format_bytes(amount: Decimal) -> str:
+    """Return an amount of memory, rounded up to whole bytes, with the largest suffix that needs no fraction."""
+    whole = int(amount.to_integral_value(ROUND_CEILING))
+    for suffix in ("Ei", "Pi", "Ti", "Gi", "Mi", "Ki"):
+        if whole and whole % int(_FACTORS[suffix]) == 0:
+            return f"{whole // int(_FACTORS[suffix])}{suffix}"
+    return str(whole)

@@ -102,10 +102,8 @@ def _phase(metadata: _Json, status: _Json, conditions: Sequence[KubernetesCondit
     if metadata.get("deletionTimestamp"):
         return "Deleting"
     phase = text(status.get("phase"))
-    # Members of a job that runs stay as they were, whatever is written into its spec, or refused to one of them; and
-    # where the operator knows the spec before, it goes on by that.
+    # Members of a job that runs stay as they were, whatever is written into its spec, or refused to one of them.
     works = phase == "Running" or phase in _ENDED or bool(whole(status.get("readyReplicas")))
-    works = works or status.get("formerSpec") is True
     refused = [item.reason for item in conditions if item.type == "Accepted" and item.status == "False"]
     if refused and not works and refused[0] not in _TRIED_AGAIN:
         return "Rejected"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
-from edl.kube.objects import Object
+from edl.kube.objects import Object, read_time
 from edl.kube.resource_types import POD_DISRUPTION_BUDGETS, ResourceType
 from edl.master.kube.jobs.launches import (
     MASTER,
@@ -25,9 +25,10 @@ from edl.master.kube.jobs.launches import (
     starts_as_gang,
 )
 from edl.master.kube.jobs.status import (
+    SOON_S,
     Completion,
+    JobDraft,
     JobFailure,
-    JobView,
     find_completion,
     find_failure,
     find_final_phase,
@@ -45,13 +46,11 @@ from edl.master.kube.members.records import (
     ROOM_PATIENCE_S,
     MemberOutcome,
     MemberRecord,
-    MemberReview,
     list_superseded,
     read_member_records,
-    read_time,
     review_members,
 )
-from edl.master.kube.observation import EventNote, OwnerObservation, Plan, PodDeletion, find_condition
+from edl.master.kube.observation import OwnerObservation, Plan, PodDeletion, find_condition
 from edl.master.kube.resources import ElasticJob
 from edl.master.scaling.terminations import TerminationCause
 
@@ -85,7 +84,7 @@ def find_target(job: ElasticJob, observation: OwnerObservation) -> int:
     return useful if observation.allocation is None else min(useful, clamp(observation.allocation))
 
 
-def _size_workers(draft: _Draft) -> None:
+def _size_workers(draft: JobDraft) -> None:
     """Decide which workers stay, go and come.
 
     The minimum is made at once, and what ended comes back at once where its place is still its own. Beyond that the job
@@ -99,9 +98,9 @@ def _size_workers(draft: _Draft) -> None:
     if observation.starts_after and not any(pod.scheduled for pod in workers.values()):
         draft.target = 0  # the scheduler would give the GPUs that become free to pods of this job
     ranked = sorted(workers, key=lambda key: _rank(workers[key], gang))
-    draft.kept, draft.shrunk = ranked[: draft.target], ranked[draft.target :]
+    kept, draft.shrunk = ranked[: draft.target], ranked[draft.target :]
     patience_s = PROBE_S if observation.allocation is None else PROBE_S + _GIVING_S
-    for key in [] if gang else draft.kept[job.min_replicas :]:
+    for key in [] if gang else kept[job.min_replicas :]:
         if workers[key].pending:
             draft.times.append(workers[key].created_s + patience_s)
             if now_s >= draft.times[-1]:
@@ -109,10 +108,11 @@ def _size_workers(draft: _Draft) -> None:
     for key in draft.shrunk:
         draft.release(workers[key], "fewer workers are wanted")
     for key in draft.homeless:
-        draft.kept.remove(key)
+        kept.remove(key)
         draft.release(workers[key], "no node takes it")
         draft.records[key] = _back_off(draft.records[key], now_s)
-    _find_indices(draft, workers)
+    draft.workers = sorted((workers[key] for key in kept), key=lambda pod: pod.index)
+    _find_indices(draft)
     coming = {*draft.waiting, *(f"{WORKER}-{index}" for index in draft.create)}
     for key, record in draft.records.items():
         if record.replaces and key.startswith(f"{WORKER}-") and key not in coming:
@@ -130,25 +130,26 @@ def _rank(pod: MemberPod, gang: bool) -> tuple[float, ...]:
     return (not pod.scheduled, not pod.ready, pod.created_s, pod.index)
 
 
-def _find_indices(draft: _Draft, workers: Mapping[str, MemberPod]) -> None:
+def _find_indices(draft: JobDraft) -> None:
     """Find the indices whose pods are made now, and the members that wait for their time."""
     job, observation, records = draft.job, draft.observation, draft.records
     growth: list[int] = []
-    missing, indices = draft.target - len(draft.kept), _order_indices(job, records, observation.now_s)
+    kept = {pod.key for pod in draft.workers}
+    missing, indices = draft.target - len(kept), _order_indices(job, records, observation.now_s)
     while missing > 0:
         free = next(indices)
         key = f"{WORKER}-{free}"
         record = records.get(key, MemberRecord())
-        if key in draft.kept or record.ended:
+        if key in kept or record.ended:
             continue
         missing -= 1
         if not record.can_start(observation.now_s):
             draft.waiting[key] = record.not_before_s or observation.now_s
-        elif len(draft.kept) + len(draft.create) < job.min_replicas or record.replaces:
+        elif len(kept) + len(draft.create) < job.min_replicas or record.replaces:
             draft.create.append(free)
         else:
             growth.append(free)
-    pending = any(workers[key].pending for key in draft.kept) or bool(draft.create)
+    pending = any(pod.pending for pod in draft.workers) or bool(draft.create)
     blocked = any(NO_ROOM in records[key].failures for key in draft.waiting if key in records)
     if growth and not blocked and (not pending or observation.allocation is not None):
         draft.create += growth[: _count_growth(draft, growth)]
@@ -168,7 +169,7 @@ def _order_indices(job: ElasticJob, records: Mapping[str, MemberRecord], now_s: 
     yield from (index for index in itertools.count() if index not in back)
 
 
-def _count_growth(draft: _Draft, growth: list[int]) -> int:
+def _count_growth(draft: JobDraft, growth: list[int]) -> int:
     job, observation = draft.job, draft.observation
     if observation.allocation is not None:
         return len(growth)  # the arbiter has counted the room, and what teachers give back
@@ -199,56 +200,6 @@ _MOST_EVENT_CHARS: Final = 900
 """Characters of an event's message: the API takes 1,024 bytes, and its recorder cuts the end, a traceback's point."""
 _START_LOOK_S: Final = 30.0
 """After so long workers that do not start are looked at again: a volume or secret that is missing changes no pod."""
-_SOON_S: Final = 0.5
-"""The least time after which a plan asks to be looked at again: times in statuses have whole seconds."""
-
-
-@dataclass
-class _Draft:
-    """A plan that is being made.
-
-    Attributes:
-        times: when the decision changes by time alone, Unix time.
-        reasons: name of a pod -> why it goes.
-        kept: keys of workers whose pods stay.
-        create: indices of workers whose pods are made now.
-        shrunk: keys of workers that go since fewer are wanted.
-        homeless: keys of workers beyond the minimum that go since no node takes them.
-        waiting: keys of workers that are made later -> when, Unix time.
-    """
-
-    job: ElasticJob
-    observation: OwnerObservation
-    review: MemberReview
-    records: dict[str, MemberRecord]
-    target: int = 0
-    kept: list[str] = field(default_factory=list)
-    create: list[int] = field(default_factory=list)
-    shrunk: list[str] = field(default_factory=list)
-    homeless: list[str] = field(default_factory=list)
-    waiting: dict[str, float] = field(default_factory=dict)
-    events: list[EventNote] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
-
-    def note(self, reason: str, message: str, pod: str = "", warning: bool = False) -> None:
-        self.events.append(EventNote("Warning" if warning else "Normal", reason, message, pod))
-
-    def release(self, pod: MemberPod, reason: str) -> None:
-        """Let a pod go by the job's own will: another try has its place, so that any operator deletes it."""
-        if not self.records[pod.key].is_superseded(pod):
-            self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
-        self.reasons[pod.name] = reason
-
-    def list_deletions(self, pods: tuple[MemberPod, ...]) -> tuple[PodDeletion, ...]:
-        return tuple(
-            PodDeletion(pod.name, pod.uid, None, self.reasons.get(pod.name, "its end is recorded")) for pod in pods
-        )
-
-    def get_requeue_s(self) -> float | None:
-        now_s = self.observation.now_s
-        times = [time_s for time_s in self.times if time_s > now_s]
-        return max(_SOON_S, min(times) - now_s) if times else None
 
 
 def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
@@ -263,7 +214,7 @@ def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
     before = read_member_records(job.status)
     review = review_members(before, observation.pods, observation.now_s, progress)
     records = note_last_steps(before, review.records, observation.pods, observation.now_s)
-    draft = _Draft(job, observation, review, records)
+    draft = JobDraft(job, observation, review, records)
     _note_outcomes(draft)
     messages = {key: outcome.message for key, outcome in review.outcomes.items()}
     if completion := find_completion(draft.records, messages):
@@ -276,7 +227,7 @@ def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
     return _plan_running(draft)
 
 
-def _plan_running(draft: _Draft) -> Plan:
+def _plan_running(draft: JobDraft) -> Plan:
     job, observation = draft.job, draft.observation
     create: list[Object] = []
     if job.master.enabled:
@@ -287,26 +238,20 @@ def _plan_running(draft: _Draft) -> Plan:
     for index in draft.create:
         record = draft.records.setdefault(f"{WORKER}-{index}", MemberRecord())
         create.append(build_member_pod(job, build_worker_launch(job, index, record)))
-    workers = tuple(draft.review.current[key] for key in sorted(draft.kept, key=_sort_key))
-    view = JobView(
-        records=draft.records,
-        workers=workers,
-        target=draft.target,
-        creating=len(draft.create),
-        waiting=draft.waiting,
-    )
     _note_changes(draft)
-    draft.times += [pod.placed_s + LAUNCH_PATIENCE_S for pod in workers if pod.waiting]
-    if any(pod.starting for pod in workers):
+    draft.times += [pod.placed_s + LAUNCH_PATIENCE_S for pod in draft.workers if pod.waiting]
+    if any(pod.starting for pod in draft.workers):
         draft.times.append(observation.now_s + _START_LOOK_S)
     draft.times += [
-        pod.created_s + ROOM_PATIENCE_S for pod in workers if pod.pending and draft.records[pod.key].excluded_nodes
+        pod.created_s + ROOM_PATIENCE_S
+        for pod in draft.workers
+        if pod.pending and draft.records[pod.key].excluded_nodes
     ]
     if job.active_deadline_s is not None:
         draft.times.append((get_started_s(job) or observation.now_s) + job.active_deadline_s)
     group = build_pod_group(job)
     return Plan(
-        status=write_job_status(job, observation, view),
+        status=write_job_status(draft),
         delete=draft.list_deletions(list_superseded(draft.records, observation.pods)),
         apply=(build_disruption_budget(job), *((group,) if group is not None else ())),
         create=tuple(create),
@@ -315,7 +260,7 @@ def _plan_running(draft: _Draft) -> Plan:
     )
 
 
-def _make_master(draft: _Draft) -> list[Object]:
+def _make_master(draft: JobDraft) -> list[Object]:
     """Return the master's pod if it should be made now: it is replaced as soon as it dies."""
     key, now_s = f"{MASTER}-0", draft.observation.now_s
     record = draft.records.setdefault(key, MemberRecord())
@@ -327,33 +272,33 @@ def _make_master(draft: _Draft) -> list[Object]:
     return [build_member_pod(draft.job, build_master_launch(draft.job, record))]
 
 
-def _plan_ending(draft: _Draft, completion: Completion) -> Plan:
+def _plan_ending(draft: JobDraft, completion: Completion) -> Plan:
     """Wait for the workers that run, let the others go, and end: well if all last states are stored."""
-    job, observation, winner = draft.job, draft.observation, completion.key
-    end_s = completion.seen_s + max(_ENDING_S, float(job.grace_period_s))
-    late = observation.now_s >= end_s
-    left: list[MemberPod] = []
-    for key, pod in draft.review.current.items():
+    winner = completion.key
+    end_s = completion.seen_s + max(_ENDING_S, float(draft.job.grace_period_s))
+    late = draft.observation.now_s >= end_s
+    for pod in draft.review.current.values():
         if pod.role == WORKER and pod.started_s is not None and not pod.node_silent and not late:
-            left.append(pod)
+            draft.workers.append(pod)
         elif pod.role == WORKER:
-            draft.release(draft.review.current[key], "the job has ended")
-    if completion.failure is not None and not left:
+            draft.release(pod, "the job has ended")
+    if draft.workers:
+        draft.workers.sort(key=lambda pod: pod.index)
+        draft.ending = f"{winner} has ended the job; {len(draft.workers)} others end"
+    elif completion.failure is not None:
         return _plan_failed(draft, completion.failure)
-    draft.times.append(end_s)
-    ending = f"{winner} has ended the job; {len(left)} others end" if left else ""
-    workers = tuple(sorted(left, key=lambda pod: pod.index))
-    target = max(1, len(workers))
-    view = JobView(draft.records, workers, target, ending=ending, succeeded="" if left else winner)
-    if not left:
+    else:
+        draft.succeeded = winner
         draft.note("Succeeded", f"{winner} has ended the job")
-    return _build_last_plan(draft, write_job_status(job, observation, view), bool(left))
+    draft.times.append(end_s)
+    draft.target = max(1, len(draft.workers))
+    return _build_last_plan(draft)
 
 
-def _plan_failed(draft: _Draft, failure: JobFailure) -> Plan:
-    view = JobView(draft.records, failure=failure)
+def _plan_failed(draft: JobDraft, failure: JobFailure) -> Plan:
+    draft.failure = failure
     draft.note("Failed", _cut_middle(failure.message), warning=True)
-    return _build_last_plan(draft, write_job_status(draft.job, draft.observation, view), False)
+    return _build_last_plan(draft)
 
 
 def _cut_middle(text: str) -> str:
@@ -364,21 +309,20 @@ def _cut_middle(text: str) -> str:
     return f"{head}\n[...]\n{text[len(head) + 10 - _MOST_EVENT_CHARS :]}"
 
 
-def _plan_suspended(draft: _Draft) -> Plan:
-    """Let all pods go; what is remembered of members stays, but for whose place is its own."""
-    job, observation = draft.job, draft.observation
+def _plan_suspended(draft: JobDraft) -> Plan:
+    """Let all pods go. What is remembered of members stays, but no member keeps its place."""
+    draft.suspended = True
     for pod in draft.review.current.values():
         draft.release(pod, "the job is suspended")
     draft.records = {key: record.displace() if record.replaces else record for key, record in draft.records.items()}
-    if job.status.get("phase") != "Suspended":
+    if draft.job.status.get("phase") != "Suspended":
         draft.note("Suspended", f"spec.suspend is true: {len(draft.review.current)} pods are let go")
-    status = write_job_status(job, observation, JobView(draft.records, suspended=True))
-    return _build_last_plan(draft, status, False)
+    return _build_last_plan(draft)
 
 
-def _build_last_plan(draft: _Draft, status: Object, running: bool) -> Plan:
+def _build_last_plan(draft: JobDraft) -> Plan:
     """Return the plan of a job that makes no pods: those that are live and not waited for are deleted."""
-    job, pods = draft.job, draft.observation.pods
+    job, pods, running, status = draft.job, draft.observation.pods, bool(draft.workers), write_job_status(draft)
     going = {pod.name for pod in list_superseded(draft.records, pods)}
     if not running:
         going |= {pod.name for pod in pods if pod.occupying}
@@ -414,7 +358,7 @@ def _plan_finished(job: ElasticJob, phase: str, observation: OwnerObservation) -
         ),
         remove=_list_removals(job),
         delete_owner=requeue_s is not None and requeue_s <= 0,
-        requeue_s=None if requeue_s is None else max(_SOON_S, requeue_s),
+        requeue_s=None if requeue_s is None else max(SOON_S, requeue_s),
     )
 
 
@@ -434,12 +378,7 @@ def _list_removals(job: ElasticJob) -> tuple[tuple[ResourceType, str], ...]:
     return tuple(removals)
 
 
-def _sort_key(key: str) -> tuple[str, int]:
-    role, _, index = key.rpartition("-")
-    return role, int(index)
-
-
-def _note_outcomes(draft: _Draft) -> None:
+def _note_outcomes(draft: JobDraft) -> None:
     """Note each end that was counted, or of many at once how many there were of which cause."""
     outcomes = draft.review.outcomes
     workers = {key: outcome for key, outcome in outcomes.items() if key.startswith(f"{WORKER}-")}
@@ -461,7 +400,7 @@ def _note_outcomes(draft: _Draft) -> None:
         draft.note("MemoryNotSet", text, warning=True)
 
 
-def _note_outcome(draft: _Draft, reason: str, key: str, outcome: MemberOutcome) -> None:
+def _note_outcome(draft: JobDraft, reason: str, key: str, outcome: MemberOutcome) -> None:
     end, cause = outcome.end, outcome.verdict.cause
     where = f" on {end.node}" if end.node else ""
     what = f"{key}{where}: {cause.value.replace('_', ' ')} ({end.evidence}): {outcome.decision.action.value}"
@@ -470,7 +409,7 @@ def _note_outcome(draft: _Draft, reason: str, key: str, outcome: MemberOutcome) 
     draft.note(reason, what, end.pod, warning=cause is not TerminationCause.SUCCEEDED)
 
 
-def _note_changes(draft: _Draft) -> None:
+def _note_changes(draft: JobDraft) -> None:
     """Note what a person sees of the plan: workers that come and go."""
     job, status = draft.job, draft.job.status
     if job.scaling == "auto" and job.replicas is not None and status.get("observedGeneration") != job.generation:
@@ -489,7 +428,7 @@ def _note_changes(draft: _Draft) -> None:
         draft.note("Started", f"{len(draft.create)} workers are made; {draft.target} are wanted")
         grown = []
     if grown:
-        draft.note("Growing", f"{len(draft.kept)} workers, and {len(grown)} are made; {draft.target} are wanted")
+        draft.note("Growing", f"{len(draft.workers)} workers, and {len(grown)} are made; {draft.target} are wanted")
     if draft.shrunk:
         draft.note("Shrinking", f"{len(draft.shrunk)} workers are let go; {draft.target} are wanted")
     for key in draft.homeless:

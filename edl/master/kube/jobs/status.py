@@ -7,10 +7,10 @@ by time alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from edl.kube.objects import Object, format_time
+from edl.kube.objects import Object, format_time, read_time
 from edl.master.kube.capacity import GPU
 from edl.master.kube.jobs.launches import MASTER, WORKER
 from edl.master.kube.members.naming import build_selector
@@ -19,11 +19,19 @@ from edl.master.kube.members.records import (
     MAX_MESSAGE_CHARS,
     MemberEnd,
     MemberRecord,
+    MemberReview,
     format_member_records,
     read_member_records,
-    read_time,
 )
-from edl.master.kube.observation import Condition, OwnerObservation, WorkProgress, find_condition, write_conditions
+from edl.master.kube.observation import (
+    Condition,
+    EventNote,
+    OwnerObservation,
+    PodDeletion,
+    WorkProgress,
+    find_condition,
+    write_conditions,
+)
 from edl.master.kube.resources import ElasticJob
 from edl.master.scaling.terminations import TerminationCause, find_termination_cause
 
@@ -219,29 +227,76 @@ _ESTIMATE_STEP: Final = 0.1
 """By how much of itself an estimate must change to be written again: each write goes to all who watch the job."""
 
 
-@dataclass(frozen=True)
-class JobView:
-    """A job as its status shows it.
+SOON_S: Final = 0.5
+"""The least time after which a plan asks for another look: times in statuses have whole seconds."""
+
+
+@dataclass
+class JobDraft:
+    """A job's plan in the making: the planner fills it, and its status is written from it.
 
     Attributes:
-        workers: live pods of the newest tries.
-        creating: how many pods of workers are being made.
+        target: workers that are wanted.
+        workers: live pods of the newest tries that stay.
+        create: indices of workers whose pods are made now.
         waiting: keys of workers that are made later -> when, Unix time.
-        suspended: there are no workers since `spec.suspend` is true.
+        shrunk: keys of workers that go because fewer are wanted.
+        homeless: keys of workers beyond the minimum that go because no node takes them.
         ending: how the job is ending; empty if it is not.
-        succeeded: which worker ended the job; empty if none has, or others are waited for.
-        failure: why it has failed; None if it has not.
+        succeeded: the worker that ended the job, once all others have ended.
+        times: when the decision changes by time alone, Unix time.
+        reasons: name of a pod -> why it goes.
     """
 
-    records: Mapping[str, MemberRecord]
-    workers: tuple[MemberPod, ...] = ()
+    job: ElasticJob
+    observation: OwnerObservation
+    review: MemberReview
+    records: dict[str, MemberRecord]
     target: int = 0
-    creating: int = 0
-    waiting: Mapping[str, float] | None = None
+    workers: list[MemberPod] = field(default_factory=list)
+    create: list[int] = field(default_factory=list)
+    waiting: dict[str, float] = field(default_factory=dict)
+    shrunk: list[str] = field(default_factory=list)
+    homeless: list[str] = field(default_factory=list)
     suspended: bool = False
     ending: str = ""
     succeeded: str = ""
     failure: JobFailure | None = None
+    events: list[EventNote] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job ends with this plan."""
+        return self.failure is not None or bool(self.succeeded)
+
+    @property
+    def ready(self) -> int:
+        """How many workers are ready."""
+        return sum(pod.ready for pod in self.workers)
+
+    def note(self, reason: str, message: str, pod: str = "", warning: bool = False) -> None:
+        """Add an event."""
+        self.events.append(EventNote("Warning" if warning else "Normal", reason, message, pod))
+
+    def release(self, pod: MemberPod, reason: str) -> None:
+        """Let a pod go by the job's own will: another try takes its place, so that any operator deletes it."""
+        if not self.records[pod.key].is_superseded(pod):
+            self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
+        self.reasons[pod.name] = reason
+
+    def list_deletions(self, pods: Iterable[MemberPod]) -> tuple[PodDeletion, ...]:
+        """Return the deletions of pods."""
+        return tuple(
+            PodDeletion(pod.name, pod.uid, None, self.reasons.get(pod.name, "its end is recorded")) for pod in pods
+        )
+
+    def get_requeue_s(self) -> float | None:
+        """Return in how many seconds time alone changes the decision; None if it does not."""
+        now_s = self.observation.now_s
+        times = [time_s for time_s in self.times if time_s > now_s]
+        return max(SOON_S, min(times) - now_s) if times else None
 
 
 def find_waiting_since_s(job: ElasticJob, pods: Iterable[MemberPod]) -> float | None:
@@ -274,61 +329,60 @@ def write_finished_status(job: ElasticJob, phase: str, workers: int) -> Object:
     return {**job.status, "observedGeneration": job.generation, "phase": phase, **counts}
 
 
-def write_job_status(job: ElasticJob, observation: OwnerObservation, view: JobView) -> Object:
+def write_job_status(draft: JobDraft) -> Object:
     """Return the whole status of a job."""
-    now_s = observation.now_s
-    ready = sum(pod.ready for pod in view.workers)
-    finished = view.failure is not None or bool(view.succeeded)
+    job, now_s = draft.job, draft.observation.now_s
     conditions = [
-        _describe_accepted(job, observation),
-        _describe_scheduled(job, observation, view, finished),
-        _describe_running(job, view, ready, finished),
-        _describe_suspended(view),
-        _describe_complete(view),
-        _describe_failed(view),
+        _describe_accepted(draft),
+        _describe_scheduled(draft),
+        _describe_running(draft),
+        _describe_suspended(draft),
+        _describe_complete(draft),
+        _describe_failed(draft),
     ]
     before = job.status.get("conditions")
     status: Object = {
         **{key: value for key, value in job.status.items() if key not in _VANISHING},
         "observedGeneration": job.generation,
-        "phase": _find_phase(view, ready),
+        "phase": _find_phase(draft),
         "jobId": job.job_id,
         "store": job.store,
         "checkpoint": job.checkpoint,
-        "replicas": len(view.workers) + view.creating,
-        "readyReplicas": ready,
-        "wantedReplicas": 0 if finished or view.suspended else view.target,
+        "replicas": len(draft.workers) + len(draft.create),
+        "readyReplicas": draft.ready,
+        "wantedReplicas": 0 if draft.finished or draft.suspended else draft.target,
         "selector": ",".join(f"{key}={value}" for key, value in build_selector(job, WORKER).items()),
         "conditions": write_conditions(before if isinstance(before, list) else [], conditions, job.generation, now_s),
-        "members": format_member_records(view.records),
-        "message": _write_message(conditions, view),
+        "members": format_member_records(draft.records),
+        "message": _write_message(conditions, draft),
     }
     started_s = get_started_s(job)
-    if not view.suspended:
+    if not draft.suspended:
         status["startTime"] = format_time(now_s if started_s is None else started_s)
     if job.ignored_edits:
         status["ignoredEdits"] = job.ignored_edits
-    if finished:
+    if draft.finished:
         status["completionTime"] = format_time(now_s)
-    _write_progress(status, job.status, observation.store.progress, bool(view.succeeded))
+    _write_progress(status, job.status, draft.observation.store.progress, bool(draft.succeeded))
     return status
 
 
-_VANISHING: Final = ("startTime", "completionTime", "ignoredEdits")
-"""Fields that are only there at times: a job that is suspended has no start, as `batch/v1` has it."""
+_VANISHING: Final = ("startTime", "completionTime", "ignoredEdits", "formerSpec")
+"""Fields that come and go: a suspended job has no start, as in `batch/v1`. Earlier operators wrote the last one."""
 
 
-def _find_phase(view: JobView, ready: int) -> str:
-    if view.failure is not None:
+def _find_phase(draft: JobDraft) -> str:
+    if draft.failure is not None:
         return "Failed"
-    if view.succeeded:
+    if draft.succeeded:
         return "Succeeded"
-    if view.suspended:
+    if draft.suspended:
         return "Suspended"
-    return "Running" if ready or view.ending else "Pending"
+    return "Running" if draft.ready or draft.ending else "Pending"
 
 
-def _describe_accepted(job: ElasticJob, observation: OwnerObservation) -> Condition:
+def _describe_accepted(draft: JobDraft) -> Condition:
+    job, observation = draft.job, draft.observation
     if job.ignored_edits:
         return Condition("Accepted", True, "StoreChangeIgnored", job.ignored_edits)
     if observation.store.refused:
@@ -338,59 +392,63 @@ def _describe_accepted(job: ElasticJob, observation: OwnerObservation) -> Condit
     return Condition("Accepted", True, "Valid", "the spec can be worked on")
 
 
-def _describe_scheduled(job: ElasticJob, observation: OwnerObservation, view: JobView, finished: bool) -> Condition:
+def _describe_scheduled(draft: JobDraft) -> Condition:
+    job, observation = draft.job, draft.observation
+
     def build(holds: bool, reason: str, message: str) -> Condition:
         return Condition("Scheduled", holds, reason, message)
 
-    if finished:
+    if draft.finished:
         return build(False, "Finished", "the job has ended")
-    if view.suspended:
+    if draft.suspended:
         return build(False, "Suspended", "spec.suspend is true")
-    if observation.starts_after and not view.target:
+    if observation.starts_after and not draft.target:
         text = f"{observation.starts_after} has waited for its workers for so long that it starts first"
         return build(False, "WaitingForTurn", text)
-    count = sum(pod.scheduled for pod in view.workers)
-    refused = next((pod for pod in view.workers if pod.pending and pod.unschedulable), None)
+    count = sum(pod.scheduled for pod in draft.workers)
+    refused = next((pod for pod in draft.workers if pod.pending and pod.unschedulable), None)
     words = f"; {refused.key} waits: {refused.unschedulable}" if refused else ""
     if count >= job.min_replicas:
-        reason = "AllScheduled" if count >= view.target else "MinimumScheduled"
-        return build(True, reason, f"{count} of {view.target} workers have a node{words}")
+        reason = "AllScheduled" if count >= draft.target else "MinimumScheduled"
+        return build(True, reason, f"{count} of {draft.target} workers have a node{words}")
     if refused is not None:
         text = f"{count} of the {job.min_replicas} workers that the job needs have a node{words}"
         return build(False, "Unschedulable", text)
-    if view.waiting:
-        return build(False, "BackingOff", _describe_waiting(view))
+    if draft.waiting:
+        return build(False, "BackingOff", _describe_waiting(draft))
     return build(False, "WaitingForNode", f"{count} of the {job.min_replicas} workers that the job needs have a node")
 
 
-def _describe_running(job: ElasticJob, view: JobView, ready: int, finished: bool) -> Condition:
+def _describe_running(draft: JobDraft) -> Condition:
+    job, ready = draft.job, draft.ready
+
     def build(holds: bool, reason: str, message: str) -> Condition:
         return Condition("Running", holds, reason, message)
 
-    if finished:
+    if draft.finished:
         return build(False, "Finished", "the job has ended")
-    if view.suspended:
+    if draft.suspended:
         return build(False, "Suspended", "spec.suspend is true")
-    if view.ending:
-        return build(bool(ready), "Ending", view.ending)
-    stuck = next((pod for pod in view.workers if pod.waiting not in _LAUNCHING), None)
+    if draft.ending:
+        return build(bool(ready), "Ending", draft.ending)
+    stuck = next((pod for pod in draft.workers if pod.waiting not in _LAUNCHING), None)
     words = f"{stuck.key}: {stuck.waiting}: {stuck.waiting_message}".rstrip(": ") if stuck else ""
     if ready >= job.min_replicas:
-        return build(True, "WorkersRunning", f"{ready} of {view.target} workers run" + (f"; {words}" if words else ""))
+        return build(True, "WorkersRunning", f"{ready} of {draft.target} workers run" + (f"; {words}" if words else ""))
     if stuck is not None:
         return build(False, "ContainerWaiting", words)
-    if view.waiting:
-        return build(False, "BackingOff", _describe_waiting(view))
-    count = sum(pod.scheduled for pod in view.workers)
+    if draft.waiting:
+        return build(False, "BackingOff", _describe_waiting(draft))
+    count = sum(pod.scheduled for pod in draft.workers)
     if count < job.min_replicas:
         return build(False, "NotScheduled", f"{count} of the {job.min_replicas} workers that it needs have a node")
     return build(False, "Starting", f"{ready} of the {job.min_replicas} workers that it needs are ready")
 
 
-def _describe_waiting(view: JobView) -> str:
-    waiting = view.waiting or {}
+def _describe_waiting(draft: JobDraft) -> str:
+    waiting = draft.waiting
     key = min(waiting, key=lambda name: (waiting[name], name))
-    end = view.records[key].last_end if key in view.records else None
+    end = draft.records[key].last_end if key in draft.records else None
     why = f": it ended, {end.cause.replace('_', ' ')} ({end.evidence})" if end is not None else ""
     if end is not None and (lines := end.message.strip().splitlines()):
         why += f": {lines[-1].strip()}"
@@ -398,32 +456,32 @@ def _describe_waiting(view: JobView) -> str:
     return f"{key} is made again at {format_time(waiting[key])}{why}{others}"
 
 
-def _describe_suspended(view: JobView) -> Condition:
-    if view.suspended:
+def _describe_suspended(draft: JobDraft) -> Condition:
+    if draft.suspended:
         return Condition("Suspended", True, "SuspendRequested", "spec.suspend is true: `edl resume` goes on")
     return Condition("Suspended", False, "NotSuspended", "spec.suspend is false")
 
 
-def _describe_complete(view: JobView) -> Condition:
-    if view.failure is not None:
+def _describe_complete(draft: JobDraft) -> Condition:
+    if draft.failure is not None:
         return Condition("Complete", False, "JobFailed", "the job has failed")
-    if view.succeeded:
-        return Condition("Complete", True, "WorkersSucceeded", f"{view.succeeded} has ended the job")
-    return Condition("Complete", False, "NotFinished", view.ending or "the job goes on")
+    if draft.succeeded:
+        return Condition("Complete", True, "WorkersSucceeded", f"{draft.succeeded} has ended the job")
+    return Condition("Complete", False, "NotFinished", draft.ending or "the job goes on")
 
 
-def _describe_failed(view: JobView) -> Condition:
-    if view.failure is not None:
-        return Condition("Failed", True, view.failure.reason, view.failure.message)
+def _describe_failed(draft: JobDraft) -> Condition:
+    if draft.failure is not None:
+        return Condition("Failed", True, draft.failure.reason, draft.failure.message)
     return Condition("Failed", False, "NotFailed", "the job has not failed")
 
 
-def _write_message(conditions: list[Condition], view: JobView) -> str:
-    if view.failure is not None:
-        return view.failure.summary
-    if view.succeeded:
+def _write_message(conditions: list[Condition], draft: JobDraft) -> str:
+    if draft.failure is not None:
+        return draft.failure.summary
+    if draft.succeeded:
         return "the job has succeeded"
-    if view.suspended:
+    if draft.suspended:
         return "suspended"
     running = next(condition for condition in conditions if condition.type == "Running")
     scheduled = next(condition for condition in conditions if condition.type == "Scheduled")

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any, Final
 
 from edl.kube.objects import Object
-from edl.kube.quantity import format_quantity, parse_quantity
+from edl.kube.quantity import format_bytes, parse_quantity
 from edl.master.kube.members.naming import build_member_labels, build_member_name, build_owner_reference
 from edl.master.kube.members.pods import find_main_container, get_list, get_mapping, get_text
 from edl.master.kube.resources import MemberOwner
@@ -193,7 +193,7 @@ def _multiply_memory(main: dict[str, Any], factor: float) -> None:
                 amount = parse_quantity(amounts["memory"]) * Decimal(str(factor))
             except ValueError:
                 continue  # the API server says what is wrong with it, in its own words
-            amounts["memory"] = format_quantity(Decimal(int(amount)), binary=True)
+            amounts["memory"] = format_bytes(Decimal(int(amount)))
     others = {kind: value for kind, value in get_mapping(main, "resources").items() if kind not in resources}
     main["resources"] = {**others, **{kind: amounts for kind, amounts in resources.items() if amounts}}
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import Any, Final
 
 from edl.errors import ProtocolError
+from edl.kube.objects import read_time
 from edl.master.kube.members.naming import INDEX_LABEL, OWNER_UID_LABEL, ROLE_LABEL, TRY_LABEL
 from edl.master.scaling.terminations import (
     TerminationCause,
@@ -22,22 +22,8 @@ from edl.master.scaling.terminations import (
 MAIN_CONTAINER: Final = "edl"
 """A container of this name is the member's, wherever it stands among others; without it, the first is."""
 _MAX_MESSAGE_CHARS: Final = 4096  # of /dev/termination-log, the kubelet keeps no more
-NO_EVENTS: Final[Mapping[str, str]] = {}
 STARTING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
 """Why a container waits that nothing keeps from starting."""
-
-
-@dataclass(frozen=True)
-class StartFailure:
-    """Why a pod's main container does not come to its start: an init container, a volume, a secret or the sandbox.
-
-    Attributes:
-        reason: why an init container waits, as `ErrImagePull`; `InitContainerFailed` if it has ended; of an event.
-        message: the init container's name and its words, or the event's.
-    """
-
-    reason: str
-    message: str
 
 
 def get_mapping(parent: object, key: str) -> Mapping[str, Any]:
@@ -81,10 +67,14 @@ def is_node_silent(pod: Mapping[str, Any]) -> bool:
     return found.get("Ready") in ("False", "Unknown") and found.get("ContainersReady") == "True"
 
 
-def find_start_failure(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENTS) -> StartFailure | None:
-    """Return what keeps a pod from starting its main container; None if nothing does, or the pod is asked to end."""
+def _find_start_failure(pod: Mapping[str, Any], events: Mapping[str, str]) -> tuple[str, str]:
+    """Return what keeps a pod from starting its main container, a reason and its words; empty if nothing does.
+
+    That is an init container's reason, `InitContainerFailed` if it has ended, or that of an event about a volume, a
+    secret or the sandbox. A pod that was asked to end has none: its end stops init containers as well.
+    """
     if get_mapping(pod, "metadata").get("deletionTimestamp"):
-        return None  # that ends them as well
+        return "", ""
     status = get_mapping(pod, "status")
     for container in get_list(status, "initContainerStatuses"):
         state, name = get_mapping(container, "state"), get_text(container, "name")
@@ -93,45 +83,15 @@ def find_start_failure(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EV
         if code and get_text(status, "phase") == "Failed":
             how = f"{get_text(terminated, 'reason') or 'Error'}, exit code {code}"
             words = f"init container {name}: {how}: {get_text(terminated, 'message')}"
-            return StartFailure("InitContainerFailed", words.rstrip(": "))
+            return "InitContainerFailed", words.rstrip(": ")
         if get_text(waiting, "reason") not in STARTING:
             words = f"init container {name}: {get_text(waiting, 'message')}"
-            return StartFailure(get_text(waiting, "reason"), words.rstrip(": "))
+            return get_text(waiting, "reason"), words.rstrip(": ")
     for reason, message in events.items():
         found = find_termination_cause(TerminationReport(events=(reason,))).cause
         if get_text(status, "phase") == "Pending" and found is TerminationCause.LAUNCH_FAILED:
-            return StartFailure(reason, message)
-    return None
-
-
-def build_termination_report(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENTS) -> TerminationReport:
-    """Return what is known of a pod's end, or would be if it ended now."""
-    status = get_mapping(pod, "status")
-    main = get_text(find_main_container(get_mapping(pod, "spec")), "name")
-    state: Mapping[str, Any] = {}
-    for container in get_list(status, "containerStatuses"):
-        if container.get("name") == main:
-            state = get_mapping(container, "state")
-    terminated, waiting = get_mapping(state, "terminated"), get_mapping(state, "waiting")
-    agent = parse_termination_message(get_text(terminated, "message"))
-    failure = None if terminated or "running" in state else find_start_failure(pod, events)
-    words = failure.message if failure is not None else get_text(waiting, "message")
-    return replace(
-        agent,
-        exit_code=_read_int(terminated.get("exitCode")),  # as the kubelet saw it: the agent may have been killed after
-        signal=_read_int(terminated.get("signal")) or 0,
-        pod_phase=get_text(status, "phase"),
-        pod_reason=get_text(status, "reason"),
-        container_reason=failure.reason if failure is not None else get_text(terminated or waiting, "reason"),
-        conditions=tuple(
-            get_text(item, "reason")
-            for item in get_list(status, "conditions")
-            if item.get("status") == "True" and get_text(item, "reason")
-        ),
-        events=tuple(events),
-        node_ready=False if is_node_silent(pod) else None,
-        message=(agent.message or words or get_text(status, "message"))[-_MAX_MESSAGE_CHARS:],
-    )
+            return reason, message
+    return "", ""
 
 
 def _read_int(value: object) -> int | None:
@@ -146,30 +106,22 @@ container that never started."""
 
 @dataclass(frozen=True)
 class MemberPod:
-    """A pod of an ElasticJob or a TeacherPool.
+    """A pod of an ElasticJob or a TeacherPool. Times are Unix times; None if they are unknown or have not come.
 
     Attributes:
         try_number: of the member's pods, from 0.
-        phase: `status.phase`; `Pending` where none is written yet.
-        ready: whether its containers say that they are ready.
-        ready_s: since when they do, Unix time; None if they do not, or that is not known.
+        phase: `status.phase`; `Pending` before any is written.
+        ready_s: since when it is ready.
         restarts: how often its main container was restarted.
-        unschedulable: the scheduler's words why it has none; empty if it did not say any.
-        node: on which it is; empty before.
-        deleting: it was asked to end; on a dead node it stays so.
-        delete_by_s: when its grace period is over, Unix time; None if it is not deleting.
-        created_s: when it was created, Unix time.
-        scheduled_s: when it got its node, Unix time; None before.
-        started_s: when its main container started; None before.
-        finished_s: when its main container ended; None before.
+        unschedulable: the scheduler's message about why the pod has no node.
+        node_silent: its node no longer answers.
+        delete_by_s: when its grace period is over.
+        started_s: when its main container started.
         finished: its main container has ended, or the pod was given up before it began.
-        emptied: none of its containers runs, and it was asked to end before they ended: what it held is free
-            whether the API server still has it or not.
-        waiting: reason for which its main container does not start, such as `ImagePullBackOff`, which an init container
-            may have; empty if there is none.
-        request: what its main container asks for, as in its spec: resource -> quantity.
-        priority: by which the scheduler compares it.
-        termination: what is known of its end; of a pod that goes on, what would be if it ended now.
+        emptied: the pod was asked to end, and no container runs any more: its resources are free, whether the API
+            server still has the pod or not.
+        waiting: why its main container does not start, such as `ImagePullBackOff`; may be an init container's reason.
+        termination: the evidence about its end; for a pod that goes on, as if it ended now.
     """
 
     name: str
@@ -193,8 +145,6 @@ class MemberPod:
     emptied: bool = False
     waiting: str = ""
     waiting_message: str = ""
-    request: Mapping[str, str] = field(default_factory=dict)
-    priority: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     termination: TerminationReport = field(default_factory=TerminationReport)
     ready_s: float | None = None
@@ -252,12 +202,13 @@ def read_member_pods(
     return tuple(sorted(found, key=lambda pod: (pod.role, pod.index, pod.try_number))), tuple(sorted(reasons))
 
 
-def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENTS) -> MemberPod:
+def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = None) -> MemberPod:
     """Read a member pod.
 
     Raises:
         ProtocolError: it is not a member's; the message says what is missing.
     """
+    events = events or {}
     metadata, spec, status = (get_mapping(pod, key) for key in ("metadata", "spec", "status"))
     labels = {key: value for key, value in get_mapping(metadata, "labels").items() if isinstance(value, str)}
     name, uid, owner_uid = get_text(metadata, "name"), get_text(metadata, "uid"), labels.get(OWNER_UID_LABEL, "")
@@ -271,19 +222,18 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENT
     if controllers != [owner_uid]:
         raise ProtocolError(f"pod {name}: no member: it has the labels of a member, but is not controlled by its owner")
     conditions = {get_text(item, "type"): item for item in get_list(status, "conditions")}
-    scheduled = conditions.get("PodScheduled", {})
-    ready = conditions.get("Ready", {})
+    scheduled, ready = conditions.get("PodScheduled", {}), conditions.get("Ready", {})
     is_ready = get_text(ready, "status") == "True"
-    main = find_main_container(spec)
-    state: Mapping[str, Any] = {}
-    restarts: object = 0
-    for container in get_list(status, "containerStatuses"):
-        if container.get("name") == main.get("name"):
-            state, restarts = get_mapping(container, "state"), container.get("restartCount")
+    main, node = get_text(find_main_container(spec), "name"), get_text(spec, "nodeName")
+    statuses = [item for item in get_list(status, "containerStatuses") if item.get("name") == main]
+    container: Mapping[str, Any] = statuses[-1] if statuses else {}
+    state = get_mapping(container, "state")
     running, terminated, waiting = (get_mapping(state, key) for key in ("running", "terminated", "waiting"))
     phase = get_text(status, "phase") or "Pending"
-    node = get_text(spec, "nodeName")
-    failure = None if running or terminated else find_start_failure(pod, events)
+    reason, words = ("", "") if "running" in state or terminated else _find_start_failure(pod, events)
+    reason, words = (reason, words) if reason else (get_text(waiting, "reason"), get_text(waiting, "message"))
+    node_silent = is_node_silent(pod)
+    agent = parse_termination_message(get_text(terminated, "message"))
     return MemberPod(
         name=name,
         role=role,
@@ -293,11 +243,11 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENT
         phase=phase,
         ready=is_ready,
         ready_s=_read_time(ready.get("lastTransitionTime")) if is_ready else None,
-        restarts=restarts if isinstance(restarts, int) else 0,
+        restarts=_read_int(container.get("restartCount")) or 0,
         scheduled=bool(node),
         unschedulable=get_text(scheduled, "message") if scheduled.get("reason") == "Unschedulable" and not node else "",
         node=node,
-        node_silent=is_node_silent(pod),
+        node_silent=node_silent,
         deleting=bool(metadata.get("deletionTimestamp")),
         delete_by_s=_read_time(metadata.get("deletionTimestamp")),
         created_s=_read_time(metadata.get("creationTimestamp")) or 0.0,
@@ -306,12 +256,25 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENT
         finished_s=_read_time(terminated.get("finishedAt")),
         finished=phase in ("Succeeded", "Failed") or "exitCode" in terminated,
         emptied=_is_emptied(pod),
-        waiting=failure.reason if failure is not None else get_text(waiting, "reason"),
-        waiting_message=failure.message if failure is not None else get_text(waiting, "message"),
-        request=_read_request(main),
-        priority=spec["priority"] if isinstance(spec.get("priority"), int) else 0,
+        waiting=reason,
+        waiting_message=words,
         labels=labels,
-        termination=build_termination_report(pod, events),
+        termination=replace(
+            agent,
+            exit_code=_read_int(terminated.get("exitCode")),  # the kubelet's: the agent may have been killed after
+            signal=_read_int(terminated.get("signal")) or 0,
+            pod_phase=get_text(status, "phase"),
+            pod_reason=get_text(status, "reason"),
+            container_reason=get_text(terminated, "reason") or reason,
+            conditions=tuple(
+                get_text(item, "reason")
+                for item in get_list(status, "conditions")
+                if item.get("status") == "True" and get_text(item, "reason")
+            ),
+            events=tuple(events),
+            node_ready=False if node_silent else None,
+            message=(agent.message or words or get_text(status, "message"))[-_MAX_MESSAGE_CHARS:],
+        ),
     )
 
 
@@ -338,23 +301,12 @@ def _is_emptied(pod: Mapping[str, Any]) -> bool:
 
 
 def _read_time(value: object) -> float | None:
-    """Return the Unix time that the API wrote; None for anything but a time with a zone after the clock's zero."""
-    try:
-        read = datetime.fromisoformat(value.replace("Z", "+00:00")) if isinstance(value, str) else None
-        time_s = read.timestamp() if read is not None and read.tzinfo is not None else None
-        return time_s if time_s is not None and time_s >= _FIRST_TIME_S else None
-    except (ValueError, OverflowError):
-        return None
+    """Return the Unix time in a field; None for the zero that a runtime writes where it does not know."""
+    time_s = read_time(value)
+    return time_s if time_s is not None and time_s >= _FIRST_TIME_S else None
 
 
 def _read_number(text: str | None) -> int | None:
     if text is None or not text.isascii() or not text.isdecimal() or len(text) > 10 or int(text) > _MAX_NUMBER:
         return None
     return int(text)
-
-
-def _read_request(container: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a container asks for: a limit without a request is a request as well."""
-    resources = get_mapping(container, "resources")
-    asked = {**get_mapping(resources, "limits"), **get_mapping(resources, "requests")}
-    return {name: str(amount) for name, amount in asked.items() if isinstance(amount, str | int)}

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from edl.kube.objects import format_time, parse_time
+from edl.kube.objects import format_time, read_time
 from edl.master.kube.members.pods import MemberPod, get_list, get_mapping, get_text
 from edl.master.scaling.terminations import (
     RELAUNCH_TABLE,
@@ -264,14 +264,6 @@ def _format_end(end: MemberEnd) -> dict[str, Any]:
 def _keep_said(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields without those that say nothing; 0 says something."""
     return {name: value for name, value in fields.items() if value not in (None, "", [], {})}
-
-
-def read_time(value: object) -> float | None:
-    """Return the Unix time that a status says; None for what is no time."""
-    try:
-        return parse_time(value) if isinstance(value, str) else None
-    except (ValueError, OverflowError):
-        return None
 
 
 def _read_factor(value: object) -> float:

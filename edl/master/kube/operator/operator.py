@@ -71,7 +71,6 @@ class Operator:
                 default_store=settings.store,
                 policy=settings.pods,
                 clock=self._client.read_server_time,
-                is_time_doubtful=self._client.is_time_doubtful,
             )
             self._queue = WorkQueue(self._work, workers=settings.workers, on_result=self.metrics.count_reconcile)
             stack.callback(self._queue.close)

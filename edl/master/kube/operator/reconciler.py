@@ -29,7 +29,6 @@ from edl.master.kube.operator.events import PodEvidence
 from edl.master.kube.operator.surroundings import LiveSurroundings
 from edl.master.kube.pools import plan_pool
 from edl.master.kube.resources import (
-    ElasticJob,
     MemberOwner,
     SpecProblem,
     TeacherPool,
@@ -38,9 +37,6 @@ from edl.master.kube.resources import (
 )
 
 logger = logging.getLogger(__name__)
-
-FORMER_SPEC: Final = "formerSpec"
-"""Field of a status: the spec cannot be worked on, and the operator goes on by the one before."""
 
 
 def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Object:
@@ -88,11 +84,10 @@ def _is_absent(value: object) -> bool:
 def describe_refused_spec(
     before: Mapping[str, Any], problems: Sequence[SpecProblem], generation: int, now_s: float
 ) -> Object:
-    """Return the status of a resource whose spec cannot be worked on: members and all else stay as they were."""
+    """Return the status of a resource whose spec is refused: members and all else stay as they were."""
     message = "; ".join(problem.message for problem in problems)
     status = set_condition(before, Condition("Accepted", False, problems[0].reason, message), generation, now_s)
-    phase = before.get("phase") or "Pending"
-    return {**status, "observedGeneration": generation, "phase": phase, "message": message, FORMER_SPEC: None}
+    return {**status, "observedGeneration": generation, "phase": before.get("phase") or "Pending", "message": message}
 
 
 def set_condition(
@@ -162,11 +157,8 @@ def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
 
 _CONFLICT_RETRY_S: Final = 0.2
 """After a resource has changed since it was read: read it again."""
-_TIME_LOOK_S: Final = 0.7
-"""After so long another answer of the API server may tell what the time is."""
 _MOST_WARNED: Final = 1000
 """Pods that carry a resource's label and are no members, of which it is remembered that they were logged."""
-_FORMER_SPEC_COUNTS: Final = "until that is mended, what the spec was before counts"
 _REFUSALS: Final[Mapping[type[Exception], str]] = {
     InvalidObjectError: "ObjectRefused",
     AccessDeniedError: "AccessDenied",
@@ -206,7 +198,6 @@ class Reconciler:
         default_store: URL of discovery of resources that name none.
         policy: what templates of members may ask for.
         clock: the time by the API server's clock, which set the timestamps of pods, in seconds since 1970.
-        is_time_doubtful: whether that clock is not known yet, so that nothing may be decided by the time.
     """
 
     def __init__(
@@ -218,7 +209,6 @@ class Reconciler:
         default_store: str = "",
         policy: PodPolicy | None = None,
         clock: Callable[[], float] = time.time,
-        is_time_doubtful: Callable[[], bool] = lambda: False,
     ) -> None:
         self._api = api
         self._surroundings = surroundings
@@ -226,11 +216,9 @@ class Reconciler:
         self._default_store = default_store
         self._policy = policy or PodPolicy()
         self._clock = clock
-        self._is_time_doubtful = is_time_doubtful
         self._evidence = PodEvidence(api)
         self._lock = threading.Lock()
         self._done: OrderedDict[tuple[str, str, str], tuple[str, float]] = OrderedDict()
-        self._accepted: dict[str, Object] = {}
         self._refusals: dict[str, tuple[str, int, SpecProblem]] = {}
         self._warned: set[str] = set()
         self._statuses: dict[str, str] = {}
@@ -256,67 +244,24 @@ class Reconciler:
             return None
         if resource["metadata"].get("deletionTimestamp"):
             return math.inf  # its pods are the garbage collector's, by their owner reference
-        if self._is_time_doubtful():
-            return _TIME_LOOK_S
         parsed = kind.parse(resource, self._default_store)
-        if not isinstance(parsed, tuple):
-            parsed = self._policy.find_problems(parsed) or parsed
-        if isinstance(parsed, tuple):
-            owner = self._parse_former(kind, key, resource)
-            if owner is None:
-                return self._refuse(kind, resource, parsed)
-        else:
-            owner = parsed
-            self._accepted[key] = resource
-        target = None
+        problems = parsed if isinstance(parsed, tuple) else self._policy.find_problems(parsed)
+        if isinstance(parsed, tuple) or problems:
+            return self._refuse(kind, resource, problems)
+        owner, target = parsed, None
         if isinstance(owner, TeacherPool) and owner.scale_target_ref is not None:
             try:
                 target = find_scale_target(self._api, owner)
             except (InvalidObjectError, AccessDeniedError) as exc:
                 self._remember_refusal(kind, resource, owner, exc)
                 raise
-        plan = kind.plan(owner, self._observe(owner, target))
-        if isinstance(parsed, tuple):
-            plan = self._note_problems(owner, plan, parsed)
-        else:
-            plan = replace(plan, status={**plan.status, FORMER_SPEC: None})
-        return self._carry_out(kind, resource, owner, plan, target)
+        return self._carry_out(kind, resource, owner, kind.plan(owner, self._observe(owner, target)), target)
 
     def forget(self, key: str) -> None:
         """Drop what is remembered of a resource that is gone."""
         self._refusals.pop(key, None)
         self._statuses.pop(key, None)
-        self._accepted.pop(key, None)
         self._surroundings.note_gone(key)
-
-    def _parse_former(self, kind: ResourceHandling, key: str, resource: Object) -> MemberOwner | None:
-        """Return a resource as its spec was before it became one that cannot be worked on; None if that is not known.
-
-        Else a slip in an edit would leave pods that end where they are, and the job's own end unseen.
-        """
-        former, now = self._accepted.get(key), resource.get("spec")
-        if former is None or former["metadata"].get("uid") != resource["metadata"].get("uid"):
-            return None
-        spec = dict(former["spec"])
-        suspend = now.get("suspend", False) if isinstance(now, Mapping) else None
-        if isinstance(suspend, bool):
-            spec["suspend"] = suspend
-        owner = kind.parse({**resource, "spec": spec}, self._default_store)
-        if isinstance(owner, tuple):
-            return None
-        if isinstance(owner, ElasticJob):  # what an edit raised that has a slip must not end or delete the job
-            return replace(owner, active_deadline_s=None, ttl_seconds_after_finished=None)
-        return owner
-
-    def _note_problems(self, owner: MemberOwner, plan: Plan, problems: tuple[SpecProblem, ...]) -> Plan:
-        """Return the plan of a former spec with what is wrong with the present one."""
-        message = f"{'; '.join(problem.message for problem in problems)}; {_FORMER_SPEC_COUNTS}"
-        problem = SpecProblem(problems[0].reason, message)
-        status, events = self._with_problem(plan.status, problem, owner, owner.status), plan.events
-        if owner.status.get("observedGeneration") != owner.generation:
-            events = (*events, EventNote("Warning", problem.reason, message))
-        written = {**status, "observedGeneration": owner.generation, FORMER_SPEC: True}
-        return replace(plan, status=written, events=events)
 
     def _observe(self, owner: MemberOwner, target: ScaleTarget | None) -> OwnerObservation:
         listed = self._api.list(PODS, owner.namespace, label_selector=f"{OWNER_UID_LABEL}={owner.uid}").items

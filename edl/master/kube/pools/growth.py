@@ -6,27 +6,23 @@ After a teacher that found no room, or was preempted, nothing is tried for a whi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from edl.kube.objects import format_time, parse_time
 from edl.master.kube.members.pods import MemberPod
 from edl.master.kube.members.records import LAUNCH_PATIENCE_S
 from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.pools.pool_status import Growth, PoolDraft
 from edl.master.kube.pools.updating import is_failing
 from edl.master.kube.resources import TeacherPool
 from edl.master.scaling.terminations import TerminationCause, find_termination_cause
 
 
 def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) -> int:
-    """Return how many teachers a pool is to have, between its bounds; none while it is suspended, or its service taken.
+    """Return how many teachers a pool should have, between its bounds; 0 if it is suspended or its service is taken.
 
-    Where EDL scales and the store does not say how many are wanted, nothing is moved: while the store is away, or may
-    not be asked, the number that was wanted last stays, and where nothing stands in it, that of the teachers there are.
-
-    `present` counts the teachers that are there, those that wait for a node included.
+    If EDL scales and the store does not say how many are wanted, nothing moves: while the store is away or may not be
+    asked, the number that was wanted last stays; else the number of `present` teachers, pending ones included.
     """
     if pool.suspend or observation.service_holder:
         return 0
@@ -37,66 +33,9 @@ def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) 
     else:
         before = pool.status.get("wantedReplicas")
         count = present
-        if (
-            (observation.store.stale or observation.store.refused)
-            and isinstance(before, int)
-            and not isinstance(before, bool)
-        ):
+        if (observation.store.stale or observation.store.refused) and type(before) is int:
             count = before
     return max(pool.min_replicas, min(count, pool.max_replicas))
-
-
-_MOST_S: Final = 300.0
-"""Between two probes: what is idle is borrowed within 5 minutes, at 12 pods an hour while nothing is."""
-
-
-@dataclass(frozen=True)
-class ProbeBackoff:
-    """The last time that a pool found no room.
-
-    Attributes:
-        at_s: when its probe was removed, or a teacher preempted, Unix time.
-        wait_s: how long nothing is tried after it, in seconds.
-    """
-
-    at_s: float
-    wait_s: float
-
-    @classmethod
-    def read(cls, status: Mapping[str, Any]) -> ProbeBackoff | None:
-        """Read `status.lastProbe`; None where there is none, or none that EDL wrote."""
-        written = status.get("lastProbe")
-        if not isinstance(written, Mapping):
-            return None
-        wait_s = written.get("backoffSeconds")
-        try:
-            at_s = parse_time(written["at"])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            return None
-        if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 < wait_s < math.inf:
-            return None
-        return cls(at_s, min(_MOST_S, float(wait_s)))
-
-    def format(self) -> dict[str, Any]:
-        """Return it as `status.lastProbe` has it."""
-        return {"at": format_time(self.at_s), "backoffSeconds": math.ceil(self.wait_s)}
-
-    def left_s(self, now_s: float) -> float:
-        """Return how many seconds to wait before the next try, 0 for none.
-
-        A clock that was set back does not make it longer than the whole.
-        """
-        return max(0.0, min(self.wait_s, self.at_s + self.wait_s - now_s))
-
-    def is_over(self, pods: Iterable[MemberPod]) -> bool:
-        """Return whether a teacher that came after it has found room, so that the next may follow at once."""
-        return any(pod.created_s > self.at_s for pod in pods)
-
-
-def back_off(before: ProbeBackoff | None, first_s: float, now_s: float) -> ProbeBackoff:
-    """Return the back-off after a probe that found no room: twice the one before, up to 300 s."""
-    wait_s = first_s if before is None else max(first_s, 2 * before.wait_s)
-    return ProbeBackoff(now_s, min(_MOST_S, wait_s))
 
 
 _CAPACITY_LAG_S: Final = 1.0
@@ -105,40 +44,13 @@ _CAPACITY_LOOK_S: Final = 30.0
 """After so long it is looked again whether there is room, where no event came that says so."""
 
 
-@dataclass(frozen=True)
-class Growth:
-    """Whether a pool grows.
+def decide_growth(draft: PoolDraft, target: int, not_before_s: float | None, pod: Mapping[str, Any]) -> Growth:
+    """Decide whether a pool makes another teacher, up to `target`, which `pod` would be.
 
-    Attributes:
-        growing: a teacher is being made, or waits for its node.
-        create: it should be made now.
-        reason: CamelCase, as the condition `Growing` has it.
-        message: for a person; the same as long as nothing changes.
-        requeue_s: when to look again, in seconds; None if nothing but an event changes it.
+    Where capacity is known, `pod` avoids the node of `find_launch_failure`. `not_before_s` is when its member may be
+    made; None for at once.
     """
-
-    growing: bool
-    reason: str
-    message: str
-    create: bool = False
-    requeue_s: float | None = None
-
-
-def decide_growth(
-    pool: TeacherPool,
-    observation: OwnerObservation,
-    live: Sequence[MemberPod],
-    target: int,
-    backoff: ProbeBackoff | None,
-    not_before_s: float | None,
-    pod: Mapping[str, Any],
-) -> Growth:
-    """Decide whether a pool makes a teacher more.
-
-    `pod` would be made; where capacity is known, it keeps away from the node of `find_launch_failure`.
-    `not_before_s` is when the member may be made whose turn it is; None for at once.
-    """
-    now_s = observation.now_s
+    pool, observation, live, now_s = draft.pool, draft.observation, draft.live, draft.observation.now_s
     if pool.suspend:
         return Growth(False, "Suspended", "suspend: true")
     if observation.service_holder:
@@ -160,7 +72,7 @@ def decide_growth(
         return Growth(False, "BackOff", "the next teacher waits, since others ended", requeue_s=not_before_s - now_s)
     if len(live) < pool.min_replicas:
         return Growth(True, "BelowMinimum", "a teacher is made, since minReplicas is not reached", create=True)
-    return _grow_into_idle_room(observation, live, backoff, pod)
+    return _grow_into_idle_room(draft, pod)
 
 
 def find_launch_failure(live: Sequence[MemberPod], now_s: float) -> MemberPod | None:
@@ -184,18 +96,13 @@ def _may_start_elsewhere(observation: OwnerObservation, live: Sequence[MemberPod
         return False
 
 
-def _grow_into_idle_room(
-    observation: OwnerObservation,
-    live: Sequence[MemberPod],
-    backoff: ProbeBackoff | None,
-    pod: Mapping[str, Any],
-) -> Growth:
-    """Decide by what is idle; where that is not known, a teacher that waits for a node finds out."""
-    capacity = observation.capacity
-    left_s = backoff.left_s(observation.now_s) if backoff is not None else 0.0
+def _grow_into_idle_room(draft: PoolDraft, pod: Mapping[str, Any]) -> Growth:
+    """Decide by idle capacity; if that is unknown, a teacher that waits for a node finds out."""
+    capacity = draft.observation.capacity
+    left_s = draft.backoff.left_s(draft.observation.now_s) if draft.backoff is not None else 0.0
     fitting = None
     if capacity is not None:
-        if not all(capacity.shows(other.uid, other.node) for other in live):
+        if not all(capacity.shows(other.uid, other.node) for other in draft.live):
             return Growth(True, "LooksForRoom", "what is idle is being found out", requeue_s=_CAPACITY_LAG_S)
         try:
             fitting = capacity.count_fitting(pod)

@@ -6,7 +6,7 @@ A pool with a `scaleTargetRef` only moves the `/scale` of another object, such a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from edl.kube.objects import Object, format_time
@@ -14,13 +14,19 @@ from edl.master.kube.members.pod_template import POD_ADDRESS, MemberLaunch, buil
 from edl.master.kube.members.pods import MemberPod, find_main_container
 from edl.master.kube.members.records import MemberRecord, read_member_records, record_end
 from edl.master.kube.observation import EventNote, OwnerObservation, Plan, PodDeletion
-from edl.master.kube.pools.growth import Growth, ProbeBackoff, back_off, decide_growth, find_launch_failure, find_target
-from edl.master.kube.pools.pool_status import PoolView, describe_transitions, write_status
+from edl.master.kube.pools.growth import decide_growth, find_launch_failure, find_target
+from edl.master.kube.pools.pool_status import (
+    Growth,
+    PoolDraft,
+    ProbeBackoff,
+    back_off,
+    describe_transitions,
+    write_status,
+)
 from edl.master.kube.pools.updating import (
     REVISION_LABEL,
     STEADY_S,
     TeacherUpdate,
-    UpdateView,
     choose_surplus,
     hash_place,
     hash_revision,
@@ -108,50 +114,33 @@ def _probe(path: str, failures: int) -> dict[str, Any]:
     }
 
 
-def plan_scale_target(
-    pool: TeacherPool,
-    observation: OwnerObservation,
-    records: Mapping[str, MemberRecord],
-    leaving: tuple[str, ...] = (),
-) -> Plan:
-    """Decide what an adopted object's `/scale` is to say. It is written only where it says something else.
+def _scale_target(draft: PoolDraft) -> None:
+    """Decide what the `/scale` of the pool's `scaleTargetRef` should say; it is written only if it says something else.
 
-    Its pods are not the pool's: they are neither made, probed nor removed one by one, and what is idle is not looked
-    at. An autoscaler that writes the same `/scale` would be written over, and is not supported.
-
-    `records` and `leaving` are of teachers of its own, which it had before.
+    Its pods are not the pool's: they are neither made, probed nor removed one by one, and idle capacity does not
+    matter. An autoscaler that writes the same `/scale` would be overwritten, and is not supported. Teachers that the
+    pool had before go, and are remembered in case it gets its own again.
     """
-    ref, found = pool.scale_target_ref, observation.target
-    present = None if found is None else found.replicas
+    pool, ref, holder = draft.pool, draft.pool.scale_target_ref, draft.observation.service_holder
     assert ref is not None
-    target = find_target(pool, observation, present or 0)
+    for pod in draft.live:
+        draft.release(pod, "the pool scales another object in place of pods of its own")
+    present = draft.replicas
+    draft.target = find_target(pool, draft.observation, present)
     named = f"{ref.kind} {ref.name}"
-    if observation.service_holder:
-        target = present or 0  # not the pool's to end: its registrations are what is wrong
-        growth = Growth(False, "ServiceTaken", f"{observation.service_holder} serves {pool.service} in the same store")
-    elif present is None:
-        growth = Growth(False, "TargetMissing", f"there is no {named} in this namespace")
-    elif present < target:
-        growth = Growth(True, "Scaling", f"{named} is scaled to {target}")
-    elif target == pool.max_replicas:
-        growth = Growth(False, "AtMaximum", "maxReplicas is reached")
+    if holder:
+        draft.target = present  # not the pool's to end: its registrations are what is wrong
+        draft.growth = Growth(False, "ServiceTaken", f"{holder} serves {pool.service} in the same store")
+    elif draft.observation.target is None:
+        draft.growth = Growth(False, "TargetMissing", f"there is no {named} in this namespace")
+    elif present < draft.target:
+        draft.growth = Growth(True, "Scaling", f"{named} is scaled to {draft.target}")
+    elif draft.target == pool.max_replicas:
+        draft.growth = Growth(False, "AtMaximum", "maxReplicas is reached")
     else:
-        growth = Growth(False, "AtWanted", "no more teachers are wanted")
-    replicas = present or 0
-    view = PoolView(
-        target=target,
-        replicas=replicas,
-        scheduled=replicas,
-        ready=0 if found is None else found.ready,
-        growth=growth,
-        leaving=leaving,
-        records=records,
-    )
-    return Plan(
-        status=write_status(pool, observation, view),
-        scale_target=target if present is not None and present != target else None,
-        events=describe_transitions(pool, view),
-    )
+        draft.growth = Growth(False, "AtWanted", "no more teachers are wanted")
+    if draft.observation.target is not None and present != draft.target:
+        draft.scale_target = draft.target
 
 
 _ELSEWHERE: Final = frozenset({TerminationCause.EVICTED, TerminationCause.HARDWARE, TerminationCause.NODE_LOST})
@@ -168,112 +157,56 @@ _LEAVING_LOOK_S: Final = 1.0
 """After so long it is looked again whether an outdated teacher has gone, and the watch of what is idle has seen it."""
 
 
-@dataclass
-class _Draft:
-    """A plan that is being made.
-
-    Attributes:
-        backoff: of the probes; None for none.
-        create: pods to make.
-        awaited: the member that went to make room for its successor, which has no node yet; empty for none.
-        waits_for: what the next replacement of an outdated teacher waits for; empty for nothing.
-        look_again_s: when to look whether that is there; None if an event tells.
-    """
-
-    pool: TeacherPool
-    observation: OwnerObservation
-    records: dict[str, MemberRecord]
-    backoff: ProbeBackoff | None
-    delete: list[PodDeletion] = field(default_factory=list)
-    create: list[Object] = field(default_factory=list)
-    events: list[EventNote] = field(default_factory=list)
-    awaited: str = ""
-    waits_for: str = ""
-    look_again_s: float | None = None
-
-    def release(self, pod: MemberPod, reason: str) -> None:
-        """Let a teacher go by the pool's own will: recorded first, so that its name is not given again.
-
-        It has the grace period that its pod was made with, and drains for: an edit may have shortened the pool's.
-        """
-        self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
-        self.delete.append(PodDeletion(pod.name, pod.uid, None, reason))
-
-
 def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
-    """Decide what to do about a pool. Call it whenever anything may have changed; at rest nothing is done."""
+    """Decide what to do about a pool. At rest that is nothing, and the status is as it was."""
     teachers = [pod for pod in observation.pods if pod.role == "teacher"]
-    draft = _Draft(pool, observation, read_member_records(pool.status), ProbeBackoff.read(pool.status))
-    live = _settle_members(draft, teachers)
-    if pool.scale_target_ref is not None:
-        return _plan_adopted(draft, teachers, live)
-    update = TeacherUpdate.of(pool, live, observation.now_s)
-    if update.term.yields_s:
-        return Plan(status=dict(pool.status), requeue_s=update.term.yields_s)
-    target = find_target(pool, observation, update.count_present(live))
-    if draft.backoff is not None and draft.backoff.is_over(pod for pod in live if pod.scheduled):
-        draft.backoff = None
-    if pool.status.get("revision") not in (None, update.revision):
-        draft.backoff = None  # of teachers of another spec
-    live = _shrink(draft, live, target, update)
-    draft.awaited = update.keep_awaited(live, target)
-    growth = _grow(draft, live, target)
-    if update.list_outdated(live) and not growth.create:
-        growth = _replace_outdated(draft, live, target, update, growth)
-    places = _list_places(draft, teachers, live, update)
-    unproven = update.begun and target > 0 and not update.list_outdated(live) and not _is_proven(draft, live, update)
-    view = PoolView(
-        target=target,
-        replicas=len(live) + len(draft.create),
-        scheduled=sum(pod.scheduled for pod in live),
-        ready=sum(pod.ready for pod in live),
-        leaving=_list_leaving(teachers),
-        failing=next((_describe_failure(pod) for pod in live if is_failing(pod, observation.now_s)), ""),
-        growth=growth,
-        backoff=draft.backoff,
-        records=draft.records,
-        update=_view_update(draft, live, update, places, unproven),
-    )
-    status = write_status(pool, observation, view)
+    draft = PoolDraft(pool, observation, teachers, read_member_records(pool.status), ProbeBackoff.read(pool.status))
+    _settle_members(draft)
+    if pool.scale_target_ref is None:
+        draft.update = TeacherUpdate.of(pool, draft.live)
+        _size(draft, draft.update)
+    else:
+        _scale_target(draft)
     return Plan(
-        status=status,
+        status=write_status(draft),
         delete=tuple(draft.delete),
         create=tuple(draft.create),
-        events=(*draft.events, *describe_transitions(pool, view)),
-        requeue_s=_find_requeue_s(draft, growth, live, places),
+        scale_target=draft.scale_target,
+        events=(*draft.events, *describe_transitions(draft)),
+        requeue_s=_find_requeue_s(draft),
     )
 
 
-def _find_requeue_s(draft: _Draft, growth: Growth, live: Sequence[MemberPod], places: Sequence[str]) -> float | None:
-    """Return when to look again: a volume or secret that is missing changes no pod, and neither does one that came."""
-    starting = any(pod.scheduled and pod.phase == "Pending" for pod in live)
-    freed_s = _LEAVING_LOOK_S if list_places(draft.pool) - set(places) else None  # that others may have it is seen then
-    now_s = draft.observation.now_s
-    failing = any(is_failing(pod, now_s) for pod in live)  # no event tells that it is steady again
-    times = [
-        STEADY_S if failing else None,
-        _START_LOOK_S if starting else None,
-        growth.requeue_s,
-        draft.look_again_s,
-        freed_s,
-    ]
+def _size(draft: PoolDraft, update: TeacherUpdate) -> None:
+    """Decide which teachers stay, go and come."""
+    draft.target = find_target(draft.pool, draft.observation, update.count_present(draft.live))
+    if draft.backoff is not None and draft.backoff.is_over(pod for pod in draft.live if pod.scheduled):
+        draft.backoff = None
+    if draft.pool.status.get("revision") not in (None, update.revision):
+        draft.backoff = None  # of teachers of another spec
+    _shrink(draft, update)
+    draft.awaited = update.keep_awaited(draft.live, draft.target)
+    draft.growth = _grow(draft, draft.target)
+    if update.list_outdated(draft.live) and not draft.growth.create:
+        _replace_outdated(draft, update)
+    draft.places = (hash_place(draft.pool),)
+    outdated = update.list_outdated(draft.live)
+    if outdated or draft.delete or any(not pod.node_silent for pod in draft.leaving):
+        draft.places = tuple(sorted(list_places(draft.pool)))
+    draft.unproven = update.begun and draft.target > 0 and not outdated and not _is_proven(draft, update)
+
+
+def _find_requeue_s(draft: PoolDraft) -> float | None:
+    """Return when to look again at what no event tells."""
+    now_s, times = draft.observation.now_s, [draft.growth.requeue_s, draft.look_again_s]
+    if draft.update is not None:
+        if any(is_failing(pod, now_s) for pod in draft.live):
+            times.append(STEADY_S)  # when it may be steady again
+        if any(pod.scheduled and pod.phase == "Pending" for pod in draft.live):
+            times.append(_START_LOOK_S)  # a volume or secret that is missing, or that came, changes no pod
+        if list_places(draft.pool) - set(draft.places):
+            times.append(_LEAVING_LOOK_S)  # to tell others of the place that is free
     return min((value for value in times if value is not None), default=None)
-
-
-def _plan_adopted(draft: _Draft, teachers: Sequence[MemberPod], live: Sequence[MemberPod]) -> Plan:
-    """Scale an adopted object; teachers of the time before it was adopted go, and are remembered for the time after."""
-    for pod in live:
-        draft.release(pod, "the pool scales another object in place of pods of its own")
-    plan = plan_scale_target(draft.pool, draft.observation, draft.records, _list_leaving(teachers))
-    return replace(plan, delete=tuple(draft.delete), events=(*draft.events, *plan.events))
-
-
-def _find_leaving(pods: Sequence[MemberPod]) -> list[MemberPod]:
-    return [pod for pod in pods if pod.role == "teacher" and pod.deleting and not pod.finished]
-
-
-def _list_leaving(teachers: Sequence[MemberPod]) -> tuple[str, ...]:
-    return tuple(sorted(pod.name for pod in _find_leaving(teachers)))
 
 
 def _find_leaving_look_s(leaving: Sequence[MemberPod], now_s: float) -> float:
@@ -282,11 +215,11 @@ def _find_leaving_look_s(leaving: Sequence[MemberPod], now_s: float) -> float:
     return _START_LOOK_S if hang and all(hang) else _LEAVING_LOOK_S
 
 
-def _settle_members(draft: _Draft, teachers: Sequence[MemberPod]) -> list[MemberPod]:
-    """Record the ends of teachers, and return those that are live: the newest of their members, and not leaving."""
+def _settle_members(draft: PoolDraft) -> None:
+    """Record the ends of teachers, and find those that are live: the newest of their members, and not leaving."""
     now_s = draft.observation.now_s
     newest: dict[str, MemberPod] = {}
-    for pod in teachers:
+    for pod in draft.teachers:
         record = draft.records.get(pod.key, MemberRecord()).adopt(pod)
         draft.records[pod.key] = record
         if pod.try_number == record.try_number:
@@ -295,20 +228,18 @@ def _settle_members(draft: _Draft, teachers: Sequence[MemberPod]) -> list[Member
         found = newest.get(key)
         if key.startswith("teacher-") and (_has_ended(found) if found is not None else bool(record.uid)):
             _record_end(draft, key, found, now_s)
-    live = []
-    for pod in teachers:
+    for pod in draft.teachers:
         if pod.try_number == draft.records[pod.key].try_number:
-            live.append(pod)
+            draft.live.append(pod)
         elif pod.emptied and not pod.node_silent:
             draft.delete.append(
                 PodDeletion(pod.name, pod.uid, 0, "its containers have ended: others wait for its place")
             )
         elif not pod.deleting:  # it ended for good, or was released by an operator that did not live to delete it
             draft.delete.append(PodDeletion(pod.name, pod.uid, None, "another pod has its place"))
-    return live
 
 
-def _record_end(draft: _Draft, key: str, pod: MemberPod | None, now_s: float) -> None:
+def _record_end(draft: PoolDraft, key: str, pod: MemberPod | None, now_s: float) -> None:
     """Count a teacher's end; a place that was taken is not asked for again at once where nothing tells what is idle."""
     report = pod.termination if pod is not None else TerminationReport(events=("Preempted",))
     outcome = record_end(draft.records[key], report, pod, now_s, table=_TEACHER_TABLE)
@@ -333,15 +264,16 @@ def _record_end(draft: _Draft, key: str, pod: MemberPod | None, now_s: float) ->
         draft.events.append(EventNote("Normal", "GaveBack", f"{name} has ended: what it had is free"))
 
 
-def _shrink(draft: _Draft, live: list[MemberPod], target: int, update: TeacherUpdate) -> list[MemberPod]:
-    """Let go what is too much: first what has no node, then the newest. Keep one of those that wait for a node."""
-    now_s, pool = draft.observation.now_s, draft.pool
+def _shrink(draft: PoolDraft, update: TeacherUpdate) -> None:
+    """Let surplus teachers go: first those without a node, then the newest. Keep one that waits for a node."""
+    now_s, pool, target = draft.observation.now_s, draft.pool, draft.target
     gone = set()
-    for pod in update.list_useless(live, now_s):
+    for pod in update.list_useless(draft.live, now_s):
         draft.release(pod, "it is made from a spec before, and serves nobody")
         gone.add(pod.name)
     kept = sorted(
-        (pod for pod in live if pod.name not in gone), key=lambda pod: (not pod.scheduled, pod.created_s, pod.index)
+        (pod for pod in draft.live if pod.name not in gone),
+        key=lambda pod: (not pod.scheduled, pod.created_s, pod.index),
     )
     for pod in choose_surplus(update, kept, target) if update.list_outdated(kept) else kept[target:]:
         draft.release(pod, "fewer teachers are wanted")
@@ -357,12 +289,12 @@ def _shrink(draft: _Draft, live: list[MemberPod], target: int, update: TeacherUp
         draft.backoff = back_off(draft.backoff, float(pool.probe_s), now_s)
         draft.release(waiting[0], f"no node had room for it within {pool.probe_s} s")
         kept.remove(waiting[0])
-    return kept
+    draft.live = kept
 
 
-def _grow(draft: _Draft, live: Sequence[MemberPod], target: int) -> Growth:
+def _grow(draft: PoolDraft, target: int) -> Growth:
     """Add a teacher if there is one too few, and room for it; say why or why not."""
-    pool, observation = draft.pool, draft.observation
+    pool, observation, live = draft.pool, draft.observation, draft.live
     taken = {pod.index for pod in live}
     index = next(number for number in range(len(taken) + 1) if number not in taken)
     if draft.awaited and draft.awaited not in {pod.key for pod in live}:
@@ -374,7 +306,7 @@ def _grow(draft: _Draft, live: Sequence[MemberPod], target: int) -> Growth:
     if stuck is not None and stuck.node and observation.capacity is not None:  # it tells whether another node has room
         excluded.append(stuck.node)
     pod = build_teacher_pod(pool, index, record.try_number, excluded)
-    growth = decide_growth(pool, observation, live, target, draft.backoff, record.not_before_s, pod)
+    growth = decide_growth(draft, target, record.not_before_s, pod)
     if left_out and growth.reason == "NoIdleCapacity":
         words = ", ".join(f"{node.node} until {format_time(node.until_s)} ({node.cause})" for node in left_out)
         growth = replace(growth, message=f"{growth.message}; left out: {words}")
@@ -384,20 +316,13 @@ def _grow(draft: _Draft, live: Sequence[MemberPod], target: int) -> Growth:
     return growth
 
 
-def _replace_outdated(
-    draft: _Draft, live: list[MemberPod], target: int, update: TeacherUpdate, growth: Growth
-) -> Growth:
-    """Bring an update on by a step: make a successor where there is room for it, or let an outdated teacher go."""
-    pool, observation = draft.pool, draft.observation
-    if update.term.held_s:
-        draft.waits_for = "they were made by an operator of another version or with another --store, which may run yet"
-        draft.look_again_s = update.term.held_s
-        return growth
+def _replace_outdated(draft: PoolDraft, update: TeacherUpdate) -> None:
+    """Take an update one step on: make a successor if there is room for it, or let an outdated teacher go."""
+    pool, observation, live, target = draft.pool, draft.observation, draft.live, draft.target
     chosen = update.list_outdated(live)[0]
-    starting, look_again_s = update.find_starting(live, observation.now_s)
-    draft.look_again_s = look_again_s
+    starting, draft.look_again_s = update.find_starting(live, observation.now_s)
     if update.find_failing(live, observation.now_s) is not None:
-        return growth
+        return
     waiting = starting if starting is not None and not starting.scheduled else None
     # For want of quota, which Kueue gives, or one of the minimum: neither goes by itself, and both need a place.
     is_stuck = waiting is not None and (bool(pool.queue) or len(live) <= target)
@@ -406,34 +331,34 @@ def _replace_outdated(
         draft.waits_for = _describe_start(starting)
         if is_stuck:
             draft.look_again_s = max(0.1, left_s)
-        return growth
+        return
     if len(live) <= target:
         if draft.awaited:
             draft.waits_for = f"no node has room for the successor of {draft.awaited}"
-            return growth
-        leaving = [pod for pod in _find_leaving(observation.pods) if not pod.node_silent]
+            return
+        leaving = [pod for pod in draft.leaving if not pod.node_silent]
         if leaving or is_behind(pool, observation):
             names = ", ".join(pod.name for pod in leaving) or "a teacher that was let go"
             draft.waits_for = f"{names} {'have' if len(leaving) > 1 else 'has'} not ended yet"
             draft.look_again_s = _find_leaving_look_s(leaving, observation.now_s)
-            return growth
+            return
         if waiting is None:
             if len(live) == target and not update.full:
-                growth = _grow(draft, live, target + 1)
-            if growth.create or not (growth.reason == "NoIdleCapacity" or (update.full and len(live) == target)):
-                return growth
+                draft.growth = _grow(draft, target + 1)
+            has_no_room = draft.growth.reason == "NoIdleCapacity" or (update.full and len(live) == target)
+            if draft.growth.create or not has_no_room:
+                return
         if not _makes_room(draft, chosen, waiting):
             draft.waits_for = f"no node could take its successor, even if {chosen.name} went"
             draft.look_again_s = _START_LOOK_S
-            return growth
+            return
         draft.awaited = (waiting or chosen).key
         draft.backoff = None  # what it leaves is there for its successor
     draft.release(chosen, "it is made from a spec before, and another takes its place")
     live.remove(chosen)
-    return growth
 
 
-def _makes_room(draft: _Draft, chosen: MemberPod, waiting: MemberPod | None) -> bool:
+def _makes_room(draft: PoolDraft, chosen: MemberPod, waiting: MemberPod | None) -> bool:
     """Whether a successor could be placed if a teacher went; where what is idle is not known, it may."""
     capacity = draft.observation.capacity
     if capacity is None:
@@ -448,43 +373,16 @@ def _makes_room(draft: _Draft, chosen: MemberPod, waiting: MemberPod | None) -> 
         return True
 
 
-def _is_proven(draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate) -> bool:
-    """Whether the present spec has shown that it works, where no teacher of another is left; else what is awaited."""
+def _is_proven(draft: PoolDraft, update: TeacherUpdate) -> bool:
+    """Whether the present spec works, now that no teacher of another is left; else note what is awaited."""
     if draft.awaited:
         draft.waits_for = f"no node has room for the successor of {draft.awaited}"
         return False
-    placed = [pod for pod in live if pod.scheduled]
+    placed = [pod for pod in draft.live if pod.scheduled]
     starting, draft.look_again_s = update.find_starting(placed, draft.observation.now_s)
     if starting is not None:
         draft.waits_for = _describe_start(starting)
     return bool(placed) and starting is None
-
-
-def _list_places(
-    draft: _Draft, teachers: Sequence[MemberPod], live: Sequence[MemberPod], update: TeacherUpdate
-) -> tuple[str, ...]:
-    """Return where teachers may be found: those of specs before, as long as such are there or leave."""
-    leaving = [pod for pod in _find_leaving(teachers) if not pod.node_silent]
-    if leaving or draft.delete or update.list_outdated(live):
-        return tuple(sorted(list_places(draft.pool)))
-    return (hash_place(draft.pool),)
-
-
-def _view_update(
-    draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate, places: tuple[str, ...], unproven: bool
-) -> UpdateView:
-    outdated, failing = update.list_outdated(live), update.find_failing(live, draft.observation.now_s)
-    return UpdateView(
-        revision=update.revision,
-        outdated=len(outdated),
-        updated=len(live) - len(outdated) + len(draft.create),
-        awaited=draft.awaited,
-        waits_for=draft.waits_for,
-        stopped=_describe_failure(failing) if failing is not None else "",
-        places=places,
-        unproven=unproven,
-        since=update.term.format(),
-    )
 
 
 def _has_ended(pod: MemberPod) -> bool:
@@ -496,9 +394,3 @@ def _describe_start(pod: MemberPod) -> str:
     if not pod.scheduled:
         return f"{pod.name} has no node yet{f': {pod.unschedulable}' if pod.unschedulable else ''}"
     return f"{pod.name} {f'has been ready for less than {STEADY_S:.0f} s' if pod.ready else 'is not ready yet'}"
-
-
-def _describe_failure(pod: MemberPod) -> str:
-    if not pod.failing:
-        return f"{pod.name}: its container has ended and was restarted"
-    return f"{pod.name}: {pod.waiting}: {pod.waiting_message or pod.termination.message}"

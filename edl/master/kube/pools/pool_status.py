@@ -1,89 +1,218 @@
-"""The status of a TeacherPool, and the events that go with its changes."""
+"""What is planned about a TeacherPool (`PoolDraft`), and the status and events that follow from it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Final
 
-from edl.kube.objects import Object, format_time
+from edl.kube.objects import Object, format_time, read_time
 from edl.master.kube.members.naming import build_selector
+from edl.master.kube.members.pods import MemberPod
 from edl.master.kube.members.records import MemberRecord, format_member_records
-from edl.master.kube.observation import Condition, EventNote, OwnerObservation, find_condition, write_conditions
-from edl.master.kube.pools.growth import Growth, ProbeBackoff
-from edl.master.kube.pools.updating import UpdateView
+from edl.master.kube.observation import (
+    Condition,
+    EventNote,
+    OwnerObservation,
+    PodDeletion,
+    find_condition,
+    write_conditions,
+)
+from edl.master.kube.pools.updating import TeacherUpdate, is_failing
 from edl.master.kube.resources import TeacherPool
+
+_MOST_S: Final = 300.0
+"""Between two probes: idle room is borrowed within 5 minutes, at 12 pods an hour while there is none."""
 
 
 @dataclass(frozen=True)
-class PoolView:
-    """A pool as it is after its plan.
+class ProbeBackoff:
+    """The last time that a pool found no room.
 
     Attributes:
-        target: teachers that it is to have.
-        replicas: teachers that there are, or are being made.
-        leaving: names of pods that were asked to end and have not ended.
-        failing: which teacher does not start, and why; empty if all do.
-        backoff: of its probes; None for none.
-        update: of teachers that were made from a spec before; None where the pool has no teachers of its own.
+        at_s: when its probe was removed, or a teacher preempted, Unix time.
+        wait_s: how long nothing is tried after it.
     """
 
-    target: int
-    replicas: int
-    scheduled: int
-    ready: int
-    growth: Growth
-    leaving: tuple[str, ...] = ()
-    failing: str = ""
-    backoff: ProbeBackoff | None = None
-    records: Mapping[str, MemberRecord] = field(default_factory=dict)
-    update: UpdateView | None = None
+    at_s: float
+    wait_s: float
+
+    @classmethod
+    def read(cls, status: Mapping[str, Any]) -> ProbeBackoff | None:
+        """Read `status.lastProbe`; None if it is missing or was not written by EDL."""
+        written = status.get("lastProbe")
+        if not isinstance(written, Mapping):
+            return None
+        at_s, wait_s = read_time(written.get("at")), written.get("backoffSeconds")
+        if at_s is None or isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 < wait_s < math.inf:
+            return None
+        return cls(at_s, min(_MOST_S, float(wait_s)))
+
+    def format(self) -> Object:
+        """Return `status.lastProbe`."""
+        return {"at": format_time(self.at_s), "backoffSeconds": math.ceil(self.wait_s)}
+
+    def left_s(self, now_s: float) -> float:
+        """Return how many seconds to wait before the next try. A clock that was set back makes it no longer."""
+        return max(0.0, min(self.wait_s, self.at_s + self.wait_s - now_s))
+
+    def is_over(self, pods: Iterable[MemberPod]) -> bool:
+        """Return whether a later teacher has found room, so that the next may follow at once."""
+        return any(pod.created_s > self.at_s for pod in pods)
 
 
-def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolView) -> Object:
-    """Return the whole status. The same for the same view: nothing in it counts seconds."""
-    ready, message = _describe_readiness(pool, view)
+def back_off(before: ProbeBackoff | None, first_s: float, now_s: float) -> ProbeBackoff:
+    """Return the back-off after a probe that found no room: twice the one before, up to 300 s."""
+    wait_s = first_s if before is None else max(first_s, 2 * before.wait_s)
+    return ProbeBackoff(now_s, min(_MOST_S, wait_s))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Whether a pool grows, as the condition `Growing` says.
+
+    Attributes:
+        create: a teacher should be made now.
+        requeue_s: when to look again; None if only an event changes it.
+    """
+
+    growing: bool
+    reason: str
+    message: str
+    create: bool = False
+    requeue_s: float | None = None
+
+
+@dataclass
+class PoolDraft:
+    """A pool's plan in the making: the planner fills it, and the status is written from it.
+
+    Attributes:
+        teachers: all its teacher pods.
+        live: teachers that count: the newest of their members, and not leaving.
+        update: which teachers are outdated; None if the pool scales another object.
+        awaited: the member that went to make room for its successor, which has no node yet; empty for none.
+        waits_for: what the next replacement of an outdated teacher waits for; empty for nothing.
+        look_again_s: when to look whether that is there; None if an event tells.
+        places: where its teachers may be found, see `list_places`.
+        unproven: no outdated teacher is left, and those of the present spec have not all been ready for some seconds.
+    """
+
+    pool: TeacherPool
+    observation: OwnerObservation
+    teachers: list[MemberPod]
+    records: dict[str, MemberRecord]
+    backoff: ProbeBackoff | None
+    live: list[MemberPod] = field(default_factory=list)
+    update: TeacherUpdate | None = None
+    target: int = 0
+    growth: Growth = Growth(False, "", "")
+    scale_target: int | None = None
+    delete: list[PodDeletion] = field(default_factory=list)
+    create: list[Object] = field(default_factory=list)
+    events: list[EventNote] = field(default_factory=list)
+    awaited: str = ""
+    waits_for: str = ""
+    look_again_s: float | None = None
+    places: tuple[str, ...] = ()
+    unproven: bool = False
+
+    @property
+    def replicas(self) -> int:
+        """How many teachers there are or are being made."""
+        if self.update is not None:
+            return len(self.live) + len(self.create)
+        return 0 if self.observation.target is None else self.observation.target.replicas
+
+    @property
+    def scheduled(self) -> int:
+        """How many teachers have a node."""
+        return self.replicas if self.update is None else sum(pod.scheduled for pod in self.live)
+
+    @property
+    def ready(self) -> int:
+        """How many teachers are ready."""
+        if self.update is not None:
+            return sum(pod.ready for pod in self.live)
+        return 0 if self.observation.target is None else self.observation.target.ready
+
+    @property
+    def leaving(self) -> list[MemberPod]:
+        """Teachers that were asked to end and have not ended."""
+        return [pod for pod in self.teachers if pod.deleting and not pod.finished]
+
+    @property
+    def outdated(self) -> int:
+        """How many teachers have a former spec."""
+        return 0 if self.update is None else len(self.update.list_outdated(self.live))
+
+    @property
+    def failing(self) -> str:
+        """Which teacher does not start, and why; empty if all do."""
+        now_s = self.observation.now_s
+        if self.update is None:
+            return ""
+        return next((describe_failure(pod) for pod in self.live if is_failing(pod, now_s)), "")
+
+    def release(self, pod: MemberPod, reason: str) -> None:
+        """Let a teacher go by the pool's own will: recorded first, so that its name is not given again.
+
+        It drains within the grace period that its pod was made with: an edit may have shortened the pool's.
+        """
+        self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
+        self.delete.append(PodDeletion(pod.name, pod.uid, None, reason))
+
+
+def describe_failure(pod: MemberPod) -> str:
+    """Return why a teacher does not start."""
+    if not pod.failing:
+        return f"{pod.name}: its container has ended and was restarted"
+    return f"{pod.name}: {pod.waiting}: {pod.waiting_message or pod.termination.message}"
+
+
+def write_status(draft: PoolDraft) -> Object:
+    """Return the whole status. The same for the same draft: nothing in it counts seconds."""
+    pool, store, update = draft.pool, draft.observation.store, draft.update
+    ready, message = _describe_readiness(draft)
     conditions = [
-        _describe_acceptance(pool, observation),
+        _describe_acceptance(draft),
         ready,
-        Condition("Growing", view.growth.growing, view.growth.reason, view.growth.message),
+        Condition("Growing", draft.growth.growing, draft.growth.reason, draft.growth.message),
         Condition("Suspended", pool.suspend, "Suspended" if pool.suspend else "NotSuspended"),
+        *([_describe_update(draft)] if update is not None else []),
     ]
-    update = view.update
-    if update is not None:
-        conditions.append(update.describe())
-    if observation.service_holder:
+    if draft.observation.service_holder:
         message = conditions[0].message
-    if observation.store.stale and pool.scaling == "auto":
+    if store.stale and pool.scaling == "auto":
         message += "; how many are wanted is not known, as the store is away"
-    if observation.store.refused and pool.scaling == "auto" and not pool.suspend:
-        message += f"; how many are wanted is not known: {observation.store.refused}"
-    phase = "Suspended" if pool.suspend else "Running" if view.ready or not view.target else "Pending"
-    before = pool.status.get("conditions")
-    return {
+    if store.refused and pool.scaling == "auto" and not pool.suspend:
+        message += f"; how many are wanted is not known: {store.refused}"
+    before, now_s = pool.status.get("conditions"), draft.observation.now_s
+    status = {
         "observedGeneration": pool.generation,
-        "phase": phase,
+        "phase": "Suspended" if pool.suspend else "Running" if draft.ready or not draft.target else "Pending",
         "service": pool.service,
-        "replicas": view.replicas,
-        "readyReplicas": view.ready,
-        "scheduledReplicas": view.scheduled,
-        "wantedReplicas": view.target,
-        "borrowed": max(0, view.scheduled - pool.min_replicas),
-        "leaving": list(view.leaving),
+        "replicas": draft.replicas,
+        "readyReplicas": draft.ready,
+        "scheduledReplicas": draft.scheduled,
+        "wantedReplicas": draft.target,
+        "borrowed": max(0, draft.scheduled - pool.min_replicas),
+        "leaving": sorted(pod.name for pod in draft.leaving),
         "ignoredReplicas": _find_ignored(pool),
         "selector": ",".join(f"{key}={value}" for key, value in sorted(build_selector(pool, "teacher").items())),
         "message": message,
-        "revision": update.revision if update is not None else None,
-        "revisionSince": update.since if update is not None else None,
-        "updatedReplicas": update.updated if update is not None else None,
-        "servedPlaces": list(update.places) if update is not None else None,
-        "awaitedMember": (update.awaited or None) if update is not None else None,
-        "lastProbe": view.backoff.format() if view.backoff is not None else None,
-        "excludedNodes": _list_excluded(view.records, observation.now_s),
-        "members": format_member_records(view.records),
-        "conditions": write_conditions(
-            before if isinstance(before, list) else [], conditions, pool.generation, observation.now_s
-        ),
+        "lastProbe": draft.backoff.format() if draft.backoff is not None else None,
+        "excludedNodes": _list_excluded(draft.records, now_s),
+        "members": format_member_records(draft.records),
+        "conditions": write_conditions(before if isinstance(before, list) else [], conditions, pool.generation, now_s),
     }
+    if update is not None:
+        status["revision"] = update.revision
+        status["updatedReplicas"] = draft.replicas - draft.outdated
+        status["servedPlaces"] = list(draft.places)
+        status["awaitedMember"] = draft.awaited or None
+    return status
 
 
 def _list_excluded(records: Mapping[str, MemberRecord], now_s: float) -> list[Object] | None:
@@ -94,33 +223,53 @@ def _list_excluded(records: Mapping[str, MemberRecord], now_s: float) -> list[Ob
     return found or None
 
 
-def _describe_acceptance(pool: TeacherPool, observation: OwnerObservation) -> Condition:
-    if not observation.service_holder and observation.store.refused:
-        return Condition("Accepted", True, "StoreNotAllowed", observation.store.refused)
-    if not observation.service_holder and observation.store.unreachable and pool.scaling == "auto":
-        return Condition("Accepted", True, "StoreUnreachable", observation.store.unreachable)
-    if not observation.service_holder:
-        return Condition("Accepted", True, "Valid", "the specification can be carried out")
-    text = f"{observation.service_holder} serves {pool.service} in the same store: choose another spec.service or store"
-    return Condition("Accepted", False, "ServiceTaken", text)
+def _describe_acceptance(draft: PoolDraft) -> Condition:
+    pool, store, holder = draft.pool, draft.observation.store, draft.observation.service_holder
+    if holder:
+        text = f"{holder} serves {pool.service} in the same store: choose another spec.service or store"
+        return Condition("Accepted", False, "ServiceTaken", text)
+    if store.refused:
+        return Condition("Accepted", True, "StoreNotAllowed", store.refused)
+    if store.unreachable and pool.scaling == "auto":
+        return Condition("Accepted", True, "StoreUnreachable", store.unreachable)
+    return Condition("Accepted", True, "Valid", "the specification can be carried out")
 
 
-def _describe_readiness(pool: TeacherPool, view: PoolView) -> tuple[Condition, str]:
+def _describe_readiness(draft: PoolDraft) -> tuple[Condition, str]:
     """Return the condition `Ready`, and the status's message."""
-    counted = f"{view.ready} of {view.target} teachers are ready"
-    if pool.suspend:
+    counted = f"{draft.ready} of {draft.target} teachers are ready"
+    if draft.pool.suspend:
         return Condition("Ready", False, "Suspended", counted), "suspended"
-    if view.failing:
-        return Condition("Ready", False, "TeacherFailing", f"{counted}; {view.failing}"), f"{counted}; {view.failing}"
-    if view.ready >= view.target:
-        if view.update is not None and view.update.outdated:
-            message = f"{counted}; {view.update.describe().message}"
+    if draft.failing:
+        message = f"{counted}; {draft.failing}"
+        return Condition("Ready", False, "TeacherFailing", message), message
+    if draft.ready >= draft.target:
+        if draft.outdated:
+            message = f"{counted}; {_describe_update(draft).message}"
             return Condition("Ready", True, "Updating", message), message
         return Condition("Ready", True, "AllReady", counted), counted
-    if view.ready < view.scheduled:
+    if draft.ready < draft.scheduled:
         return Condition("Ready", False, "Starting", counted), f"{counted}, others start"
-    message = f"{counted}: {view.growth.message}"
-    return Condition("Ready", False, view.growth.reason, message), message
+    message = f"{counted}: {draft.growth.message}"
+    return Condition("Ready", False, draft.growth.reason, message), message
+
+
+def _describe_update(draft: PoolDraft) -> Condition:
+    """Return the condition `Updated`."""
+    assert draft.update is not None
+    failing = draft.update.find_failing(draft.live, draft.observation.now_s)
+    stopped = describe_failure(failing) if failing is not None else ""
+    if not draft.outdated and not draft.unproven:
+        return Condition("Updated", True, "UpToDate", "all teachers are made from the present spec")
+    reason = "UpdateStopped" if stopped else "Updating"
+    if not draft.outdated:
+        waits = stopped or draft.waits_for or "those of the present one start"
+        return Condition("Updated", False, reason, f"no teacher of a spec before is left: {waits}")
+    counted = f"{draft.outdated} of {draft.replicas} teachers are made from a spec before"
+    if stopped:
+        return Condition("Updated", False, reason, f"{counted}, and go on: {stopped}")
+    waits = f": {draft.waits_for}" if draft.waits_for else ", and are replaced one at a time"
+    return Condition("Updated", False, reason, f"{counted}{waits}")
 
 
 def _find_ignored(pool: TeacherPool) -> int | None:
@@ -128,41 +277,33 @@ def _find_ignored(pool: TeacherPool) -> int | None:
     return pool.replicas if pool.scaling == "auto" else None
 
 
-def describe_transitions(pool: TeacherPool, view: PoolView) -> tuple[EventNote, ...]:
-    """Return the events of what is otherwise than in the status before; at rest there are none."""
+def describe_transitions(draft: PoolDraft) -> tuple[EventNote, ...]:
+    """Return the events of what differs from the status before; at rest there are none."""
     events = []
-    before = pool.status
+    pool, before, growth = draft.pool, draft.pool.status, draft.growth
     was_scheduled = before.get("scheduledReplicas")
-    if isinstance(was_scheduled, int) and view.scheduled > was_scheduled:
-        events.append(EventNote("Normal", "Grew", f"{view.scheduled} teachers have a node, {was_scheduled} before"))
-    was_leaving = before.get("leaving")
+    if isinstance(was_scheduled, int) and draft.scheduled > was_scheduled:
+        events.append(EventNote("Normal", "Grew", f"{draft.scheduled} teachers have a node, {was_scheduled} before"))
+    was_leaving, leaving = before.get("leaving"), {pod.name for pod in draft.leaving}
     for name in was_leaving if isinstance(was_leaving, list) else []:
-        if isinstance(name, str) and name not in view.leaving:
+        if isinstance(name, str) and name not in leaving:
             events.append(EventNote("Normal", "GaveBack", f"{name} has ended: what it had is free", name))
-    if view.growth.reason != find_condition(before, "Growing").get("reason"):
-        if view.growth.reason == "NoIdleCapacity":
-            events.append(EventNote("Normal", "NoIdleCapacity", view.growth.message))
-        if view.growth.reason == "ServiceTaken":
-            events.append(EventNote("Warning", "ServiceTaken", view.growth.message))
-        if view.growth.reason == "Suspended":
+    if growth.reason != find_condition(before, "Growing").get("reason"):
+        if growth.reason == "NoIdleCapacity":
+            events.append(EventNote("Normal", "NoIdleCapacity", growth.message))
+        if growth.reason == "ServiceTaken":
+            events.append(EventNote("Warning", "ServiceTaken", growth.message))
+        if growth.reason == "Suspended":
             events.append(EventNote("Normal", "Suspended", "all teachers are taken away"))
-    if view.failing and find_condition(before, "Ready").get("reason") != "TeacherFailing":
-        events.append(EventNote("Warning", "TeacherFailing", view.failing))
-    if view.update is not None:
-        events += _describe_update(before, view.update.describe())
+    if draft.failing and find_condition(before, "Ready").get("reason") != "TeacherFailing":
+        events.append(EventNote("Warning", "TeacherFailing", draft.failing))
+    if draft.update is not None:
+        now, reason = _describe_update(draft), find_condition(before, "Updated").get("reason")
+        if now.reason != reason and not (now.status and not reason):
+            kind = "Warning" if now.reason == "UpdateStopped" else "Normal"
+            events.append(EventNote(kind, "Updated" if now.status else now.reason, now.message))
     ignored = _find_ignored(pool)
     if ignored is not None and ignored != before.get("ignoredReplicas"):
-        events.append(
-            EventNote(
-                "Normal", "ScaleIgnored", f"replicas: {ignored} decides nothing, as scaling is auto; set external"
-            )
-        )
+        text = f"replicas: {ignored} decides nothing, as scaling is auto; set external"
+        events.append(EventNote("Normal", "ScaleIgnored", text))
     return tuple(events)
-
-
-def _describe_update(before: Mapping[str, object], now: Condition) -> list[EventNote]:
-    reason = find_condition(before, "Updated").get("reason")
-    if now.reason == reason or (now.status and not reason):
-        return []
-    kind = "Warning" if now.reason == "UpdateStopped" else "Normal"
-    return [EventNote(kind, "Updated" if now.status else now.reason, now.message)]

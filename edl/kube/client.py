@@ -27,7 +27,8 @@ _MOST_RELISTS: Final = 2
 """Lists of pages begun again because the first pages are no longer kept; the last one asks for all at once."""
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
 """Name of an object, group, version, kind or namespace. Checked before it becomes a part of a path: a DELETE without a
-name deletes all objects, and a group with a slash, which a resource may name, leads to what its author may not touch.
+name deletes all objects, and a group with a slash, which a resource may name, leads to objects its author may not
+touch.
 """
 _METADATA: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _WATCH_GRACE_S: Final = 20.0
@@ -88,7 +89,7 @@ class KubeClient:
         self._connection.close()
 
     def get(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
-        """Read an object; None where there is none of this name."""
+        """Read an object; None if it does not exist."""
         call = self._call("get", kind, namespace, name)
         return self._request_named(call, "GET", self._path(kind, namespace, name))
 
@@ -163,7 +164,7 @@ class KubeClient:
         """Change fields by a merge patch (RFC 7386), where None removes a field.
 
         Returns:
-            The object as it is now; None where there is none of this name.
+            The object as it is now; None if it does not exist.
 
         Raises:
             ConflictError: it is no longer of the `metadata.resourceVersion` in the patch.
@@ -198,12 +199,12 @@ class KubeClient:
         return self._request_named(call, "DELETE", self._path(kind, namespace, name), body) is not None
 
     def read_scale(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
-        """Read how many replicas are wanted and there, a `Scale`; None where there is no object of this name."""
+        """Read a `Scale`, the wanted and the present replicas; None if the object does not exist."""
         call = self._call("get", kind, namespace, name, "scale")
         return self._request_named(call, "GET", self._path(kind, namespace, name, "scale"))
 
     def write_scale(self, kind: ResourceType, name: str, replicas: int, namespace: str | None = None) -> Object | None:
-        """Change how many replicas are wanted; None where there is no object of this name."""
+        """Change the wanted replicas; None if the object does not exist."""
         return self.patch(kind, name, {"spec": {"replicas": replicas}}, namespace, subresource="scale")
 
     def read_log(
@@ -219,12 +220,11 @@ class KubeClient:
         timestamps: bool = False,
         deadline_s: float | None = None,
     ) -> Iterator[bytes]:
-        """Yield what a container wrote, in pieces as they come.
+        """Yield a container's log in pieces, which may end within a line.
 
-        `follow` goes on until the container ends; `previous` is of the container before its last restart; `since_time`
-        is as `format_time` writes it; `timestamps` begins each line with its time. After `deadline_s` it ends; None for
-        no end but the log's. A node that went away without a word ends it with an error after a minute.
-        A piece may end within a line.
+        `follow` goes on until the container ends; `previous` reads the container before its last restart; `since_time`
+        is as `format_time` writes it; `timestamps` begins each line with its time. After `deadline_s` it ends, if
+        given. A node that vanished ends it with an error after a minute.
 
         Raises:
             InvalidObjectError: there is no such pod or container, or it has not started.

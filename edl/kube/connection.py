@@ -1,7 +1,7 @@
-"""A request to the API server: with credentials that are read again when they change, and a deadline.
+"""Requests to the API server, with deadlines, and with credentials that are read again when they change.
 
-The credentials are those of a kubeconfig or of a pod's service account, as the official client reads them, and what it
-passes over in a kubeconfig.
+The official client reads the credentials, of a kubeconfig or a pod's service account; fields of a kubeconfig that it
+ignores are handled here. `ServerClock` learns the server's time from the answers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOGIN_S: Final = 30.0
-"""For a plugin to give credentials where it may ask a person."""
+"""Time for a credential plugin that may ask a person."""
 _IMPERSONATION: Final = ("as", "as-uid", "as-groups", "as-user-extra")
 
 
@@ -182,7 +182,7 @@ _insecure: set[str] = set()
 
 
 class _Access(NamedTuple):
-    """What the official client makes of a kubeconfig or service account."""
+    """A kubeconfig or service account as the official client has read it."""
 
     url: str
     namespace: str
@@ -331,7 +331,7 @@ class Stream:
         self._closing = False
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield pieces as they come.
+        """Yield pieces of the answer.
 
         Raises:
             KubernetesError: the connection breaks, or is silent for too long; not after `interrupt`.
@@ -345,7 +345,7 @@ class Stream:
                 raise
 
     def lines(self) -> Iterator[bytes]:
-        """Yield whole lines as they come, without their ends; a last line that is cut is left out."""
+        """Yield whole lines without their ends; a last line that is cut is left out."""
         rest = b""
         for piece in self:
             *whole, rest = (rest + piece).split(b"\n")

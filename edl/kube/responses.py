@@ -1,4 +1,4 @@
-"""What an answer of the API server means: an object, or which error, with what to do about it."""
+"""Reads answers of the API server: an object, or an error that says what to do about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_CAUSES: Final = 8
 
 
 class MissingError(InvalidObjectError):
-    """There is no object of this name. Where a method can say so, it returns None instead."""
+    """The object does not exist. Methods that can return None do so instead."""
 
 
 class NotServedError(InvalidObjectError):
@@ -35,14 +35,7 @@ class ExpiredError(KubernetesError):
 
 @dataclass(frozen=True)
 class Call:
-    """What is asked of the API server, for messages.
-
-    Attributes:
-        verb: as RBAC has it: get, list, watch, create, patch, delete.
-        resource: as RBAC has it, such as `pods` or `pods/log`.
-        namespace: empty for all of them, or for a kind without.
-        name: of the object, if it has one.
-    """
+    """A call of the API server, for messages; verb and resource are those of RBAC, such as `get` and `pods/log`."""
 
     verb: str
     resource: str

@@ -1,4 +1,4 @@
-"""What is there of a kind, and how it changes: a list, and a watch that goes on from it.
+"""`KubeWatch`: follows all objects of a kind, by a list and a watch that goes on from it.
 
 The protocol: https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
 """

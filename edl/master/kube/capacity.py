@@ -1,8 +1,8 @@
-"""What is idle in a cluster: nodes and pods as JSON -> `ClusterCapacity`, which says how many of a pod would fit.
+"""Idle capacity of a cluster: nodes and pods as JSON -> `ClusterCapacity`, which says how many of a pod would fit.
 
-Amounts are whole thousandths, so that sums are exact and comparisons cheap: a thousandth is the smallest part that
-Kubernetes schedules by (a CPU's `1m`). All of it is pure; `edl.master.kube.capacity_watch` asks the API server. What
-does not belong here: who gets what is idle (`edl.master.scaling.arbitration`), and what is done about it.
+Amounts are whole thousandths, so that sums are exact and comparisons cheap: Kubernetes schedules by nothing smaller (a
+CPU's `1m`). All of it is pure; `edl.master.kube.capacity_watch` asks the API server. Who gets idle capacity is decided
+in `edl.master.scaling.arbitration`.
 """
 
 from __future__ import annotations
@@ -22,24 +22,16 @@ Amounts = Mapping[str, int]
 ONE: Final = 1000
 """A whole one of a resource."""
 PODS: Final = "pods"
-"""The resource of which every pod takes one, without asking for it."""
+"""The resource of which every pod takes one without a request."""
 
 
 def parse_allocatable(quantities: Mapping[str, Any]) -> Amounts:
-    """Return what a node has, rounded down.
-
-    Raises:
-        ValueError: a quantity is none of Kubernetes'.
-    """
+    """Return the amounts of a node, rounded down; ValueError if a quantity is invalid."""
     return {name: math.floor(parse_quantity(value) * ONE) for name, value in quantities.items()}
 
 
 def parse_requests(resources: Mapping[str, Any]) -> dict[str, int]:
-    """Return what a container asks for, rounded up; a limit without a request is a request, as the API server has it.
-
-    Raises:
-        ValueError: a quantity is none of Kubernetes'.
-    """
+    """Return a container's requests, rounded up; a limit without a request is a request. ValueError as above."""
     asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
     return {name: math.ceil(parse_quantity(value) * ONE) for name, value in asked.items()}
 
@@ -51,15 +43,12 @@ def add_amounts(total: dict[str, int], more: Amounts, sign: int = 1) -> None:
 
 
 def pod_requests(spec: Mapping[str, Any]) -> Amounts:
-    """Return what a pod asks its node for, as the scheduler counts it.
+    """Return the requests of a pod as the scheduler counts them; ValueError if a quantity is invalid.
 
-    Containers run together, and so do init containers that are restarted for ever (sidecars); other init containers run
-    one after another before, beside the sidecars that are started already. So a pod asks for the larger of the two, and
-    the overhead of its runtime class. What `spec.resources` asks for the pod as a whole replaces the sum:
+    Containers and sidecars (init containers that are restarted for ever) run together; other init containers run one
+    after another before, together with the sidecars that have started. So a pod needs the larger of the two, and the
+    overhead of its runtime class. Pod-level resources in `spec.resources` replace the sum:
     https://kubernetes.io/docs/concepts/workloads/pods/init-containers/#resource-sharing-within-containers.
-
-    Raises:
-        ValueError: a quantity is none of Kubernetes'.
     """
     running: dict[str, int] = {}
     before: dict[str, int] = {}
@@ -115,11 +104,7 @@ class Taint:
 
 @dataclass(frozen=True)
 class PlacementRules:
-    """Where a pod may run, as its spec says.
-
-    Attributes:
-        terms: `nodeSelectorTerms` of the required node affinity: any of them is enough; None where there is none.
-    """
+    """Where a pod may run, by its spec; `terms` are those of its required node affinity, of which any is enough."""
 
     selector: Mapping[str, str]
     terms: tuple[Mapping[str, Any], ...] | None
@@ -183,12 +168,7 @@ _OPERATORS: Final[Mapping[str, Callable[[str | None, list[str]], bool]]] = {
 
 @dataclass(frozen=True)
 class NodeCapacity:
-    """What a node has for pods.
-
-    Attributes:
-        allocatable: what it has for pods, in thousandths.
-        usable: whether new pods can start there at all: it is ready, not cordoned, and not being deleted.
-    """
+    """A node; `usable` if new pods can start there at all: it is ready, not cordoned, and not being deleted."""
 
     name: str
     allocatable: Amounts
@@ -198,11 +178,7 @@ class NodeCapacity:
 
     @classmethod
     def of(cls, node: Mapping[str, Any]) -> NodeCapacity:
-        """Read a node.
-
-        Raises:
-            ValueError: a quantity is none of Kubernetes'.
-        """
+        """Read a node; ValueError if a quantity is invalid."""
         metadata, spec, status = node.get("metadata") or {}, node.get("spec") or {}, node.get("status") or {}
         ready = any(
             condition.get("type") == "Ready" and condition.get("status") == "True"
@@ -223,11 +199,7 @@ _ENDED: Final = frozenset({"Succeeded", "Failed"})
 
 @contextmanager
 def refuse_shapes() -> Iterator[None]:
-    """Raise a ValueError where a field is not what the API has there: templates are read before the API server does.
-
-    Raises:
-        ValueError: such as for a text in the place of an object.
-    """
+    """Raise a ValueError for a field of the wrong type: templates are read before the API server has checked them."""
     try:
         yield
     except (AttributeError, TypeError) as exc:
@@ -236,17 +208,15 @@ def refuse_shapes() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PodClaim:
-    """What a pod holds, or waits for.
+    """The resources that a pod holds or waits for.
 
     Attributes:
-        requests: what it asks for, in thousandths.
-        node: on which it is; "" while it has none.
-        nominated_node: on which the scheduler makes room for it; "" for none.
-        priority: its number; None where admission has not written it yet.
-        created: when, as the API has it; earlier texts are earlier times.
-        ended: whether its containers have ended for good: it holds nothing.
-        deleting: whether it is being deleted: with a node it holds on until it is gone, without it asks for nothing.
-        gated: whether the scheduler is told not to look at it yet.
+        nominated_node: where the scheduler makes room for it; empty for nowhere.
+        priority: None before admission has written it.
+        created: as the API has it; earlier texts are earlier times.
+        ended: its containers have ended for good, and it holds nothing.
+        deleting: with a node it holds its resources until it is gone; without one it waits for nothing.
+        gated: the scheduler does not look at it yet.
     """
 
     uid: str
@@ -265,11 +235,7 @@ class PodClaim:
 
     @classmethod
     def of(cls, pod: Mapping[str, Any]) -> PodClaim:
-        """Read a pod, or a template of pods.
-
-        Raises:
-            ValueError: a quantity is none of Kubernetes', or a field is not what the API has there.
-        """
+        """Read a pod or a pod template; ValueError if a quantity or a field is invalid."""
         with refuse_shapes():
             return cls._read(pod)
 
@@ -302,7 +268,7 @@ class PodClaim:
 
     @cached_property
     def shape(self) -> str:
-        """What it asks for and where it may run, as a text: equal for pods that fit on the same nodes."""
+        """Its requests and rules as a text: equal for pods that fit on the same nodes."""
         return repr((sorted(self.requests.items()), self.rules))
 
 
@@ -311,16 +277,15 @@ GPU: Final = "nvidia.com/gpu"
 
 
 class ClusterCapacity:
-    """A cluster's nodes and pods at a moment. Nothing of it changes.
+    """A cluster's nodes and pods at a moment. Immutable.
 
-    What is free on a node is its allocatable amount, less what pods ask for that are on it and have not ended (one that
-    is being deleted holds on until it is gone), less what pods ask for that the scheduler has nominated for the node.
-    Pods that wait otherwise come first as well, by priority and age: each takes the first node with room that it may
-    run on. What fits nowhere takes nothing, as it would wait whatever else was started.
+    A node's free amount is its allocatable amount, less the requests of pods that are on it and have not ended (a pod
+    that is being deleted counts until it is gone), less those of pods that the scheduler has nominated for the node.
+    Other waiting pods come first as well, by priority and age: each takes the first node with room that it may run on.
+    A pod that fits nowhere takes nothing.
 
-    Not modelled, so that a pod for which there is room here may wait nevertheless: affinity and spreading among pods,
-    ports of the host, volumes that are bound to nodes, devices claimed by DRA, quotas of a namespace, and resources
-    that are resized in place. Nor that a pod of higher priority could take another's place.
+    Not modelled, so that a pod may wait although it fits here: affinity and spreading among pods, host ports, volumes
+    that are bound to nodes, devices claimed by DRA, quotas, resources that are resized in place, and preemption.
     """
 
     def __init__(self, nodes: Iterable[NodeCapacity], pods: Iterable[PodClaim]) -> None:
@@ -338,11 +303,7 @@ class ClusterCapacity:
 
     @classmethod
     def of(cls, nodes: Iterable[Mapping[str, Any]], pods: Iterable[Mapping[str, Any]]) -> ClusterCapacity:
-        """Read nodes and pods.
-
-        Raises:
-            ValueError: a quantity is none of Kubernetes'.
-        """
+        """Read nodes and pods; ValueError if a quantity is invalid."""
         return cls([NodeCapacity.of(node) for node in nodes], [PodClaim.of(pod) for pod in pods])
 
     @property
@@ -355,17 +316,15 @@ class ClusterCapacity:
         return ClusterCapacity(self._nodes.values(), [pod for pod in self._pods.values() if pod.uid not in uids])
 
     def shows(self, uid: str, node: str) -> bool:
-        """Return whether a pod is known here, and to be on a node: else what is seen here is older than the pod."""
+        """Whether a pod is known here, on that node; otherwise this is older than the pod."""
         pod = self._pods.get(uid)
         return pod is not None and (not node or pod.node == node)
 
     def count_fitting(self, pod: Mapping[str, Any] | PodClaim, *, ignored: Collection[str] = ()) -> int:
-        """Return how many pods like this could start now, on what is neither held nor waited for by earlier pods.
-
-        Pods that wait come first, but for those whose uids are `ignored`, such as the asking pool's own.
+        """Return how many pods like this could start now, after all pods that wait, but for those `ignored` by uid.
 
         Raises:
-            ValueError: a quantity is none of Kubernetes', or a field is not what the API has there.
+            ValueError: a quantity or a field is invalid.
         """
         claim = pod if isinstance(pod, PodClaim) else PodClaim.of(pod)
         free = self._free(lambda other: other.uid not in ignored and _comes_first(other, claim))
@@ -373,10 +332,10 @@ class ClusterCapacity:
             return sum(_count_of(claim.requests, free[node.name]) for node in self._usable(claim))
 
     def list_devices(self, is_lent: Callable[[PodClaim], bool], resource: str = GPU) -> dict[str, int]:
-        """Return how many devices of each usable node are there for jobs to share.
+        """Return how many devices of each usable node jobs can share.
 
-        Those that are idle count, and those that lent pods hold: workers among which an arbiter shares, and teachers,
-        which give back what they borrowed. Devices for which a pod waits that is not lent do not.
+        Idle devices count, and those of lent pods: workers, among which an arbiter shares, and teachers, which give
+        back what they borrowed. Devices for which another pod waits do not.
         """
         held: dict[str, dict[str, int]] = {name: {} for name in self._nodes}
         for pod in self._pods.values():
@@ -399,7 +358,7 @@ class ClusterCapacity:
     def _free(
         self, comes_first: Callable[[PodClaim], bool], held: Mapping[str, Amounts] | None = None
     ) -> dict[str, dict[str, int]]:
-        """Return what is left of each node when pods that wait and come first have taken theirs."""
+        """Return what is left of each node after the waiting pods that come first."""
         held = self._held if held is None else held
         free = {name: dict(node.allocatable) for name, node in self._nodes.items()}
         for name in free:

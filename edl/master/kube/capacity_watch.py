@@ -1,4 +1,4 @@
-"""`CapacityWatch`: nodes and pods of the whole cluster, followed; what is idle follows from them.
+"""`CapacityWatch`: follows nodes and pods of the whole cluster, and tells its idle capacity.
 
 It needs the read-only ClusterRole `edl-capacity` (list and watch of nodes and pods). Without it
 capacity is unknown. The log says so once, and the watch retries every few seconds, so a role added later is noticed.
@@ -21,8 +21,8 @@ from edl.master.kube.capacity import ClusterCapacity, NodeCapacity, PodClaim
 logger = logging.getLogger(__name__)
 
 _KEPT_S: Final = 60.0
-"""For so long what was known last counts while the API server does not answer, which nothing can be done without
-anyway. After that, access was probably withdrawn, and what is idle is not known."""
+"""How long the last capacity counts while the API server does not answer. After that, access was probably withdrawn,
+and capacity is unknown."""
 
 T = TypeVar("T")
 
@@ -30,9 +30,8 @@ T = TypeVar("T")
 class CapacityWatch:
     """Follows nodes and pods of the cluster, until it is closed.
 
-    Args:
-        on_change: called in a watch's thread when what is idle may have changed.
-        on_pod: called in a watch's thread with each event of a pod, as `KubeWatch` has it.
+    In a watch's thread, `on_change` is called when capacity may have changed, and `on_pod` with each event of a pod, as
+    `KubeWatch` has it.
     """
 
     def __init__(
@@ -56,11 +55,11 @@ class CapacityWatch:
 
     @property
     def reason(self) -> str:
-        """Why nothing is known of what is idle, or it is old; empty if it is known."""
+        """Why capacity is unknown or old; empty if it is known."""
         return self._node_watch.stale or self._pod_watch.stale
 
     def current(self) -> ClusterCapacity | None:
-        """Return what is idle, rebuilt if something has changed; None if it is not known."""
+        """Return the capacity, rebuilt if something has changed; None if it is unknown."""
         with self._lock:
             if not (self._nodes.known and self._pods.known):
                 return None

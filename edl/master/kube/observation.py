@@ -1,6 +1,6 @@
-"""What goes into a planner and what comes out: an `OwnerObservation`, and a `Plan` with the conditions that it writes.
+"""The input and output of a planner: an `OwnerObservation`, and a `Plan` with the conditions that it writes.
 
-A planner knows only what is in the observation. Only the `Reconciler` carries plans out.
+A planner knows only what is in the observation; only the `Reconciler` carries plans out.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ from edl.master.kube.members.pods import MemberPod
 
 @dataclass(frozen=True)
 class Condition:
-    """Something that holds of a resource, or does not.
-
-    Attributes:
-        status: it holds; None if that is not known.
-    """
+    """A condition of a resource; `status` is None if it is unknown."""
 
     type: str
     status: bool | None
@@ -67,12 +63,7 @@ def find_condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class PodDeletion:
-    """A pod that is to end.
-
-    Attributes:
-        uid: of the pod; another pod of that name is left alone.
-        grace_period_s: seconds that it has to end; None for what the pod says itself.
-    """
+    """A pod to delete; another pod of that name stays. `grace_period_s` is None for the pod's own."""
 
     name: str
     uid: str
@@ -82,12 +73,7 @@ class PodDeletion:
 
 @dataclass(frozen=True)
 class EventNote:
-    """An event to be shown by `kubectl describe`; the same event again is counted, not repeated.
-
-    Attributes:
-        reason: CamelCase, of a fixed set, for programs.
-        pod: name of the pod that it is about as well; empty for none.
-    """
+    """An event for `kubectl describe`; the same event again is counted, not repeated. `pod` is one it is also about."""
 
     type: str
     reason: str
@@ -100,17 +86,16 @@ class Plan:
     """What to do about a resource, in the order of the attributes.
 
     `status` comes first: the outcome of a pod is recorded before the pod goes, so that an operator that is killed in
-    between never forgets why the pod ended, or gives a number again that was used. Events are shown as soon as it is
-    written.
+    between never forgets why the pod ended, or uses a number twice. Events are shown once the status is written.
 
     Attributes:
-        status: the whole of it; None in a field removes what was there.
-        remove: other objects that are to go: type and name.
+        status: the whole of it; None removes a field.
+        remove: other objects to delete: type and name.
         apply: other objects as they should be, by server-side apply.
-        create: pods to be made; a pod of the resource that is there by that name is as good.
-        scale_target: replicas that the pool's `scaleTargetRef` is to have; None to leave it as it is.
-        delete_owner: the resource itself is to go: its time after its end is over.
-        requeue_s: seconds after which to look again, whatever happens; None for no such need.
+        create: pods to make; a pod of the resource with that name is as good.
+        scale_target: replicas for the pool's `scaleTargetRef`; None leaves them unchanged.
+        delete_owner: delete the resource itself, `ttlSecondsAfterFinished` after its end.
+        requeue_s: seconds after which to look again in any case; None for never.
     """
 
     status: Object
@@ -126,30 +111,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class WorkProgress:
-    """How far a job is, as its master says in the store.
-
-    Attributes:
-        percentage: of the work that is done, 0 to 100; None if unknown.
-        remaining_s: seconds that the rest takes at the present rate; None if unknown.
-        message: where the job stands, for a person.
-    """
+    """How much of a job is done in percent, and seconds that the rest takes, by its master; None if unknown."""
 
     percentage: int | None = None
     remaining_s: int | None = None
-    message: str = ""
 
 
 @dataclass(frozen=True)
 class StoreAnswer:
-    """What a store says of a resource.
+    """What a store says about a resource. Reasons are empty if they do not apply.
 
     Attributes:
-        wanted: members that are useful; None if nothing says so. While the store is away, what it said last.
-        progress: how far the job is; None if that is not known.
-        stale: why the store's answers are old; empty if they are not.
-        refused: why the store is not asked at all; empty if it is.
-        unreachable: why the store has not answered for half a minute; empty if it has.
-        silent: for ten minutes nothing was written of what is wanted, though the store answers: nothing decides it now.
+        wanted: useful members; None if unknown. While the store is away, the last answer.
+        stale: why the store's answers are old.
+        refused: why the store is not asked at all.
+        unreachable: why the store has not answered for half a minute.
+        silent: the store answers, but nobody has written how many are wanted for ten minutes.
     """
 
     wanted: int | None = None
@@ -162,11 +139,7 @@ class StoreAnswer:
 
 @dataclass(frozen=True)
 class ScaleTarget:
-    """The Deployment, or the like, that a pool scales in place of pods of its own.
-
-    Attributes:
-        ready: that it has; `/scale` does not say how many of them are ready.
-    """
+    """The Deployment, or the like, that a pool scales. `/scale` does not say how many replicas are ready."""
 
     type: ResourceType
     name: str
@@ -176,17 +149,17 @@ class ScaleTarget:
 
 @dataclass(frozen=True)
 class OwnerObservation:
-    """What is known of a resource at one moment.
+    """What is known about a resource at one moment.
 
     Attributes:
-        now_s: the time, in seconds since 1970.
-        pods: members of the resource, by a live list.
-        strangers: uids of pods that have the members' label and are none, such as copies of a member.
-        capacity: what the cluster has idle; None where the operator may not see that.
-        allocation: workers that arbitration over all jobs gives this one; None where it does not arbitrate.
-        starts_after: job that has waited so long for its minimum that this one must not start before; empty for none.
-        service_holder: pool of another namespace whose the service is, in the same store; empty for none.
-        target: what the pool's `scaleTargetRef` names; None if there is no such object.
+        now_s: Unix time.
+        pods: members of the resource, from a live list.
+        strangers: uids of pods with the members' label that are not members, such as copies of one.
+        capacity: idle capacity of the cluster; None if the operator may not see it.
+        allocation: workers that arbitration gives this job; None if it takes no part.
+        starts_after: job that has waited so long that this one must not start before it; empty for none.
+        service_holder: pool of another namespace that holds this pool's service; empty for none.
+        target: object that `scaleTargetRef` names; None if there is none.
     """
 
     now_s: float = 0.0

@@ -4,8 +4,8 @@ A Store's advisors elect a leader (the election `advisor`), which writes `wanted
 and warn if they were given other bounds, which have no effect then. How many workers a job wants is written by the
 advisor that is given a function for it: the advisor of that job's master, while that leads.
 
-It only says what is wanted: an operator, or a person, starts and ends teachers. What does not belong here: what follows
-from the figures (`teachers`, `workers`), and what the figures are (`edl.load_reporting`).
+It only says how many are wanted: an operator, or a person, starts and ends teachers. `teachers` and `workers` decide;
+`edl.load_reporting` has the figures.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COMPARE_S = 10.0
 
 @dataclass(frozen=True)
 class AdvisorSettings:
-    """What an advisor goes by. Durations in seconds."""
+    """Settings of an advisor. Durations in seconds."""
 
     teachers: TeacherScalingSettings = field(default_factory=TeacherScalingSettings)
     interval_s: float = 2.0  # between two looks at all loads
@@ -245,7 +245,7 @@ def _describe_bounds(least: object, most: object) -> str:
 
 @dataclass
 class _Wanted:
-    """What is wanted of a service or job: the record as it was written last, and what the next decision needs."""
+    """The wanted number of a service or job: its last record, and the state for the next decision."""
 
     kind: WantedKind
     name: str

@@ -1,4 +1,4 @@
-"""Who gets which GPUs: a pure function from nodes, jobs and where their workers are to where they should be.
+"""Shares GPUs among jobs: a pure function from nodes, jobs and their workers' places to where workers should be.
 
 A decision is made in passes over one plan, each of three steps, until a pass changes nothing.
 
@@ -11,9 +11,9 @@ A decision is made in passes over one plan, each of three steps, until a pass ch
    Pollux's power mean of speedups (OSDI 2021, section 4.2) becomes for p -> 0.
 3. Workers from jobs that lose little to jobs that gain much, wherever the difference exceeds both pauses.
 
-Every move gains more than it costs, so that passes end; the last changes nothing, as would another decision: the
-arbiter run on its own result moves nothing. What does not belong here: how many workers a job can use at all
-(`edl.master.scaling.workers`), a clock, Kubernetes' API, and whatever starts and stops workers.
+Every move gains more than it costs, so that passes end. The last pass changes nothing, and neither would another
+decision: the arbiter run on its own result moves nothing. `edl.master.scaling.workers` decides how many workers a job
+can use at all.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ class _SurplusJobs:
             if price >= bid:
                 break
             if self._prices.get(job) != price:
-                heapq.heappop(queue)  # it has another price by now, and stands there again
+                heapq.heappop(queue)  # its price has changed, and it is in the queue again
                 continue
             if job == receiver:
                 own = heapq.heappop(queue)

@@ -47,7 +47,7 @@ _NO_TIMES: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class TeacherScalingSettings:
-    """What the decision about teachers goes by. Durations in seconds.
+    """Settings of the decision about teachers. Durations in seconds.
 
     Raises:
         SettingsError: the shares leave no band between a move up and a move down, or a value is out of range.
@@ -95,7 +95,7 @@ class TeacherScalingSettings:
 
 @dataclass(frozen=True)
 class TeacherObservation:
-    """What is known of a service when its number of teachers is decided. Rates are in rows per second."""
+    """A service when its number of teachers is decided. Rates are in rows per second."""
 
     now_s: float  # of a monotonic clock
     live: int  # teachers that are ready
@@ -163,7 +163,7 @@ class StepPenalty:
 
 @dataclass(frozen=True)
 class TeacherScalingState:
-    """What a decision remembers for the next."""
+    """The state from one decision to the next."""
 
     wanted: int | None = None
     at_s: float | None = None  # when it was made
@@ -246,7 +246,7 @@ class _Decider:
         """Decide without a demand or a rate: a first teacher is the only way to learn more."""
         self._change(**_NO_TIMES)
         if not self.before:
-            return 1, "students wait, and there is no teacher"
+            return 1, "students wait without a teacher"
         if not self._seen.demand:
             return self.before, "students wait, and can ask for nothing"
         return self.before, "no teacher's rate is known yet"

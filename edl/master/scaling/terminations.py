@@ -57,7 +57,7 @@ class TerminationCause(Enum):
 
 @dataclass(frozen=True)
 class TerminationReport:
-    """What is known of an ended worker. Plain values, so that an agent, an operator and a test can all fill it."""
+    """Evidence about an ended worker, as plain values that an agent, an operator and a test can all fill."""
 
     exit_code: int | None = None
     """Exit code of the process or container; a signal is negative as in Python, or above 128 as in Kubernetes."""
@@ -202,8 +202,8 @@ def _find_by_pod(report: TerminationReport, code: int | None, number: int) -> Te
 def _find_by_exit(report: TerminationReport, code: int | None, number: int) -> TerminationVerdict:
     if code == _EXIT_TRY_AGAIN:
         return TerminationVerdict(TerminationCause.QUORUM_MISSED, f"exit code {code}")
-    # Of a process that a signal ended, the agent's word may be about an earlier end, which the job got over: nobody's
-    # job is stopped for that. A lost peer and an unclear fault end a process by SIGABRT as well.
+    # If a signal ended the process, the agent may speak of an earlier end, which the job survived and which must not
+    # stop it. A lost peer and an unclear fault end a process by SIGABRT as well.
     believed = not number or (report.agent_cause == "killed" and number not in _CRASHES | _LEAVING)
     believed = believed or (report.agent_cause in ("contact", "unclear", "missing") and number not in _LEAVING)
     if report.agent_cause in _BY_AGENT and believed:
@@ -258,7 +258,7 @@ _MAX_DELAY_S: Final = 300.0  # where the kubelet's CrashLoopBackOff ends as well
 
 
 class RelaunchAction(Enum):
-    """What is done about a worker that ended."""
+    """An action after a worker's end."""
 
     NOTHING = "nothing"  # it did what it had to
     RESTART_IN_PLACE = "restart in place"  # in the same pod: its agent starts a process from the state in memory
@@ -278,7 +278,7 @@ class RelaunchRule:
 
 @dataclass(frozen=True)
 class RelaunchDecision:
-    """What is to be done about a worker that ended."""
+    """The action after a worker's end, with its details."""
 
     action: RelaunchAction
     memory_factor: float  # of the new pod, by what the job asked for at first
@@ -307,13 +307,13 @@ RELAUNCH_TABLE: Final[Mapping[TerminationCause, tuple[RelaunchRule, ...]]] = {
     TerminationCause.NOT_STORED: (RelaunchRule(_AT_ONCE, 3),),
     TerminationCause.UNKNOWN: (RelaunchRule(_NEW, 3),),
 }
-"""What is tried, in this order, before the job stops. Ten times is what `edl run` gives restarts without progress."""
+"""Actions that are tried, in this order, before the job stops. `edl run` also restarts ten times without progress."""
 
 
 def decide_relaunch(
     cause: TerminationCause, count: int, table: Mapping[TerminationCause, tuple[RelaunchRule, ...]] = RELAUNCH_TABLE
 ) -> RelaunchDecision:
-    """Return what is to be done about a worker that ended.
+    """Decide the action after a worker's end.
 
     `count` is how many times in a row it ended so without progress between, this one included: 1 or more.
     """

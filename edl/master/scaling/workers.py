@@ -18,9 +18,9 @@ multiplied::
     REALLOC_FACTOR = (age - moves C) / (age + C)
 
 It assumes that the job goes on moving as often as it did so far: a job that has moved often does not move again so
-soon. Here it multiplies T(n'). The second is the exploration of section 4.1: a size that was not tried is taken for
-what the fitted line says of it, and for perfect scaling where only one size is known, but only up to twice the most
-that was tried. So unknown sizes are explored a step at a time, and the present size is measured before the next step.
+soon. Here it multiplies T(n'). The second is the exploration of section 4.1: an untried size is predicted by the
+fitted line, or by perfect scaling if only one size is known, but only up to twice the largest size that was tried. So
+unknown sizes are explored a step at a time, and the present size is measured before the next step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ThroughputModel:
 
 @dataclass(frozen=True)
 class SizeRecord:
-    """What is remembered of a job's runs with one number of workers."""
+    """A job's runs with one number of workers."""
 
     mean: float  # weighted mean of n / T, in seconds per sample and worker
     weight: float  # sum of its samples' weights, as of `at_s`
@@ -112,8 +112,8 @@ class ThroughputHistory:
 def fit_throughput(history: ThroughputHistory, now_s: float) -> ThroughputModel | None:
     """Fit a and b by weighted least squares on n / T = a + b n, with a and b at least 0; None without any sample.
 
-    Of a job that ran with one size only, b is 0: the most hopeful line through that size, as Pollux's prior for what
-    was not tried (OSDI 2021, section 4.1, "Prior-driven exploration").
+    If a job ran with one size only, b is 0: the most hopeful line through that size, as Pollux's prior for untried
+    sizes (OSDI 2021, section 4.1, "Prior-driven exploration").
     """
     sizes = history.list_known_sizes(now_s)
     if not sizes:
@@ -149,7 +149,7 @@ class WorkLeft:
     def look(self, datasets: Sequence[Mapping[str, Any]], now_s: float) -> float | None:
         """Note what is done, and return the seconds until all data sets of a master's report are done.
 
-        None if there is no data set, one has no end yet, or nothing of one was done so far.
+        None without any data set, or if one has no end yet or no rate so far.
         """
         times = [self._look(dataset, now_s) for dataset in datasets]
         known = [time_s for time_s in times if time_s is not None]
@@ -158,12 +158,12 @@ class WorkLeft:
     def _look(self, dataset: Mapping[str, Any], now_s: float) -> float | None:
         if dataset.get("finished") is True:
             return 0.0
-        name, done = str(dataset.get("name")), _number(dataset.get("units_done"))
-        rate = self._note(name, done, now_s) or _number(dataset.get("units_per_s")) or self._rates.get(name)
-        units, epochs = dataset.get("units"), _number(dataset.get("epochs"))
+        name, done = str(dataset.get("name")), read_number(dataset.get("units_done"))
+        rate = self._note(name, done, now_s) or read_number(dataset.get("units_per_s")) or self._rates.get(name)
+        units, epochs = dataset.get("units"), read_number(dataset.get("epochs"))
         if units is None or not epochs:
             return None  # it grows, or is gone through again and again
-        left = max(0.0, _number(units) * epochs - done)
+        left = max(0.0, read_number(units) * epochs - done)
         if not left:
             return 0.0
         if not rate:
@@ -182,7 +182,7 @@ class WorkLeft:
         return (after - before) / (at_s - begun_s) if at_s > begun_s else 0.0
 
 
-def _number(value: object) -> float:
+def read_number(value: object) -> float:
     """Return a figure of a report, which anyone may have written to the Store; 0 for what is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return 0.0
@@ -191,7 +191,7 @@ def _number(value: object) -> float:
 
 @dataclass(frozen=True)
 class WorkerScalingSettings:
-    """What the decision about workers goes by."""
+    """Settings of the decision about workers."""
 
     min_samples: int = 3  # rates that must have been measured at the present size before the next move
     horizon_s: float = 3600.0
@@ -206,7 +206,7 @@ class WorkerScalingSettings:
 
 @dataclass(frozen=True)
 class WorkerObservation:
-    """What is known of a job when its number of workers is decided. Durations in seconds."""
+    """A job when its number of workers is decided. Durations in seconds."""
 
     workers: int  # n, how many it has now
     min_workers: int
@@ -280,7 +280,7 @@ def _grow(
     saved_s = (ratio - 1) * left_s
     left = f"{left_s:.0f} s left"
     if observation.remaining is None:
-        left = f"what is left is not known, and taken for {left_s:.0f} s"
+        left = f"the rest is unknown, and assumed to take {left_s:.0f} s"
     text = f"T({reach})/T({now}) = {ratio:.3g}, damped by {factor:.3g}; {left}: saves {max(0.0, saved_s):.0f} s"
     if saved_s > pause_s:
         return WorkerDecision(reach, f"{now} -> {reach}: {text} for a pause of {pause_s:.3g} s", model)

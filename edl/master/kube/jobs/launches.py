@@ -1,7 +1,7 @@
-"""What a job is made of: the pods of workers (`edl run`) and its master, and the objects beside them.
+"""The objects of a job: pods of workers (`edl run`) and of its master, its PodDisruptionBudget, and its PodGroup.
 
-These are its PodDisruptionBudget, which leaves it the workers that it needs when nodes are drained, and what other
-schedulers are told of jobs that they start all at once or not at all, by their documentation:
+The budget leaves the job the workers that it needs when nodes are drained. Labels, annotations and the PodGroup tell
+other schedulers to start the job's minimum all at once:
 
 - Kueue: https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/ (labels of plain pods and of pod groups)
 - Volcano: https://volcano.sh/en/docs/podgroup/
@@ -28,7 +28,7 @@ _MAX_NAME_CHARS: Final = 63  # a label's value, which a group's name is for Kueu
 
 @dataclass(frozen=True)
 class _GangScheduler:
-    """How a scheduler takes pod groups: its resource, and by what pods name their group and queue."""
+    """A scheduler's resource for pod groups, and how pods name their group and queue."""
 
     resource: ResourceType
     group_annotation: str
@@ -52,7 +52,7 @@ _SCHEDULERS: Final[Mapping[str, _GangScheduler]] = {
 
 
 def shares_cluster(job: ElasticJob) -> bool:
-    """Whether a job's workers are given to it by the default scheduler, so that EDL's arbiter may share GPUs."""
+    """Whether the default scheduler places a job's workers, so that EDL's arbiter may share GPUs."""
     return not job.queue and _get_scheduler_name(job) in ("", "default-scheduler")
 
 
@@ -115,10 +115,10 @@ def _get_scheduler_name(job: ElasticJob) -> str:
 WORKER: Final = "worker"
 MASTER: Final = "master"
 _SAVING_SHARE: Final = 0.8
-"""Share of a pod's grace period that workers have to end: with all of it, the agent could not say why it ended."""
+"""Share of a pod's grace period that workers have to end; the agent needs the rest to say why it ended."""
 _MOST_NODES: Final = 10_000
-"""More than any job has. The operator alone makes workers, so each of them has its place; with `maxReplicas` here,
-workers that run would leave those out that come after it was raised. The first world waits a second for more."""
+"""More than any job has. The operator alone makes workers, so each has its place; with `maxReplicas` here, workers that
+run would refuse those that come after it was raised. The first world waits a second for more."""
 _TAKEOVER_S: Final = 45
 """Where the store is a pod of the cluster: workers go on without it for 0.8 of that, which covers a pod that takes 30 s
 to start again elsewhere. In return, new workers wait that long if all workers of the job died without a word."""
@@ -127,7 +127,7 @@ _MASTER_RESOURCES: Final[dict[str, Any]] = {"requests": {"cpu": "100m", "memory"
 
 
 def build_worker_launch(job: ElasticJob, index: int, record: MemberRecord) -> MemberLaunch:
-    """Return what a worker's pod runs; options in `spec.run` come last, so that they win."""
+    """Return the launch of a worker's pod; options in `spec.run` come last, so that they win."""
     args = ["run", "--rdzv-id", job.job_id, "--store", job.store, "--nnodes", f"{job.min_replicas}:{_MOST_NODES}"]
     args += ["--local-addr", POD_ADDRESS, "--leave-on-oom"]
     args += ["--grace-period", str(max(1, int(job.grace_period_s * _SAVING_SHARE)))]
@@ -148,7 +148,7 @@ def build_worker_launch(job: ElasticJob, index: int, record: MemberRecord) -> Me
 
 
 def build_master_launch(job: ElasticJob, record: MemberRecord) -> MemberLaunch:
-    """Return what the master's pod runs. Its journal is in the store, so that its successor goes on anywhere."""
+    """Return the launch of the master's pod. Its journal is in the store, so that its successor goes on anywhere."""
     args = ["master", job.job_id, "--store", job.store, "--journal", "store:", "--host", POD_ADDRESS]
     labels, annotations = build_gang_labels(job, None)
     return MemberLaunch(

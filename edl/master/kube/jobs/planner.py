@@ -1,7 +1,7 @@
-"""`plan_job`: what is to be done about an ElasticJob, from what is known of it at one moment. Pure.
+"""`plan_job`: decides what to do about an ElasticJob, from an observation of one moment. Pure.
 
-A job's target is clamped to its bounds; the minimum is made at once, and what ended comes back at once where its place
-is still its own. Beyond that it grows into room that is there. When it shrinks, the newest workers go first.
+The target lies within the job's bounds. The minimum is made at once, and a worker that ended comes back at once if its
+place is still its own. Beyond that the job grows into idle room. When it shrinks, the newest workers go first.
 """
 
 from __future__ import annotations
@@ -87,9 +87,8 @@ def find_target(job: ElasticJob, observation: OwnerObservation) -> int:
 def _size_workers(draft: JobDraft) -> None:
     """Decide which workers stay, go and come.
 
-    The minimum is made at once, and what ended comes back at once where its place is still its own. Beyond that the job
-    grows into room that is there: as many as fit, where that is known or the arbiter has given them; else by a single
-    worker that waits for a node, and is removed if there is none.
+    Beyond its minimum a job grows by as many workers as fit, if that is known or the arbiter has given them; else by a
+    single worker that waits for a node, and is removed if there is none.
     """
     job, observation, now_s = draft.job, draft.observation, draft.observation.now_s
     workers = {key: pod for key, pod in draft.review.current.items() if pod.role == WORKER}
@@ -124,7 +123,7 @@ def _size_workers(draft: JobDraft) -> None:
 
 
 def _rank(pod: MemberPod, gang: bool) -> tuple[float, ...]:
-    """Return by what workers are ordered: who comes last goes first. A gang's minimum are its first indices."""
+    """Return a sort key: the last worker goes first. A gang's minimum are its first indices."""
     if gang:
         return (pod.index,)
     return (not pod.scheduled, not pod.ready, pod.created_s, pod.index)
@@ -158,8 +157,8 @@ def _find_indices(draft: JobDraft) -> None:
 def _order_indices(job: ElasticJob, records: Mapping[str, MemberRecord], now_s: float) -> Iterator[int]:
     """Yield indices of workers in the order in which they are filled: first those whose pods have just ended.
 
-    Their places are their own. An index that is free since the job shrank is growth, which waits for room. A gang's
-    minimum are its first indices, so that a gang has them in their order alone.
+    Such a worker has its place; an index that is free because the job shrank is growth, which waits for room. A gang's
+    minimum are its first indices, so they come in order.
     """
     back: list[int] = []
     if not starts_as_gang(job):
@@ -233,7 +232,7 @@ def _plan_running(draft: JobDraft) -> Plan:
     if job.master.enabled:
         create += _make_master(draft)
     elif f"{MASTER}-0" in draft.review.current:
-        draft.release(draft.review.current[f"{MASTER}-0"], "the job has no master any more")
+        draft.release(draft.review.current[f"{MASTER}-0"], "the job no longer has a master")
     _size_workers(draft)
     for index in draft.create:
         record = draft.records.setdefault(f"{WORKER}-{index}", MemberRecord())
@@ -273,7 +272,7 @@ def _make_master(draft: JobDraft) -> list[Object]:
 
 
 def _plan_ending(draft: JobDraft, completion: Completion) -> Plan:
-    """Wait for the workers that run, let the others go, and end: well if all last states are stored."""
+    """Wait for the workers that run, release the others, and end: well if all last states are stored."""
     winner = completion.key
     end_s = completion.seen_s + max(_ENDING_S, float(draft.job.grace_period_s))
     late = draft.observation.now_s >= end_s
@@ -302,7 +301,7 @@ def _plan_failed(draft: JobDraft, failure: JobFailure) -> Plan:
 
 
 def _cut_middle(text: str) -> str:
-    """Return a text that an event has room for: what it is about, and a traceback's end."""
+    """Return a text that fits into an event: its first line, and the end of a traceback."""
     if len(text) <= _MOST_EVENT_CHARS:
         return text
     head = text.partition("\n")[0][: _MOST_EVENT_CHARS // 3]
@@ -310,13 +309,13 @@ def _cut_middle(text: str) -> str:
 
 
 def _plan_suspended(draft: JobDraft) -> Plan:
-    """Let all pods go. What is remembered of members stays, but no member keeps its place."""
+    """Release all pods. Members' records stay, but no member keeps its place."""
     draft.suspended = True
     for pod in draft.review.current.values():
         draft.release(pod, "the job is suspended")
     draft.records = {key: record.displace() if record.replaces else record for key, record in draft.records.items()}
     if draft.job.status.get("phase") != "Suspended":
-        draft.note("Suspended", f"spec.suspend is true: {len(draft.review.current)} pods are let go")
+        draft.note("Suspended", f"spec.suspend is true: {len(draft.review.current)} pods are removed")
     return _build_last_plan(draft)
 
 
@@ -337,7 +336,7 @@ def _build_last_plan(draft: JobDraft) -> Plan:
 
 
 def _keep_ended(pods: tuple[MemberPod, ...], records: Mapping[str, MemberRecord]) -> set[str]:
-    """Return the names of ended pods that stay, for their logs: of members that ended for good, and hold nothing."""
+    """Return the names of ended pods that stay for their logs: of members that ended for good."""
     return {
         pod.name
         for pod in pods
@@ -379,7 +378,7 @@ def _list_removals(job: ElasticJob) -> tuple[tuple[ResourceType, str], ...]:
 
 
 def _note_outcomes(draft: JobDraft) -> None:
-    """Note each end that was counted, or of many at once how many there were of which cause."""
+    """Note each end that was counted, or of many at once the number of each cause."""
     outcomes = draft.review.outcomes
     workers = {key: outcome for key, outcome in outcomes.items() if key.startswith(f"{WORKER}-")}
     if len(workers) > _MOST_NOTES:
@@ -410,7 +409,7 @@ def _note_outcome(draft: JobDraft, reason: str, key: str, outcome: MemberOutcome
 
 
 def _note_changes(draft: JobDraft) -> None:
-    """Note what a person sees of the plan: workers that come and go."""
+    """Note the changes of the plan for people: workers that come and go."""
     job, status = draft.job, draft.job.status
     if job.scaling == "auto" and job.replicas is not None and status.get("observedGeneration") != job.generation:
         draft.note("ScaleIgnored", f"spec.replicas is {job.replicas}, but spec.scaling is auto", warning=True)
@@ -430,6 +429,6 @@ def _note_changes(draft: JobDraft) -> None:
     if grown:
         draft.note("Growing", f"{len(draft.workers)} workers, and {len(grown)} are made; {draft.target} are wanted")
     if draft.shrunk:
-        draft.note("Shrinking", f"{len(draft.shrunk)} workers are let go; {draft.target} are wanted")
+        draft.note("Shrinking", f"{len(draft.shrunk)} workers are removed; {draft.target} are wanted")
     for key in draft.homeless:
-        draft.note("NoRoom", f"no node takes {key}: it is let go, and tried again later")
+        draft.note("NoRoom", f"no node takes {key}: it is removed, and tried again later")

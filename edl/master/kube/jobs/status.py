@@ -48,7 +48,7 @@ FAILURE_REASONS: Final[Mapping[TerminationCause, str]] = {
     TerminationCause.NOT_STORED: "NotStored",
     TerminationCause.UNKNOWN: "UnknownEnd",
 }
-"""Of the condition `Failed`, by the cause that ended the job. The causes that are missing never end a job."""
+"""Reasons of the condition `Failed`, by the cause that ended the job. Other causes never end a job."""
 
 FAILURE_ADVICE: Final[Mapping[str, str]] = {
     "UserError": "mend the script, delete the job and submit it again",
@@ -76,12 +76,7 @@ _DEADLINE: Final = "DeadlineExceeded"
 
 @dataclass(frozen=True)
 class JobFailure:
-    """Why a job has failed.
-
-    Attributes:
-        summary: in a line for a person.
-        message: the summary, what to do, and the traceback.
-    """
+    """Why a job has failed; `message` is the summary, what to do, and the traceback."""
 
     reason: str
     summary: str
@@ -93,9 +88,9 @@ class Completion:
     """The end of a job's work: a worker has done the last step.
 
     Attributes:
-        key: of the worker that was the first to end.
-        seen_s: when the operator first saw a worker's end, Unix time: nodes' clocks may be minutes away from its own.
-        failure: why the job has failed nevertheless: a worker's last state is not stored; None if all are.
+        key: the worker that was the first to end.
+        seen_s: when the operator first saw a worker's end, because nodes' clocks may be minutes off. Unix time.
+        failure: why the job has failed nevertheless, because a worker's last state is not stored; None if all are.
     """
 
     key: str
@@ -108,8 +103,8 @@ def note_last_steps(
 ) -> dict[str, MemberRecord]:
     """Return records with the ends of workers that did the last step while they were asked to leave.
 
-    Such an end is not recorded, since another try has the worker's place; and its pod goes before the others end.
-    A last state that is not stored stays so, however well the other try ends, which found the job done.
+    Such an end is not recorded otherwise, since another try has the worker's place. A last state that is not stored
+    stays so, however well the other try ends, which found the job done.
     """
     after = dict(records)
     for key, record in before.items():
@@ -224,7 +219,7 @@ def _describe(key: str, end: MemberEnd, text: str) -> JobFailure:
 _LAUNCHING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
 """Why a container waits that is being started."""
 _ESTIMATE_STEP: Final = 0.1
-"""By how much of itself an estimate must change to be written again: each write goes to all who watch the job."""
+"""Share by which an estimate must change to be written again: each write goes to everyone who watches the job."""
 
 
 SOON_S: Final = 0.5
@@ -302,9 +297,9 @@ class JobDraft:
 def find_waiting_since_s(job: ElasticJob, pods: Iterable[MemberPod]) -> float | None:
     """Return since when a job waits for GPUs of its minimum, Unix time; None if it does not, or that is not recorded.
 
-    That it waits, the pods tell: all of its minimum are there, and the scheduler wants GPUs for one. A job that waits
-    for a quota, a volume or a repaired script keeps nobody from starting. Since when, the condition `Scheduled` tells;
-    a job that was suspended since waits from its new start, and none has waited for longer than it has been there.
+    It waits if all pods of its minimum are there, and the scheduler wants GPUs for one: a job that waits for a quota, a
+    volume or a repaired script holds no other back. The condition `Scheduled` tells since when. A job that was
+    suspended meanwhile waits from its new start, and no job has waited for longer than it exists.
     """
     workers = [pod for pod in pods if pod.role == WORKER and pod.live]
     if len(workers) < job.min_replicas or sum(pod.scheduled for pod in workers) >= job.min_replicas:
@@ -319,12 +314,12 @@ def find_waiting_since_s(job: ElasticJob, pods: Iterable[MemberPod]) -> float | 
 
 
 def get_started_s(job: ElasticJob) -> float | None:
-    """Return when a job's present run was started, Unix time; None before, and while it is suspended."""
+    """Return the start of a job's present run, Unix time; None before, and while it is suspended."""
     return read_time(job.status.get("startTime"))
 
 
 def write_finished_status(job: ElasticJob, phase: str, workers: int) -> Object:
-    """Return the status of a job that has ended before: as it is, but for what follows from its end."""
+    """Return the status of a job that ended earlier, with counts of what still runs."""
     counts = {"replicas": workers, "readyReplicas": 0, "wantedReplicas": 0}
     return {**job.status, "observedGeneration": job.generation, "phase": phase, **counts}
 
@@ -489,7 +484,7 @@ def _write_message(conditions: list[Condition], draft: JobDraft) -> str:
 
 
 def _write_progress(status: Object, before: Mapping[str, Any], progress: WorkProgress | None, succeeded: bool) -> None:
-    """Write how far the job is; what is not known now stays as it was."""
+    """Write the progress; figures that are unknown now stay as they were."""
     if succeeded:
         if "progressPercentage" in before or progress is not None:
             status["progressPercentage"] = 100

@@ -1,8 +1,7 @@
-"""Member pods of ElasticJobs and TeacherPools: read, named, built, and their ends recorded; the same for every role.
+"""Member pods of ElasticJobs and TeacherPools: named, built and read, and their ends recorded, for every role alike.
 
-Workers, teachers and masters are members alike. What a planner decides with is a `MemberPod`; what must outlive a pod
-is in the owner's `status.members`. Elsewhere: how many members there should be
-(`edl.master.kube.jobs`, `edl.master.kube.pools`), and calls of the API.
+Workers, teachers and masters are members. Planners decide with `MemberPod`s; facts that must outlive a pod are in the
+owner's `status.members`. How many members there should be is decided in `edl.master.kube.jobs` and `.pools`.
 """
 
 __all__: list[str] = []

@@ -21,7 +21,7 @@ TRY_LABEL: Final = "edl.io/try"
 MANAGED_BY: Final = ("app.kubernetes.io/managed-by", "edl")
 
 MAX_LABEL_CHARS: Final = 63
-"""A DNS-1123 label and a label's value have no more characters; a pod's name beyond it has its host name cut."""
+"""The limit of a DNS-1123 label and of a label's value; a longer pod name has its host name cut."""
 _HASH_CHARS: Final = 8
 """32 bits: with a thousand cut names in a namespace, two of them are the same in 1 of 8,000 clusters."""
 _NOT_IN_A_LABEL: Final = re.compile(r"[^a-z0-9-]")
@@ -61,7 +61,7 @@ def build_selector(owner: MemberOwner, role: str = "") -> dict[str, str]:
 
 
 def build_owner_reference(owner: MemberOwner) -> dict[str, Any]:
-    """Return the owner reference of what belongs to an owner: deleted with it, and never in the way of its deletion."""
+    """Return the owner reference of an owner's objects: deleted with it, and never in the way of its deletion."""
     return {
         "apiVersion": owner.resource_type.api_version,
         "kind": owner.resource_type.kind,

@@ -1,9 +1,9 @@
-"""What the author of a job or pool may have the operator make: service accounts, and what reaches beyond a container.
+"""Limits on pod templates: service accounts, and everything that reaches beyond a container.
 
-The author of an ElasticJob has its pods made with the operator's rights, and may lack the right to create pods.
-So the operator takes no service account but those that it was told to, and by default nothing that Pod Security's
-level "baseline" forbids: https://kubernetes.io/docs/concepts/security/pod-security-standards/#baseline. What a
-namespace enforces by itself (Pod Security admission, quotas, webhooks) holds for these pods as for any other.
+The operator makes pods with its own rights, for authors of jobs who may lack the right to create pods. So it accepts
+only the service accounts that it was told to, and by default nothing that Pod Security's level "baseline" forbids:
+https://kubernetes.io/docs/concepts/security/pod-security-standards/#baseline. A namespace's own rules (Pod Security
+admission, quotas, webhooks) apply to these pods as to any other.
 """
 
 from __future__ import annotations
@@ -41,14 +41,10 @@ _APPARMOR: Final = "container.apparmor.security.beta.kubernetes.io/"
 
 @dataclass(frozen=True)
 class PodPolicy:
-    """What templates of members may ask for.
-
-    Attributes:
-        level: of Pod Security; `privileged` for no limit.
-        service_accounts: that templates may name, each as `NAME` for all namespaces or as `NAMESPACE/NAME`.
+    """Limits on pod templates: a level of Pod Security, and allowed service accounts, `NAME` or `NAMESPACE/NAME`.
 
     Raises:
-        SettingsError: there is no such level, or an account is one of EDL's own.
+        SettingsError: the level is unknown, or an account is one of EDL's own.
     """
 
     level: PodSecurity = "baseline"
@@ -65,7 +61,7 @@ class PodPolicy:
                 raise SettingsError(f"--allow-service-account {account}: that is EDL's own, with rights over all jobs")
 
     def find_problems(self, owner: MemberOwner) -> tuple[SpecProblem, ...]:
-        """Return what is not allowed in the template of a job or pool."""
+        """Return the problems of a job's or pool's template."""
         metadata, spec = get_mapping(owner.template, "metadata"), get_mapping(owner.template, "spec")
         found = []
         named = get_text(spec, "serviceAccountName") or get_text(spec, "serviceAccount")
@@ -93,7 +89,7 @@ def _uses_token(spec: Mapping[str, Any]) -> bool:
 
 
 def _find_excess(spec: Mapping[str, Any], annotations: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a pod's spec has beyond the level "baseline"."""
+    """Yield the parts of a pod's spec that the level "baseline" forbids."""
     yield from (name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name))
     for volume in get_list(spec, "volumes"):
         if volume.get("hostPath") is not None:
@@ -122,7 +118,7 @@ def _find_excess(spec: Mapping[str, Any], annotations: Mapping[str, Any]) -> Ite
 
 
 def _find_excess_of_context(context: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a security context of a pod or a container has beyond the level "baseline"."""
+    """Yield the parts of a security context that the level "baseline" forbids."""
     linux, windows = get_mapping(context, "seLinuxOptions"), get_mapping(context, "windowsOptions")
     if windows.get("hostProcess"):
         yield "windowsOptions.hostProcess"

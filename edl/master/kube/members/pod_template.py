@@ -1,7 +1,7 @@
-"""A member pod out of its owner's pod template: the template as it is, and what the operator adds to it.
+"""Builds a member pod from its owner's pod template, with the operator's additions.
 
-What a template sets wins wherever a choice is the user's: `command`, environment, security context, tolerations,
-volumes. The operator's are names, labels, `args`, the restart policy, and what a relaunch changes.
+The template wins wherever a choice is the user's: `command`, environment, security context, tolerations, volumes. The
+operator decides names, labels, `args`, the restart policy, and the changes that a relaunch makes.
 """
 
 from __future__ import annotations
@@ -33,20 +33,17 @@ class MemberLaunch:
     """A pod to make for a member.
 
     Attributes:
-        try_number: of the member's pods, from 0.
-        args: of `edl`: the subcommand and what follows.
-        env: variables that the template may set otherwise.
-        labels: in addition to the template's and the members' own.
-        memory_factor: by which the template's memory is multiplied.
-        excluded_nodes: names of nodes on which it is not to run.
-        resources: of the main container in place of the template's, without any sidecar; None for the template's.
+        args: arguments of `edl`, from the subcommand on.
+        labels: labels in addition to the template's and the members' own.
+        memory_factor: factor for the template's memory.
+        excluded_nodes: names of nodes that it must avoid.
+        resources: resources of the main container, in place of the template's and without its sidecars.
     """
 
     role: str
     index: int
     try_number: int
     args: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
     memory_factor: float = 1.0
@@ -69,7 +66,7 @@ def build_member_pod(owner: MemberOwner, launch: MemberLaunch) -> Object:
     if owner.priority_class_name:
         spec["priorityClassName"] = owner.priority_class_name
         spec.pop("priority", None)
-    _set_main_container(main, launch, {"EDL_DISCOVERY": owner.store, **launch.env})
+    _set_main_container(main, launch, owner.store)
     _add_volumes(spec, main)
     _add_security_defaults(spec, main)
     _withhold_api_access(spec)
@@ -102,7 +99,7 @@ def _find_main_index(spec: Mapping[str, Any], containers: Sequence[Mapping[str, 
     return next((number for number, container in enumerate(containers) if container.get("name") == name), 0)
 
 
-def _set_main_container(main: dict[str, Any], launch: MemberLaunch, env: Mapping[str, str]) -> None:
+def _set_main_container(main: dict[str, Any], launch: MemberLaunch, store: str) -> None:
     main.setdefault("command", list(DEFAULT_COMMAND))
     main["args"] = list(launch.args)
     log = main.setdefault("terminationMessagePath", TERMINATION_LOG)
@@ -116,13 +113,13 @@ def _set_main_container(main: dict[str, Any], launch: MemberLaunch, env: Mapping
     if found is None:
         return
     given = [item for item in found if get_text(item, "name") not in fixed]
-    names = {get_text(item, "name") for item in given}
-    defaults = [{"name": name, "value": value} for name, value in sorted(env.items()) if value and name not in names]
-    main["env"] = [*own, *defaults, *given]
+    if store and all(get_text(item, "name") != "EDL_DISCOVERY" for item in given):
+        own.append({"name": "EDL_DISCOVERY", "value": store})
+    main["env"] = [*own, *given]
 
 
 def _read_list(parent: Mapping[str, Any], key: str) -> list[Any] | None:
-    """Return a list of a template; None where there is something else, which the API server refuses itself."""
+    """Return a list of a template; None if it is something else, which the API server will refuse."""
     value = parent.get(key)
     return list(value) if isinstance(value, list) else [] if value is None else None
 
@@ -148,9 +145,9 @@ def _add_volumes(spec: dict[str, Any], main: dict[str, Any]) -> None:
 
 
 def _add_security_defaults(spec: dict[str, Any], main: dict[str, Any]) -> None:
-    """Add what takes nothing from a program that does not expect it, where the template says nothing.
+    """Add security settings that no program notices, if the template has none.
 
-    `runAsNonRoot` and dropped capabilities would stop images that are built for root: a template asks for them itself.
+    `runAsNonRoot` and dropped capabilities would stop images that are built for root, so a template must ask for them.
     """
     if not spec.get("securityContext"):
         spec["securityContext"] = {"seccompProfile": {"type": "RuntimeDefault"}}
@@ -199,7 +196,7 @@ def _multiply_memory(main: dict[str, Any], factor: float) -> None:
 
 
 def _exclude_nodes(spec: dict[str, Any], nodes: Sequence[str]) -> None:
-    """Require other nodes, by their names, in each of the terms of which the template requires any."""
+    """Require other nodes, by name, in each of the template's terms."""
     if not nodes:
         return
     without = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]  # each takes one name

@@ -1,6 +1,6 @@
-"""A member pod as it was read: plain values, on which planners decide, and the evidence of its end.
+"""Reads member pods: the plain values that planners decide with, and the evidence of a pod's end.
 
-What a pod's JSON tells of its end becomes the plain report that `edl.master.scaling.terminations` weighs.
+The evidence is a `TerminationReport`, which `edl.master.scaling.terminations` weighs.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from edl.master.scaling.terminations import (
 
 MAIN_CONTAINER: Final = "edl"
 """A container of this name is the member's, wherever it stands among others; without it, the first is."""
-_MAX_MESSAGE_CHARS: Final = 4096  # of /dev/termination-log, the kubelet keeps no more
+_MAX_MESSAGE_CHARS: Final = 4096  # the kubelet's limit of /dev/termination-log
 STARTING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
-"""Why a container waits that nothing keeps from starting."""
+"""Reasons of containers that wait while they start as usual."""
 
 
 def get_mapping(parent: object, key: str) -> Mapping[str, Any]:
-    """Return a mapping inside a mapping of JSON; empty where there is none."""
+    """Return a mapping inside a mapping of JSON; empty if it is missing."""
     value = parent.get(key) if isinstance(parent, Mapping) else None
     return value if isinstance(value, Mapping) else {}
 
 
 def get_list(parent: object, key: str) -> list[Mapping[str, Any]]:
-    """Return the mappings of a list inside a mapping of JSON; empty where there is no list."""
+    """Return the mappings of a list inside a mapping of JSON; empty if it is missing."""
     value = parent.get(key) if isinstance(parent, Mapping) else None
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 def get_text(parent: object, key: str) -> str:
-    """Return a text inside a mapping of JSON; empty where there is none."""
+    """Return a text inside a mapping of JSON; empty if it is missing."""
     value = parent.get(key) if isinstance(parent, Mapping) else None
     return value if isinstance(value, str) else ""
 
 
 def find_main_container(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the container of a pod's spec that is the member; empty where there is no container."""
+    """Return the member's container in a pod's spec; empty if it has none."""
     containers = get_list(spec, "containers")
     named = [container for container in containers if container.get("name") == MAIN_CONTAINER]
     return (named or containers or [{}])[0]
@@ -68,9 +68,9 @@ def is_node_silent(pod: Mapping[str, Any]) -> bool:
 
 
 def _find_start_failure(pod: Mapping[str, Any], events: Mapping[str, str]) -> tuple[str, str]:
-    """Return what keeps a pod from starting its main container, a reason and its words; empty if nothing does.
+    """Return why a pod cannot start its main container, a reason and its words; empty if it can.
 
-    That is an init container's reason, `InitContainerFailed` if it has ended, or that of an event about a volume, a
+    The reason is an init container's, `InitContainerFailed` if it has ended, or that of an event about a volume, a
     secret or the sandbox. A pod that was asked to end has none: its end stops init containers as well.
     """
     if get_mapping(pod, "metadata").get("deletionTimestamp"):
@@ -118,8 +118,8 @@ class MemberPod:
         delete_by_s: when its grace period is over.
         started_s: when its main container started.
         finished: its main container has ended, or the pod was given up before it began.
-        emptied: the pod was asked to end, and no container runs any more: its resources are free, whether the API
-            server still has the pod or not.
+        emptied: the pod was asked to end and all containers have ended: its resources are free, even if the API server
+            still has the pod.
         waiting: why its main container does not start, such as `ImagePullBackOff`; may be an init container's reason.
         termination: the evidence about its end; for a pod that goes on, as if it ended now.
     """
@@ -162,7 +162,7 @@ class MemberPod:
 
     @property
     def starting(self) -> bool:
-        """Whether it has a node, and its containers are being started, or wait for what changes no pod: a volume."""
+        """Whether it has a node and its containers are starting, or wait for a volume, which changes no pod."""
         return self.live and self.scheduled and self.phase == "Pending" and self.waiting in STARTING
 
     @property
@@ -189,7 +189,7 @@ class MemberPod:
 def read_member_pods(
     pods: Iterable[Mapping[str, Any]], owner_uid: str, events: Mapping[str, Mapping[str, str]] | None = None
 ) -> tuple[tuple[MemberPod, ...], tuple[str, ...]]:
-    """Return an owner's member pods by role, index and try; and why others that have its label are none."""
+    """Return an owner's member pods by role, index and try; and why other pods with its label are not members."""
     found: list[MemberPod] = []
     reasons: list[str] = []
     for pod in pods:
@@ -203,11 +203,7 @@ def read_member_pods(
 
 
 def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = None) -> MemberPod:
-    """Read a member pod.
-
-    Raises:
-        ProtocolError: it is not a member's; the message says what is missing.
-    """
+    """Read a member pod; ProtocolError, which says what is missing, if it is not a member."""
     events = events or {}
     metadata, spec, status = (get_mapping(pod, key) for key in ("metadata", "spec", "status"))
     labels = {key: value for key, value in get_mapping(metadata, "labels").items() if isinstance(value, str)}

@@ -1,10 +1,10 @@
-"""What is remembered of a member in its owner's `status.members`, and what follows its end.
+"""Records of members in their owner's `status.members`, and what follows a member's end.
 
-A record has its member's try, its failures, and how it ended last. It is written before the pod that it speaks of is
-deleted or made. So the next operator, after any crash, knows for each pod whether its end was counted, and which try
-follows. A pod that has ended cannot be started again in place, which `edl run` has tried within it before: by the
-relaunch table of `edl.master.scaling`, another pod follows. An end is counted once for each try; a member that went on
-for long, or whose owner made progress, starts counting again.
+A record has its member's try, its failures and its last end. It is written before the pod in question is deleted or
+made, so that the next operator, after any crash, knows for each pod whether its end was counted, and which try
+follows. `edl run` has restarted its workers within the pod before; once the pod has ended, another follows by the
+relaunch table of `edl.master.scaling`. An end is counted once for each try. If a member ran for long, or its owner made
+progress, the count begins again.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from edl.master.scaling.terminations import (
 )
 
 MAX_MESSAGE_CHARS: Final = 400
-"""Of a member's last end. A thousand members' ends then take 0.4 MB of the 1.5 MB that etcd takes of an object; the
-traceback that ends a job is in its condition."""
+"""Characters of a last end's message. A thousand members then take 0.4 MB of the 1.5 MB that etcd takes of an object;
+the traceback that ends a job is in its condition."""
 MAX_MEMORY_FACTOR: Final = 1.5**3
-"""What the relaunch table's three steps come to: a status that says more was written by hand."""
+"""The product of the relaunch table's three steps: a status with more was written by hand."""
 _PACE_S: Final = 10.0
 _BURST_S: Final = 40.0
 """A member gets a pod each `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once: at most 12 within any
@@ -45,11 +45,7 @@ _MEMBER: Final = re.compile(r"[a-z]+-(?:0|[1-9][0-9]{0,8})")
 
 @dataclass(frozen=True)
 class ExcludedNode:
-    """A node that a member's next pods keep away from.
-
-    Attributes:
-        until_s: when it may be used again, Unix time.
-    """
+    """A node that a member's next pods avoid until `until_s`, Unix time."""
 
     node: str
     until_s: float
@@ -58,13 +54,11 @@ class ExcludedNode:
 
 @dataclass(frozen=True)
 class MemberEnd:
-    """How a member's pod ended.
+    """How a member's pod ended. Times are Unix times.
 
     Attributes:
-        exit_code: of the main container; None if it has none.
-        message: of the end, its last `MAX_MESSAGE_CHARS` characters.
-        time_s: when it ended by its node's clock, or was found gone, Unix time.
-        seen_s: when the operator saw that, Unix time: what is waited for from then on goes by its clock alone.
+        time_s: when it ended by its node's clock, or was found gone.
+        seen_s: when the operator saw that; waits are counted from then on.
         progress: the owner's progress then, in percent; None if unknown.
         displaced: its place is taken or lost: a successor needs another.
     """
@@ -84,17 +78,14 @@ class MemberEnd:
 
 @dataclass(frozen=True)
 class MemberRecord:
-    """A member, over all its pods.
+    """A member, over all its pods. Times are Unix times.
 
     Attributes:
-        try_number: of its newest pod, or of the next one.
-        uid: of the pod of that try, once it was seen: seen and gone is an end.
+        try_number: the number of its newest pod, or of the next one.
+        uid: the pod of that try, once it was seen: seen and gone is an end.
         failures: cause -> how many times in a row without progress between.
-        memory_factor: by which the template's memory is multiplied.
-        excluded_nodes: where its next pods do not go.
-        not_before_s: when the pod of this try may be made, Unix time; None for at once.
-        last_end: how its last pod ended; None if none has.
-        paced_until_s: until when the pods made so far use up the member's pace, Unix time.
+        not_before_s: when the pod of this try may be made; None for at once.
+        paced_until_s: until when the pods made so far use up the member's pace.
     """
 
     try_number: int = 0
@@ -108,7 +99,7 @@ class MemberRecord:
 
     @property
     def ended(self) -> bool:
-        """Whether the newest pod has ended for good: no other follows."""
+        """Whether the newest pod has ended for good, so that no other follows."""
         return self.last_end is not None and self.last_end.try_number >= self.try_number
 
     def is_current(self, pod: MemberPod) -> bool:
@@ -130,7 +121,7 @@ class MemberRecord:
         return not self.ended and (self.not_before_s is None or now_s >= self.not_before_s)
 
     def displace(self) -> MemberRecord:
-        """Return the record of a member that nothing replaces: a pod of it that comes some day is growth."""
+        """Return the record of a member that has lost its place: a later pod of it is growth."""
         return replace(self, last_end=replace(self.last_end, displaced=True)) if self.last_end is not None else self
 
     def begin_try(self, now_s: float, delay_s: float = 0.0) -> MemberRecord:
@@ -162,7 +153,7 @@ class MemberRecord:
 
 
 def read_member_records(status: Mapping[str, Any]) -> dict[str, MemberRecord]:
-    """Return the records of `status.members` by keys such as `worker-0`; what EDL does not write so is left out."""
+    """Return the records of `status.members` by keys such as `worker-0`, without entries that EDL did not write."""
     members = status.get("members")
     if not isinstance(members, Mapping):
         return {}
@@ -262,7 +253,7 @@ def _format_end(end: MemberEnd) -> dict[str, Any]:
 
 
 def _keep_said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields without those that say nothing; 0 says something."""
+    """Return fields without empty ones; 0 is not empty."""
     return {name: value for name, value in fields.items() if value not in (None, "", [], {})}
 
 
@@ -316,11 +307,7 @@ would find the job done, and nothing to store."""
 
 @dataclass(frozen=True)
 class MemberOutcome:
-    """A member's end, counted.
-
-    Attributes:
-        record: of the member from now on.
-    """
+    """A member's end, counted; `record` is the member's from now on."""
 
     record: MemberRecord
     verdict: TerminationVerdict
@@ -330,9 +317,9 @@ class MemberOutcome:
 
 
 def find_end(record: MemberRecord, pod: MemberPod | None, now_s: float) -> TerminationReport | None:
-    """Return what is known of the end of a member's newest pod; None while it goes on, or its end is counted.
+    """Return the evidence about the end of a member's newest pod; None while it goes on, or if the end is counted.
 
-    `pod` is that of the record's try; None if there is none.
+    `pod` is the pod of the record's try; None if there is none.
     """
     if record.ended:
         return None
@@ -357,7 +344,7 @@ def record_end(
     progress: int | None = None,
     table: Mapping[TerminationCause, tuple[RelaunchRule, ...]] = POD_RELAUNCH_TABLE,
 ) -> MemberOutcome:
-    """Count the end of a member's newest pod, and decide what follows."""
+    """Count the end of a member's newest pod, and decide the next step."""
     verdict = _find_cause(report, pod)
     failures = {} if _has_progressed(record, pod, now_s, progress) else dict(record.failures)
     reached = record.last_end.progress if record.last_end is not None else None
@@ -431,7 +418,7 @@ def _has_progressed(record: MemberRecord, pod: MemberPod | None, now_s: float, p
 
 
 def _raise_memory(factor: float, decision: RelaunchDecision) -> float:
-    """Return by how much memory is multiplied; once raised, it stays so, and is raised further from there."""
+    """Return the factor for memory, which is only ever raised."""
     if decision.action is not RelaunchAction.MORE_MEMORY:
         return factor
     step = decide_relaunch(TerminationCause.OUT_OF_MEMORY, 1).memory_factor
@@ -456,13 +443,7 @@ NO_ROOM = "no_room"
 
 @dataclass(frozen=True)
 class MemberReview:
-    """An owner's members.
-
-    Attributes:
-        records: by keys such as `worker-0`, with all ends counted.
-        current: the newest pod of each member that has a live one.
-        outcomes: ends that were not counted before, by member.
-    """
+    """An owner's members by keys such as `worker-0`: records with all ends counted, live pods, and new ends."""
 
     records: Mapping[str, MemberRecord]
     current: Mapping[str, MemberPod]

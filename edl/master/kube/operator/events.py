@@ -1,7 +1,8 @@
-"""Events of the API: `EventRecorder` writes what `kubectl describe` shows, `PodEvidence` reads why pods ended.
+"""Events of the API: `EventRecorder` writes them for `kubectl describe`, `PodEvidence` reads why pods ended.
 
-The same event again is counted, not repeated. Events of a pod that has ended or is ending tell preemption from a node's
-loss where the pod does not; of one that does not start, what is wrong with a volume, a secret or the sandbox.
+The same event again is counted, not repeated. Events of a pod that has ended or is ending tell preemption from the loss
+of a node, if the pod itself does not. Events of a pod that does not start tell trouble with a volume, a secret or the
+sandbox.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
 from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, KubernetesError, QuotaExceededError
 from edl.kube.client import KubeClient
-from edl.kube.objects import Object, format_time, parse_time
+from edl.kube.objects import Object, format_time, read_time
 from edl.kube.resource_types import EVENTS, ResourceType
 from edl.master.kube.observation import EventNote
 from edl.master.scaling.terminations import TerminationCause, TerminationReport, find_termination_cause
@@ -32,31 +32,21 @@ logger = logging.getLogger(__name__)
 
 _COMPONENT: Final = "edl-operator"
 _MOST_WAITING: Final = 2000
-"""Events that wait while the API server is away; the oldest are left out beyond that. Conditions tell what holds."""
+"""Events that wait while the API server is away; older ones are dropped, since conditions tell the present state."""
 _MOST_KNOWN: Final = 10_000
-"""Events of which it is remembered when they were written last."""
+"""Events whose last write is remembered."""
 _QUIET_S: Final = 30.0
-"""An event that comes again sooner is counted with the next: what repeats each second is not worth a write each."""
+"""An event that comes again sooner is counted with the next one, to save writes."""
 _MOST_MESSAGE: Final = 1000
-"""Characters: the API takes 1,024 bytes of a note in events.k8s.io, and kubectl shows them in a line."""
+"""Characters of a message: the API takes 1,024 bytes of a note in events.k8s.io, and kubectl shows them in a line."""
 _CLOSE_S: Final = 2.0
-"""How long `close` writes what waits: some dozens of events, and a fraction of a pod's grace period."""
-
-
-@dataclass
-class _Known:
-    written_s: float
-    uncounted: int = 0
+"""How long `close` goes on to write: some dozens of events, and a fraction of a pod's grace period."""
 
 
 class EventRecorder:
-    """Writes events in a thread of its own, in the order in which they came.
+    """Writes events in order, in a thread of its own; `clock` is the API server's, in seconds since 1970.
 
-    An event's name follows from its content, so that a second operator, or this one after a restart, counts it
-    further.
-
-    Args:
-        clock: the time by the API server's clock, which dates conditions and pods, in seconds since 1970.
+    An event's name follows from its content, so that a second operator, or this one after a restart, goes on counting.
     """
 
     def __init__(self, api: KubeClient, clock: Callable[[], float] = time.time) -> None:
@@ -64,9 +54,9 @@ class EventRecorder:
         self._clock = clock
         self._instance = f"{_COMPONENT}-{socket.gethostname()}-{os.getpid()}"[:128]
         self._waiting: deque[tuple[str, str, Object]] = deque(maxlen=_MOST_WAITING)
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # when written, and not counted
         self._backoff = Backoff(0.5, 30.0, jitter=0.2)
-        self._denied = False
+        self._denied = self._closing = False
         self._loop = BackgroundLoop("edl-events", self._step)
 
     def record(self, kind: ResourceType, resource: Mapping[str, Any], note: EventNote) -> None:
@@ -108,15 +98,16 @@ class EventRecorder:
         self._loop.wake()
 
     def close(self) -> None:
-        """Write what waits, as far as that takes no more than seconds, and end the thread."""
+        """Write the events that wait, for seconds at most, and end the thread."""
         deadline = time.monotonic() + _CLOSE_S
         while self._waiting and time.monotonic() < deadline and not self._backoff.failures:
             self._loop.wake()
             time.sleep(0.02)
+        self._closing = True
         self._loop.close()
 
     def _step(self) -> float | None:
-        while self._waiting and not self._loop_closing():
+        while self._waiting and not self._closing:
             name, namespace, event = self._waiting[0]
             try:
                 self._write(name, namespace, event)
@@ -135,25 +126,20 @@ class EventRecorder:
                 self._waiting.popleft()
         return 60.0
 
-    def _loop_closing(self) -> bool:
-        loop = getattr(self, "_loop", None)  # the first step may come before the constructor has it
-        return loop is not None and loop.closing
-
     def _write(self, name: str, namespace: str, event: Object) -> None:
-        known = self._known.get(f"{namespace}/{name}")
-        now_s = time.monotonic()
-        if known is not None and now_s - known.written_s < _QUIET_S:
-            known.uncounted += 1
+        key, now_s = (namespace, name), time.monotonic()
+        written_s, uncounted = self._known.get(key, (None, 0))
+        if written_s is not None and now_s - written_s < _QUIET_S:
+            self._known[key] = written_s, uncounted + 1
             return
-        more = 1 + (known.uncounted if known is not None else 0)
         try:
-            if known is not None:
+            if written_s is not None:
                 raise ConflictError(name)  # it is there: count it, without an attempt to make it
             self._api.create(EVENTS, event, namespace)
         except ConflictError:
-            self._count(name, namespace, event, more)
-        self._known[f"{namespace}/{name}"] = _Known(now_s)
-        self._known.move_to_end(f"{namespace}/{name}")
+            self._count(name, namespace, event, 1 + uncounted)
+        self._known[key] = now_s, 0
+        self._known.move_to_end(key)
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
@@ -176,13 +162,13 @@ class EventRecorder:
 
 
 _KEPT_S: Final = 5.0
-"""How long events of a pod are not read again: the next look may be of the same moment, and events come late."""
+"""How long a pod's events are kept before they are read again, because two looks may follow at once."""
 _STARTING_S: Final = 30.0
-"""A pod that has a node and has not started after so long may be kept from it; its events are read that seldom."""
+"""How long a pod may take to start on its node before its events are read, and the time between two reads."""
 _MOST_STARTING: Final = 5
-"""Of pods that do not start, the oldest are looked at: a thousand pull their image, or miss their secret, alike."""
+"""Pods whose start is examined, the oldest first: a thousand pods pull their image, or miss their secret, alike."""
 _MOST_PODS: Final = 2000
-"""Of which events are kept: some hundred bytes each."""
+"""Pods whose events are kept, some hundred bytes each."""
 
 
 class PodEvidence:
@@ -194,11 +180,10 @@ class PodEvidence:
         self._known: OrderedDict[str, tuple[float, dict[str, str]]] = OrderedDict()
 
     def collect(self, pods: Iterable[Mapping[str, Any]], namespace: str, now_s: float) -> dict[str, dict[str, str]]:
-        """Return reasons of events and their messages by uid, of the pods that are ending or have ended.
+        """Return reasons and messages of events, by uid of pods that have ended, are ending, or cannot start.
 
-        Of pods that do not start, only an event by which they cannot, and only while none follows it.
-
-        An operator that may not read events goes by what the pods say themselves.
+        For a pod that cannot start, that is only an event that says so, if no other follows it. An operator that may
+        not read events relies on the pods' status.
         """
         found = {}
         starting: list[tuple[float, str]] = []
@@ -241,18 +226,14 @@ class PodEvidence:
 
 
 def _get_time(event: Mapping[str, Any]) -> str:
-    """Return when an event was last seen, as the API writes it: such times are in the order of their texts."""
+    """Return when an event was last seen, as the API writes it; earlier texts are earlier times."""
     metadata = event.get("metadata") or {}
     return str(event.get("lastTimestamp") or event.get("eventTime") or metadata.get("creationTimestamp") or "")
 
 
 def _find_placed_s(pod: Mapping[str, Any]) -> float:
-    """Return when a pod got its node, or was made; 0 where it does not say."""
+    """Return when a pod got its node, or was made; 0 if it does not say."""
     conditions = (pod.get("status") or {}).get("conditions") or []
     times = [item.get("lastTransitionTime") for item in conditions if item.get("type") == "PodScheduled"]
-    for text in (*times, (pod.get("metadata") or {}).get("creationTimestamp")):
-        try:
-            return parse_time(str(text))
-        except (ValueError, OverflowError):
-            continue
-    return 0.0
+    found = (read_time(text) for text in (*times, (pod.get("metadata") or {}).get("creationTimestamp")))
+    return next((time_s for time_s in found if time_s is not None), 0.0)

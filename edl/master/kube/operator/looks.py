@@ -1,12 +1,12 @@
 """When to look at a resource: `WorkQueue` gives keys to workers, `ResourceWatches` fills it.
 
-The queue is client-go's rate-limited work queue (k8s.io/client-go/util/workqueue): what is added while it is worked on
-is due again afterwards; a failure waits twice as long each time; what is added meanwhile is not held up by that.
+The queue is client-go's rate-limited work queue (k8s.io/client-go/util/workqueue): a key that is added while it is
+worked on is due again afterwards; a failure waits twice as long each time, and does not delay what is added meanwhile.
 
-A resource is looked at when it is new, when it has changed other than by the operator's own writes, and when a pod of
-its own has changed. After an outage of the API server a kind is listed again, and what was deleted since has no event:
-then all resources of the namespace are looked at, spread over a while. Events decide nothing: the reconciler reads
-everything again.
+A resource is looked at when it is new, when someone other than the operator has changed it, and when one of its pods
+has changed. After an outage of the API server a kind is listed again. Deletions since then have no event, so all
+resources of the namespace are looked at, spread over a while. Events decide nothing: the reconciler reads everything
+again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 _JITTER: Final = 0.2
-"""Share of a wait after a failure that is left to chance, so that keys which failed together do not come back so."""
+"""Random share of a wait after a failure, so that keys which failed together do not come back together."""
 
 
 class KeySchedule:
-    """Which key is due when. A key is there once, and is not given out again before it is finished."""
+    """Knows when each key is due. A key is there once, and is not given out again before it is finished."""
 
     def __init__(self, first_backoff_s: float = 0.2, last_backoff_s: float = 60.0) -> None:
         self._first_backoff_s = first_backoff_s
@@ -57,7 +57,7 @@ class KeySchedule:
         return len(self._due.keys() | self._active.keys())
 
     def add(self, key: str, due_s: float) -> None:
-        """Have a key worked on at a time, or earlier where that was wanted before."""
+        """Have a key worked on at a time, unless an earlier time is set."""
         if key in self._active:
             self._again[key] = min(due_s, self._again.get(key, due_s))
         elif due_s < self._due.get(key, float("inf")):
@@ -66,7 +66,7 @@ class KeySchedule:
             heapq.heappush(self._heap, (due_s, self._number, key))
 
     def take(self, now_s: float) -> str | None:
-        """Return a key that is due, which is worked on from now until `finish`; None if none is due."""
+        """Return a key that is due, for work until `finish`; None if none is due."""
         self._drop_outdated()
         if not self._heap or self._heap[0][0] > now_s:
             return None
@@ -76,7 +76,7 @@ class KeySchedule:
         return key
 
     def finish(self, key: str, now_s: float, *, failed: bool = False, requeue_s: float | None = None) -> None:
-        """Say that a key was worked on: one that `failed` is due again after its back-off, any key in `requeue_s`."""
+        """End the work on a key. If it `failed`, it is due again after its back-off; else in `requeue_s`, if given."""
         self._active.pop(key, None)
         again = self._again.pop(key, None)
         if failed:
@@ -103,7 +103,7 @@ class KeySchedule:
         return self._heap[0][0] if self._heap else None
 
     def get_oldest_active_s(self) -> float | None:
-        """Return since when the key is worked on that takes longest; None if none is."""
+        """Return when the longest work under way began; None if there is none."""
         return min(self._active.values(), default=None)
 
     def count_due(self, now_s: float) -> int:
@@ -118,18 +118,14 @@ class KeySchedule:
 _LOOK_S: Final = 1.0
 """Longest wait of a worker at a time, so that it sees soon that the queue is closed."""
 _CLOSE_S: Final = 10.0
-"""How long `close` waits for work under way, some requests. What is cut off is done by the next operator."""
+"""How long `close` waits for work under way, some requests. The next operator finishes the rest."""
 
 
 class WorkQueue:
     """Calls a function for each key that is due, in a few threads, never twice for a key at the same time.
 
-    Args:
-        work: does what a key needs. Returns seconds after which to do it again, None for no such need. An
-            error has it called again, after a back-off.
-        workers: threads; as many requests of the API server are under way at most.
-        on_result: called after each work, with the key, its seconds, and the error or None.
-        schedule: which key is due when; None for the usual back-off.
+    `work` returns the seconds after which to call it again, None for never; after an error it is called again after a
+    back-off. `on_result` is called after each work with the key, the seconds it took, and the error or None.
     """
 
     def __init__(
@@ -148,10 +144,7 @@ class WorkQueue:
         self._loops = [BackgroundLoop(f"edl-reconcile-{number}", self._step) for number in range(workers)]
 
     def add(self, key: str, delay_s: float = 0.0) -> None:
-        """Have a key worked on soon.
-
-        `delay_s` gives what comes in between the time to come, so that all of it is a single look.
-        """
+        """Have a key worked on after `delay_s`, so that more reasons within that time need no second look."""
         with self._changed:
             self._schedule.add(key, time.monotonic() + delay_s)
             self._changed.notify()
@@ -231,18 +224,18 @@ class WorkQueue:
 _BEAT_S: Final = 1.0
 """Between two signs of life, and two looks at how the watches are."""
 _GROUP_DELAY_S: Final = 0.05
-"""Events of a resource's pods that come together are a single look: thirty workers end in the same moment."""
+"""Pod events of a resource within this time need a single look: thirty workers end in the same moment."""
 _RELIST_RATE: Final = 20.0
 """Looks a second after a new list."""
 _RELIST_MOST_S: Final = 60.0
-"""Over which these looks are spread at most."""
+"""Longest time over which these looks are spread."""
 _OWNERS: Final = {JOB_LABEL: ELASTIC_JOBS.plural, POOL_LABEL: TEACHER_POOLS.plural}
 
 
 class ResourceWatches:
-    """Calls `on_key` from threads of its own with a resource's key, and seconds within which more may come.
+    """Calls `on_key`, in threads of its own, with a resource's key and the delay of its look.
 
-    `is_own_status` says whether a resource's status is what the operator wrote last.
+    `is_own_status` says whether a resource's status is the one that the operator wrote last.
     """
 
     def __init__(
@@ -324,7 +317,7 @@ class ResourceWatches:
         return _BEAT_S
 
     def _look_at_all(self, kind: ResourceType, namespace: str) -> None:
-        """Look at all resources that a new list may have changed: those that it has, and those that were there."""
+        """Look at all resources that a new list may concern: those in it, and those known before."""
         listed = self._watches[kind, namespace].objects.values()
         with self._lock:
             keys = {key for key in self._seen if namespace in (key.split("/")[1], ALL_NAMESPACES)}
@@ -341,7 +334,7 @@ class ResourceWatches:
             self._on_key(key, random.uniform(0.0, spread_s))
 
     def _find_reason(self) -> str:
-        """Return for what the watches wait, in words; a namespace that may not be watched is left out."""
+        """Return why the watches wait; a namespace that may not be watched is left out."""
         denied: dict[str, str] = {}
         reason, missing = "", set()
         for (kind, namespace), watch in self._watches.items():
@@ -365,7 +358,7 @@ def _key_of(kind: ResourceType, obj: Object) -> str:
 
 
 def _fingerprint(obj: Object) -> tuple[str, ...]:
-    """Return what of a resource is not its status."""
+    """Return a resource's metadata that its status does not change."""
     metadata = obj["metadata"]
     return tuple(
         repr(metadata.get(part)) for part in ("uid", "generation", "deletionTimestamp", "labels", "annotations")

@@ -1,7 +1,6 @@
-"""How an operator is: metrics, whether it lives, and whether it is ready, each with the reason if not.
+"""An operator's metrics and health, with the reason if it is not live or not ready.
 
-`GiveBackMeter` measures how long pods of others wait for what teachers have borrowed. Elsewhere: how jobs and pools
-are, which their own status says.
+`GiveBackMeter` measures how long other pods wait for room that teachers have borrowed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from edl.kube.responses import Call
 from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL
 
 _BEAT_LIMIT_S: Final = 60.0
-"""The loop of the watches gives a sign of life each second; a machine that swaps is late by some, not by a minute."""
+"""The watches' loop gives a sign of life each second; a machine that swaps is late by seconds, not by a minute."""
 _WORK_LIMIT_S: Final = 300.0
 """A look at a resource makes some ten requests, each with a deadline of 30 s: one that takes longer hangs."""
 _AWAY_LIMIT_S: Final = 60.0
@@ -28,12 +27,9 @@ _AWAY_LIMIT_S: Final = 60.0
 
 
 class OperatorHealth:
-    """Collects signs of life. Thread-safe.
+    """Collects signs of life; `get_stuck_s` returns how long the slowest look has been under way. Thread-safe.
 
-    An API server that is away makes the operator unready, and not dead: a restart would mend nothing.
-
-    Args:
-        get_stuck_s: returns for how many seconds the slowest look is under way.
+    While the API server is away the operator is not ready, but live: a restart would not help.
     """
 
     def __init__(self, get_stuck_s: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,17 +42,17 @@ class OperatorHealth:
         self._failure = ""
 
     def beat(self) -> None:
-        """Note that the loop of the watches goes on."""
+        """Note a sign of life of the watches' loop."""
         with self._lock:
             self._beat_s = self._clock()
 
     def set_waiting(self, reason: str) -> None:
-        """Note for what the watches wait."""
+        """Note why the watches wait; empty if they do not."""
         with self._lock:
             self._waiting = reason
 
     def note_request(self, code: int, problem: str = "") -> bool:
-        """Note a request of the API server; return whether it answers now and did not before, or the other way."""
+        """Note a request to the API server; return whether the server has just come back or gone."""
         away = code == 0 or code >= 500
         with self._lock:
             changed = away != (self._failing_since_s is not None)
@@ -75,7 +71,7 @@ class OperatorHealth:
             return f"the loop of the watches gave no sign of life for {silent_s:.0f} s"
         stuck_s = self._get_stuck_s()
         if stuck_s > _WORK_LIMIT_S:
-            return f"a look at a resource has taken {stuck_s:.0f} s"
+            return f"the work on a resource has taken {stuck_s:.0f} s"
         return ""
 
     def check_ready(self) -> str:
@@ -94,35 +90,31 @@ _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 
 class OperatorMetrics:
-    """An operator's metrics.
-
-    Args:
-        registry: to which they are added; None for a registry of their own.
-    """
+    """An operator's metrics, in a registry of their own if none is given."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry: Final = registry or CollectorRegistry()
         self._reconciles = Histogram(
             "edl_operator_reconcile_seconds",
-            "Seconds that a look at a resource took, with all its requests",
+            "Seconds of the work on a resource, with all its requests",
             ["kind"],
             buckets=_SECONDS,
             registry=self.registry,
         )
         self._failures = Counter(
             "edl_operator_reconcile_failures",
-            "Looks at a resource that failed, and are repeated",
+            "Failed work on a resource, which is repeated",
             ["kind", "error"],
             registry=self.registry,
         )
         self._requests = Counter(
             "edl_operator_api_requests",
-            "Requests of the API server, by the answer's code; code 0 is no answer",
+            "Requests to the API server, by the answer's code; code 0 means that none came",
             ["verb", "resource", "code"],
             registry=self.registry,
         )
         self._queue = Gauge(
-            "edl_operator_queue_length", "Resources that wait for a look that is due", registry=self.registry
+            "edl_operator_queue_length", "Resources that are due and wait for a worker", registry=self.registry
         )
         self._resources = Gauge("edl_operator_resources", "Resources that are worked on", registry=self.registry)
 
@@ -132,7 +124,7 @@ class OperatorMetrics:
         self._resources.set_function(count_all)
 
     def count_reconcile(self, key: str, seconds: float, error: Exception | None) -> None:
-        """Count a look at a resource."""
+        """Count the work on a resource."""
         kind = key.partition("/")[0]
         self._reconciles.labels(kind).observe(seconds)
         if error is not None:
@@ -147,7 +139,7 @@ class OperatorMetrics:
 _GIVE_BACK_S: Final = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0)
 """The bar is 2 s in the median, and a teacher's grace period (10 s unless set otherwise) at most."""
 _MOST_PODS: Final = 10_000
-"""Pods of which is remembered since when they wait: a megabyte. The oldest are forgotten first."""
+"""Waiting pods that are remembered, about a megabyte. The oldest are forgotten first."""
 
 
 @dataclass
@@ -159,11 +151,11 @@ class _Waiting:
 
 
 class GiveBackMeter:
-    """Counts pods that waited for a teacher to leave. To be called by a single thread.
+    """Counts pods that waited for a teacher to leave. For a single thread.
 
-    Such a pod is none of EDL's; the scheduler found no node for it at first, or nominated one; and while it waited a
-    pool's teacher was leaving the node that it then got. Pods that were there before the watch began have no
-    known time, and do not count.
+    Such a pod is not EDL's; the scheduler found no node for it at first, or nominated one; and while it waited, a
+    pool's teacher left the node that it then got. Pods from before the watch began have no known time, and do not
+    count.
     """
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
@@ -178,7 +170,7 @@ class GiveBackMeter:
         self._left: dict[str, float] = {}  # node -> when a teacher was last seen to leave it
 
     def record(self, event: str, pod: Object | None) -> None:
-        """Take note of an event of `KubeWatch`."""
+        """Take an event of `KubeWatch`."""
         if pod is None:  # the watch was interrupted, and events are missing
             self._waiting.clear()
             self._left.clear()

@@ -1,4 +1,4 @@
-"""`Operator`: all of it, from its start to its end."""
+"""`Operator`: starts all parts of the operator, and ends them."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ from edl.master.kube.resources import TeacherPool, parse_teacher_pool
 logger = logging.getLogger(__name__)
 
 _JITTER: Final = 0.5
-"""Share of the time between two looks that is left to chance: looks at resources made together are spread evenly."""
+"""Random share of the time between two looks, which spreads looks at resources that were made together."""
 
 
 class Operator:
     """Works on the resources of its namespaces, in threads of its own, until it is closed.
 
-    Two operators at once do no harm: the second finds done what the first did.
+    Two operators at once do no harm: the second finds the first one's work done.
 
     Args:
-        registry: of its metrics; None for a registry of its own.
+        settings: Settings of the operator.
+        registry: Registry for its metrics. Default: a new one.
 
     Raises:
-        SettingsError: no cluster is named anywhere, or an address cannot be listened on.
+        SettingsError: No cluster is named anywhere, or an address cannot be listened on.
     """
 
     def __init__(self, settings: OperatorSettings, registry: CollectorRegistry | None = None) -> None:
@@ -80,7 +81,7 @@ class Operator:
             self._closing = stack.pop_all()
 
     def close(self) -> None:
-        """End; what is under way is finished, as far as that takes no more than seconds."""
+        """End, after some seconds at most for work under way."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -129,7 +130,7 @@ class Operator:
             queue.add(key, delay_s)
 
     def _work(self, key: str) -> float | None:
-        """Look at a resource; return when to look again, in any case."""
+        """Look at a resource; return the seconds until the next look."""
         wait_s = self._reconciler.reconcile(key)
         if wait_s is None or self._queue is None:
             return None

@@ -34,13 +34,7 @@ _MOST_TRACES: Final = 10
 
 @dataclass(frozen=True)
 class _Trace:
-    """Facts about a job or pool that is there, or was, and about a store that it has or had.
-
-    Attributes:
-        uid: of the resource, by which its pods are found.
-        kind: "workers" of a job, or "teachers" of a pool.
-        name: the job's ID, or the pool's service, by which keys are found.
-    """
+    """A job or pool, and a store that it has or had. `name` is the job's ID or the pool's service, as keys have it."""
 
     uid: str
     kind: WantedKind
@@ -48,20 +42,13 @@ class _Trace:
     store: str
     namespace: str
 
-    @property
-    def title(self) -> str:
-        """Return the name by which the log calls this owner."""
+    def __str__(self) -> str:
         return f"job {self.name}" if self.kind == "workers" else f"service {self.name}"
 
 
 @dataclass
 class _Removal:
-    """A cleanup that is to come.
-
-    Attributes:
-        due_s: when to try, by the monotonic clock.
-        version: of the key of the service at the try before; None before the first.
-    """
+    """A cleanup that is due at `due_s` and given up at `end_s`. `version` is the service's key's at the last try."""
 
     trace: _Trace
     due_s: float
@@ -73,11 +60,8 @@ class OwnerKeyCleanup:
     """Notes resources, and deletes the keys of those that are gone: best effort, while this operator runs. Thread-safe.
 
     Only keys in `edl://` stores are deleted, such as the chart's: such a store has a limit, which years of jobs would
-    reach. In other stores they are history, for `edl status`.
-
-    Args:
-        has_pods: whether pods of an owner are there, by namespace and uid; raises a KubernetesError if that is unknown.
-        may_open: whether the operator opens a store, by its URL.
+    reach. In other stores they are history, for `edl status`. `has_pods` tells whether an owner still has pods, and
+    `may_open` whether the operator may open a store.
     """
 
     def __init__(
@@ -95,7 +79,7 @@ class OwnerKeyCleanup:
         self._loop = BackgroundLoop("edl-operator-owner-keys", self.step)
 
     def note(self, owner: ElasticJob | TeacherPool) -> None:
-        """Note a resource that is there. Another of the same name means that the one before is gone."""
+        """Note a resource. Another of the same name means that the former one is gone."""
         kind: WantedKind = "workers" if isinstance(owner, ElasticJob) else "teachers"
         name = owner.job_id if isinstance(owner, ElasticJob) else owner.service
         trace = _Trace(owner.uid, kind, name, owner.store, owner.namespace)
@@ -119,7 +103,7 @@ class OwnerKeyCleanup:
         self._loop.close()
 
     def step(self) -> float | None:
-        """Clean up after the resource whose turn it is; return in how many seconds to do so again."""
+        """Clean up after the next resource; return the seconds until the next step."""
         now_s = self._clock()
         with self._lock:
             removal = min(self._removals, key=lambda found: found.due_s, default=None)
@@ -138,7 +122,7 @@ class OwnerKeyCleanup:
                 with open_store(trace.store) as store:
                     reason = _delete_keys(store, removal)
         except SettingsError as exc:
-            logger.warning("keys of %s stay in %s: %s", trace.title, trace.store, exc)
+            logger.warning("keys of %s stay in %s: %s", trace, trace.store, exc)
             return _PACE_S
         except AccessDeniedError as exc:
             reason, retry_s = str(exc), _DENIED_RETRY_S
@@ -150,7 +134,7 @@ class OwnerKeyCleanup:
             with self._lock:
                 self._removals.append(replace(removal, due_s=now_s + retry_s))
         elif reason:
-            logger.warning("keys of %s stay in %s: %s", trace.title, trace.store, reason)
+            logger.warning("keys of %s stay in %s: %s", trace, trace.store, reason)
         return _PACE_S
 
     def _schedule(self, trace: _Trace) -> None:
@@ -163,7 +147,7 @@ class OwnerKeyCleanup:
 
 
 def _delete_keys(store: Store, removal: _Removal) -> str:
-    """Delete what a resource left; return why it is in use, empty if all is deleted."""
+    """Delete the keys of a resource; return why they are in use, empty if all are deleted."""
     trace = removal.trace
     if trace.kind == "workers":
         return delete_job_keys(store, trace.name)
@@ -178,7 +162,7 @@ def _delete_keys(store: Store, removal: _Removal) -> str:
 
 
 def delete_job_keys(store: Store, job_id: str) -> str:
-    """Delete what a job left in its store; or return why it is in use, as agents' and masters' keys under leases tell.
+    """Delete the keys of a job; or return who still uses them, as leased keys of agents and masters tell.
 
     Raises:
         DiscoveryError: the store does not answer.

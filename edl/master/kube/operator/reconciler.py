@@ -1,6 +1,6 @@
 """`Reconciler`: reads a resource and its pods live, has its planner decide, and carries the plan out.
 
-What does not belong here: when to look (`looks`), and what stores and other jobs say (`surroundings`).
+When to look is decided in `looks`; `surroundings` knows stores and other jobs.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 
 def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Object:
-    """Return the merge patch that makes `before` into `after`; empty if they are equal.
+    """Return the merge patch from `before` to `after`; empty if they are equal.
 
-    A field of `after` that is None or an empty text is not there.
+    None and an empty text in `after` count as missing.
     """
     patch: Object = {}
     for name in [*after, *(name for name in before if name not in after)]:
@@ -59,12 +59,12 @@ def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Ob
 
 
 def encode_status(status: Mapping[str, Any]) -> str:
-    """Return a status as a text, the same before it is written and when it is read again."""
+    """Return a status as a text, equal before it is written and after it is read."""
     return _encode(_keep_present(status))
 
 
 def _keep_present(value: Any) -> Any:
-    """Return JSON without fields of objects that are null, which a merge patch would read as removals, or empty."""
+    """Return JSON without empty fields, and without nulls, which a merge patch would take for removals."""
     if isinstance(value, Mapping):
         return {name: _keep_present(inner) for name, inner in value.items() if not _is_absent(inner)}
     if isinstance(value, (list, tuple)):
@@ -97,10 +97,7 @@ def set_condition(
     now_s: float,
     before: Mapping[str, Any] | None = None,
 ) -> Object:
-    """Return a status in which a condition is as given, and the others as they were.
-
-    The time of its last transition is that of `before`, the status as it was read; None for `status`.
-    """
+    """Return a status with a condition; its transition time is kept from `before`, or from `status` if that is None."""
     written = write_conditions(_list_conditions(status if before is None else before), [condition], generation, now_s)
     others = [item for item in _list_conditions(status) if item.get("type") != condition.type]
     return {**status, "conditions": [*written, *others]}
@@ -112,23 +109,23 @@ def _list_conditions(status: Mapping[str, Any]) -> list[Object]:
 
 
 _KEPT_S: Final = 900.0
-"""After which an object is written again: a disruption budget that was removed by hand is back by then."""
+"""After this time an object is written again, so that a disruption budget that was removed by hand comes back."""
 _MOST_DONE: Final = 10_000
 """Objects that are remembered, some per resource."""
 
 
 SCALED_BY: Final = "edl.io/scaled-by"
-"""Annotation with a pool's name, by which those who may edit an object let that pool scale it. Without it, the author
-of a pool could scale what is not theirs, with the operator's right."""
+"""Annotation with a pool's name, by which the owner of an object lets that pool scale it. Without it, the author of a
+pool could scale others' objects, with the operator's rights."""
 _PLURALS: Final = {"Deployment": "deployments", "StatefulSet": "statefulsets", "ReplicaSet": "replicasets"}
-"""Of kinds that are scaled; of other kinds the plural is taken to be the kind with an s, as most CRDs have it."""
+"""Plurals of kinds that are scaled; other kinds get an s, as in most CRDs."""
 
 
 def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
-    """Read what a pool is to scale; None if it is not there.
+    """Read the object that a pool scales; None if it does not exist.
 
     Raises:
-        InvalidObjectError: its kind cannot be scaled, or it is not for this pool to scale.
+        InvalidObjectError: its kind cannot be scaled, or this pool may not scale it.
         KubernetesError: the API server does not answer.
     """
     target, namespace = pool.scale_target_ref, pool.namespace
@@ -158,22 +155,18 @@ def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
 _CONFLICT_RETRY_S: Final = 0.2
 """After a resource has changed since it was read: read it again."""
 _MOST_WARNED: Final = 1000
-"""Pods that carry a resource's label and are no members, of which it is remembered that they were logged."""
+"""Logged warnings about pods that have a resource's label but are not members, which are not logged twice."""
 _REFUSALS: Final[Mapping[type[Exception], str]] = {
     InvalidObjectError: "ObjectRefused",
     AccessDeniedError: "AccessDenied",
     QuotaExceededError: "QuotaExceeded",
 }
-"""Reasons of the condition `Accepted` where the API server takes the spec, and not what follows from it."""
+"""Reasons of the condition `Accepted` if the API server accepts the spec, but not an object that follows from it."""
 
 
 @dataclass(frozen=True)
 class ResourceHandling:
-    """How resources of a kind are read and planned.
-
-    Attributes:
-        parse: reads a resource; the second argument is the default store.
-    """
+    """How resources of a kind are read and planned; the second argument of `parse` is the default store."""
 
     type: ResourceType
     parse: Callable[[Mapping[str, Any], str], MemberOwner | tuple[SpecProblem, ...]]
@@ -187,17 +180,13 @@ KINDS: Final[Mapping[str, ResourceHandling]] = {
 
 
 class Reconciler:
-    """Makes what is there into what should be, a resource at a time. Thread-safe for different keys.
+    """Brings one resource at a time to its wanted state. Thread-safe for different keys.
 
-    Whatever it is killed between, the next look ends at the same state: outcomes of pods are recorded before the pods
-    go, by a write that fails if the resource has changed since; names of pods follow from the status; what is
-    deleted must have the uid that was seen; and what is there already, and the resource's, is as good as made.
+    Wherever it is killed, the next look comes to the same state: outcomes of pods are recorded before the pods go, by a
+    write that fails if the resource has changed since; names of pods follow from the status; only the uid that was seen
+    is deleted; and an object of the resource that exists already is as good as made.
 
-    Args:
-        record_event: has an event shown of a resource.
-        default_store: URL of discovery of resources that name none.
-        policy: what templates of members may ask for.
-        clock: the time by the API server's clock, which set the timestamps of pods, in seconds since 1970.
+    `record_event` has an event shown. `clock` is the API server's, which dates pods, in seconds since 1970.
     """
 
     def __init__(
@@ -224,14 +213,14 @@ class Reconciler:
         self._statuses: dict[str, str] = {}
 
     def is_own_status(self, key: str, status: Mapping[str, Any]) -> bool:
-        """Whether a resource's status is as this operator wrote or found it last, and not another client's."""
+        """Whether a resource's status is the one that this operator wrote or found last."""
         return self._statuses.get(key) == encode_status(status)
 
     def reconcile(self, key: str) -> float | None:
         """Look at a resource, and act.
 
         Returns:
-            Seconds after which to look again whatever happens, infinite for no such need; None where it is gone.
+            Seconds after which to look again in any case, infinite for never; None if the resource is gone.
 
         Raises:
             EDLError: a call failed; look again.
@@ -332,7 +321,7 @@ class Reconciler:
             self._record_event(kind.type, resource, note)
 
     def _take_away(self, owner: MemberOwner, plan: Plan) -> AccessDeniedError | None:
-        """Delete what is to go; return why an object beside the pods may not be deleted, which blocks nothing."""
+        """Delete the plan's objects; return the error if one other than a pod may not be deleted."""
         denied = None
         for pod in plan.delete:
             try:
@@ -353,7 +342,7 @@ class Reconciler:
         return denied
 
     def _make(self, owner: MemberOwner, plan: Plan) -> list[Object]:
-        """Make what is planned; return the pods whose names are not to be had."""
+        """Make the plan's objects; return the pods whose names are taken."""
         taken = []
         for kind, obj in plan.apply:
             name, text = obj["metadata"]["name"], json.dumps(obj, sort_keys=True)
@@ -371,7 +360,7 @@ class Reconciler:
         return taken
 
     def _is_done(self, owner: MemberOwner, kind: ResourceType, name: str, text: str) -> bool:
-        """Whether an object beside the pods is as it should be: at rest nothing is written."""
+        """Whether an object beside the pods was written before: at rest nothing is written."""
         before, written_s = self._done.get((owner.uid, kind.plural, name), (None, 0.0))
         return before == text and time.monotonic() - written_s <= _KEPT_S
 
@@ -383,18 +372,14 @@ class Reconciler:
                 self._done.popitem(last=False)
 
     def _has_pod(self, owner: MemberOwner, name: str) -> bool:
-        """Whether the pod of a name is the owner's: names have no uid, so it may be a namesake's that hangs.
-
-        Raises:
-            ConflictError: it has gone since; look again.
-        """
+        """Whether the pod of a name is the owner's, not a namesake's that hangs; ConflictError if it is gone."""
         found = self._api.list(PODS, owner.namespace, field_selector=f"metadata.name={name}").items
         if not found:
             raise ConflictError(f"{owner.key}: pod {name} was there, and has gone")
         return bool(read_member_pods(found, owner.uid)[0])
 
     def _skip_tries(self, kind: ResourceHandling, owner: MemberOwner, pods: Sequence[Object]) -> None:
-        """Record that the members' next pods have another name, that of the try after."""
+        """Skip a try of the members, so that their next pods have another name."""
         fresh = self._api.get(kind.type, owner.name, owner.namespace)
         if fresh is None or fresh["metadata"].get("uid") != owner.uid:
             return
@@ -414,7 +399,7 @@ class Reconciler:
                 self._record_event(kind.type, fresh, EventNote("Warning", "NameTaken", message, name))
 
     def _write_status(self, kind: ResourceType, resource: Object, status: Mapping[str, Any]) -> bool | None:
-        """Write a status if it differs; return whether it did, or None where the resource has changed or is gone."""
+        """Write a status if it differs; return whether it did, or None if the resource has changed or is gone."""
         metadata = resource["metadata"]
         before = resource.get("status")
         patch = build_merge_patch(before if isinstance(before, dict) else {}, status)
@@ -431,7 +416,7 @@ class Reconciler:
         return None if written is None else True
 
     def _note_refusal(self, owner: MemberOwner, plan: Plan) -> Plan:
-        """Keep the condition that the API server refused an object for as long as it does, for this spec."""
+        """Keep the condition of an object that the API server refused, while it does, for this spec."""
         uid, generation, problem = self._refusals.get(owner.key, ("", 0, None))
         if problem is None or (uid, generation) != (owner.uid, owner.generation):
             return plan
@@ -458,7 +443,7 @@ class Reconciler:
     def _with_problem(
         self, status: Mapping[str, Any], problem: SpecProblem, owner: MemberOwner, before: Mapping[str, Any]
     ) -> Object:
-        """Return a status that says what the API server refuses, since when as `before` has it."""
+        """Return a status with the API server's refusal; its time is kept from `before`."""
         condition = Condition("Accepted", False, problem.reason, problem.message)
         written = set_condition(status, condition, owner.generation, self._clock(), before)
         return {**written, "message": problem.message}

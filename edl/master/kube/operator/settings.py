@@ -1,4 +1,4 @@
-"""What an operator goes by, and which stores it opens with what it alone has: tokens, certificates, and its network."""
+"""The operator's settings, and which stores it opens with its own tokens, certificates and network."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from edl.quoting import shown
 from edl.settings import is_above_zero
 
 _SCHEMES: Final = ("consul", "consul+https", "etcd", "etcd+https", "edl")
-"""Of stores that may be allowed. A `sqlite:` file would be one of the operator's own machine."""
+"""Schemes that may be allowed. A `sqlite:` file would be on the operator's own machine."""
 _ETCD: Final = ("etcd", "etcd+https")
 
 
 @dataclass(frozen=True)
 class StoreAllowlist:
-    """Stores that may be opened.
+    """Stores that may be opened: the operator's own, others of its scheme, host and port, and those with a prefix.
 
-    The author of a resource chooses its store. If the operator opened every store, its token would go to any host that
-    is named, and its requests to any address that only it reaches.
-
-    Attributes:
-        own: URL of the operator's own store, which is allowed; others of its scheme, host and port are as well.
-        prefixes: `SCHEME://HOST:PORT`, `SCHEME://HOST` for any port of it, `SCHEME://` for any host.
+    The author of a resource chooses its store. If the operator opened every store, it would send its token to any host,
+    and requests to addresses that only it reaches. A prefix is `SCHEME://HOST:PORT`, `SCHEME://HOST` for any port, or
+    `SCHEME://` for any host.
 
     Raises:
-        SettingsError: a prefix is not of this form.
+        SettingsError: a prefix has another form.
     """
 
     own: str = ""
@@ -48,7 +45,7 @@ class StoreAllowlist:
                 )
 
     def find_refusal(self, url: str) -> str:
-        """Return why a store is not opened, for the author of its URL; empty if it may be."""
+        """Return why a store is not opened, for the author of its URL; empty if it is allowed."""
         if url == self.own or identify_store(url) == identify_store(self.own):
             return ""
         parts = _split(url)
@@ -98,7 +95,7 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _find_extras(parts: SplitResult) -> str:
-    """Return what a URL has beside hosts."""
+    """Return which forbidden part a URL has; empty for none."""
     if "@" in parts.netloc:
         return "a user"
     if parts.path not in ("", "/") or parts.fragment:
@@ -137,23 +134,24 @@ ALL_NAMESPACES: Final = "*"
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """What an operator goes by.
+    """Settings of an operator.
 
     Attributes:
-        namespaces: whose resources it works on; empty for the one that it is in, `*` for all of the cluster.
-        store: URL of discovery of resources that name none; empty for none.
-        allow_stores: prefixes of stores that it opens where resources name them: see `StoreAllowlist`.
-        pods: what templates of members may ask for.
-        workers: resources that are worked on at the same time.
-        resync_s: seconds after which each resource is looked at in any case, more rarely if there are many: this finds
-            what no event told of.
-        resync_rate: looks a second for that reason at most. A look is two requests.
-        capacity: whether to look at nodes and all pods of the cluster, where that is allowed.
-        host: where `/livez`, `/readyz` and `/metrics` are served; None for nowhere.
+        kube: Which cluster to work in, and as whom.
+        namespaces: Namespaces whose resources it works on. Empty for its own, `*` for the whole cluster.
+        store: URL of the store for resources that name none; empty for none.
+        allow_stores: Prefixes of further stores that it may open: see `StoreAllowlist`.
+        pods: Limits on pod templates.
+        workers: Number of resources that are worked on at the same time.
+        resync_s: Seconds after which each resource is looked at in any case, less often if there are many. This finds
+            changes that no event told.
+        resync_rate: Largest number of such looks a second. A look is two requests.
+        capacity: Whether to watch nodes and all pods of the cluster, if that is allowed.
+        host: Address where `/livez`, `/readyz` and `/metrics` are served; None for nowhere.
+        port: Port of that address; 0 for any.
 
     Raises:
-        SettingsError: a number is out of range, all of the cluster is named beside a namespace, or an allowed store is
-            no such.
+        SettingsError: A number is out of range, `*` is not alone, or a prefix of a store is invalid.
     """
 
     kube: KubeSettings = field(default_factory=KubeSettings)

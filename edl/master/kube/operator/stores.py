@@ -1,7 +1,6 @@
-"""What stores say of jobs and pools: how many members are wanted, and how far the work is.
+"""What stores say about jobs and pools: how many members are wanted, and how far the work is.
 
-A store that resources name is opened once, watched once, however many resources name it, and closed when none does.
-Elsewhere: the API server.
+A store that resources name is opened and watched once, however many name it, and closed when none does.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from edl.master.kube.operator.settings import StoreAllowlist
 from edl.master.naming import report_key
 from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor
 from edl.master.scaling.teachers import TeacherScalingSettings
-from edl.master.scaling.workers import WorkLeft
+from edl.master.scaling.workers import WorkLeft, read_number
 from edl.quoting import shown
 
 logger = logging.getLogger(__name__)
@@ -38,10 +37,9 @@ class ProgressReader:
 
     def __init__(self) -> None:
         self._left = WorkLeft()
-        self._workers: int | None = None
 
     def read(self, value: bytes, now_s: float) -> WorkProgress | None:
-        """Return what a report says; None if it cannot be read, or says nothing of data."""
+        """Return the progress in a report; None if it cannot be read, or has no data sets."""
         try:
             report = json.loads(value)
         except (ValueError, RecursionError):
@@ -50,40 +48,25 @@ class ProgressReader:
         datasets = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
         if not datasets:
             return None
-        done, whole = count_done(datasets)
         left_s = self._left.look(datasets, now_s)
-        percentage = None if whole is None else min(100, int(100 * done / whole)) if whole > 0 else 100
-        message = f"{done:,.0f} units done" if whole is None else f"{done:,.0f} of {whole:,.0f} units done"
-        return WorkProgress(
-            percentage=percentage,
-            remaining_s=None if left_s is None or not left_s < 1e9 else round(left_s),
-            message=message,
-        )
+        remaining_s = None if left_s is None or not left_s < 1e9 else round(left_s)
+        return WorkProgress(find_percentage(datasets), remaining_s)
 
 
-def count_done(datasets: Sequence[Mapping[str, Any]]) -> tuple[float, float | None]:
-    """Return units that are done, and units in all; None for the latter where a data set has no end yet."""
+def find_percentage(datasets: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return how much of the data sets is done; None if one has no end yet."""
     done, whole = 0.0, 0.0
-    endless = False
     for dataset in datasets:
-        units, epochs = _read_number(dataset.get("units")), _read_number(dataset.get("epochs"))
-        units_done = _read_number(dataset.get("units_done")) or 0.0
+        units_done, units, epochs = (read_number(dataset.get(name)) for name in ("units_done", "units", "epochs"))
         if dataset.get("finished") is True:
-            done += units_done
-            whole += units_done
-        elif units is None or not epochs:
-            done += units_done
-            endless = True
+            size = units_done
+        elif dataset.get("units") is None or not epochs:
+            return None
         else:
-            done += min(units_done, units * epochs)
-            whole += units * epochs
-    return done, None if endless else whole
-
-
-def _read_number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e18:
-        return None
-    return float(value)
+            size = units * epochs
+        done += min(units_done, size)
+        whole += size
+    return min(100, int(100 * done / whole)) if whole > 0 else 100
 
 
 _WATCH_S: Final = 1.0
@@ -101,12 +84,8 @@ _UNANSWERED: Final = "it has not answered yet"
 class StoreFollower:
     """Watches `wanted/` and `master_reports/` of a store.
 
-    Args:
-        on_change: called with the key of the store whose meaning for resources has changed, from any thread.
-
-    Raises:
-        SettingsError: the URL cannot be used.
-        DiscoveryError: the store cannot be opened just now.
+    `on_change` is called in any thread with a key of the store that now tells resources something else; an empty key
+    stands for all. Raises SettingsError if the URL is invalid, DiscoveryError if the store cannot be opened now.
     """
 
     def __init__(self, url: str, on_change: Callable[[str], None]) -> None:
@@ -132,7 +111,7 @@ class StoreFollower:
             self._loops.append(BackgroundLoop("edl-operator-store", functools.partial(self._step, watch, take)))
 
     def ask(self, kind: WantedKind, name: str) -> StoreAnswer:
-        """Return what the store says, by its last snapshots; asks it nothing."""
+        """Return what the last snapshots say; sends nothing."""
         with self._lock:
             key = wanted_key(kind, name)
             wanted = self._wanted.get(key, (b"", None))[1]
@@ -142,7 +121,7 @@ class StoreFollower:
             )
 
     def advise(self, wanted: bool) -> None:
-        """Have this process be among those that decide how many teachers are useful, or not."""
+        """Have this process run an advisor, which decides how many teachers are useful, or stop it."""
         with self._lock:
             if wanted and self._advisor is None:
                 settings = AdvisorSettings(TeacherScalingSettings(least=0))
@@ -227,7 +206,7 @@ class StoreFollower:
             self._on_change(key)
 
     def _check(self) -> None:
-        """Look at what time alone changes."""
+        """Note changes that time alone makes."""
         self._check_away()
         with self._lock:
             now_s, before = time.monotonic(), self._silent
@@ -238,7 +217,7 @@ class StoreFollower:
             self._on_change(key)
 
     def _check_away(self) -> None:
-        """Have all resources of the store looked at once it has been away for long; the reason stays as it is then."""
+        """Have all resources of the store looked at once it has been away for long."""
         with self._lock:
             since_s = self._away_since_s
             if self._unreachable or since_s is None or time.monotonic() - since_s < _AWAY_S:
@@ -277,12 +256,10 @@ _MOST_OF_NAMESPACE: Final = 10
 
 @dataclass(frozen=True)
 class _Subject:
-    """What a resource wants to know, and of which store.
+    """What a resource asks of which store.
 
-    Attributes:
-        url: of the store, as the resource has it.
-        store: the same for all URLs of one store.
-        advised: whether this process decides how many teachers of the service are useful.
+    `store` is the same for all spellings of its `url`. `advised` says whether this process decides how many teachers of
+    the service are useful.
     """
 
     url: str
@@ -294,11 +271,7 @@ class _Subject:
 
 
 class StoreDirectory:
-    """Answers what stores say of resources. Thread-safe.
-
-    Args:
-        on_change: called with the key of each resource of which a store says something new.
-    """
+    """Knows what stores say about resources; calls `on_change` with a resource's key if that changes. Thread-safe."""
 
     def __init__(self, on_change: Callable[[str], None], allowlist: StoreAllowlist) -> None:
         self._on_change = on_change
@@ -313,7 +286,7 @@ class StoreDirectory:
     def ask(
         self, key: str, url: str, kind: WantedKind, name: str, *, namespace: str, advised: bool = False
     ) -> StoreAnswer:
-        """Return what a store says of a resource, and have `on_change` called when it says something else."""
+        """Return what a store says about a resource, and follow the store from now on."""
         if reason := self._allowlist.find_refusal(url):
             self.forget(key)
             return StoreAnswer(refused=f"{_show(url)}: {reason}")
@@ -370,7 +343,7 @@ class StoreDirectory:
         return follower
 
     def _find_limit(self, subject: _Subject) -> str:
-        """Return why a store that is not open is not opened: too many are; empty if it may be."""
+        """Return why another store is not opened, because too many are; empty if it may be."""
         if subject.store == self._own:
             return ""
         others = self._followers.keys() - {self._own}
@@ -380,7 +353,7 @@ class StoreDirectory:
         return f"{len(others)} stores are open, which is the limit" if len(others) >= _MOST_STORES else ""
 
     def _settle(self, subject: _Subject | None) -> None:
-        """Close the store that nothing names, and run the advisor where it is wanted."""
+        """Close the store if no resource names it any longer, else run its advisor if one is wanted."""
         if subject is None or self._closed:
             return
         if not any(other.url == subject.url for other in self._subjects.values()):
@@ -396,7 +369,7 @@ class StoreDirectory:
             follower.advise(any(subject.store == store and subject.advised for subject in self._subjects.values()))
 
     def _spread(self, store: str, store_key: str) -> None:
-        """Say of which resources a store says something new; the empty key is all of the store's."""
+        """Call `on_change` for the resources that a key of the store concerns; the empty key concerns all."""
         with self._lock:
             keys = [
                 key
@@ -409,6 +382,6 @@ class StoreDirectory:
 
 
 def _show(url: str) -> str:
-    """Return a URL as people see it: without what may be a token in it."""
+    """Return a URL for people, without parts that may be a token."""
     scheme, slashes, rest = url.partition("?")[0].partition("//")
     return shown(f"{scheme}{slashes}{rest.rpartition('@')[2]}")

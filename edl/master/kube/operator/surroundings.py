@@ -1,10 +1,9 @@
-"""`LiveSurroundings`: what is known beside a resource and its pods: stores, idle capacity, and the shares of jobs.
+"""`LiveSurroundings`: everything beside a resource and its pods: stores, idle capacity, and the shares of jobs.
 
-Jobs that ask for GPUs share them by arbitration. It bounds how far jobs grow; the pods of minima are the scheduler's to
-place, but once a job has waited for too long, no other of its priority class starts before it. Left out are jobs with a
-queue of Kueue, or a scheduler that starts gangs (Volcano, KAI), which are theirs to arbitrate, jobs that only `/scale`
-moves, and jobs without GPUs. What these hold is no longer there to share. A resource that wants more members than there
-are is looked at when room comes.
+Jobs with GPUs share them by arbitration, which limits how far they grow. The scheduler places the pods of minima, but
+once a job has waited too long, no other of its priority class starts before it. Jobs that a queue of Kueue, a gang
+scheduler (Volcano, KAI) or `/scale` decides about take no part; what they hold is not shared. A resource that wants
+more members than it has is looked at when room comes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from edl.master.kube.capacity import GPU, ONE, ClusterCapacity, PodClaim
 from edl.master.kube.jobs import find_final_phase, find_waiting_since_s, shares_cluster
 from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL, ROLE_LABEL
 from edl.master.kube.members.pods import MemberPod
-from edl.master.kube.observation import OwnerObservation, StoreAnswer, find_condition
+from edl.master.kube.observation import OwnerObservation, StoreAnswer
 from edl.master.kube.operator.owner_keys import OwnerKeyCleanup
 from edl.master.kube.operator.settings import StoreAllowlist
 from edl.master.kube.operator.stores import StoreDirectory
@@ -42,16 +41,11 @@ _RETRY_S: Final = 60.0
 
 
 class ServiceHolders:
-    """Finds the pool that a service belongs to: the oldest that has it, or whose teachers of a spec before have it.
+    """Finds the pool that holds a service: the oldest that has it, or whose outdated teachers have it. Thread-safe.
 
-    Thread-safe.
-
-    The pools of each namespace are listed once before the first answer: an operator that has just started would take
-    the pool that it looks at first for the only one, and make teachers of another model.
-
-    Args:
-        on_key: called with the key of a pool whose service may belong to another pool now.
-        list_pools: returns the pools of a namespace; raises an EDLError.
+    The pools of each namespace are listed before the first answer: otherwise an operator that has just started would
+    take the first pool that it looks at for the only one, and make teachers of another model. A namespace that may not
+    be listed is tried again later; until then its pools count for nothing.
     """
 
     def __init__(
@@ -75,12 +69,12 @@ class ServiceHolders:
             return self._pools.get(key)
 
     def get_pools(self) -> list[TeacherPool]:
-        """Return all pools that are known."""
+        """Return all known pools."""
         with self._lock:
             return list(self._pools.values())
 
     def find_holder(self, pool: TeacherPool) -> str:
-        """Return the key of the pool of another namespace that a pool's service belongs to; empty if it is its own.
+        """Return the key of another namespace's pool that holds a pool's service; empty if it is the pool's own.
 
         Raises:
             EDLError: pools cannot be listed just now.
@@ -89,24 +83,22 @@ class ServiceHolders:
         with self._lock:
             before = self._pools.get(pool.key)
             self._pools[pool.key] = pool
-            rivals = self._list_rivals(pool)
+            place, others = hash_place(pool), self._list_others(pool)
+            rivals = [other for other in others if place in list_places(other)]
             changed = list_places(pool) ^ (list_places(before) if before is not None else frozenset())
-            woken = [rival.key for rival in self._list_claimants(pool, changed)]
-        for key in woken:
-            self._on_key(key)
+        self._wake(others, changed)
         holder = min((pool, *rivals), key=lambda other: (other.created_s, other.key))
-        return self._find_recorded(pool) if holder is pool else holder.key
+        return "" if holder is pool else holder.key
 
     def forget(self, key: str) -> None:
         """Forget a pool that is gone."""
         with self._lock:
             pool = self._pools.pop(key, None)
-            rivals = self._list_claimants(pool, list_places(pool)) if pool is not None else []
-        for rival in rivals:
-            self._on_key(rival.key)  # the service may be its own now
+            others = self._list_others(pool) if pool is not None else []
+        if pool is not None:
+            self._wake(others, list_places(pool))
 
     def _list_unlisted(self) -> None:
-        """List the namespaces that have not been listed; a namespace that may not be is tried again later."""
         with self._listing:
             for namespace, due_s in list(self._unlisted.items()):
                 if self._clock() < due_s:
@@ -123,27 +115,14 @@ class ServiceHolders:
                 for pool in added:
                     self._on_key(pool.key)  # which finds out whether it has gone since
 
-    def _find_recorded(self, pool: TeacherPool) -> str:
-        """Return the holder that the pool's status names, if its namespace cannot be read just now."""
-        accepted = find_condition(pool.status, "Accepted")
-        if accepted.get("reason") != "ServiceTaken" or accepted.get("observedGeneration") != pool.generation:
-            return ""
-        holder = str(accepted.get("message")).partition(" ")[0]
-        kind, _, place = holder.partition("/")
-        namespace = place.partition("/")[0]
-        with self._listing:
-            return holder if kind == "teacherpools" and namespace in self._unlisted else ""
+    def _list_others(self, pool: TeacherPool) -> list[TeacherPool]:
+        return [other for other in self._pools.values() if other.namespace != pool.namespace]
 
-    def _list_rivals(self, pool: TeacherPool) -> list[TeacherPool]:
-        """Return pools of other namespaces that may have teachers of the same service in the same store."""
-        place = hash_place(pool)
-        others = (other for other in self._pools.values() if other.namespace != pool.namespace)
-        return [other for other in others if place in list_places(other)]
-
-    def _list_claimants(self, pool: TeacherPool, places: frozenset[str]) -> list[TeacherPool]:
-        """Return pools of other namespaces that are to have teachers at one of the places."""
-        others = (other for other in self._pools.values() if other.namespace != pool.namespace)
-        return [other for other in others if hash_place(other) in places]
+    def _wake(self, others: Sequence[TeacherPool], places: frozenset[str]) -> None:
+        """Have the pools looked at that should have teachers at one of the places: the service may be theirs now."""
+        for other in others:
+            if hash_place(other) in places:
+                self._on_key(other.key)
 
 
 _PATIENCE_S: Final = ArbitrationSettings().patience_s or math.inf
@@ -153,14 +132,10 @@ _MOST_ROUNDS: Final = 8
 
 @dataclass(frozen=True)
 class SharingJob:
-    """A job among which GPUs are shared.
+    """A job as arbitration sees it: `claim` is what a worker asks for, `most` how many workers the job can use.
 
-    Attributes:
-        most: workers that it can use.
-        claim: what a worker asks for.
-        submitted_s: when it was made, in seconds since 1970.
-        waiting_since_s: since when it waits for GPUs of its minimum, in seconds since 1970; None if it does not.
-        remaining_s: seconds that the rest of it takes with the workers that it has; None if unknown.
+    `remaining_s` is how long the rest takes with the present workers; `waiting_since_s` since when the job waits for
+    GPUs of its minimum, Unix time. Both are None if unknown.
     """
 
     key: str
@@ -222,14 +197,12 @@ def compute_shares(
 ) -> Mapping[str, JobShare]:
     """Return how many workers each job may have, by its key.
 
-    Jobs count as old ones: the arbiter would hold young ones back, and take from them what has been made and waits for
-    its node, while the reallocations that this damps are not counted here.
+    All jobs count as old, because the arbiter would take pods that wait for their node from young ones. `pools` maps
+    the uid of each pool that lends its teachers to how many it keeps.
 
-    `pools` has the uid of each pool that lends what it has, and how many teachers it keeps for itself.
-
-    A job that waits for its minimum holds others back only where its workers could start if no job had any: the
-    arbiter does not know which nodes it may use. Those of another priority class are not held back, which the
-    scheduler serves in their order, and whose place a class of more priority takes.
+    A job that waits for its minimum holds others back only if its workers could start on an empty cluster, since the
+    arbiter does not know which nodes they may use; and only jobs of its own priority class, because the scheduler
+    orders the classes itself.
     """
     workers: dict[str, list[PodClaim]] = {job.uid: [] for job in jobs}
     for pod in capacity.pods:
@@ -281,7 +254,7 @@ def compute_shares(
 
 
 def _find_lent(capacity: ClusterCapacity, pools: Mapping[str, int], priority: int) -> frozenset[str]:
-    """Return the uids of teachers whose places workers get: the scheduler takes only those of less priority."""
+    """Return the uids of teachers whose places workers can take, since the scheduler preempts only lower priority."""
     teachers: dict[str, list[PodClaim]] = {uid: [] for uid in pools}
     for pod in capacity.pods:
         owner = pod.labels.get(OWNER_UID_LABEL, "")
@@ -299,7 +272,7 @@ _QUIET_S: Final = 10.0
 
 
 class WaitingOwners:
-    """Finds those that should be looked at as room comes for a pod of theirs. Thread-safe."""
+    """Finds resources to look at when room for more of their pods comes. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -308,7 +281,7 @@ class WaitingOwners:
         self._told_s: dict[str, float] = {}
 
     def observe(self, owner: MemberOwner, capacity: ClusterCapacity | None) -> None:
-        """Note what a resource is planned by now: of more room than that it is to hear."""
+        """Note the capacity by which a resource is planned now; it is looked at once there is more room."""
         claim = _read_claim(owner)
         room = 0 if capacity is None or claim is None else _count_room(claim, capacity)
         with self._lock:
@@ -331,7 +304,7 @@ class WaitingOwners:
             self._told_s.pop(key, None)
 
     def find_due(self, capacity: ClusterCapacity, now_s: float) -> tuple[list[str], float | None]:
-        """Return whom to look at since there is room for more of its pods, and in how many seconds the next may be."""
+        """Return the keys of resources for which room has come, and in how many seconds the next may be due."""
         with self._lock:
             claims = dict(self._claims)
         rooms: dict[str, int] = {}  # by shape: many resources have the same template
@@ -355,9 +328,9 @@ class WaitingOwners:
 
 
 def _read_claim(owner: MemberOwner) -> PodClaim | None:
-    """Return what a pod of a resource asks for; None of a template that the API server refuses in its own words.
+    """Return what a pod of a resource asks for; None if the template is invalid, which the API server will say.
 
-    The planner, which knows of nodes left out and of memory that was raised, may find less room.
+    The planner may find less room, since it knows which nodes are left out and whether memory was raised.
     """
     try:
         return PodClaim.of(owner.template)
@@ -378,13 +351,10 @@ _ENDED: Final = frozenset({"Succeeded", "Failed"})
 
 
 class LiveSurroundings:
-    """Looks at all that is beside resources and pods. Thread-safe.
+    """Knows everything that is beside resources and pods. Thread-safe.
 
-    Args:
-        on_key: called with the key of a resource that should be looked at.
-        has_pods: whether pods of an owner are there, by namespace and uid; asks the API server.
-        list_pools: returns the pools of a namespace; asks the API server.
-        clock: the time by the API server's clock, in seconds since 1970.
+    `on_key` is called with the key of a resource that should be looked at. `has_pods` and `list_pools` ask the API
+    server, and `clock` tells its time.
     """
 
     def __init__(
@@ -413,21 +383,17 @@ class LiveSurroundings:
         self._loop = BackgroundLoop("edl-operator-shares", self._step)
 
     def set_capacity(self, get_capacity: Callable[[], ClusterCapacity | None]) -> None:
-        """Take what is idle from a source, which calls `note_capacity` when it knows something new."""
+        """Take idle capacity from a source, which calls `note_capacity` when it changes."""
         self._get_capacity = get_capacity
         self.note_capacity()
 
     def note_capacity(self) -> None:
-        """Note that what is idle has changed. Returns at once."""
+        """Note that idle capacity has changed. Returns at once."""
         self._changed = True
         self._loop.wake()
 
     def look(self, owner: MemberOwner, pods: Iterable[MemberPod] = ()) -> OwnerObservation:
-        """Return what is known now beside the resource's pods; lists all pools before the first answer on a pool.
-
-        Raises:
-            EDLError: pools cannot be listed just now.
-        """
+        """Return what is known now, but for the resource's pods; an EDLError if pools cannot be listed just now."""
         if isinstance(owner, ElasticJob | TeacherPool):
             self._cleanup.note(owner)
         if isinstance(owner, ElasticJob) and find_final_phase(owner):
@@ -445,7 +411,7 @@ class LiveSurroundings:
         return found if share is None else replace(found, allocation=share.workers, starts_after=share.starts_after)
 
     def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:
-        """Note whether a resource waits for room, to look at it when more is idle. An ended job leaves its share."""
+        """Note whether a resource waits for room; a job that has ended leaves its share."""
         if status.get("phase") in _ENDED:
             self.forget(owner.key)
             return
@@ -454,12 +420,12 @@ class LiveSurroundings:
         self._waiting.note(owner, waits)
 
     def note_gone(self, key: str) -> None:
-        """Note that a resource has been deleted: what it left in its store goes when its pods have."""
+        """Note that a resource was deleted: its keys in its store go once its pods have gone."""
         self._cleanup.note_gone(key)
         self.forget(key)
 
     def forget(self, key: str) -> None:
-        """Look at nothing more for a resource that is gone, or has ended."""
+        """Drop a resource that is gone or has ended."""
         self._stores.forget(key)
         self._waiting.forget(key)
         with self._lock:
@@ -475,7 +441,7 @@ class LiveSurroundings:
         self._stores.close()
 
     def _find_holder(self, pool: TeacherPool) -> str:
-        """Return the pool of another namespace whose service this is; note how many GPUs the pool lends."""
+        """Return the holder of a pool's service in another namespace, and note how many GPUs the pool lends."""
         before = self._services.get_pool(pool.key)
         holder = self._services.find_holder(pool)
         if before is None or before.min_replicas != pool.min_replicas:
@@ -531,15 +497,15 @@ class LiveSurroundings:
         return wait_s
 
     def _has_lost_patience(self) -> bool:
-        """Whether a job has waited for too long since the shares were computed."""
+        """Whether a job has begun to hold others back since the shares were computed."""
         with self._lock:
             since = [job.waiting_since_s for job in self._sharing.values() if job.waiting_since_s is not None]
         return any(self._computed_s < since_s + _PATIENCE_S <= self._clock() for since_s in since)
 
     def _recompute(self, but: str = "") -> Mapping[str, JobShare]:
-        """Compute the shares, and have all other jobs looked at whose share has changed; return the shares.
+        """Compute and return the shares, and have all other jobs looked at whose share has changed.
 
-        One thread at a time, each by what is known then: a thread that began earlier would write over newer shares.
+        One thread at a time: a thread that began earlier would write over newer shares.
         """
         with self._computing:
             capacity = self._get_capacity()

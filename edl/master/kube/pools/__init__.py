@@ -1,8 +1,7 @@
 """Teacher pools: how many teachers there are, which come and go, and what they borrow. Pure functions.
 
-A pool grows by one teacher at a time into what is idle, and gives back what it borrowed as soon as the scheduler takes
-it. Elsewhere: how many teachers are useful (`edl.master.scaling`), what is idle
-(`edl.master.kube.capacity`), and calls of the API (`edl.master.kube.operator`).
+A pool grows by one teacher at a time into idle room, and gives it back as soon as the scheduler takes it. How many
+teachers are useful is decided in `edl.master.scaling`; `edl.master.kube.capacity` counts idle room.
 """
 
 from edl.master.kube.pools.planner import plan_pool

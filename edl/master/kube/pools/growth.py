@@ -64,7 +64,7 @@ def decide_growth(draft: PoolDraft, target: int, not_before_s: float | None, pod
     if len(live) >= target:
         if target == pool.max_replicas:
             return Growth(False, "AtMaximum", "maxReplicas is reached")
-        return Growth(False, "AtWanted", "no more teachers are wanted")
+        return Growth(False, "AtWanted", "as many teachers as wanted")
     failing = next((other for other in live if is_failing(other, now_s)), None)
     if failing is not None and not _may_start_elsewhere(observation, live, pod):
         return Growth(False, "TeacherFailing", f"{failing.name} does not start, or ends again and again")

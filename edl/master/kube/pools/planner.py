@@ -1,4 +1,4 @@
-"""`plan_pool`: what is to be done about a TeacherPool, from what is known of it at one moment.
+"""`plan_pool`: decides what to do about a TeacherPool, from an observation of one moment. Pure.
 
 A pool with a `scaleTargetRef` only moves the `/scale` of another object, such as a Deployment of Triton's.
 """
@@ -51,7 +51,7 @@ _LINGER: Final = "100ms"
 """How long a teacher that leaves still takes requests, after discovery shows it as draining: its students' watches hear
 of it within some 10 ms. The pod that takes its GPU waits for this as well; later requests are asked elsewhere."""
 _LOADING_S: Final = 1800
-"""A model may take so long to be loaded and warmed up before the kubelet restarts its container."""
+"""How long a model may load and warm up before the kubelet restarts its container."""
 _QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 """https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/"""
 _PROBE_S: Final = 5
@@ -132,13 +132,13 @@ def _scale_target(draft: PoolDraft) -> None:
         draft.target = present  # not the pool's to end: its registrations are what is wrong
         draft.growth = Growth(False, "ServiceTaken", f"{holder} serves {pool.service} in the same store")
     elif draft.observation.target is None:
-        draft.growth = Growth(False, "TargetMissing", f"there is no {named} in this namespace")
+        draft.growth = Growth(False, "TargetMissing", f"this namespace has no {named}")
     elif present < draft.target:
         draft.growth = Growth(True, "Scaling", f"{named} is scaled to {draft.target}")
     elif draft.target == pool.max_replicas:
         draft.growth = Growth(False, "AtMaximum", "maxReplicas is reached")
     else:
-        draft.growth = Growth(False, "AtWanted", "no more teachers are wanted")
+        draft.growth = Growth(False, "AtWanted", "as many teachers as wanted")
     if draft.observation.target is not None and present != draft.target:
         draft.scale_target = draft.target
 
@@ -240,7 +240,7 @@ def _settle_members(draft: PoolDraft) -> None:
 
 
 def _record_end(draft: PoolDraft, key: str, pod: MemberPod | None, now_s: float) -> None:
-    """Count a teacher's end; a place that was taken is not asked for again at once where nothing tells what is idle."""
+    """Count a teacher's end; if capacity is unknown, a place that was taken is not asked for again at once."""
     report = pod.termination if pod is not None else TerminationReport(events=("Preempted",))
     outcome = record_end(draft.records[key], report, pod, now_s, table=_TEACHER_TABLE)
     record, cause, evidence = outcome.record, outcome.verdict.cause, outcome.verdict.evidence
@@ -269,7 +269,7 @@ def _shrink(draft: PoolDraft, update: TeacherUpdate) -> None:
     now_s, pool, target = draft.observation.now_s, draft.pool, draft.target
     gone = set()
     for pod in update.list_useless(draft.live, now_s):
-        draft.release(pod, "it is made from a spec before, and serves nobody")
+        draft.release(pod, "it has a former spec, and serves no student")
         gone.add(pod.name)
     kept = sorted(
         (pod for pod in draft.live if pod.name not in gone),
@@ -338,7 +338,7 @@ def _replace_outdated(draft: PoolDraft, update: TeacherUpdate) -> None:
             return
         leaving = [pod for pod in draft.leaving if not pod.node_silent]
         if leaving or is_behind(pool, observation):
-            names = ", ".join(pod.name for pod in leaving) or "a teacher that was let go"
+            names = ", ".join(pod.name for pod in leaving) or "a released teacher"
             draft.waits_for = f"{names} {'have' if len(leaving) > 1 else 'has'} not ended yet"
             draft.look_again_s = _find_leaving_look_s(leaving, observation.now_s)
             return
@@ -359,7 +359,7 @@ def _replace_outdated(draft: PoolDraft, update: TeacherUpdate) -> None:
 
 
 def _makes_room(draft: PoolDraft, chosen: MemberPod, waiting: MemberPod | None) -> bool:
-    """Whether a successor could be placed if a teacher went; where what is idle is not known, it may."""
+    """Whether a successor could be placed if a teacher went; True if capacity is unknown."""
     capacity = draft.observation.capacity
     if capacity is None:
         return True
@@ -386,7 +386,7 @@ def _is_proven(draft: PoolDraft, update: TeacherUpdate) -> bool:
 
 
 def _has_ended(pod: MemberPod) -> bool:
-    """Whether a pod is over or about to be; a container that ended is restarted in it, and its place stays its own."""
+    """Whether a pod has ended or was asked to; a container that ended is restarted in its pod."""
     return pod.deleting or pod.phase in ("Succeeded", "Failed")
 
 

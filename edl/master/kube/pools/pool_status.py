@@ -1,4 +1,4 @@
-"""What is planned about a TeacherPool (`PoolDraft`), and the status and events that follow from it."""
+"""A pool's plan in the making (`PoolDraft`), and the status and events that follow from it."""
 
 from __future__ import annotations
 

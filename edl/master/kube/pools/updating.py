@@ -60,8 +60,8 @@ def list_places(pool: TeacherPool) -> frozenset[str]:
 
 
 _RESTART_S: Final = 600.0
-"""A restarted container counts as failing for no longer: by then it loads a large model. The kubelet's back-off between
-two restarts, after which it counts anew, is half of that."""
+"""How long a restarted container counts as failing: by then it loads a large model. The kubelet's longest back-off
+between two restarts is half of that."""
 _TEACHER: Final = re.compile(r"teacher-[0-9]{1,9}")
 STEADY_S: Final = 10.0
 """A successor counts after it has been ready for this time: a student's first request may end it."""
@@ -115,7 +115,7 @@ class TeacherUpdate:
         return len(live)
 
     def list_useless(self, live: Sequence[MemberPod], now_s: float) -> list[MemberPod]:
-        """Return outdated teachers that serve nobody, because they have no node or cannot start."""
+        """Return outdated teachers that serve no student, because they have no node or cannot start."""
         stopped = self.find_failing(live, now_s) is not None
         outdated = self.list_outdated(live)
         return [pod for pod in outdated if not pod.scheduled or (is_failing(pod, now_s) and not stopped)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from edl.errors import AccessDeniedError
 from edl.kube.objects import Object, format_time
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.jobs import find_waiting_since_s
@@ -17,7 +16,6 @@ from edl.master.kube.members.pods import MemberPod
 from edl.master.kube.operator.settings import StoreAllowlist
 from edl.master.kube.operator.surroundings import (
     LiveSurroundings,
-    ServiceHolders,
     WaitingOwners,
     compute_shares,
     read_sharing_job,
@@ -205,28 +203,6 @@ def test_taken_service_after_a_restart(told: list[str]) -> None:
         assert set(told) >= {old.key}, "one that has gone since would be a rival for ever"
         found.note_gone(old.key)
         assert found.look(young).service_holder == ""
-
-
-def test_taken_service_of_denied_namespace() -> None:
-    old, young = make_pool("a", 1), make_pool("b", 2)
-    text = f"{old.key} serves digits in the same store: choose another spec.service or store"
-    accepted = {"type": "Accepted", "status": "False", "reason": "ServiceTaken", "message": text}
-    taken = replace(young, status={"conditions": [{**accepted, "observedGeneration": young.generation}]})
-    now_s, denied = 100.0, {"a"}
-
-    def list_pools(namespace: str) -> list[TeacherPool]:
-        if namespace in denied:
-            raise AccessDeniedError("teacherpools: not allowed (403)")
-        return []
-
-    holders = ServiceHolders(lambda key: None, list_pools, ("a", "b"), lambda: now_s)
-    assert holders.find_holder(taken) == old.key, "its teachers run on, and it may not be read now"
-    assert holders.find_holder(young) == "", "nothing says that it was taken"
-    assert holders.find_holder(replace(taken, generation=young.generation + 1)) == "", "it was edited meanwhile"
-    denied.clear()
-    assert holders.find_holder(taken) == old.key
-    now_s += 61.0
-    assert holders.find_holder(taken) == "", "its namespace has been listed, and it is not there"
 
 
 def make_teacher(number: int, priority: int) -> Object:

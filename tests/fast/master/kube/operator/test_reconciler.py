@@ -81,9 +81,7 @@ def make_reconciler(api: Any, given: Given | None = None) -> tuple[Reconciler, l
     """Return what a new operator has, and the reasons of the events that it shows."""
     reasons: list[str] = []
     around: Any = GivenSurroundings(api, given or Given())
-    found = Reconciler(
-        api, around, lambda kind, resource, note: reasons.append(note.reason), clock=lambda: api.now_s
-    )
+    found = Reconciler(api, around, lambda kind, resource, note: reasons.append(note.reason), clock=lambda: api.now_s)
     return found, reasons
 
 

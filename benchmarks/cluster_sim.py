@@ -157,7 +157,7 @@ def decide_large(seed: int, nodes: int, jobs: int) -> float:
         begin = time.process_time()
         found = arbitrate(nodes, requests, places)
         seconds.append(time.process_time() - begin)
-        progress(f"{what}: {seconds[-1]:.2f} s, {found.steps} steps, {len(found.changes)} jobs changed")
+        progress(f"{what}: {seconds[-1]:.2f} s, {found.steps} steps")
         return {job: dict(nodes) for job, nodes in found.placements.items()}
 
     first = decide("empty", capacities, requests, {})

@@ -291,14 +291,6 @@ def parse_elastic_job(resource: Mapping[str, Any], default_store: str = "") -> E
     return tuple(spec.problems) or (job.pin_run() if job.started else job)
 
 
-_TARGET_FIELDS: Final = {
-    "apiVersion": (re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?v[0-9][a-z0-9]*"), "apps/v1"),
-    "kind": (re.compile(r"[A-Za-z][A-Za-z0-9]*"), "Deployment"),
-    "name": (re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"), "triton"),
-}
-"""A pattern of each, since they become parts of a URL, and an example. The CRD has the same patterns."""
-
-
 @dataclass(frozen=True)
 class ScaleTargetRef:
     """The object that a pool scales in place of pods of its own; only its `/scale` is touched."""
@@ -357,9 +349,10 @@ def parse_teacher_pool(resource: Mapping[str, Any], default_store: str = "") -> 
 
 
 def _read_target(spec: FieldReader) -> ScaleTargetRef:
+    """Read `scaleTargetRef`; `KubeClient` refuses names that would lead to another path of the API."""
     target = spec.open("scaleTargetRef")
-    values = {name: target.read(name, "") for name in _TARGET_FIELDS}
-    for name, (pattern, example) in _TARGET_FIELDS.items():
-        if not pattern.fullmatch(values[name]):
-            target.refuse("InvalidScaleTarget", name, values[name] or None, f"name it, such as {example}")
+    values = {name: target.read(name, "") for name in ("apiVersion", "kind", "name")}
+    for name, example in zip(values, ("apps/v1", "Deployment", "triton"), strict=True):
+        if not values[name]:
+            target.refuse("InvalidScaleTarget", name, None, f"name it, such as {example}")
     return ScaleTargetRef(*values.values())

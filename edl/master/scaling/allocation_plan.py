@@ -150,7 +150,6 @@ class AllocationPlan:
         self.free_gpus = sum(capacities)
         self.steps = 0
         self.exhausted = False  # whether a step was refused
-        self.reasons = [""] * len(requests)
         self._most_steps = sum(capacities)
         self._moved = [False] * len(requests)
         self._values = [_JobValue(request, settings) for request in requests]
@@ -215,10 +214,9 @@ class AllocationPlan:
         """Whether a job moves in this pass anyway."""
         return self._moved[job]
 
-    def record_move(self, job: int, reason: str) -> None:
+    def record_move(self, job: int) -> None:
         """Record that a job moves in this pass."""
         self._moved[job] = True
-        self.reasons[job] = reason
 
     def get_surplus(self, job: int) -> int:
         """Return how many workers a job has above its minimum."""

@@ -38,7 +38,6 @@ class Allocation:
 
     placements: Mapping[str, Mapping[str, int]]  # job -> node -> workers, without those that have none
     pending: tuple[str, ...]  # jobs that wait for their minimum, in the order in which they are served
-    changes: Mapping[str, str]  # job -> why it has other workers than before, in a few words
     steps: int  # workers that were placed on the way, at most as many as there are GPUs
     settled: bool  # nothing more would be moved from here; False if the steps were used up before
     held_back: Mapping[str, str]  # pending job that has no workers -> the job that has waited so long, to start first
@@ -77,7 +76,7 @@ def arbitrate(
     for job, request in enumerate(requests):
         for node, count in sorted(placements.get(request.name, {}).items()):
             if node not in numbers:
-                plan.record_move(job, "its node is gone")
+                plan.record_move(job)
             elif count > 0:
                 plan.add_workers(job, numbers[node], count)
     former = _release_impossible_workers(plan)
@@ -104,11 +103,6 @@ def arbitrate(
     return Allocation(
         placements={request.name: after[job] for job, request in enumerate(requests) if after[job]},
         pending=tuple(requests[job].name for job in pending),
-        changes={
-            request.name: plan.reasons[job] or "lost workers, and waits for its minimum"
-            for job, request in enumerate(requests)
-            if after[job] != dict(placements.get(request.name, {}))
-        },
         steps=plan.steps,
         settled=not plan.exhausted,
         held_back={
@@ -135,12 +129,12 @@ def _release_impossible_workers(plan: AllocationPlan) -> list[dict[int, int]]:
         while plan.free[node] < 0:
             job = min(plan.on_node[node], key=rank)
             plan.add_workers(job, node, -1)
-            plan.record_move(job, "its node lost GPUs")
+            plan.record_move(job)
     former: list[dict[int, int]] = [{} for _ in plan.requests]
     for job, request in enumerate(plan.requests):
         while plan.workers[job] > request.max_workers:
             plan.add_workers(job, max(plan.of_job[job], key=lambda node: (plan.free[node], -node)), -1)
-            plan.record_move(job, "it may not have more")
+            plan.record_move(job)
         if plan.is_waiting(job):
             former[job] = dict(sorted(plan.of_job[job].items()))
             for node, count in former[job].items():
@@ -183,7 +177,7 @@ def _admit(
     if lacking > 0 and plan.count_surplus_gpus() < lacking:
         return False
     mark = plan.mark()
-    moved: dict[int, str] = {}
+    moved = {job}
     for place, count in former.items():
         back = min(count, plan.free[place] // request.gpus, request.min_workers - plan.workers[job])
         if back > 0:
@@ -199,15 +193,14 @@ def _admit(
             node, victims = found
             for victim in victims:
                 plan.add_workers(victim, node, -1)
-                moved[victim] = f"gave workers to {request.name}, which needs its minimum"
+                moved.add(victim)
         plan.add_workers(job, node)
     if plan.is_waiting(job) or not plan.can_place(request.min_workers):
         plan.undo_to(mark)
         searches.clear()
         return False
-    for victim, reason in moved.items():
-        plan.record_move(victim, reason)
-    plan.record_move(job, "has its minimum")
+    for mover in moved:
+        plan.record_move(mover)
     plan.steps += request.min_workers
     return True
 
@@ -277,7 +270,7 @@ def _grow_jobs(plan: AllocationPlan) -> bool:
             plan.undo_to(mark)
             continue
         plan.steps += count
-        plan.record_move(job, "grew into free GPUs")
+        plan.record_move(job)
         grown = True
         if (offer := _offer(plan, job)) is not None:
             heapq.heappush(offers, offer)
@@ -323,9 +316,9 @@ def _exchange_workers(plan: AllocationPlan) -> bool:
         plan.add_workers(job, node)
         plan.steps += 1
         for victim in sorted(set(victims)):
-            plan.record_move(victim, f"gave workers to {plan.requests[job].name}, which gains more by them")
+            plan.record_move(victim)
             surplus.update(victim)
-        plan.record_move(job, "took workers of jobs that lose less by them")
+        plan.record_move(job)
         surplus.update(job)
         exchanged = True
         if (bid := _bid(plan, job)) > 0:

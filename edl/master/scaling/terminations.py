@@ -283,7 +283,6 @@ class RelaunchDecision:
     action: RelaunchAction
     memory_factor: float  # of the new pod, by what the job asked for at first
     delay_s: float  # to wait before
-    reason: str  # in a line for a person
 
 
 _AT_ONCE: Final = RelaunchAction.RESTART_IN_PLACE
@@ -322,18 +321,16 @@ def decide_relaunch(
     left = count
     for rule in table[cause]:
         if rule.times is None or left <= rule.times:
-            return _apply(rule.action, cause, count, left)
+            return _apply(rule.action, left)
         left -= rule.times
-    times = "" if count == 1 else f" {count} times in a row"
-    return RelaunchDecision(RelaunchAction.STOP, 1.0, 0.0, f"{cause.value}{times}: this does not pass by itself")
+    return RelaunchDecision(RelaunchAction.STOP, 1.0, 0.0)
 
 
-def _apply(action: RelaunchAction, cause: TerminationCause, count: int, turn: int) -> RelaunchDecision:
+def _apply(action: RelaunchAction, turn: int) -> RelaunchDecision:
     """Return the decision for the `turn`-th time in a row that `action` is taken, from 1."""
-    reason = f"{cause.value}, {count} in a row: {action.value}"
     if action is RelaunchAction.MORE_MEMORY:
-        return RelaunchDecision(action, _MEMORY_STEP**turn, 0.0, reason)
+        return RelaunchDecision(action, _MEMORY_STEP**turn, 0.0)
     if action is RelaunchAction.NEW_POD and turn > 1:
         doublings = min(turn - 2, 16)  # far beyond the longest delay, and small enough for a float
-        return RelaunchDecision(action, 1.0, min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**doublings), reason)
-    return RelaunchDecision(action, 1.0, 0.0, reason)
+        return RelaunchDecision(action, 1.0, min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**doublings))
+    return RelaunchDecision(action, 1.0, 0.0)

@@ -68,7 +68,7 @@ def build_gang_labels(job: ElasticJob, index: int | None) -> tuple[dict[str, str
     scheduler = _SCHEDULERS.get(_get_scheduler_name(job))
     if scheduler is not None:
         if index is not None:
-            annotations = {scheduler.group_annotation: _build_group_name(job), **dict(scheduler.annotations)}
+            annotations = {scheduler.group_annotation: build_object_name(job), **dict(scheduler.annotations)}
         if scheduler.queue_label and job.queue:
             labels[scheduler.queue_label] = job.queue
         return labels, annotations
@@ -76,7 +76,7 @@ def build_gang_labels(job: ElasticJob, index: int | None) -> tuple[dict[str, str
         return labels, annotations
     labels["kueue.x-k8s.io/queue-name"] = job.queue
     if index is not None and index < job.min_replicas:
-        labels["kueue.x-k8s.io/pod-group-name"] = _build_group_name(job)
+        labels["kueue.x-k8s.io/pod-group-name"] = build_object_name(job)
         annotations["kueue.x-k8s.io/pod-group-total-count"] = str(job.min_replicas)
     elif index is not None:
         labels["kueue.x-k8s.io/priority-class"] = GROWTH_CLASS
@@ -94,7 +94,7 @@ def build_pod_group(job: ElasticJob) -> tuple[ResourceType, Object] | None:
     if job.priority_class_name:
         spec["priorityClassName"] = job.priority_class_name
     metadata = {
-        "name": _build_group_name(job),
+        "name": build_object_name(job),
         "namespace": job.namespace,
         "ownerReferences": [build_owner_reference(job)],
     }
@@ -102,7 +102,8 @@ def build_pod_group(job: ElasticJob) -> tuple[ResourceType, Object] | None:
     return kind, {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": metadata, "spec": spec}
 
 
-def _build_group_name(job: ElasticJob) -> str:
+def build_object_name(job: ElasticJob) -> str:
+    """Return the name of a job's pod group and of its PodDisruptionBudget."""
     return shorten_name(job.job_id, _MAX_NAME_CHARS)
 
 
@@ -164,17 +165,12 @@ def build_master_launch(job: ElasticJob, record: MemberRecord) -> MemberLaunch:
     )
 
 
-def build_disruption_budget_name(job: ElasticJob) -> str:
-    """Return the name of a job's PodDisruptionBudget."""
-    return shorten_name(job.job_id, _MAX_NAME_CHARS)
-
-
 def build_disruption_budget(job: ElasticJob) -> tuple[ResourceType, Object]:
     """Return a job's PodDisruptionBudget; the client fills in the API's version, which depends on the server."""
     return POD_DISRUPTION_BUDGETS, {
         "kind": POD_DISRUPTION_BUDGETS.kind,
         "metadata": {
-            "name": build_disruption_budget_name(job),
+            "name": build_object_name(job),
             "namespace": job.namespace,
             "labels": {JOB_LABEL: job.name, MANAGED_BY[0]: MANAGED_BY[1]},
             "ownerReferences": [build_owner_reference(job)],

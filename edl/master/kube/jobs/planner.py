@@ -18,8 +18,8 @@ from edl.master.kube.jobs.launches import (
     MASTER,
     WORKER,
     build_disruption_budget,
-    build_disruption_budget_name,
     build_master_launch,
+    build_object_name,
     build_pod_group,
     build_worker_launch,
     starts_as_gang,
@@ -370,11 +370,8 @@ def _get_ttl_s(job: ElasticJob, status: Mapping[str, object], now_s: float) -> f
 
 
 def _list_removals(job: ElasticJob) -> tuple[tuple[ResourceType, str], ...]:
-    group = build_pod_group(job)
-    removals = [(POD_DISRUPTION_BUDGETS, build_disruption_budget_name(job))]
-    if group is not None:
-        removals.append((group[0], group[1]["metadata"]["name"]))
-    return tuple(removals)
+    group, name = build_pod_group(job), build_object_name(job)
+    return ((POD_DISRUPTION_BUDGETS, name), *([(group[0], name)] if group is not None else []))
 
 
 def _note_outcomes(draft: JobDraft) -> None:

@@ -91,12 +91,6 @@ class KeySchedule:
         if requeue_s is not None:
             self.add(key, now_s + requeue_s)
 
-    def forget(self, key: str) -> None:
-        """Stop working on a key, unless it is added again."""
-        self._due.pop(key, None)
-        self._again.pop(key, None)
-        self._failures.pop(key, None)
-
     def get_next_due_s(self) -> float | None:
         """Return when the next key is due; None if none is."""
         self._drop_outdated()
@@ -148,11 +142,6 @@ class WorkQueue:
         with self._changed:
             self._schedule.add(key, time.monotonic() + delay_s)
             self._changed.notify()
-
-    def forget(self, key: str) -> None:
-        """Stop working on a key, unless it is added again."""
-        with self._changed:
-            self._schedule.forget(key)
 
     def __len__(self) -> int:
         """Keys that are due some time, or worked on."""

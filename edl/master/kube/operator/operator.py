@@ -15,7 +15,7 @@ from edl.http_server.health import HealthChecks, HealthServer
 from edl.kube.client import KubeClient
 from edl.kube.resource_types import PODS, TEACHER_POOLS
 from edl.kube.responses import Call
-from edl.master.kube.capacity_watch import CapacityWatch
+from edl.master.kube.capacity import CapacityWatch
 from edl.master.kube.members.naming import OWNER_UID_LABEL
 from edl.master.kube.operator.events import EventRecorder
 from edl.master.kube.operator.looks import ResourceWatches, WorkQueue

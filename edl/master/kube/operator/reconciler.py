@@ -81,15 +81,6 @@ def _is_absent(value: object) -> bool:
     return value is None or value == ""
 
 
-def describe_refused_spec(
-    before: Mapping[str, Any], problems: Sequence[SpecProblem], generation: int, now_s: float
-) -> Object:
-    """Return the status of a resource whose spec is refused: members and all else stay as they were."""
-    message = "; ".join(problem.message for problem in problems)
-    status = set_condition(before, Condition("Accepted", False, problems[0].reason, message), generation, now_s)
-    return {**status, "observedGeneration": generation, "phase": before.get("phase") or "Pending", "message": message}
-
-
 def set_condition(
     status: Mapping[str, Any],
     condition: Condition,
@@ -265,10 +256,13 @@ class Reconciler:
         return replace(known, now_s=self._clock(), pods=pods, strangers=strangers, target=target)
 
     def _refuse(self, kind: ResourceHandling, resource: Object, problems: tuple[SpecProblem, ...]) -> float:
-        before = resource.get("status")
+        """Write why a spec is refused; members and all else stay as they were."""
+        before, generation = resource.get("status"), resource["metadata"].get("generation", 0)
         before = before if isinstance(before, dict) else {}
-        generation = resource["metadata"].get("generation", 0)
-        status = describe_refused_spec(before, problems, generation, self._clock())
+        message = "; ".join(problem.message for problem in problems)
+        condition = Condition("Accepted", False, problems[0].reason, message)
+        status = set_condition(before, condition, generation, self._clock())
+        status |= {"observedGeneration": generation, "phase": before.get("phase") or "Pending", "message": message}
         written = self._write_status(kind.type, resource, status)
         if written is None:
             return _CONFLICT_RETRY_S

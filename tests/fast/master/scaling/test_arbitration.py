@@ -27,7 +27,6 @@ def test_a_newcomer_takes_from_the_lowest() -> None:
     assert counts(before, "high", "low") == [8, 8]
     after = arbitrate({"n1": 8, "n2": 8}, [*jobs, new], before.placements)
     assert counts(after, "high", "low", "new") == [8, 4, 4]
-    assert after.changes["low"] == "gave workers to new, which needs its minimum"
 
 
 def test_a_worker_needs_one_node() -> None:
@@ -210,7 +209,6 @@ def test_own_result_moves_nothing(cluster: Cluster) -> None:
     check(cluster, again)
     if first.settled:
         assert again.placements == first.placements
-        assert not again.changes
         assert again.steps == 0
 
 

@@ -13,8 +13,7 @@ import pytest
 
 from edl.kube.client import KubeClient
 from edl.kube.settings import KubeSettings
-from edl.master.kube.capacity import ClusterCapacity, parse_allocatable, pod_requests
-from edl.master.kube.capacity_watch import CapacityWatch
+from edl.master.kube.capacity import CapacityWatch, ClusterCapacity, parse_allocatable, pod_requests
 from tests.fast.kube.conftest import write_kubeconfig
 from tests.fast.kube.server import ApiServer, Reply, Request, status
 from tests.fast.master.kube.capacity.objects import node, pod

@@ -264,11 +264,6 @@ class ScheduleMachine(RuleBasedStateMachine):
             assert due_s >= min(self.wanted.get(key, float("inf")), self.now_s + 0.8)
             self.wanted[key] = due_s
 
-    @rule(key=KEYS)
-    def forget(self, key: str) -> None:
-        self.schedule.forget(key)
-        self.wanted.pop(key, None)
-
     @invariant()
     def counts(self) -> None:
         assert len(self.schedule) == len(self.wanted.keys() | self.active)

@@ -73,6 +73,7 @@ _COMMANDS = {
     "store": ("edl.cli.servers:store", "Serves a store to other hosts, where teachers and jobs meet"),
     "label": ("edl.cli.label", "Soft labels for a whole data set, ahead of time"),
     "master": ("edl.cli.master", "Hands a job's data out to its workers, shard by shard, and loses none"),
+    "train": ("edl.cli.train", "A trained model from a model definition and a Parquet file, in one command"),
     "run": ("edl.collective.agent.command_line.cli", "Starts or joins an elastic training job: torchrun's options"),
     "status": ("edl.cli.status", "A job's members, progress and lost time; on Kubernetes also what it waits for"),
     "report": ("edl.cli.report", "A picture of a job: what its nodes did when, how far it got, and the goodput"),

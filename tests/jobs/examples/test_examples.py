@@ -34,6 +34,15 @@ def test_digits(tmp_path: Path) -> None:
     assert "35,910 rows" in told  # 30 epochs of 1,197 images
 
 
+def test_train(tmp_path: Path) -> None:
+    example = Example("train", tmp_path, "torch", "sklearn", "pyarrow")
+    prepare, serve, alone, distilled = example.commands
+    example.run(prepare)
+    with example.served("server", serve):
+        accuracies = [re.findall(r"accuracy ([\d.]+)", example.run(command))[-1] for command in (alone, distilled)]
+    assert 0.88 < float(accuracies[0]) < float(accuracies[1]) - 0.01
+
+
 def test_elastic(tmp_path: Path) -> None:
     """Start it, add a node, kill the first, and watch accuracy go on."""
     example = Example("elastic", tmp_path, "torch", "sklearn")

@@ -1,0 +1,409 @@
+"""The training loop of `edl train`: from a model definition and a Parquet file to a trained model.
+
+Each worker of the job runs `main`, as module `edl.train` under `edl run`. The user's file defines `model()`; everything
+else has a default. The loop is the one of docs/training-loop.md: an `ElasticSampler` deals the rows of a table that
+each worker holds in memory, `distill` adds the teachers' soft labels, an `ElasticTrainer` makes the update of the whole
+batch, and a `Checkpointer` saves each step. So workers may come, go and die, and the result does not depend on it. At
+the end of each epoch the workers share the evaluation. The first worker writes the trained model.
+
+What does not belong here: the command line, which is in `edl.cli.train`, and anything that needs a loop of its own,
+such as generated text; docs/training-loop.md is for that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, TypeAlias
+
+import fsspec  # type: ignore[import-untyped]
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_model
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, Evaluator, State
+from edl.collective.ranks import gather_bytes
+from edl.datasets.files import find_files, open_file
+from edl.datasets.parquet import import_parquet
+from edl.distill.losses import kl_divergence, logit_mse, mix
+from edl.distill.torch import distill
+from edl.errors import EDLError, SettingsError
+from edl.quoting import did_you_mean, quote
+
+Columns: TypeAlias = dict[str, Any]
+"""Rows of a table, by column: tensors [rows, ...], or lists of strings, bytes or sequences of different lengths."""
+
+_EVALUATION_S: Final = 3600.0
+"""Longest evaluation before it counts as a hang."""
+_PROGRESS_S: Final = 30.0
+"""Seconds between two lines of progress within an epoch."""
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What to train on, and how; each field is an option of `edl train`."""
+
+    data: str
+    eval: str | None = None
+    inputs: tuple[str, ...] = ()
+    label: str | None = None
+    teachers: str | None = None
+    teacher_inputs: tuple[str, ...] = ()  # NAME or NAME=COLUMN
+    teacher_output: str = "logits"
+    temperature: float = 4.0
+    alpha: float = 0.9
+    epochs: int = 10
+    batch: int = 64
+    micro_batch: int | None = None
+    seed: int = 0
+    store: str | None = None
+    output: str = "trained"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train as one worker of a job. `arguments` are the path of the user's file, and a `TrainPlan` in JSON."""
+    path, plan = arguments
+    try:
+        _Training(load_definition(path), TrainPlan(**json.loads(plan))).run()
+    except EDLError as exc:  # a mistake of the user's, or no teacher: a traceback through this file would not help
+        print(f"edl train: {exc}", file=sys.stderr, flush=True)  # noqa: T201 - as `edl` itself does
+        return 2 if isinstance(exc, SettingsError) else 1
+    return 0
+
+
+def load_definition(path: str) -> ModuleType:
+    """Import the user's file, which may import its neighbours.
+
+    Raises:
+        SettingsError: It has no function `model`, or something else under one of the names that are used.
+    """
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise SettingsError(f"{path}: there is no such Python file")
+    definition = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    sys.modules.setdefault(Path(path).stem, definition)
+    spec.loader.exec_module(definition)
+    if not hasattr(definition, "model"):
+        hint = did_you_mean("model", [name for name, value in vars(definition).items() if callable(value)])
+        raise SettingsError(f"{path} has no function model(), which returns the network to train{hint}")
+    for name in ("model", "loss", "optimizer", "transform", "metrics"):
+        if not callable(getattr(definition, name, print)):
+            raise SettingsError(f"{path}: {name} must be a function, and is {quote(getattr(definition, name))}")
+    return definition
+
+
+class ParquetTable(Dataset[Columns]):
+    """The rows of Parquet files, in memory.
+
+    Numbers, and lists of numbers that all have the same length, come as tensors; other columns as lists.
+
+    Args:
+        location: A file, folder, pattern, or URL of fsspec.
+        transform: The user's function from columns to columns, if there is one.
+    """
+
+    def __init__(self, location: str, transform: Any = None) -> None:
+        _, paths, _ = find_files(location)
+        import_parquet()  # tells how to install pyarrow
+        import pyarrow
+
+        parts = []
+        for path in paths:
+            with open_file(path) as file:
+                parts.append(import_parquet().read_table(file))
+            if parts[-1].schema.names != parts[0].schema.names:
+                raise SettingsError(f"{path} has other columns than {paths[0]}: {parts[-1].schema.names}")
+        table = pyarrow.concat_tables(parts, promote_options="permissive")
+        self.location = location
+        self._transform = transform
+        self._rows: int = table.num_rows
+        if not self._rows:
+            raise SettingsError(f"{location} has no rows")
+        self._columns = {name: self._load(name, table[name]) for name in table.schema.names}
+
+    def _load(self, name: str, column: Any) -> Any:
+        """Return a column as an array [rows, ...], or as it is if no array can hold it."""
+        if column.null_count:
+            raise SettingsError(f"{self.location}: column {name!r} has {column.null_count:,} empty values: fill them")
+        arrays = [_as_array(chunk) for chunk in column.chunks if len(chunk)]
+        if any(array is None or array.shape[1:] != arrays[0].shape[1:] for array in arrays):
+            return column
+        array = np.concatenate(arrays)
+        return array.astype(np.float32) if array.dtype in (np.float16, np.float64) else array
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitems__(self, rows: Sequence[int]) -> Columns:
+        """Return several rows at once, which is what a `DataLoader` asks for."""
+        batch = {
+            name: torch.from_numpy(column[rows]) if isinstance(column, np.ndarray) else column.take(rows).to_pylist()
+            for name, column in self._columns.items()
+        }
+        return batch if self._transform is None else self._transform(batch)
+
+
+def _as_array(values: Any) -> Any:
+    """Return Arrow's numbers, or lists of equally many numbers, as an array [rows, ...]; None for anything else."""
+    from pyarrow import types
+
+    shape = [len(values)]
+    while types.is_list(values.type) or types.is_large_list(values.type) or types.is_fixed_size_list(values.type):
+        if len(values.value_lengths().unique()) > 1 or values.null_count:
+            return None
+        count, values = len(values), values.flatten()
+        shape.append(len(values) // count if count else 0)
+    numbers = types.is_integer(values.type) or types.is_floating(values.type) or types.is_boolean(values.type)
+    return values.to_numpy(zero_copy_only=False).reshape(shape) if numbers and not values.null_count else None
+
+
+class _Training:
+    """One worker's part in a job."""
+
+    def __init__(self, definition: ModuleType, plan: TrainPlan) -> None:
+        self._definition = definition
+        self._plan = plan
+        self._device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self._device)
+        transform = getattr(definition, "transform", None)
+        self._table = ParquetTable(plan.data, transform)
+        self._choose_columns(self._table)
+        self._eval_table = ParquetTable(plan.eval, transform) if plan.eval is not None else None
+        if self._eval_table is not None:
+            if self._label is None:
+                raise SettingsError(f"--eval {plan.eval}: there is no label to compare with: name its column (--label)")
+            self._batch(self._eval_table, [0])
+
+    def run(self) -> None:
+        """Train to the end, and write the model."""
+        plan = self._plan
+        dist.init_process_group("nccl" if self._device.type == "cuda" else "gloo")
+        torch.manual_seed(plan.seed)
+        self._network = self._made("model", None, nn.Module).to(self._device)
+        parameters = [parameter for parameter in self._network.parameters() if parameter.requires_grad]
+        optimizer = self._made("optimizer", torch.optim.Adam, torch.optim.Optimizer, parameters)
+        self._sampler = sampler = ElasticSampler(len(self._table), global_batch=plan.batch, seed=plan.seed)
+        self._evaluator = Evaluator(self._evaluate, limit_s=_EVALUATION_S)
+        self._state = State(
+            model=self._network, optimizer=optimizer, sampler=sampler, evaluator=self._evaluator, step=-1
+        )
+        with Checkpointer(self._state) as self._checkpointer:
+            self._checkpointer.restore()
+            model = DistributedDataParallel(self._network) if dist.get_world_size() > 1 else self._network
+            trainer = ElasticTrainer(model, optimizer, sampler=sampler, max_micro_batch=plan.micro_batch)
+            needed: Any = self._needed
+            loader = DataLoader(self._table, batch_sampler=sampler, collate_fn=needed, generator=torch.Generator())
+            teachers = [] if plan.teachers is None else plan.teachers
+            with distill(
+                loader,
+                teachers,
+                inputs=self._asked,
+                outputs=plan.teacher_output,
+                discovery=plan.store,
+                device=self._device,
+            ) as labelled:
+                for epoch in sampler.epochs(plan.epochs):
+                    self._train_epoch(epoch, labelled, trainer)
+        if dist.get_rank() == 0:
+            self._export()
+        dist.destroy_process_group()
+
+    def _train_epoch(self, epoch: int, labelled: Any, trainer: ElasticTrainer) -> None:
+        sampler, state = self._sampler, self._state
+        begin = told_at = time.monotonic()
+        before = sampler.consumed
+        losses, rows = torch.zeros((), dtype=torch.float64, device=self._device), 0
+        for batch in labelled:
+            share = sampler.share_rows
+            for columns, soft in trainer.micro_batches(batch):
+                loss = self._loss(trainer.model(*self._take(columns)), columns, soft)
+                trainer.backward(loss)
+                count = min(share, len(columns[self._inputs[0]]))  # 0 for a row that only stands in
+                losses += loss.detach() * count
+                rows += count
+            trainer.step()
+            state.step += 1
+            self._checkpointer.save(state.step, samples=share)
+            if time.monotonic() - told_at > _PROGRESS_S:
+                told_at = time.monotonic()
+                self._tell(f"epoch {epoch}: {sampler.consumed:,} of {len(self._table):,} rows")
+        trained = (
+            sampler.consumed - before
+        )  # nothing if a restart comes between an epoch's last step and its evaluation
+        mean = _mean_of_all({"training loss": float(losses)}, rows) if trained else {}
+        if self._eval_table is not None and (trained or state.step not in self._evaluator.results):
+            mean |= self._checkpointer.evaluate(self._evaluator)
+        if mean:
+            text = ", ".join(f"{name} {value:.4g}" for name, value in mean.items())
+            workers, per_s = dist.get_world_size(), trained / (time.monotonic() - begin)
+            self._tell(f"epoch {epoch}: {text}, {per_s:,.0f} rows/s by {workers} worker{'s'[: workers - 1]}")
+
+    # --- What the user's functions make of a batch ---
+
+    def _loss(self, outputs: Tensor, columns: Columns, soft: Tensor | None) -> Tensor:
+        """Return the mean loss of some rows."""
+        labels = columns.get(self._label) if self._label is not None else None
+        own = getattr(self._definition, "loss", None)
+        if own is not None and len(inspect.signature(own).parameters) > 2:
+            loss: Tensor = own(outputs, labels, soft)
+            return loss
+        hard = outputs.new_zeros(()) if labels is None else (own or _hard_loss)(outputs, labels)
+        if soft is None:
+            return hard
+        plan = self._plan
+        try:
+            if labels is not None and labels.is_floating_point():
+                soft_loss = logit_mse(outputs, soft)
+            else:
+                soft_loss = kl_divergence(outputs, soft, temperature=plan.temperature)
+        except SettingsError as exc:
+            raise SettingsError(
+                f"the teachers' output {plan.teacher_output!r} does not fit what model() returns: {exc}. Choose "
+                "another (--teacher-output), or define loss(outputs, labels, soft)"
+            ) from exc
+        return soft_loss if labels is None else mix(hard, soft_loss, plan.alpha)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Return the mean of each metric over the rows of `--eval`, of which each worker takes its share."""
+        table = self._eval_table
+        assert table is not None
+        measure = getattr(self._definition, "metrics", _metrics)
+        mine = range(dist.get_rank(), len(table), dist.get_world_size())
+        sums: dict[str, float] = {}
+        self._network.eval()
+        with torch.inference_mode():
+            for at in range(0, len(mine), self._plan.batch):
+                rows = mine[at : at + self._plan.batch]
+                columns = {name: value.to(self._device) for name, value in self._batch(table, rows).items()}
+                found = measure(self._network(*self._take(columns)), columns[self._label or ""])
+                for name, value in found.items():
+                    sums[name] = sums.get(name, 0.0) + float(value) * len(rows)
+        self._network.train()
+        return _mean_of_all(sums, len(mine))
+
+    # --- Columns ---
+
+    def _choose_columns(self, table: ParquetTable) -> None:
+        """Decide which columns the model and the loss get, from the first row as the user's `transform` returns it."""
+        plan, found = self._plan, table.__getitems__([0])
+        if not isinstance(found, dict):
+            raise SettingsError(f"transform(columns) must return a dict of columns, and returned {quote(found)}")
+        self._label = "label" if plan.label is None and "label" in found else plan.label
+        if self._label is None and plan.teachers is None:
+            raise SettingsError(
+                f"{plan.data} has no column 'label': name the one to learn (--label), or teachers to learn from "
+                f"(--teachers). It has {', '.join(found)}"
+            )
+        self._inputs = plan.inputs or [name for name in found if name != self._label]
+        pairs = (name.partition("=") for name in plan.teacher_inputs or self._inputs)
+        self._asked = {name.strip(): column.strip() or name.strip() for name, _, column in pairs}
+        labels = [] if self._label is None else [self._label]
+        self._names = list(dict.fromkeys([*self._inputs, *labels, *self._asked.values()]))
+        self._batch(table, [0])
+
+    def _needed(self, found: Columns) -> Columns:
+        """Return the columns that are used, which must be tensors."""
+        for name in self._names:
+            if name not in found:
+                raise SettingsError(
+                    f"there is no column {name!r}{did_you_mean(name, found)}; the data has {', '.join(found)} "
+                    "(--inputs, --label and --teacher-inputs name columns)"
+                )
+            if not isinstance(found[name], Tensor):
+                raise SettingsError(
+                    f"column {name!r} has values such as {quote(found[name][0])}, which are no numbers, or lists of "
+                    "different lengths: make tensors of them in transform(columns), or leave it out with --inputs"
+                )
+        return {name: found[name] for name in self._names}
+
+    def _batch(self, table: ParquetTable, rows: Sequence[int]) -> Columns:
+        return self._needed(table.__getitems__(list(rows)))
+
+    def _take(self, columns: Columns) -> list[Tensor]:
+        return [columns[name] for name in self._inputs]
+
+    # --- What a person gets ---
+
+    def _made(self, name: str, default: Any, kind: type, *arguments: Any) -> Any:
+        """Call one of the user's functions, whose result must be of a kind."""
+        made = getattr(self._definition, name, default)(*arguments)
+        if not isinstance(made, kind):
+            raise SettingsError(f"{name}() must return a {kind.__name__} of torch, and returned {quote(made)}")
+        return made
+
+    def _tell(self, text: str) -> None:
+        if dist.get_rank() == 0:
+            print(text, flush=True)  # noqa: T201 - the program of a person at a terminal
+
+    def _export(self) -> None:
+        """Write weights, metrics and the network as a program into the output folder."""
+        network = deepcopy(self._network).cpu().eval()
+        rows = range(min(2, len(self._table)))  # a dimension of one row would not become any number
+        examples = tuple(self._take(self._batch(self._table, rows)))
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(network, f"{folder}/model.safetensors")
+            results = [{"step": step, **result} for step, result in self._evaluator.results.items()]
+            Path(folder, "metrics.json").write_text(json.dumps(results, indent=1))
+            try:
+                shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in examples)
+                torch.export.save(torch.export.export(network, examples, dynamic_shapes=shapes), f"{folder}/model.pt2")
+            except Exception as exc:  # noqa: BLE001 - whatever the user's code raises under the tracer
+                reason = str(exc).strip().partition("\n")[0]
+                self._tell(f"no model.pt2, since torch.export cannot trace the model ({reason}); its weights are there")
+            files, root = fsspec.core.url_to_fs(self._plan.output)
+            files.makedirs(root, exist_ok=True)
+            made = sorted(Path(folder).iterdir())
+            for path in made:
+                files.put_file(str(path), f"{root}/{path.name}")
+        self._tell(f"the model is in {self._plan.output}: {', '.join(path.name for path in made)}")
+
+
+def _hard_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss for a `loss` that the user leaves out: cross-entropy for classes, squared error for numbers."""
+    numbers = labels.is_floating_point()
+    if outputs.numel() != labels.numel() if numbers else outputs.shape[:-1] != labels.shape:
+        expected = "as many numbers" if numbers else "the logits of the classes for each of them"
+        raise SettingsError(
+            f"the labels are {labels.dtype} {list(labels.shape)}, and model() returns {list(outputs.shape)}: expected "
+            f"{expected}. Change model(), or define loss(outputs, labels)"
+        )
+    if numbers:
+        return nn.functional.mse_loss(outputs.reshape(labels.shape), labels)
+    return nn.functional.cross_entropy(outputs.flatten(0, -2), labels.long().flatten())
+
+
+def _metrics(outputs: Tensor, labels: Tensor) -> Mapping[str, Any]:
+    """Return the metrics of an evaluation for a `metrics` that the user leaves out."""
+    found = {"loss": _hard_loss(outputs, labels)}
+    if not labels.is_floating_point():
+        found["accuracy"] = (outputs.argmax(-1) == labels).float().mean()
+    return found
+
+
+def _mean_of_all(sums: Mapping[str, float], rows: int) -> dict[str, float]:
+    """Return the sums of all workers, divided by all of their rows."""
+    everyone = [json.loads(part) for part in gather_bytes(json.dumps([dict(sums), rows]).encode())]
+    total = max(sum(count for _, count in everyone), 1)
+    names = dict.fromkeys(name for part, _ in everyone for name in part)
+    return {name: sum(part.get(name, 0.0) for part, _ in everyone) / total for name in names}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

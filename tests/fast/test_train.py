@@ -1,0 +1,122 @@
+"""What `edl train` refuses, and how it reads a table; no worker is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+
+import pyarrow  # noqa: E402
+
+from edl.cli import main as edl_main  # noqa: E402
+from edl.train import ParquetTable, _hard_loss, main  # noqa: E402
+
+MODEL = "import torch\ndef model():\n    return torch.nn.Linear(2, 3)\n"
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> str:
+    columns: dict[str, Any] = {
+        "x": [[0.5, 1.0], [1.5, 2.0], [2.5, 3.0]],
+        "image": [[[1, 2], [3, 4]]] * 3,
+        "words": ["one", "two", "three"],
+        "ids": [[1], [1, 2], []],
+        "digit": [0, 1, 2],
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "train.parquet", row_group_size=2)
+    return str(tmp_path / "train.parquet")
+
+
+def test_table_columns(table: str) -> None:
+    """Nested lists of one shape become tensors, across row groups; ragged lists and text stay lists."""
+    rows = ParquetTable(table).__getitems__([2, 0])
+    assert rows["x"].dtype == torch.float32
+    assert rows["x"].tolist() == [[2.5, 3.0], [0.5, 1.0]]
+    assert rows["image"].shape == (2, 2, 2)
+    assert rows["digit"].tolist() == [2, 0]
+    assert rows["words"] == ["three", "one"]
+    assert rows["ids"] == [[], [1]]
+
+
+def test_transform_makes_columns(table: str) -> None:
+    rows = ParquetTable(table, lambda columns: {"sum": columns["x"].sum(1)}).__getitems__([0])
+    assert rows["sum"].tolist() == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("source", "plan", "message"),
+    [
+        ("def modle(): pass", {}, "has no function model(), which returns the network to train; did you mean 'modle'?"),
+        ("model = 3", {}, "model must be a function, and is 3"),
+        (MODEL, {}, "has no column 'label': name the one to learn (--label)"),
+        (MODEL, {"label": "digits", "inputs": ["x"]}, "there is no column 'digits'; did you mean 'digit'?"),
+        (MODEL, {"label": "digit"}, "column 'words' has values such as 'one', which are no numbers"),
+        (MODEL, {"label": "digit", "inputs": ["y"]}, "there is no column 'y'"),
+        (MODEL, {"teachers": "digits", "inputs": ["x"], "eval": "train.parquet"}, "no label to compare with"),
+        (MODEL + "def transform(columns): return 1", {}, "transform(columns) must return a dict of columns"),
+    ],
+)
+def test_refused(
+    source: str, plan: dict, message: str, table: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(Path(table).parent)
+    monkeypatch.setattr("sys.path", [])  # what is added is taken away again
+    Path("definition.py").write_text(source)
+    assert main(["definition.py", json.dumps({"data": table, **plan})]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_empty_values_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    parquet.write_table(pyarrow.table({"x": [1.0, None], "label": [0, 1]}), tmp_path / "t.parquet")
+    tmp_path.joinpath("empty_values.py").write_text(MODEL)
+    assert main([f"{tmp_path}/empty_values.py", json.dumps({"data": f"{tmp_path}/t.parquet"})]) == 2
+    assert "column 'x' has 1 empty values: fill them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shape", "labels", "message"),
+    [((4, 3), torch.zeros(4, 2).long(), "the logits of the classes"), ((4, 3), torch.zeros(4), "as many numbers")],
+)
+def test_outputs_that_do_not_fit(shape: tuple[int, ...], labels: Any, message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        _hard_loss(torch.zeros(shape), labels)
+
+
+def test_default_losses() -> None:
+    assert _hard_loss(torch.zeros(4, 1), torch.ones(4)) == 1
+    assert np.isclose(_hard_loss(torch.zeros(2, 4), torch.tensor([1, 3])), np.log(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workers", "4:1"], "--workers '4:1'"),
+        (["--workers", "many"], "expected a number, or MIN:MAX"),
+        (["--alpha", "2"], "--alpha 2.0"),
+        (["--epoch", "3"], "unknown option '--epoch'; did you mean '--epochs'"),
+    ],
+)
+def test_wrong_options(options: list[str], message: str, table: str, capsys: pytest.CaptureFixture) -> None:
+    assert edl_main(["train", __file__, "--data", table, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_image_submits_a_job(table: str, capsys: pytest.CaptureFixture) -> None:
+    """The file is sent along, and is the argument of the module that `edl run` starts in each pod."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    definition = Path(table).with_name("model.py")
+    definition.write_text(MODEL)
+    options = ["--image", "student:1", "--workers", "1:4", "--run", "--dry-run --gpus 1", "--epochs", "3"]
+    assert edl_main(["train", str(definition), "--data", "s3://bucket/train.parquet", *options]) == 0
+    script, job = yaml.safe_load_all(capsys.readouterr().out)
+    assert script["data"]["model.py"] == MODEL
+    *start, plan = job["spec"]["run"]
+    assert start == ["--nproc-per-node", "1", "--module", "edl.train", "/edl/script/model.py"]
+    assert json.loads(plan)["epochs"] == 3
+    assert (job["spec"]["minReplicas"], job["spec"]["maxReplicas"]) == (1, 4)

@@ -3,6 +3,8 @@
 
 const ROWS_SHOWN = 20; // of a table until "show all": more do not fit a screen, and cost time at each update
 const NAMES_SHOWN = 3; // beside one another in a cell
+const SHORT_NAME = 12; // characters: such a name is never broken, and all columns of a table still fit a small screen
+const BREAKS = /(?<=[./_:@])/; // where a longer name is broken first
 
 /** Return a new element; strings among the children become text nodes. */
 export function element(tag, attributes = {}, ...children) {
@@ -43,7 +45,11 @@ export function shortName(text) {
 
 export function setName(node, text) {
   const short = shortName(text);
-  setText(node, text.trim() === "" ? "(no name)" : short);
+  node.classList.toggle("short", short.length <= SHORT_NAME && !/\s/.test(short));
+  const shown = text.trim() === "" ? "(no name)" : short;
+  if (node.textContent !== shown) {
+    node.replaceChildren(...shown.split(BREAKS).flatMap((part, place) => (place > 0 ? [element("wbr"), part] : [part])));
+  }
   setTitle(node, short === text ? "" : text);
 }
 

@@ -5,7 +5,7 @@ import { element, setText } from "./dom.js";
 const STEPS = [
   ["See it all at once: teachers that are killed, and students that never notice.", "edl demo --dashboard"],
   ["Start a job, and a second node in another terminal by the same line.", "edl run --nnodes 1:4 --nproc-per-node 2 --rdzv-id first-job train.py"],
-  ["Start a teacher.", 'edl serve --callable teacher.py:predict --input "image:float32[1,8,8]" --model digits'],
+  ["Start a teacher.", 'edl serve --callable teacher.py:predict --input "image:float32[1,8,8]" --service digits'],
   ["Hand a dataset out to many workers, shard by shard.", "edl master labels --data lines:corpus.txt --shard-size 1000"],
 ];
 

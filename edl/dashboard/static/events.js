@@ -36,7 +36,7 @@ export class EventsView {
       }),
       column("what", "word", (cell, event) => setBadge(cell, event.kind)),
       column("where", "", (cell, event) => setNameCell(cell, [event.job, event.service, event.node].filter(Boolean).join(" / ") || "–")),
-      column("details", "wide", (cell, event) => setNameCell(cell, event.text || "–")),
+      column("details", "text", (cell, event) => setNameCell(cell, event.text || "–")),
       column("cause", "wide", (cell, event) => setNameCell(cell, event.cause || "–")),
     ], keyOf, { noun: "events", rows: 30 });
     const again = () => this._state && this.update(this._state);

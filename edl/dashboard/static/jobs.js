@@ -121,7 +121,7 @@ class Summary {
       ["ranks", count(job.worldSize)],
       ["generation", job.generation !== null && job.generation < 0 ? "none yet" : count(job.generation),
         "How many times agents agreed on who takes part"],
-      [ENDED.has(job.state) ? "ran for" : "running for", duration(job.elapsedS), job.began === null ? "" : `Began ${fullTime(job.began)}`],
+      [ENDED.has(job.state) ? "ran for" : "since its start", duration(job.elapsedS), job.began === null ? "" : `Began ${fullTime(job.began)}`],
     ]);
     this._bar.update(categoriesOf(job.seconds).map((name) => ({
       name, look: lookOf(name), help: helpOf(name), amount: job.seconds.get(name) ?? 0, shown: duration(job.seconds.get(name) ?? 0),
@@ -226,7 +226,7 @@ class Members {
   }
 
   update({ job }) {
-    this.root.hidden = false;
+    this.root.hidden = job.nodes.length === 0;
     const gone = job.nodes.filter(isGone).length;
     const there = job.nodes.length - gone;
     this._table.setCaption(`Members: ${plural(there, "node")} there${gone > 0 ? `, ${count(gone)} gone` : ""}`);

@@ -33,7 +33,7 @@ def request(number: int) -> bytes:
     """One request in KServe's form."""
     header = kserve.ModelInferRequest(model_name="m")
     header.inputs.add(name="id", datatype="INT64", shape=[ROWS, 1])
-    return codec.join_request(
+    return codec.REQUEST.join(
         header.SerializeToString(), [np.arange(number * ROWS, (number + 1) * ROWS, dtype=np.int64).data]
     )
 

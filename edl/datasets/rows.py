@@ -499,7 +499,7 @@ class _Inputs:
         stacked = {name: RowBuffer(name, len(entries), "bring all samples to one shape") for name in self.fields}
         for sample_id, taken in entries:
             for name, array in taken.items():
-                stacked[name].append(array, f"sample {sample_id!r}")
+                stacked[name].extend(array[None], f"sample {sample_id!r}")
         return {name: rows.gathered() for name, rows in stacked.items()}
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 from edl.errors import SettingsError
-from edl.protocol.tls import AUTHORIZATION, CredentialFiles, Material, host_of
+from edl.protocol.tls import AUTHORIZATION, CredentialFiles, host_of
 from edl.protocol.transport import DIRECT, grpc
 
 Options: TypeAlias = Sequence[tuple[str, Any]]
@@ -27,20 +27,26 @@ def is_forked_from_grpc() -> bool:
 
 def aio_channel(endpoint: str, files: CredentialFiles | None, options: Options = ()) -> grpc.aio.Channel:
     """Return a channel of grpc.aio to `host:port` or `unix:/path`, with the files as they are now."""
-    _used_in.add(os.getpid())
-    material = files.current(now=True) if files is not None and files.tls else None
-    if files is None or material is None:
-        return grpc.aio.insecure_channel(endpoint, options=[*DIRECT, *options])
-    return grpc.aio.secure_channel(endpoint, _believing(material), options=[*DIRECT, *_name(endpoint, files), *options])
+    made: grpc.aio.Channel = _open(grpc.aio, endpoint, files, options)
+    return made
 
 
 def channel(endpoint: str, files: CredentialFiles | None, options: Options = ()) -> grpc.Channel:
     """Return a channel of gRPC's threads, otherwise as `aio_channel`."""
+    made: grpc.Channel = _open(grpc, endpoint, files, options)
+    return made
+
+
+def _open(module: Any, endpoint: str, files: CredentialFiles | None, options: Options) -> Any:
     _used_in.add(os.getpid())
-    material = files.current(now=True) if files is not None and files.tls else None
-    if files is None or material is None:
-        return grpc.insecure_channel(endpoint, options=[*DIRECT, *options])
-    return grpc.secure_channel(endpoint, _believing(material), options=[*DIRECT, *_name(endpoint, files), *options])
+    if files is None or not files.tls:
+        return module.insecure_channel(endpoint, options=[*DIRECT, *options])
+    material = files.current(now=True)
+    chain, key = material.pair or (None, None)
+    believing = grpc.ssl_channel_credentials(material.ca, key, chain)
+    name = files.settings.server_name or (host_of(endpoint) if endpoint.startswith("unix:") else "")
+    expected = [("grpc.ssl_target_name_override", name)] if name else []
+    return module.secure_channel(endpoint, believing, options=[*DIRECT, *expected, *options])
 
 
 def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
@@ -62,12 +68,9 @@ def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
 
 
 def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None) -> int:
-    """Have a server listen on `host:port` or `unix:/path`.
+    """Have a server listen on `host:port` or `unix:/path`, and return the TCP port.
 
     Every new connection gets the certificates and CAs that the files hold at that moment.
-
-    Returns:
-        The TCP port.
 
     Raises:
         RuntimeError: gRPC cannot listen there.
@@ -75,22 +78,16 @@ def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None)
     _used_in.add(os.getpid())
     if files is None or not files.tls:
         return int(server.add_insecure_port(address))
-    material = files.current(now=True)
-    known = [material.version]
 
-    def changed() -> grpc.ServerCertificateConfiguration | None:
+    def shown() -> grpc.ServerCertificateConfiguration:
         """Return the certificates; gRPC calls this before every handshake, in a thread of its own."""
         material = files.current(now=True)
-        if material.version == known[0]:
-            return None
-        shown = _shown(material)
-        known[0] = material.version
-        return shown
+        assert material.pair is not None, "a server with TLS has a certificate"
+        chain, key = material.pair
+        return grpc.ssl_server_certificate_configuration([(key, chain)], material.ca)
 
-    mutual = material.ca is not None
-    first = _shown(material)
-    fetch: Any = changed  # gRPC's stub leaves out that None is for no change
-    credentials = grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=mutual)
+    mutual = files.settings.ca is not None
+    credentials = grpc.dynamic_ssl_server_credentials(shown(), shown, require_client_authentication=mutual)
     return int(server.add_secure_port(address, credentials))
 
 
@@ -101,22 +98,6 @@ def is_this_host(endpoint: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _believing(material: Material) -> grpc.ChannelCredentials:
-    chain, key = material.pair or (None, None)
-    return grpc.ssl_channel_credentials(material.ca, key, chain)
-
-
-def _shown(material: Material) -> grpc.ServerCertificateConfiguration:
-    assert material.pair is not None, "a server with TLS has a certificate"
-    chain, key = material.pair
-    return grpc.ssl_server_certificate_configuration([(key, chain)], material.ca)
-
-
-def _name(endpoint: str, files: CredentialFiles) -> Options:
-    name = files.settings.server_name or (host_of(endpoint) if endpoint.startswith("unix:") else "")
-    return (("grpc.ssl_target_name_override", name),) if name else ()
 
 
 # Tokens that a server checks
@@ -145,7 +126,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
         """See `grpc.aio.ServerInterceptor`."""
         shown = [str(value) for name, value in handler_call_details.invocation_metadata or () if name == AUTHORIZATION]
         service = str(handler_call_details.method).strip("/").rpartition("/")[0]
-        if (self._open_service and service == self._open_service) or self._allows(shown):
+        if service == self._open_service or self._allows(shown):
             return await continuation(handler_call_details)
         return _REFUSE_WRONG if shown else _REFUSE_NONE
 

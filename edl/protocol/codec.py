@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from edl.errors import ProtocolError
 from edl.protocol import kserve
@@ -19,9 +19,6 @@ from edl.protocol import kserve
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _ID = 3  # field of ModelInferRequest and of ModelInferResponse
-_RAW_INPUT = 7  # field of ModelInferRequest
-_RAW_OUTPUT = 6  # field of ModelInferResponse
-_STREAMED_RESPONSE = 2  # field of ModelStreamInferResponse
 _LENGTH_DELIMITED = 2  # protobuf's wire type of bytes, text and messages
 _COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")  # gzip, and deflate by its levels
 _MAX_FIELDS = 10_000  # an honest message has some fields for each tensor; each costs a microsecond here
@@ -81,47 +78,57 @@ def _fields(view: memoryview) -> Iterator[tuple[int, int, int, int]]:
         yield tag, start, begin, at
 
 
-def _split(data: Buffer, raw_field: int) -> tuple[bytes, list[memoryview]]:
-    """Return the message without its fields `raw_field`, and these fields as views of `data`."""
-    view = memoryview(data)
-    raw_tag = raw_field << 3 | _LENGTH_DELIMITED
-    raw: list[memoryview] = []
-    kept: list[memoryview] = []
-    kept_from = 0
-    for tag, start, begin, end in _fields(view):
-        if tag == raw_tag:
-            raw.append(view[begin:end])
-            if start > kept_from:
-                kept.append(view[kept_from:start])
-            kept_from = end
-    if len(view) > kept_from:
-        kept.append(view[kept_from:])
-    return bytes(kept[0]) if len(kept) == 1 else b"".join(kept), raw
+M = TypeVar("M", bound=Message)
 
 
-def _join(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> bytes:
-    return b"".join(_parts(header, raw_field, raw)) if raw else header
+class MessageCodec(Generic[M]):
+    """Joins and splits one type of message; `raw_field` is the number of its field with raw tensors."""
+
+    def __init__(self, kind: type[M], raw_field: int) -> None:
+        self._kind = kind
+        self._raw_tag = raw_field << 3 | _LENGTH_DELIMITED
+
+    def join(self, header: bytes, raw: Sequence[Buffer]) -> bytes:
+        """Return the message of a serialized header and the tensors `raw`, which are C-contiguous."""
+        tag = varint(self._raw_tag)
+        parts: list[Buffer] = [header]
+        for tensor in raw:
+            view = memoryview(tensor)
+            parts.append(tag + varint(view.nbytes))
+            parts.append(view.cast("B") if view.nbytes else b"")
+        return b"".join(parts)
+
+    def split(self, data: Buffer) -> tuple[bytes, list[memoryview]]:
+        """Return a message's header, still serialized, and its raw tensors as views of `data`.
+
+        Raises:
+            ProtocolError: `data` is not a protobuf message.
+        """
+        view = memoryview(data)
+        raw: list[memoryview] = []
+        kept: list[memoryview] = []
+        kept_from = 0
+        for tag, start, begin, end in _fields(view):
+            if tag == self._raw_tag:
+                raw.append(view[begin:end])
+                if start > kept_from:
+                    kept.append(view[kept_from:start])
+                kept_from = end
+        if len(view) > kept_from:
+            kept.append(view[kept_from:])
+        return bytes(kept[0]) if len(kept) == 1 else b"".join(kept), raw
+
+    def parse(self, header: bytes) -> M:
+        """Parse a header that `split` found; raise `ProtocolError` if it is none."""
+        try:
+            return self._kind.FromString(header)
+        except DecodeError as exc:
+            raise ProtocolError(f"malformed {self._kind.__name__}: {exc}") from exc
 
 
-def _parts(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> list[Buffer]:
-    """Return what to join, with the GIL, because releasing and taking it again costs more than other threads gain."""
-    tag = varint(raw_field << 3 | _LENGTH_DELIMITED)
-    parts: list[Buffer] = [header]
-    for tensor in raw:
-        view = memoryview(tensor)
-        parts.append(tag + varint(view.nbytes))
-        parts.append(view.cast("B") if view.nbytes else b"")
-    return parts
-
-
-def join_request(header: bytes, raw: Sequence[Buffer]) -> bytes:
-    """Return a `ModelInferRequest` of a serialized header, and `raw` (C-contiguous) as its `raw_input_contents`."""
-    return _join(header, _RAW_INPUT, raw)
-
-
-def join_response(header: bytes, raw: Sequence[Buffer]) -> bytes:
-    """Return a `ModelInferResponse` of a serialized header, and `raw` as its `raw_output_contents`."""
-    return _join(header, _RAW_OUTPUT, raw)
+REQUEST = MessageCodec(kserve.ModelInferRequest, 7)
+RESPONSE = MessageCodec(kserve.ModelInferResponse, 6)
+_STREAMED = MessageCodec(kserve.ModelStreamInferResponse, 2)
 
 
 def id_field(request_id: str) -> bytes:
@@ -131,54 +138,10 @@ def id_field(request_id: str) -> bytes:
 
 
 def join_streamed_response(header: bytes, raw: Sequence[Buffer]) -> bytes:
-    """Return a `ModelStreamInferResponse` around what `join_response` would give."""
-    parts = _parts(header, _RAW_OUTPUT, raw)
-    length = varint(sum([len(part) for part in parts]))
-    return b"".join((varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED), length, *parts))
-
-
-def split_request(data: Buffer) -> tuple[bytes, list[memoryview]]:
-    """Return the header of a `ModelInferRequest`, still serialized, and its `raw_input_contents` as views of `data`.
-
-    Raises:
-        ProtocolError: `data` is not a protobuf message.
-    """
-    return _split(data, _RAW_INPUT)
+    """Return a `ModelStreamInferResponse` around what `RESPONSE.join` gives."""
+    return _STREAMED.join(b"", [RESPONSE.join(header, raw)])
 
 
 def is_compressed(data: Buffer) -> bool:
     """Return whether bytes that do not parse may be a compressed message, which gRPC is told not to inflate."""
     return bytes(memoryview(data)[:2]) in _COMPRESSED
-
-
-def parse_request(header: bytes) -> kserve.ModelInferRequest:
-    """Parse a header that `split_request` found.
-
-    Raises:
-        ProtocolError: It is not a `ModelInferRequest`.
-    """
-    try:
-        return kserve.ModelInferRequest.FromString(header)
-    except DecodeError as exc:
-        raise ProtocolError(f"malformed ModelInferRequest: {exc}") from exc
-
-
-def split_response(data: Buffer) -> tuple[bytes, list[memoryview]]:
-    """Return the header of a `ModelInferResponse`, still serialized, and its `raw_output_contents` as views of `data`.
-
-    Raises:
-        ProtocolError: `data` is not a protobuf message.
-    """
-    return _split(data, _RAW_OUTPUT)
-
-
-def parse_response(header: bytes) -> kserve.ModelInferResponse:
-    """Parse a header that `split_response` found.
-
-    Raises:
-        ProtocolError: It is not a `ModelInferResponse`.
-    """
-    try:
-        return kserve.ModelInferResponse.FromString(header)
-    except DecodeError as exc:
-        raise ProtocolError(f"malformed ModelInferResponse: {exc}") from exc

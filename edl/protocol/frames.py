@@ -25,6 +25,7 @@ import ssl
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -119,17 +120,12 @@ async def when_ready(sock: Socket, operation: Callable[[], T], *, writes: bool =
         try:
             return operation()
         except BlockingIOError:
-            ready: asyncio.Future[None] = loop.create_future()
-        add(sock, _set_ready, ready)
+            ready = asyncio.Event()
+        add(sock, ready.set)
         try:
-            await ready
+            await ready.wait()
         finally:
             remove(sock)
-
-
-def _set_ready(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
 
 
 async def receive_exactly(sock: Socket, nbytes: int) -> bytes:
@@ -155,7 +151,7 @@ class TlsSocket:
         self._unsent = memoryview(b"")
         self.family = sock.family
         self.setsockopt, self.shutdown, self.fileno = sock.setsockopt, sock.shutdown, sock.fileno
-        self.getpeername, self.getsockname = sock.getpeername, sock.getsockname
+        self.getpeername, self.getsockname, self.close = sock.getpeername, sock.getsockname, sock.close
 
     async def shake_hands(self) -> bytes:
         """Return the peer's certificate (DER), empty for none.
@@ -208,10 +204,6 @@ class TlsSocket:
             self._unsent = self._unsent or memoryview(self._outgoing.read())
             self._unsent = self._unsent[self._sock.send(self._unsent) :]
 
-    def close(self) -> None:
-        """Close the socket."""
-        self._sock.close()
-
     def _fill(self) -> int:
         """Receive; return the number of bytes, 0 at the end."""
         nbytes = self._sock.recv_into(self._received)
@@ -222,15 +214,13 @@ class TlsSocket:
 Socket: TypeAlias = socket.socket | TlsSocket
 
 
+@dataclass(eq=False, slots=True)
 class Frame:
-    """A frame in the queue. `begun` says whether a part of it has been sent."""
+    """A frame in the queue."""
 
-    __slots__ = ("begun", "parts", "sent")
-
-    def __init__(self, parts: list[Buffer], sent: Callable[[], None] | None) -> None:
-        self.parts = parts
-        self.sent = sent
-        self.begun = False
+    parts: list[Buffer]
+    sent: Callable[[], None] | None
+    begun: bool = False  # whether a part of it has been sent
 
 
 class FrameSocket:
@@ -272,14 +262,12 @@ class FrameSocket:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-                if hasattr(socket, name):
-                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            for option, value in ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MS)
             with contextlib.suppress(OSError):  # the peer may have gone
                 if sock.getpeername()[0] == sock.getsockname()[0]:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_QUEUE_NBYTES)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MS)
         self._loop.add_reader(sock, self._on_readable)
 
     @property
@@ -307,7 +295,7 @@ class FrameSocket:
         return not frame.begun
 
     def pause(self) -> None:
-        """Receive nothing until `resume`; the peer's frames wait in the connection."""
+        """Receive nothing until `resume`; frames that have arrived are still taken."""
         if not self._paused and not self.closed:
             self._paused = True
             self._loop.remove_reader(self._sock)
@@ -316,7 +304,8 @@ class FrameSocket:
         """Receive again."""
         if self._paused and not self.closed:
             self._paused = False
-            self._loop.call_soon(self._on_resumed)
+            self._loop.add_reader(self._sock, self._on_readable)
+            self._loop.call_soon(self._on_readable)  # what TLS has read ahead makes no socket ready
 
     def finish(self) -> None:
         """Send what waits, then tell the peer that nothing follows, and drop what comes until it ends the connection.
@@ -353,30 +342,14 @@ class FrameSocket:
             self._loop.call_soon(self._on_readable)
         except BlockingIOError:
             pass
-        except OSError as exc:
-            self.close(exc.strerror or str(exc))
-        except ProtocolError as exc:
-            self.close(str(exc))
         except Exception as exc:  # noqa: BLE001 - whatever it is, see `_fail`
             self._fail(exc)
 
     def _fail(self, exc: Exception) -> None:
-        """End the connection after any other error: the socket would call again, and again fail."""
-        logger.error("a connection failed in a way not foreseen", exc_info=exc)
-        self.close(f"{type(exc).__name__}: {exc}")
-
-    def _on_resumed(self) -> None:
-        """Go on with frames that were received before the pause, and then receive others."""
-        try:
-            if not self._finishing:
-                self._parse()
-        except ProtocolError as exc:
-            self.close(str(exc))
-        except Exception as exc:  # noqa: BLE001 - whatever it is, see `_fail`
-            self._fail(exc)
-        if not (self._paused or self.closed):
-            self._loop.add_reader(self._sock, self._on_readable)
-            self._on_readable()  # what TLS has read ahead makes no socket ready
+        """End the connection after an error: the socket would call again, and again fail."""
+        if not isinstance(exc, OSError | ProtocolError):
+            logger.error("a connection failed in a way not foreseen", exc_info=exc)
+        self.close(getattr(exc, "strerror", None) or str(exc) or type(exc).__name__)
 
     def _receive(self) -> bool:
         """Receive once; return whether more may be there."""
@@ -403,16 +376,11 @@ class FrameSocket:
     def _parse(self) -> None:
         """Take the frames out of the stage."""
         at = 0
-        while not (self._paused or self.closed):
-            left = self._staged - at
-            if self._dropping:
-                step = min(self._dropping, left)
-                self._dropping -= step
-                at += step
-                if self._dropping:
-                    break
-                continue
-            if left < _PREFIX.size:
+        while not self.closed:
+            step = min(self._dropping, self._staged - at)
+            self._dropping -= step
+            at += step
+            if self._staged - at < _PREFIX.size:
                 break
             kind, number, nbytes = _PREFIX.unpack_from(self._stage, at)
             at += _PREFIX.size
@@ -452,9 +420,6 @@ class FrameSocket:
             if not self._writer_added:
                 self._writer_added = True
                 self._loop.add_writer(self._sock, self._flush)
-            return
-        except OSError as exc:
-            self.close(exc.strerror or str(exc))
             return
         except Exception as exc:  # noqa: BLE001 - whatever it is, see `_fail`
             self._fail(exc)

@@ -9,11 +9,11 @@ from __future__ import annotations
 SERVICE = "inference.GRPCInferenceService"
 
 TOP_K = "edl_top_k"
-"""Request parameter (int64): answer with the k largest logits of each row in place of each output."""
+"""Request parameter (int64), and extension: answer with the k largest logits of each row in place of each output."""
 TEMPERATURE = "edl_temperature"
 """Request parameter (double, default 1): the temperature at which the tail's mass is summed up with `edl_top_k`."""
 DTYPE = "edl_dtype"
-"""Request parameter (string): "FP16" or "FP32", the datatype of floating-point outputs."""
+"""Request parameter (string), and extension: "FP16" or "FP32", the datatype of floating-point outputs."""
 
 PRIORITY = "priority"
 """Request parameter (int64) of Triton's extension `schedule_policy`: 1 is the highest, 0 the model's default."""
@@ -66,8 +66,6 @@ WEIGHTS_VERSION = "edl_weights_version"
 """Parameter of a model's configuration: its version, if that is a hash of weights and code. Whichever service has this
 version of the model has the same model."""
 
-EXTENSION_TOP_K = "edl_top_k"
-EXTENSION_OUTPUT_DTYPE = "edl_dtype"
 EXTENSION_SCHEDULE_POLICY = "schedule_policy"
 EXTENSION_SHARED_MEMORY = "system_shared_memory"
 EXTENSION_NO_NAN = "edl_no_nan"
@@ -88,8 +86,7 @@ SHM_OFFSET = "shared_memory_offset"
 SHM_NBYTES = "shared_memory_byte_size"
 
 TLS_META = "tls"
-"""Metadata of an instance in discovery: "1" if it speaks TLS. For messages: a registry may have been tampered with, so
-whether a student speaks TLS is for its own settings to say."""
+"""Metadata of an instance in discovery: "1" if it speaks TLS. It is for people: students go by their own settings."""
 
 PRIORITY_META = "priority"
 """Metadata of an instance in discovery: with which priority students shall ask it, where they do not say themselves."""
@@ -104,10 +101,9 @@ def method(name: str) -> str:
 
 
 def top_k_names(output: str) -> tuple[str, str, str]:
-    """Names of the outputs that replace `output` [rows, classes] when `edl_top_k` is asked for.
+    """Return the names of the outputs that replace `output` [rows, classes] when `edl_top_k` is asked for.
 
-    Returns:
-        Names of the class ids (INT32 [rows, k], by falling logit), of their logits ([rows, k]), and of the log of
-        the sum of exp(logit / temperature) over the classes left out ([rows], FP32; -inf if none are).
+    They are class ids (INT32 [rows, k], by falling logit), their logits ([rows, k]), and the log of the sum of
+    exp(logit / temperature) over the classes left out ([rows], FP32; -inf if none are).
     """
     return f"{output}__topk_ids", f"{output}__topk_values", f"{output}__tail_lse"

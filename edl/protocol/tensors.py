@@ -21,22 +21,13 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 BFLOAT16: Final = np.dtype("V2")
 """numpy has no bfloat16: arrays on their way to a model that wants BF16 hold two bytes each that it does not read."""
 
-EXACT_FLOAT64: Final = 2.0**53
-"""Below it every whole number is a float64 of its own."""
+EXACT_FLOAT64: Final = 2.0**53  # below it every whole number is a float64 of its own
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
-    "UINT8": np.dtype("<u1"),
-    "UINT16": np.dtype("<u2"),
-    "UINT32": np.dtype("<u4"),
-    "UINT64": np.dtype("<u8"),
-    "INT8": np.dtype("<i1"),
-    "INT16": np.dtype("<i2"),
-    "INT32": np.dtype("<i4"),
-    "INT64": np.dtype("<i8"),
-    "FP16": np.dtype("<f2"),
-    "FP32": np.dtype("<f4"),
-    "FP64": np.dtype("<f8"),
+    **{f"UINT{8 * size}": np.dtype(f"<u{size}") for size in (1, 2, 4, 8)},
+    **{f"INT{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
+    **{f"FP{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
     "BYTES": np.dtype(np.object_),
 }
 _DATATYPES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -93,7 +84,7 @@ def from_raw(datatype: str, shape: Sequence[int], raw: Buffer) -> Array:
     """Return a tensor in raw form as an array; a read-only view of `raw` where the type allows it.
 
     Raises:
-        ProtocolError: byte count and shape do not agree, no array has such a shape, or the type is unknown.
+        ProtocolError: Byte count and shape do not agree, no array has such a shape, or the type is unknown.
     """
     expected = expected_nbytes(datatype, shape)
     nbytes = memoryview(raw).nbytes
@@ -133,8 +124,7 @@ def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTen
     """Return a tensor sent as typed `contents` rather than raw bytes.
 
     Raises:
-        ProtocolError: the element count and the shape do not agree, a value is out of range, or the type
-            cannot travel so.
+        ProtocolError: Count and shape do not agree, a value is out of range, or the type cannot travel so.
     """
     field = _CONTENTS.get(datatype)
     if field is None:
@@ -176,12 +166,13 @@ def array_of(value: Any) -> Array:
     first = value
     while isinstance(first, list | tuple) and first:
         first = first[0]
-    if isinstance(first, bytes | str):
-        return _objects(value)
-    array: Array = np.asarray(value)
-    if array.dtype.kind in "SU":
-        return _objects(value) if isinstance(value, list | tuple) else with_objects(array)
-    if array.dtype.kind == "f" and isinstance(value, list | tuple):
+    array: Array = np.asarray(value, np.object_ if isinstance(first, bytes | str) else None)
+    if not isinstance(value, list | tuple):
+        return with_objects(array)
+    if array.dtype.kind in "SUO":
+        _check_fixed_size(value)
+        return array if array.dtype.kind == "O" else np.array(value, np.object_)
+    if array.dtype.kind == "f":
         _refuse_rounded(value, array)
     return array
 
@@ -207,24 +198,13 @@ def with_objects(array: Array) -> Array:
     return array.astype(object) if array.dtype.kind in "SU" else array
 
 
-def _objects(value: Any) -> Array:
-    """Bytes and strings, alone or in lists, as an array of objects."""
-    if isinstance(value, bytes | str):
-        alone = np.empty((), np.object_)
-        alone[()] = value
-        return alone
-    _check_fixed_size(value)
-    array: Array = np.array(value, np.object_)
-    return array
-
-
 def _check_fixed_size(value: Any) -> None:
     """Refuse arrays in lists that `with_objects` refuses."""
-    for part in value:
-        if isinstance(part, list | tuple):
+    if isinstance(value, np.ndarray):
+        with_objects(value)
+    elif isinstance(value, list | tuple):
+        for part in value:
             _check_fixed_size(part)
-        elif isinstance(part, np.ndarray):
-            with_objects(part)
 
 
 def _refuse_rounded(value: Any, array: Array) -> None:
@@ -237,19 +217,6 @@ def _refuse_rounded(value: Any, array: Array) -> None:
                 f"a list of numbers that no type of whole numbers holds together, so that {before} would become "
                 f"{float(after)!r}: make it an array of one type"
             )
-
-
-def to_bfloat16(array: Array) -> Array:
-    """Numbers [rows, ...] as bfloat16 of dtype `BFLOAT16`; what is too large is infinite.
-
-    Rounded as float32 to the nearest, ties to even, as torch does.
-    """
-    single = np.ascontiguousarray(array, "<f4").reshape(array.shape)
-    bits = single.view("<u4")
-    upper = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
-    upper[np.isnan(single)] = 0x7FC0  # rounding might carry a NaN's last digits into its sign
-    result: Array = upper.view(BFLOAT16)
-    return result
 
 
 def from_bfloat16(array: Array) -> Array:
@@ -272,11 +239,10 @@ def cast_clamped(array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def split_top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array, Array]:
-    """Find the k largest logits on the last axis, and what the remaining ones add to a softmax.
+    """Return the k largest logits on the last axis, and what the remaining ones add to a softmax.
 
-    Returns:
-        Class ids (int32 `[..., k]`, by falling logit, equal logits by rising id), their logits (in the dtype of
-        `logits`), and log(sum(exp(logit / temperature))) over the rest (float32 `[...]`, -inf if there are none).
+    They are class ids (int32 `[..., k]`, by falling logit, equal logits by rising id), their logits (in the dtype of
+    `logits`), and log(sum(exp(logit / temperature))) over the rest (float32 `[...]`, -inf if there are none).
     """
     ids = np.argpartition(logits, logits.shape[-1] - k, axis=-1)[..., -k:]
     ids.sort(axis=-1)
@@ -328,15 +294,10 @@ def is_tensor(value: Any) -> bool:
 
 
 def as_array(value: Any, what: str) -> Array:
-    """Return a numpy array of numbers or strings: of an array, a tensor of any framework, or a list.
+    """Return a numpy array of an array, a tensor of any framework, or a list; `what` names its place in messages.
 
-    Args:
-        value: A value of any type.
-        what: Place of the value in the source, for messages.
-
-    Returns:
-        The value itself if it is an array of numbers, a view of it if it is a tensor on the CPU, else a copy; bytes and
-        strings as objects.
+    It is the value itself if that is an array of numbers, a view of a tensor on the CPU, else a copy; bytes and strings
+    are objects.
 
     Raises:
         SourceError: This cannot be sent to a teacher.
@@ -384,12 +345,9 @@ def _array_of_tensor(value: Any) -> Array:
 
 
 class RowBuffer:
-    """Rows of an input, copied when they come: the source may fill its buffer again for the next row.
+    """At most `most` rows of an input, copied when they come: the source may fill its buffer again for the next row.
 
-    Args:
-        name: Name of the input, for messages.
-        most: Largest number of rows.
-        remedy: What to do about rows of different shapes, for messages.
+    `remedy` says in messages what to do about rows of different shapes.
     """
 
     def __init__(self, name: str, most: int, remedy: str) -> None:
@@ -398,10 +356,6 @@ class RowBuffer:
         self._remedy = remedy
         self._count = 0
         self._rows: Array = np.empty(0)
-
-    def append(self, array: Array, what: str) -> None:
-        """Add a row; see `extend`."""
-        self.extend(array[None], what)
 
     def extend(self, rows: Array, what: str) -> None:
         """Add rows, an array [rows, ...]; `what` names their sample in messages.

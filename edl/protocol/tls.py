@@ -5,9 +5,7 @@ The standard library checks certificates before gRPC gets them.
 
 For a failed handshake, gRPC gives a code of its TLS library at best, or "Socket closed". `explain_handshake` connects
 once more with the standard library, which names the reason. `PeerTLS` is mutual TLS over plain sockets, between the
-agents of a job.
-
-What does not belong here: gRPC channels and listening ports (`edl.protocol.channel`).
+agents of a job. gRPC channels and listening ports are in `edl.protocol.channel`.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ CHECK_EVERY_S: Final = 2.0
 
 _MOST_NBYTES: Final = 1 << 20
 """Bundles of all public CAs have 200 kB. A much larger file is not PEM, and would be read repeatedly."""
-_PARTIAL_CHAIN: Final = getattr(ssl, "VERIFY_X509_PARTIAL_CHAIN", 0x80000)
 _PEM: Final = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----(.*?)-----END \1-----", re.DOTALL)
 _GRPC_KEYS: Final = tuple(map(bytes.fromhex, ("06092a864886f70d010101", "06082a8648ce3d030107", "06052b81040022")))
 """Object identifiers of RSA keys, EC P-256 and EC P-384 in a certificate: gRPC's TLS library loads a certificate for
@@ -53,35 +50,15 @@ _LEAST_TOKEN: Final = 16
 
 
 @dataclass(frozen=True)
-class CertificateIdentity:
-    """The contents of a certificate: its host names and addresses, and the end of its validity in OpenSSL's words."""
-
-    names: tuple[str, ...]
-    not_after: str
-
-    @property
-    def not_after_s(self) -> float:
-        """`not_after` in seconds since 1970."""
-        return float(ssl.cert_time_to_seconds(self.not_after)) if self.not_after else 0.0
-
-
-@dataclass(frozen=True)
 class Material:
-    """The contents of the files. Secrets show in no representation.
+    """The contents of the files. Secrets show in no representation."""
 
-    Attributes:
-        version: Counts the changes that were taken up.
-        ca: PEM of the trusted CAs, None where none are set.
-        pair: PEM of certificate and key, None likewise.
-        tokens: Bearer tokens, in the order of the file.
-        identity: What the certificate says.
-    """
-
-    version: int
-    ca: bytes | None = field(repr=False)
-    pair: tuple[bytes, bytes] | None = field(repr=False)
-    tokens: tuple[str, ...] = field(repr=False)
-    identity: CertificateIdentity | None = None
+    version: int  # counts the changes that were taken up
+    ca: bytes | None = field(repr=False)  # PEM of the trusted CAs
+    pair: tuple[bytes, bytes] | None = field(repr=False)  # PEM of certificate and key
+    tokens: tuple[str, ...] = field(repr=False)  # in the order of the file
+    names: tuple[str, ...] = ()  # hosts and addresses in the certificate
+    not_after: str = ""  # when the certificate expires, in OpenSSL's words
 
     @property
     def authorities(self) -> frozenset[bytes]:
@@ -90,11 +67,7 @@ class Material:
 
 
 def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
-    """Read bearer tokens, one a line, without empty lines and comments (#).
-
-    Args:
-        path: Path of the file.
-        serving: Whether they are accepted from others, and so must not be easily guessed.
+    """Read bearer tokens, one a line, without empty lines and comments (#). A server takes none that can be guessed.
 
     Raises:
         SettingsError: The file cannot be used. The message holds nothing of its contents.
@@ -233,8 +206,8 @@ def _read_ca(ca: str) -> bytes:
     return bundle
 
 
-def _identity(pair: tuple[bytes, bytes], settings: Credentials, *, serving: bool) -> CertificateIdentity:
-    """Check that a server's or a client's certificate fits its key and is valid now, and return what it says.
+def _identity(pair: tuple[bytes, bytes], settings: Credentials, *, serving: bool) -> tuple[tuple[str, ...], str]:
+    """Check that a certificate fits its key and is valid now, and return its names and when it expires.
 
     The standard library reads certificates only in a handshake. So both sides are played in memory, and the other side
     trusts this certificate alone.
@@ -242,7 +215,7 @@ def _identity(pair: tuple[bytes, bytes], settings: Credentials, *, serving: bool
     client, server = _unverified(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     other = client if serving else server
     other.verify_mode = ssl.CERT_REQUIRED
-    other.verify_flags |= _PARTIAL_CHAIN
+    other.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     what = f"TLS certificate {settings.cert!r}"
     try:
@@ -265,7 +238,7 @@ def _identity(pair: tuple[bytes, bytes], settings: Credentials, *, serving: bool
         ) from exc
     found: dict[str, Any] = ends[0 if serving else 1].getpeercert() or {}
     names = [str(value) for kind, value in found.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
-    return CertificateIdentity(tuple(names), str(found.get("notAfter", "")))
+    return tuple(names), str(found.get("notAfter", ""))
 
 
 def _reason_of(exc: ssl.SSLError) -> str:
@@ -276,9 +249,7 @@ def _reason_of(exc: ssl.SSLError) -> str:
 class CredentialFiles:
     """Reads the files of `credentials`, and reads them again when they change. Thread-safe.
 
-    Args:
-        credentials: Names the files.
-        serving: Whether they are a server's: `ca` then signs its clients' certificates.
+    If they are a server's (`serving`), `ca` signs its clients' certificates.
 
     Raises:
         SettingsError: A file cannot be used, or a setting is missing; says which, and what to do.
@@ -319,12 +290,9 @@ class CredentialFiles:
         return bool(self.settings.cert if self.serving else self.settings.ca)
 
     def current(self, *, now: bool = False) -> Material:
-        """Return what the files hold, as of `CHECK_EVERY_S` ago or newer.
+        """Return what the files hold, as of `CHECK_EVERY_S` ago or newer, or `now`, for rare events like a connection.
 
         Unusable files are logged, and the earlier ones stay in use. Never raises for them.
-
-        Args:
-            now: Check the files at this moment, for rare events such as a new connection.
         """
         with self._lock:
             at = time.monotonic()
@@ -351,7 +319,7 @@ class CredentialFiles:
             if material == replace(self._material, version=material.version):
                 return self._material  # the same contents, written again: connections can stay
             self._material = material
-            until = f", valid until {material.identity.not_after}" if material.identity is not None else ""
+            until = f", valid until {material.not_after}" if material.not_after else ""
             logger.info("credentials were replaced, and are in use from now on%s", until)
             return material
 
@@ -367,13 +335,14 @@ class CredentialFiles:
 
     def _read(self, version: int) -> Material:
         settings = self.settings
-        pair = identity = None
+        pair: tuple[bytes, bytes] | None = None
+        identity: tuple[tuple[str, ...], str] = (), ""
         if settings.cert and settings.key:
             pair = _read_pair(settings.cert, settings.key)
             identity = _identity(pair, settings, serving=self.serving)
         ca = _read_ca(settings.ca) if settings.ca else None
         tokens = read_tokens(settings.token_file, serving=self.serving) if settings.token_file else ()
-        return Material(version, ca, pair, tokens, identity)
+        return Material(version, ca, pair, tokens, *identity)
 
     def _look(self) -> Sequence[object]:
         """Return what changes when a file does, also by a `rename` onto it, or by the link that Kubernetes moves."""
@@ -413,14 +382,8 @@ def host_of(endpoint: str) -> str:
 def explain_handshake(words: str | None, endpoint: str, files: CredentialFiles | None, *, authority: str = "") -> str:
     """Connect to a gRPC server once more, and return why no connection can be made. Takes up to some seconds.
 
-    Args:
-        words: gRPC's words for the failed connection, None to ignore them.
-        endpoint: Address of the server, `host:port`.
-        files: Certificates of this side; None without.
-        authority: `name:port` that the certificate is checked for; empty for the endpoint.
-
-    Returns:
-        Words that begin with the endpoint; empty if the reason has nothing to do with TLS.
+    The result is empty if the reason has nothing to do with TLS, or if `words`, gRPC's own, say so; None ignores them.
+    The certificate is checked for the host of `authority`, if given.
     """
     if words is not None and not _SIGNS.search(words):
         return ""
@@ -516,27 +479,21 @@ class PeerTLS:
                 "TLS between nodes takes all of --tls-ca, --tls-cert and --tls-key (EDL_TLS_CA, EDL_TLS_CERT, "
                 "EDL_TLS_KEY): each node is a server and a client to the others"
             )
-        self._settings = credentials
         self._files = CredentialFiles(credentials, serving=True)
-
-    def accepted(self, connection: socket.socket) -> ssl.SSLSocket:
-        """Wrap a connection from another node, whose handshake is still to come; raise `OSError` if it hung up."""
-        return self.context(serving=True).wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-
-    def connected(self, connection: socket.socket, host: str) -> ssl.SSLSocket:
-        """Wrap a connection to another node, whose certificate must hold `host`, or the name that is set instead."""
-        return self.context(serving=False).wrap_socket(
-            connection, server_hostname=self.server_name(host), do_handshake_on_connect=False
-        )
 
     def server_name(self, host: str) -> str:
         """Return the name that the certificate of a node at `host` must hold."""
-        return self._settings.server_name or host
+        return self._files.settings.server_name or host
 
     def context(self, *, serving: bool) -> ssl.SSLContext:
         """Return a context for a new connection, from another node if `serving`, else to one."""
         material = self._files.current(now=True)
         return context_for(material.ca, material.pair, serving=serving)
+
+    def wrap(self, connection: socket.socket, host: str | None = None) -> ssl.SSLSocket:
+        """Wrap a connection from another node, or to `host`, before its handshake; raise `OSError` if it hung up."""
+        name = None if host is None else self.server_name(host)
+        return self.context(serving=host is None).wrap_socket(connection, host is None, False, server_hostname=name)
 
     def handshake(self, connection: ssl.SSLSocket, timeout_s: float) -> None:
         """Wait for the handshake; raise `ProtocolError` with the reason and the remedy, or `OSError`."""
@@ -546,7 +503,7 @@ class PeerTLS:
                 connection.do_handshake()
         except ssl.SSLCertVerificationError as exc:
             expected = connection.server_hostname or ""
-            raise ProtocolError(_why_unverified("its certificate", exc, self._settings.ca, expected)) from exc
+            raise ProtocolError(_why_unverified("its certificate", exc, self._files.settings.ca, expected)) from exc
         except OSError as exc:
             why = exc.strerror or str(exc) or type(exc).__name__
             raise ProtocolError(f"the TLS handshake failed ({why}): set TLS on all nodes or on none") from exc

@@ -11,11 +11,8 @@ import logging
 import os
 import sys
 
-FORK_HANDLERS = "grpc" in sys.modules and os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in (
-    "1",
-    "true",
-    "yes",
-)
+_WANTED = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower()
+FORK_HANDLERS = "grpc" in sys.modules and _WANTED in ("1", "true", "yes")
 """Whether gRPC was imported before EDL, with its fork handlers on."""
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

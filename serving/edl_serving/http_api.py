@@ -170,7 +170,7 @@ class HttpApi:
             try:
                 client.hold_bytes(nbytes)
                 try:
-                    return await inference.answer(call, header, raw, nbytes, "", None, codec.join_response)
+                    return await inference.answer(call, header, raw, nbytes, "", None, codec.RESPONSE.join)
                 finally:
                     client.release_bytes(nbytes)
             finally:
@@ -251,7 +251,7 @@ def _set_parameters(message: Any, given: Mapping[str, Any]) -> None:
 
 def _as_fields(answer: bytes, as_bytes: Callable[[str], bool]) -> tuple[dict[str, Any], list[Buffer]]:
     """Return the JSON of a `ModelInferResponse`, and the tensors that are sent behind it."""
-    header, raw = codec.split_response(answer)
+    header, raw = codec.RESPONSE.split(answer)
     message = kserve.ModelInferResponse.FromString(header)
     outputs, behind = list[dict[str, Any]](), list[Buffer]()
     for tensor, data in zip(message.outputs, raw, strict=True):

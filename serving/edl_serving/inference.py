@@ -193,7 +193,7 @@ class InferenceServicer:
             client.hold_bytes(nbytes)
             _after_call(context, lambda: client.release_bytes(nbytes))
             try:
-                header, raw = codec.split_request(data)
+                header, raw = codec.REQUEST.split(data)
             except ProtocolError as exc:
                 raise malformed_message(data, str(exc)) from exc
         except RequestError as error:
@@ -201,7 +201,7 @@ class InferenceServicer:
             return error.copy()
         try:
             left_s = context.time_remaining()
-            answer = await self.answer(call, header, raw, nbytes, request_id, left_s, codec.join_response)
+            answer = await self.answer(call, header, raw, nbytes, request_id, left_s, codec.RESPONSE.join)
         except asyncio.CancelledError:
             self.metrics.record_outcome("cancelled")
             raise
@@ -376,7 +376,7 @@ class InferStream:
         header, raw, error = b"", list[memoryview](), None
         try:
             try:
-                header, raw = codec.split_request(data)
+                header, raw = codec.REQUEST.split(data)
             except ProtocolError as exc:
                 raise malformed_message(data, str(exc)) from exc
             self._handler.lifecycle.begin_request()
@@ -418,7 +418,7 @@ class InferStream:
 def _id_of(header: bytes) -> str:
     """Return the id of a request that was refused; empty if it cannot be found."""
     try:
-        return str(codec.parse_request(header).id)
+        return str(codec.REQUEST.parse(header).id)
     except ProtocolError:
         return ""
 

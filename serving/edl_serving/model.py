@@ -118,7 +118,7 @@ class ServedModel:
 
     def extensions(self) -> list[str]:
         """Return the extensions that `ServerMetadata` lists."""
-        offered = ["model_configuration", names.EXTENSION_TOP_K, names.EXTENSION_OUTPUT_DTYPE]
+        offered = ["model_configuration", names.TOP_K, names.DTYPE]
         if self._settings.tensor_channel:
             offered.append(names.EXTENSION_CHANNEL)
         if self._settings.check_nan:

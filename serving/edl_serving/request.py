@@ -92,7 +92,7 @@ class RequestDecoder:
                     f"{len(header):,} bytes of names, shapes, parameters and typed contents, at most {_MAX_HEADER:,}: "
                     "tensors belong into raw_input_contents"
                 )
-            plan = plan_request(codec.parse_request(header), self._model, self._max_rows)
+            plan = plan_request(codec.REQUEST.parse(header), self._model, self._max_rows)
         except ProtocolError as exc:
             raise invalid_argument(str(exc)) from exc
         if plan.typed is None and len(header) <= _MAX_CACHED_HEADER:

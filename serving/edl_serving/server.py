@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -273,15 +274,13 @@ class TeacherServer:
         """Add the gauge of the certificate's expiry, and log the certificate."""
 
         def expiry() -> float:
-            identity = files.current().identity
-            return identity.not_after_s if identity is not None else 0.0
+            return float(ssl.cert_time_to_seconds(files.current().not_after))
 
         text = "When the certificate in use expires, in seconds since 1970."
         self.metrics.add_gauge("edl_teacher_certificate_expiry_seconds", text, expiry)
-        identity = files.current().identity
-        if identity is not None:
-            names = ", ".join(identity.names) or "no host"
-            _log.info("TLS with a certificate for %s, valid until %s", names, identity.not_after)
+        material = files.current()
+        names = ", ".join(material.names) or "no host"
+        _log.info("TLS with a certificate for %s, valid until %s", names, material.not_after)
 
     def _bind(self, server: grpc.aio.Server, address: str) -> int:
         try:

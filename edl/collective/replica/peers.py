@@ -260,7 +260,7 @@ def send_states(
         connection = stack.enter_context(socket.create_connection(address, timeout=operation_s))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
-            wrapped = stack.enter_context(tls.connected(connection, address[0]))
+            wrapped = stack.enter_context(tls.wrap(connection, address[0]))
             tls.handshake(wrapped, HANDSHAKE_S)
             stack.enter_context(tls.explained())  # TLS 1.3: the other side refuses a certificate later
             connection = wrapped
@@ -378,7 +378,7 @@ class ReplicaServer:
             return None if self._closing else _ACCEPT_RETRY_S
         try:
             if self._tls is not None:
-                connection = self._tls.accepted(connection)
+                connection = self._tls.wrap(connection)
         except OSError:  # it hung up, as a health check does, or no file descriptor is left
             connection.close()
             return 0.0

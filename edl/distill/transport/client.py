@@ -345,7 +345,7 @@ class TeacherClient:
         trace = request.payload.traceparent or self._ids.traceparent
         metadata = (*self._calls.metadata, (names.REQUEST_ID, number), (names.TRACEPARENT, trace))
         left_s = max(request.deadline - time.monotonic(), 0.001)
-        message = codec.join_request(header + codec.id_field(request_id), raw)
+        message = codec.REQUEST.join(header + codec.id_field(request_id), raw)
         call = self._infer(message, timeout=left_s, metadata=metadata)
         del message
         try:
@@ -355,7 +355,7 @@ class TeacherClient:
             hint = self._replies.rows_hint(request.payload.rows) if failure.kind in _ABOUT_REQUEST else ""
             raise RequestFailed(failure.kind, failure.message + hint, failure.retry_after_s) from exc
         try:
-            body = codec.split_response(answer)
+            body = codec.RESPONSE.split(answer)
         except ProtocolError as exc:
             raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint}: {exc}{compression_hint(answer)}") from exc
         return self._replies.read(body, request.payload, request_id)
@@ -417,7 +417,7 @@ class ReplyReader:
     def _arrays(self, header: bytes, raw: list[memoryview], request_id: str) -> tuple[str, dict[str, Array]]:
         known = self._headers.get(header)
         if known is None:
-            message = codec.parse_response(header)
+            message = codec.RESPONSE.parse(header)
             if request_id and message.id not in ("", request_id):
                 raise self.unusable(f"its answer is to request {quote(message.id)}, and {request_id!r} was asked")
             self._check_model(message.model_name)

@@ -55,7 +55,7 @@ def _as_wanted(array: Array, wanted: TensorMetadata, model: str) -> Array:
     what = f"is {array.dtype}"
     if kind in "iuf" if to_bfloat16 else dtype.kind != "O" and (whole or np.can_cast(array.dtype, dtype, "same_kind")):
         with np.errstate(over="ignore"):
-            converted = tensors.to_bfloat16(array) if to_bfloat16 else array.astype(dtype)
+            converted = _to_bfloat16(array) if to_bfloat16 else array.astype(dtype)
         lost = _first_lost(array, tensors.from_bfloat16(converted) if to_bfloat16 else converted, wanted.datatype)
         if lost is None:
             return converted
@@ -64,6 +64,19 @@ def _as_wanted(array: Array, wanted: TensorMetadata, model: str) -> Array:
         f"input {wanted.name!r} {what}; model {model!r} wants {wanted.datatype}, "
         "and converting would lose information: convert it in your source"
     )
+
+
+def _to_bfloat16(array: Array) -> Array:
+    """Numbers [rows, ...] as bfloat16 of dtype `BFLOAT16`; what is too large is infinite.
+
+    Rounded as float32 to the nearest, ties to even, as torch does.
+    """
+    single = np.ascontiguousarray(array, "<f4").reshape(array.shape)
+    bits = single.view("<u4")
+    upper = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
+    upper[np.isnan(single)] = 0x7FC0  # rounding might carry a NaN's last digits into its sign
+    result: Array = upper.view(tensors.BFLOAT16)
+    return result
 
 
 def _first_lost(array: Array, converted: Array, datatype: str) -> str | None:
@@ -175,7 +188,7 @@ def request_header(
             tensor.parameters[names.SHM_OFFSET].int64_param = at
             tensor.parameters[names.SHM_NBYTES].int64_param = nbytes
             at += nbytes
-    if output_spec.top_k is not None and names.EXTENSION_TOP_K in spec.extensions:
+    if output_spec.top_k is not None and names.TOP_K in spec.extensions:
         header.parameters[names.TOP_K].int64_param = output_spec.top_k
         header.parameters[names.TEMPERATURE].double_param = output_spec.temperature
     if output_spec.dtype is not None:

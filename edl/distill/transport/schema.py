@@ -175,7 +175,7 @@ class ModelSpec:
     @property
     def is_edl(self) -> bool:
         """Whether the server is one of ours."""
-        return names.EXTENSION_OUTPUT_DTYPE in self.extensions
+        return names.DTYPE in self.extensions
 
 
 NO_BATCH_REMEDY: Final = (

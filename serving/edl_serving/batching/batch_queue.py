@@ -51,7 +51,7 @@ class InferenceJob:
     deadline: float
     reply: Any = None
     cancelled: bool = False
-    join: Join = codec.join_response
+    join: Join = codec.RESPONSE.join
     client: str = ""
     nbytes: int = 0
     answer_nbytes: int = 0
@@ -88,7 +88,7 @@ class InferenceJob:
         client: str,
         nbytes: int,
         request_id: str,
-        join: Join = codec.join_response,
+        join: Join = codec.RESPONSE.join,
     ) -> InferenceJob:
         """Create a job for a request that arrives now."""
         now = time.monotonic()

@@ -31,14 +31,14 @@ def header(model: str = "m") -> kserve.ModelInferRequest:
 def test_messages_are_those_of_protobuf(raw: list[bytes]) -> None:
     whole = header()
     whole.raw_input_contents.extend(raw)
-    assert kserve.ModelInferRequest.FromString(codec.join_request(header().SerializeToString(), raw)) == whole
-    found, views = codec.split_request(whole.SerializeToString())
-    assert codec.parse_request(found) == header()
+    assert kserve.ModelInferRequest.FromString(codec.REQUEST.join(header().SerializeToString(), raw)) == whole
+    found, views = codec.REQUEST.split(whole.SerializeToString())
+    assert codec.REQUEST.parse(found) == header()
     assert [bytes(view) for view in views] == raw
     answer = kserve.ModelInferResponse(model_name="m")
     answer.outputs.add(name="y", datatype="FP16", shape=[1])
-    again, views = codec.split_response(codec.join_response(answer.SerializeToString(), raw))
-    assert codec.parse_response(again) == answer
+    again, views = codec.RESPONSE.split(codec.RESPONSE.join(answer.SerializeToString(), raw))
+    assert codec.RESPONSE.parse(again) == answer
     assert [bytes(view) for view in views] == raw
 
 
@@ -49,16 +49,16 @@ def test_messages_are_those_of_protobuf(raw: list[bytes]) -> None:
 @example(b"\xba\x80\x00\x01a")  # a tag that takes more bytes than it needs
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     try:
-        left, views = codec.split_request(data)
-        codec.parse_request(left)
+        left, views = codec.REQUEST.split(data)
+        codec.REQUEST.parse(left)
     except ProtocolError:
         pass
     else:
         whole = kserve.ModelInferRequest.FromString(data)
         assert [bytes(view) for view in views] == list(whole.raw_input_contents)
     try:
-        left, views = codec.split_response(data)
-        codec.parse_response(left)
+        left, views = codec.RESPONSE.split(data)
+        codec.RESPONSE.parse(left)
     except ProtocolError:
         return
     assert [bytes(view) for view in views] == list(kserve.ModelInferResponse.FromString(data).raw_output_contents)

@@ -121,10 +121,8 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
     shown = repr(files) + repr(files.current()) + repr(files.settings) + repr(Options(credentials=files.settings))
     assert TOKEN not in shown
     assert "PRIVATE" not in shown
-    identity = files.current().identity
-    assert identity is not None
-    assert identity.names == ("127.0.0.1", "localhost")
-    assert identity.not_after.endswith("GMT")
+    assert files.current().names == ("127.0.0.1", "localhost")
+    assert files.current().not_after.endswith("GMT")
 
 
 def test_replaced_files_are_read_again(tmp_path: Path) -> None:
@@ -208,7 +206,7 @@ def test_own_certificate_that_expired(tmp_path: Path, monkeypatch: pytest.Monkey
     files = files_of(tmp_path)
     assert files.explain_certificate() == ""
     now, old = files.current(), CA.issue(days=(-5, -1))
-    aged = tls.Material(now.version, now.ca, (old.cert, old.key), now.tokens, now.identity)
+    aged = tls.Material(now.version, now.ca, (old.cert, old.key), now.tokens)
     monkeypatch.setattr(files, "_material", aged)
     assert "has expired" in files.explain_certificate()
 

@@ -67,12 +67,12 @@ def request_bytes(arrays: Mapping[str, Array], **parameters: int | float | str) 
     for name, value in parameters.items():
         field = {int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
         header.parameters[name].CopyFrom(kserve.InferParameter(**{field: value}))
-    return codec.join_request(header.SerializeToString(), [tensors.to_raw(array) for array in arrays.values()])
+    return codec.REQUEST.join(header.SerializeToString(), [tensors.to_raw(array) for array in arrays.values()])
 
 
 def outputs_of(answer: bytes) -> dict[str, Array]:
-    data, raw = codec.split_response(answer)
-    header = codec.parse_response(data)
+    data, raw = codec.RESPONSE.split(answer)
+    header = codec.RESPONSE.parse(data)
     return {
         output.name: tensors.from_raw(output.datatype, output.shape, data)
         for output, data in zip(header.outputs, raw, strict=True)

@@ -96,8 +96,8 @@ class ForeignServer:
         return self._rewritten("ModelInfer", self._answer(data), context)
 
     def _answer(self, data: bytes) -> bytes:
-        header, raw = codec.split_request(data)
-        request = codec.parse_request(header)
+        header, raw = codec.REQUEST.split(data)
+        request = codec.REQUEST.parse(header)
         self.asked.append(request.model_version)
         x = np.frombuffer(raw[0], "<f4").reshape(-1, 4)
         self.rows.append(len(x))
@@ -106,7 +106,7 @@ class ForeignServer:
         answer.outputs.add(name=self.output, datatype="FP32", shape=x.shape)
         contents = [bytes(tensors.to_raw(x * np.float32(self.scale)))]
         self.change(answer, contents)
-        return codec.join_response(answer.SerializeToString(), contents)
+        return codec.RESPONSE.join(answer.SerializeToString(), contents)
 
     def _model_ready(self, data: bytes, context: Any) -> bytes:
         """As Triton: of a model that it does not have, it says that it is not ready."""

@@ -164,7 +164,7 @@ print(json.dumps(peak_mib() - before))
 
 def swell(data: bytes) -> bytes:
     """Field 15, which no message of KServe v2 has."""
-    return data + codec.join_response(b"", [bytes(SWOLLEN_NBYTES)]).replace(b"\x32", b"\x7a", 1)
+    return data + codec.RESPONSE.join(b"", [bytes(SWOLLEN_NBYTES)]).replace(b"\x32", b"\x7a", 1)
 
 
 def test_no_more_than_was_asked_for(stack: ExitStack) -> None:

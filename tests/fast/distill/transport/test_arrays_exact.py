@@ -50,8 +50,8 @@ def taught(fields: dict[str, Any], arena: Arena | None = None) -> Any:
     ((name, datatype, shape),) = payload.inputs
     model = model_of(FakeBackend(inputs=(TensorSpec(name, datatype, shape[1:]),)))
     header = request_header(OutputSpec(("logits",)), ModelSpec("m", "", {}, {}), payload, region=None, timeout_s=1.0)
-    header, raw = codec.split_request(codec.join_request(header, payload.raw))
-    (array,) = bind_tensors(plan_request(codec.parse_request(header), model, 1000), raw, None).arrays
+    header, raw = codec.REQUEST.split(codec.REQUEST.join(header, payload.raw))
+    (array,) = bind_tensors(plan_request(codec.REQUEST.parse(header), model, 1000), raw, None).arrays
     found = array.copy()
     if arena is not None and payload.slot is not None:
         arena.give(payload.slot)

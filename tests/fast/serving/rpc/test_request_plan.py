@@ -39,7 +39,7 @@ def two(rows: int = 2, words_rows: int | None = None) -> kserve.ModelInferReques
 
 
 def read(header: kserve.ModelInferRequest, raw: list[bytes], model: Any = TWO) -> DecodedRequest:
-    data, views = codec.split_request(codec.join_request(header.SerializeToString(), raw))
+    data, views = codec.REQUEST.split(codec.REQUEST.join(header.SerializeToString(), raw))
     return asyncio.run(RequestDecoder(model, 100).decode(data, views, None))
 
 
@@ -61,8 +61,8 @@ def test_a_cached_plan_keeps_no_contents() -> None:
     decoder = RequestDecoder(ONE, 100)
     found = []
     for value in (1, 2):
-        data, views = codec.split_request(
-            codec.join_request(header_for().SerializeToString(), [np.full(8, value, "<f4").tobytes()])
+        data, views = codec.REQUEST.split(
+            codec.REQUEST.join(header_for().SerializeToString(), [np.full(8, value, "<f4").tobytes()])
         )
         found.append(asyncio.run(decoder.decode(data, views, None)).arrays[0][0, 0])
     assert found == [1, 2]
@@ -162,7 +162,7 @@ def read_header(header: bytes, model: object = WIDE) -> DecodedRequest:
 
 def test_huge_headers_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two bytes, protobuf makes a number or a string of 4 to 60 bytes."""
-    monkeypatch.setattr(codec, "parse_request", lambda data: pytest.fail("it was parsed"))
+    monkeypatch.setattr(codec.REQUEST, "parse", lambda data: pytest.fail("it was parsed"))
     header = kserve.ModelInferRequest(model_name="m")
     header.inputs.add(name="x", datatype="FP32", shape=[1, 1 << 21]).contents.bytes_contents.extend([b""] * (1 << 21))
     with pytest.raises(RequestError, match=r"of names, .*at most 4,194,304: tensors belong into raw_input_contents"):

@@ -76,7 +76,7 @@ class Channel:
         self.said = self._receive(frames.TOKEN_NBYTES)
 
     def send(self, number: int, x: Array, **parameters: int | float | str) -> None:
-        header, raw = codec.split_request(request_bytes({"x": x}, **parameters))
+        header, raw = codec.REQUEST.split(request_bytes({"x": x}, **parameters))
         self.send_frame(FrameKind.REQUEST, number, b"".join(frames.body_parts(header, raw)))
 
     def cancel(self, number: int) -> None:
@@ -99,7 +99,7 @@ class Channel:
             error = json.loads(body)
             return number, f"{error['status']}: {error['message']} ({error['retry_after_ms']})"
         header, raw = frames.split_body(memoryview(body))
-        return number, outputs_of(codec.join_response(header, raw))["logits"]
+        return number, outputs_of(codec.RESPONSE.join(header, raw))["logits"]
 
     def end(self) -> None:
         self.sock.close()
@@ -366,7 +366,7 @@ def ask_over_channel(client: Client, requests: Iterator[bytes]) -> Iterator[tupl
     for number, request in enumerate(requests):
         body = request
         with contextlib.suppress(ProtocolError):
-            body = b"".join(frames.body_parts(*codec.split_request(request)))
+            body = b"".join(frames.body_parts(*codec.REQUEST.split(request)))
         channel.send_frame(FrameKind.REQUEST, number, body)
         waiting += 1
         while waiting == IN_FLIGHT or (waiting and number == REQUESTS - 1):

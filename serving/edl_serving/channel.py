@@ -87,13 +87,16 @@ class ChannelListener:
         Raises:
             SettingsError: It is not possible.
         """
-        for family, _, _, _, place in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
-            both = family == socket.AF_INET6 and place[0] == "::" and socket.has_dualstack_ipv6()
-            address = place[0], self._port or port
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        places = [(family, place[0], False) for family, _, _, _, place in found]
+        if places[0][1] in ("0.0.0.0", "::") and socket.has_dualstack_ipv6():  # gRPC takes either for IPv4 and IPv6
+            places.insert(0, (socket.AF_INET6, "::", True))
+        for family, name, both in places:
+            address = name, self._port or port
             try:
                 listener = socket.create_server(address, family=family, backlog=_MOST_HANDSHAKES, dualstack_ipv6=both)
             except OSError as exc:
-                if self._port:  # students reach the name by its first address
+                if self._port or both:  # students reach the name by its first address; this host may lack IPv6
                     continue
                 raise SettingsError(
                     f"cannot listen on {host}:{port} for tensors: {exc.strerror}; give another --channel-port, or 0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,15 @@ def test_a_channel_is_tried_again(serve: Serve, monkeypatch: pytest.MonkeyPatch)
         check(list(reader()), 40)
         wait_until(lambda: teacher.metric("edl_teacher_streams") == 1)
         check(list(reader()), 40)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+def test_every_address_has_the_channel(serve: Serve) -> None:
+    """gRPC listens for IPv6 as well where 0.0.0.0 is given."""
+    teacher = serve("echo", CHANNEL | {"host": "0.0.0.0"})
+    with reader_of(SimpleNamespace(endpoint=f"[::1]:{teacher.port}")).set_sample_generator(samples(40)) as reader:
+        check(list(reader()), 40)
+        assert teacher.metric("edl_teacher_streams") == 1
 
 
 def test_cut_channels_lose_nothing(serve: Serve, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack) -> None:

@@ -21,8 +21,6 @@ _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")  # bef
 _HOME = Path(os.environ.get("EDL_VLLM_HOME") or _CACHE / "edl/vllm")
 MODEL = _HOME / "tiny"
 """A random Llama of 2,000 tokens with its tokenizer, as transformers loads it."""
-PYTHON = _HOME / "bin/python"
-"""Of its environment, in which TRL is as well."""
 _SOURCE = Path(__file__).resolve().parents[2] / "shared/vllm"
 
 
@@ -35,7 +33,7 @@ class VllmServer(Server):
     def __init__(self, folder: Path, *options: str) -> None:
         (self.port,) = free_ports(1)
         command = [
-            *(str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)),
+            *(str(_HOME / "bin/python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)),
             *("--served-model-name", "tiny", "--enforce-eager", "--dtype", "float32", "--max-model-len", "512"),
             *("--gpu-memory-utilization", "0.1", "--host", "127.0.0.1", "--port", str(self.port), *options),
         ]

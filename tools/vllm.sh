@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the real vLLM (for CPUs), where ../shared/vllm is there: into an environment of its own in the user's cache,
-# about 3.5 GB, since it wants other versions than what is tested here; TRL, whose client asks for vLLM, beside it.
+# about 3.5 GB, since it wants other versions than what is tested here.
 #
 #   tools/vllm.sh                        install, or do nothing if it is there
 #   EDL_VLLM_HOME=DIR tools/vllm.sh      install into another folder (the default: ~/.cache/edl/vllm)
@@ -59,7 +59,6 @@ if [ ! -e "$home/installed" ]; then  # nothing, or what is left of an installati
         fail "$source/install failed"
     }
 fi
-"$home/bin/python" -m pip install -qq --no-input --disable-pip-version-check trl==1.16.0 || fail "pip could not install TRL"
 # The small model is made once: its tokenizer takes some seconds.
 rm -rf "$home/tiny" "$home/tiny.new"
 "$home/bin/python" "$source/tiny_model.py" "$home/tiny.new" >/dev/null

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import os
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,16 +19,13 @@ from edl.discovery import open_registry
 from edl.distill import DistillReader, Options, Scorer
 from edl.distill.compress import TopK
 from edl.protocol import names
-from edl.proxy.server import ProxyServer
-from edl.proxy.settings import ProxySettings
 from edl.testing import LocalTeacher
 from edl_serving.gateway.backend import EngineHealth, GatewayBackend
 from edl_serving.gateway.endpoints import CompletionsEndpoint, GenerateEndpoint
 from edl_serving.gateway.engine import EngineAccess, EngineAddress, find_facts
-from tests.fast.proxy.clients import ask as ask_http
 from tests.fast.serving.gateway.conftest import Gateways, ask
-from tests.plugins_vllm import MODEL, PYTHON, VllmServer
-from tests.waiting import DEADLINE_S, wait_until
+from tests.plugins_vllm import MODEL, VllmServer
+from tests.waiting import wait_until
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -161,59 +154,6 @@ def test_what_is_refused(vllm: VllmServer, gateways: Gateways, endpoint: str) ->
     ):
         with pytest.raises(InferenceServerException, match=words):
             ask(endpoint, wrong, K, **parameters)
-
-
-@pytest.fixture
-def proxy(gateways: Gateways) -> Iterator[ProxyServer]:
-    with ProxyServer(ProxySettings({"m": "m"}, discovery=gateways.url, port=0, top_k=K)) as server:
-        yield server
-
-
-def test_trl_client(
-    endpoint: str, teachers: dict[str, LocalTeacher], proxy: ProxyServer, oracle: Any, tmp_path: Path
-) -> None:
-    """TRL's own client gets its answers at one URL, with a teacher killed in the middle."""
-    wait_until(lambda: ask_http(proxy.port, path="/health")[0] == 200)
-    found = sequences_of(*np.random.default_rng(1).integers(2, 60, 120).tolist(), seed=4)
-    lengths = [max(1, len(tokens) // 3) for tokens in found]
-    process = subprocess.Popen(
-        [str(PYTHON), "-W", "ignore", str(Path(__file__).with_name("trl_client.py")), proxy.url.rstrip("/")],
-        cwd=tmp_path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
-    try:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert json.loads(process.stdout.readline()) == {"model": "m"}
-        call = {"sequences": found, "prompt_lengths": lengths, "top_logprobs": 20, "chunk_size": 2}
-        process.stdin.write(json.dumps(call))
-        process.stdin.close()
-
-        def scored() -> float:
-            lines = ask_http(proxy.port, path="/metrics")[1].splitlines()
-            return next(float(line.split()[1]) for line in lines if line.startswith("edl_proxy_tokens_total"))
-
-        wait_until(lambda: scored() > 0, deadline_s=300)
-        teachers["bucketed"].kill()
-        result = json.loads(process.stdout.readline())
-        assert process.wait(DEADLINE_S) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    for number, (tokens, length) in enumerate(zip(found, lengths, strict=True)):
-        expected = oracle(tokens)[length - 1 : -1]
-        values = np.array(result["logprobs"][number])
-        ids = np.array(result["logprob_token_ids"][number])
-        np.testing.assert_allclose(values, -np.sort(-expected, -1)[:, :20], rtol=0, atol=1e-4)
-        np.testing.assert_allclose(np.take_along_axis(expected, ids, -1), values, rtol=0, atol=1e-4)
-        own = np.array(tokens[length:])[:, None]
-        assert np.array_equal(result["actual_token_ids"][number], own)
-        right = np.take_along_axis(expected, own, -1)
-        np.testing.assert_allclose(np.array(result["actual_logprobs"][number]), right, rtol=0, atol=1e-4)
 
 
 def test_vllm_is_killed(

@@ -6,13 +6,11 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from edl_serving.batching.batch_queue import BatchQueue, InferenceJob
 
 FOREVER = float("inf")
 BATCH = 8
-CLIENTS = ("a", "b", "c")
 
 
 def job(
@@ -91,7 +89,8 @@ def test_a_newcomer_is_in_the_next_batch() -> None:
 def test_a_queue_takes_its_last_row_and_byte() -> None:
     queue, last = BatchQueue(BATCH, 0.0, 10, max_queue_bytes=100), job(6, nbytes=60)
     assert queue.push_job(job(4, nbytes=40)) == queue.push_job(last) == []
-    queue.remove_job(last)
+    assert queue.remove_job(last)
+    assert not queue.remove_job(last)
     for rows, nbytes in ((7, 60), (6, 61)):
         one = job(rows, nbytes=nbytes)
         assert queue.push_job(one) == [one]
@@ -100,7 +99,10 @@ def test_a_queue_takes_its_last_row_and_byte() -> None:
         jobs = [job(rows, nbytes=nbytes, arrived=float(number)) for number in range(5)]
         for one in jobs:
             assert queue.push_job(one) == []
-        assert queue.push_job(job(rows, "b", nbytes=nbytes)) == jobs[-1:]
+        jobs.append(job(rows, "b", nbytes=nbytes))
+        assert queue.push_job(jobs[-1]) == [jobs.pop(-2)]
+        assert queue.clear() == jobs
+        assert (queue.clear(), queue.rows, queue.nbytes, len(queue)) == ([], 0, 0, 0)
 
 
 def test_a_large_answer_waits_alone() -> None:
@@ -134,77 +136,3 @@ def test_backlogged_clients_get_equal_rows(ours: list[int], theirs: list[int]) -
             served[one.client] += rows
         # Start-time fair queueing promises the largest part of each; one that did not fit into a batch, one more.
         assert abs(served["a"] - served["b"]) <= 3 * BATCH
-
-
-class Fairness(RuleBasedStateMachine):
-    """Against plain lists of each client's jobs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue = BatchQueue(BATCH, 0.0, 40, max_queue_bytes=400)
-        self.waiting: dict[str, list[InferenceJob]] = {client: [] for client in CLIENTS}
-        self.now = 0.0
-
-    def share(self, client: str) -> float:
-        jobs = self.waiting[client]
-        return max(sum(one.rows - one.done for one in jobs) / 40, sum(one.nbytes for one in jobs) / 400)
-
-    @rule(rows=st.integers(1, 20), client=st.sampled_from(CLIENTS), shape=st.integers(1, 2), nbytes=st.integers(0, 150))
-    def push(self, rows: int, client: str, shape: int, nbytes: int) -> None:
-        self.now += 1.0
-        one = job(rows, client, arrived=self.now, shape=shape, nbytes=nbytes)
-        everyone = [other for jobs in self.waiting.values() for other in jobs]
-        fits = (
-            sum(other.rows - other.done for other in everyone) + rows <= 40
-            and sum(other.nbytes for other in everyone) + nbytes <= 400
-        )
-        refused = self.queue.push_job(one)
-        if fits:
-            assert refused == []
-        if refused == [one]:
-            return
-        self.waiting[client].append(one)
-        assert one not in refused
-        for other in refused:
-            assert other.client != client
-            self.waiting[other.client].remove(other)
-            newer = [each for each in self.waiting[other.client] if each.arrived > other.arrived]
-            assert not newer, "an older job left where a newer one stayed"
-        for other_client in {other.client for other in refused}:
-            assert self.share(other_client) >= self.share(client), "one that has less gave way"
-
-    @precondition(lambda self: any(self.waiting.values()))
-    @rule(data=st.data())
-    def remove(self, data: st.DataObject) -> None:
-        one = data.draw(st.sampled_from([other for jobs in self.waiting.values() for other in jobs]))
-        assert self.queue.remove_job(one)
-        assert not self.queue.remove_job(one)
-        self.waiting[one.client].remove(one)
-
-    @rule()
-    def take(self) -> None:
-        taken = take_part(self.queue, self.now)
-        assert bool(taken) == any(self.waiting.values())
-        assert sum(rows for _, rows in taken) <= BATCH
-        assert len({one.shapes for one, _ in taken}) <= 1
-        for one, _ in taken:
-            alike = [other for other in self.waiting[one.client] if other.shapes == one.shapes]
-            assert alike[0] is one, "a job of the same client and shape was overtaken"
-            if one.done == one.rows:
-                self.waiting[one.client].remove(one)
-
-    @invariant()
-    def counts_agree(self) -> None:
-        everyone = [one for jobs in self.waiting.values() for one in jobs]
-        assert len(self.queue) == len(everyone)
-        assert self.queue.rows == sum(one.rows - one.done for one in everyone)
-        assert self.queue.nbytes == sum(one.nbytes for one in everyone)
-
-    def teardown(self) -> None:
-        everyone = {id(one) for jobs in self.waiting.values() for one in jobs}
-        assert {id(one) for one in self.queue.clear()} == everyone
-        assert self.queue.rows == len(self.queue) == 0
-
-
-TestFairness = Fairness.TestCase
-TestFairness.settings = settings(max_examples=25, stateful_step_count=30)

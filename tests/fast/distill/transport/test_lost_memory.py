@@ -28,6 +28,7 @@ from edl.distill.transport.shm import SHM_FOLDER, Arena, ShmSlot
 from edl.testing.models import fingerprint_of
 from tests.descriptors import count_descriptors
 from tests.fast.distill.conftest import Serve, Start
+from tests.fast.test_linux import NEW_PID_NAMESPACE
 from tests.waiting import wait_until
 
 ROWS = 400
@@ -203,45 +204,31 @@ def test_returned_memory_is_used_again() -> None:
 
 
 @contextmanager
-def process_with_arena(folder: Path, prefix: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that holds a slot of an arena in `folder`."""
+def process_elsewhere(folder: Path) -> Iterator[None]:
+    """A process with process ids of its own that holds a slot of an arena in `folder`."""
     code = (
         "import sys; from pathlib import Path; from edl.distill.transport import shm\n"
         "shm.SHM_FOLDER = Path(sys.argv[1]); arena = shm.Arena(1 << 20); slot = arena.take(5000)\n"
         "print('ready', flush=True); sys.stdin.read()"
     )
-    command = [*prefix, sys.executable, "-c", code, str(folder)]
+    command = [*NEW_PID_NAMESPACE, sys.executable, "-c", code, str(folder)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
         try:
             line = process.stdout.readline()
-            if prefix and not line:
-                pytest.skip(f"{prefix[0]} is not permitted here: {process.stderr.read().decode().strip()}")
-            assert line == b"ready\n", process.stderr.read().decode()
-            yield process
+            if not line:
+                pytest.skip(f"a process namespace is not permitted here: {process.stderr.read().decode().strip()}")
+            assert line == b"ready\n"
+            yield
         finally:
             process.kill()
             process.wait(10)
 
 
-def test_what_a_killed_process_left_is_swept() -> None:
-    with own_folder() as folder:
-        with process_with_arena(folder):
-            Arena(1 << 20).close()
-            assert len(list(folder.iterdir())) == 1, "a living process's memory is left alone"
-        assert len(list(folder.iterdir())) == 1
-        Arena(1 << 20).close()
-        assert not list(folder.iterdir())
-
-
-AS_ROOT = () if os.geteuid() == 0 else ("--user", "--map-root-user")
-NEW_PID_NAMESPACE = ("unshare", *AS_ROOT, "--pid", "--fork", "--kill-child", "--mount-proc")
-
-
 def test_arenas_survive_other_namespaces() -> None:
     """A process to whom the other's process id means nothing sweeps nothing of it."""
     with own_folder() as folder:
-        with process_with_arena(folder, NEW_PID_NAMESPACE):
+        with process_elsewhere(folder):
             made = list(folder.iterdir())
             assert [path.name.split("-")[2] for path in made] == ["1"], "its process id there"
             Arena(1 << 20).close()

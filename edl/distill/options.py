@@ -62,7 +62,7 @@ class Options:
             `TemporaryError` is raised.
         max_request_bytes: Largest size of the inputs in a request, unless a teacher accepts less; larger batches are
             split.
-        max_answer_bytes: Largest size of an answer; less if the model's metadata gives the size of its answers.
+        max_answer_bytes: Largest size of an answer.
         shared_memory: Whether to use shared memory for teachers on this host.
         mixed_versions: "warn" uses labels of several versions of a model in an epoch and says so; "refuse" uses only
             those of the first teacher's version, or of the version named with `version=`. See docs/students.md.

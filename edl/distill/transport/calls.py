@@ -31,7 +31,7 @@ from google.protobuf.message import DecodeError
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.options import Options
 from edl.distill.transport.schema import NO_BATCH_REMEDY, ModelSpec, OutputSpec, TensorMetadata, choose_priority
-from edl.errors import ProtocolError, SettingsError
+from edl.errors import SettingsError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.channel import Metadata, aio_channel, call_metadata
 from edl.protocol.tensors import Array
@@ -88,34 +88,9 @@ def current_traceparent() -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
-_FIRST_ANSWER_NBYTES = 64 << 20
-"""Largest answer that a channel accepts before the model is known. Most models need no larger one."""
 HEADER_NBYTES = 64 << 10  # room for a request's names, shapes and options, which usually take a few hundred bytes
 _METADATA_NBYTES = 4 << 20  # limit of answers about the server or its model: gRPC's own default for any message
-_MARGIN = 4
-"""How many times larger than the model's outputs an answer may be. Top-k labels of all classes take three times the
-bytes of FP16 outputs (INT32 ids and FP32 values), and FP32 instead of FP16 takes twice."""
-_BESIDE_NBYTES = 4 << 20  # room for headers
 _MOST_OF_CHARACTER = 4  # bytes of a character in UTF-8
-
-
-def max_answer_nbytes(spec: ModelSpec, limit: int) -> int:
-    """Return the bytes of this model's largest answer; `limit` if its metadata leaves that open, and never more."""
-    row = 0.0
-    for output in spec.outputs.values():
-        try:
-            dtype = tensors.dtype_of(output.datatype)
-        except ProtocolError:  # an output that is not requested; otherwise the answers will show the error
-            return limit
-        if dtype.kind == "O" or -1 in output.shape:
-            return limit
-        shape = output.shape
-        if spec.max_top_k and shape and shape[-1] > spec.max_top_k:  # sent as the top k alone
-            shape = (*shape[:-1], spec.max_top_k)
-        row += max(dtype.itemsize, 2) * math.prod(shape)
-    if not spec.outputs or not spec.max_rows:
-        return limit
-    return int(min(_MARGIN * spec.max_rows * row + _BESIDE_NBYTES, limit))
 
 
 def rows_that_fit(fields: Mapping[str, Array], spec: ModelSpec, nbytes: int) -> int:
@@ -171,10 +146,7 @@ _ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DE
 
 _NOT_TAKEN_HERE = ("CLIENT: Received message larger than max", "Decompressed message larger", "Compression algorithm")
 """gRPC's local messages for an answer that it refuses. The status code alone could also have come from the teacher."""
-_REMEDY = (
-    "answers must not be compressed, nor be larger than the model's metadata say, where they say it, nor larger than "
-    "Options(max_answer_bytes=...)"
-)
+_REMEDY = "answers must not be compressed, nor be larger than Options(max_answer_bytes=...)"
 _LONGEST_HINT_S = 60.0
 """Longest pause that a teacher may ask for. A full queue is processed sooner than this, or never."""
 
@@ -254,14 +226,9 @@ class ServerCalls:
         self.options = options or Options()
         self.metadata: Metadata = ()  # sent with every call
         self._files = files
-        self._authority = [("grpc.default_authority", authority)] if authority else []
-        # bytes of the largest answer that is taken
-        self.answer_nbytes = min(_FIRST_ANSWER_NBYTES, self.options.max_answer_bytes)
-        self.channel = self._open_channel()
-
-    def _open_channel(self) -> grpc.aio.Channel:
-        options = [*_OPTIONS, *_channel_options(self.answer_nbytes), *self._authority]
-        return aio_channel(self.endpoint, self._files, options)
+        named = [("grpc.default_authority", authority)] if authority else []
+        channel_options = [*_OPTIONS, *_channel_options(self.options.max_answer_bytes), *named]
+        self.channel = aio_channel(endpoint, files, channel_options)
 
     def authorize(self) -> None:
         """Send this student's token with every call from now on."""
@@ -269,15 +236,6 @@ class ServerCalls:
             self.metadata = call_metadata(self.endpoint, self._files)
         except SettingsError as exc:
             raise TeacherLacks(str(exc)) from exc
-
-    async def allow_answers(self, nbytes: int) -> bool:
-        """Accept answers of up to `nbytes`; return whether this needed a new channel, whose limit is fixed."""
-        if nbytes <= self.answer_nbytes:
-            return False
-        await self.channel.close()
-        self.answer_nbytes = nbytes
-        self.channel = self._open_channel()
-        return True
 
     async def call(self, method: str, request: Any, deadline: float) -> Any:
         """Call a method by its name in KServe v2, with a deadline on the monotonic clock; see `_refusal` for errors."""

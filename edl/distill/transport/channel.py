@@ -239,7 +239,7 @@ async def open_channel(calls: ServerCalls, ids: RequestIds, deadline: float) -> 
         host = calls.endpoint.rpartition(":")[0].strip("[]")
         work = shake_hands(socket.AF_UNIX, where) if path else _connect(host, port, shake_hands)
         sock = await wait_within(work, deadline - time.monotonic())
-        channel = TensorChannel(sock, calls.endpoint, ids, calls.answer_nbytes)
+        channel = TensorChannel(sock, calls.endpoint, ids, calls.options.max_answer_bytes)
         opened.pop()  # the last one, which is used
     except (OSError, asyncio.TimeoutError, ValueError, TypeError, KeyError, ProtocolError) as exc:
         words = str(exc) or f"no answer within {_OPEN_S:g} s"

@@ -34,7 +34,6 @@ from edl.distill.transport.calls import (
     failure_of_call,
     fetch_spec,
     is_name,
-    max_answer_nbytes,
     probe_model,
 )
 from edl.distill.transport.channel import Body, TensorChannel, open_channel
@@ -138,8 +137,6 @@ class TeacherClient:
         deadline = time.monotonic() + timeout_s
         self._calls.authorize()
         spec = await probe_model(self._calls, self.output_spec, deadline)
-        if await self._calls.allow_answers(max_answer_nbytes(spec, self._calls.options.max_answer_bytes)):
-            spec = await probe_model(self._calls, self.output_spec, deadline)
         if self.output_spec.version and not spec.named_version:
             logger.warning(
                 "%s does not say which version of model %r it has: its labels count as those of version %r, as "

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks._api_proxy import ApiProxy
-from tests.cluster.api import Cluster
-from tests.cluster.operator_process import ACCOUNT, install_account
 from tests.kubernetes.scenarios.scene import Scene, find_condition
 
 CreateJob = Callable[..., None]
-
-
-@pytest.fixture
-def proxy(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[ApiProxy]:
-    """Between an operator with the chart's rights and the API server: `operator("--kubeconfig", proxy.kubeconfig)`."""
-    install_account(cluster, namespace, capacity=False)
-    account = tmp_path / "account.json"
-    cluster.write_account_kubeconfig(namespace, ACCOUNT, account)
-    with contextlib.closing(ApiProxy(account, tmp_path)) as found:
-        yield found
 
 
 @pytest.fixture
@@ -159,26 +145,3 @@ def test_status_by_hand_ends_no_job(scene: Scene, create_job: CreateJob) -> None
     scene.cluster.ask(path, "PATCH", forged, content_type="application/merge-patch+json")
     scene.wait("what is true", lambda: scene.phase("sleepy") == "Running")
     assert scene.wait_running("sleepy", 2) == pods
-
-
-def test_missing_resource_definitions(scene: Scene, proxy: ApiProxy, create_job: CreateJob) -> None:
-    proxy.hidden = "/apis/edl.io"
-    process = scene.operator("--kubeconfig", str(proxy.kubeconfig), "--no-capacity", "--http-port", "0")
-    process.wait_for("install the CRD")
-    assert process.ask("/livez") == (200, "[+]operator ok\nlivez check passed\n")
-    status, text = process.ask("/readyz")
-    assert status == 503
-    assert "elasticjobs.edl.io" in text
-    proxy.hidden = ""
-    scene.wait("readiness", lambda: process.ask("/readyz")[0] == 200)
-    create_job("sleepy")
-    scene.wait("a worker", lambda: live_pods(scene, "sleepy"))
-    proxy.hidden = "/apis/edl.io"
-    proxy.go_away()  # so that the watches that are open end, as they do when a CRD is deleted
-    proxy.come_back()
-    scene.wait("unreadiness", lambda: process.ask("/readyz")[0] == 503)
-    assert process.ask("/livez")[0] == 200
-    proxy.hidden = ""
-    create_job("later")
-    scene.wait("a worker of the second", lambda: live_pods(scene, "later"))
-    scene.wait("readiness again", lambda: process.ask("/readyz")[0] == 200)

@@ -474,22 +474,6 @@ def test_the_end_counts_no_unmarked_shard(led: Lead, read: Read, caplog: pytest.
     assert master.wait_done(DEADLINE_S)
 
 
-def test_lives_without_marks_hide_none(led: Lead, read: Read) -> None:
-    """A process that was killed twice before its first checkpoint was on disk, the second time before any mark."""
-    led(40, commit="checkpoint")
-    with read("rank0") as first:
-        first.start_over()
-        samples = first.samples()
-        for _ in range(25):
-            next(samples)
-        first.state_dict()
-    with read("rank0") as second:
-        next(second.samples())
-    with read("rank0") as third:
-        third.start_over()
-        assert sorted(third.samples()) == list(range(40))
-
-
 def test_a_second_resumer_waits(led: Lead, read: Read, caplog: pytest.LogCaptureFixture) -> None:
     """A reader that lives holds the position, until it is closed."""
     led(40, commit="checkpoint")

@@ -211,29 +211,6 @@ def test_flush_gives_the_rest() -> None:
     assert job.shards() == {"todo": 0, "doing": 0, "done": 3, "poisoned": 0}
 
 
-def test_marks_of_the_given_up_branch() -> None:
-    job = checkpointed()
-    job.open("a")
-    for number in (1, 2, 3):
-        job.turn("a", 0, done=job.turn("a", 1).leases)
-        job.mark("a", number)
-    job.expire("a")
-    job.open("b")
-    job.resume("b", "a", 1)
-    job.turn("b", 0, done=job.turn("b", 1).leases)
-    with pytest.raises(ConflictError, match="mark 1 of session b: 1 was made"):
-        job.mark("b", 1)
-    job.mark("b", 2)
-    job.expire("b")
-    job.open("c")
-    with pytest.raises(SettingsError, match=r"mark 3 of a is not kept: .* are 0, 1, 2, and marks after"):
-        job.resume("c", "a", 3)
-    with pytest.raises(SettingsError, match="mark 2 of a is not kept"):
-        job.resume("c", "a", 2)
-    job.resume("c", "b", 2)
-    assert job.book.datasets["d"].status()["units_done"] == 20
-
-
 def test_start_without_a_checkpoint() -> None:
     """What a lost life marked and never saved is of no state that survives: its holder begins anew."""
     job = checkpointed()

@@ -123,13 +123,9 @@ def _parse_status(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or found.get("kind") != "Status":
-        return {"message": "", "reason": "", "details": {}}
+        return {"message": "", "details": {}}
     details = found.get("details")
-    return {
-        "message": str(found.get("message") or ""),
-        "reason": str(found.get("reason") or ""),
-        "details": details if isinstance(details, dict) else {},
-    }
+    return {"message": str(found.get("message") or ""), "details": details if isinstance(details, dict) else {}}
 
 
 def _causes(status_object: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,28 +90,14 @@ _REPELLING: Final = frozenset({"NoSchedule", "NoExecute"})
 """Effects that keep a pod away; `PreferNoSchedule` only makes a node less liked."""
 
 
-@dataclass(frozen=True)
-class Taint:
-    """A taint that keeps pods away that do not tolerate it."""
-
-    key: str
-    value: str
-    effect: str
-
-    @classmethod
-    def read_all(cls, spec: Mapping[str, Any]) -> tuple[Taint, ...]:
-        """Return the taints of a node that keep pods away."""
-        found = (cls(t.get("key", ""), t.get("value") or "", t.get("effect", "")) for t in spec.get("taints") or ())
-        return tuple(taint for taint in found if taint.effect in _REPELLING)
-
-    def is_tolerated_by(self, toleration: Mapping[str, Any]) -> bool:
-        """Return whether a toleration of a pod allows this taint."""
-        if toleration.get("effect") not in (None, "", self.effect):
-            return False
-        key = toleration.get("key") or ""
-        if toleration.get("operator") == "Exists":
-            return key in ("", self.key)
-        return bool(key == self.key and (toleration.get("value") or "") == self.value)
+def _is_tolerated(taint: Mapping[str, Any], toleration: Mapping[str, Any]) -> bool:
+    """Return whether a toleration of a pod allows a taint of a node."""
+    if toleration.get("effect") not in (None, "", taint.get("effect")):
+        return False
+    key = toleration.get("key") or ""
+    if toleration.get("operator") == "Exists":
+        return key in ("", taint.get("key"))
+    return bool(key == taint.get("key") and (toleration.get("value") or "") == (taint.get("value") or ""))
 
 
 @dataclass(frozen=True)
@@ -133,13 +119,13 @@ class PlacementRules:
             tolerations=tuple(spec.get("tolerations") or ()),
         )
 
-    def allow(self, name: str, labels: Mapping[str, str], taints: tuple[Taint, ...]) -> bool:
+    def allow(self, name: str, labels: Mapping[str, str], taints: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether a pod with these rules may run on a node."""
         if any(labels.get(key) != value for key, value in self.selector.items()):
             return False
         if self.terms is not None and not any(_is_met(term, name, labels) for term in self.terms):
             return False
-        return all(any(taint.is_tolerated_by(toleration) for toleration in self.tolerations) for taint in taints)
+        return all(any(_is_tolerated(taint, toleration) for toleration in self.tolerations) for taint in taints)
 
 
 def _is_met(term: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> bool:
@@ -185,7 +171,7 @@ class NodeCapacity:
     name: str
     allocatable: Amounts
     labels: Mapping[str, str]
-    taints: tuple[Taint, ...]
+    taints: tuple[Mapping[str, Any], ...]
     usable: bool
 
     @classmethod
@@ -200,7 +186,7 @@ class NodeCapacity:
             name=metadata.get("name", ""),
             allocatable=parse_allocatable(status.get("allocatable") or {}),
             labels=metadata.get("labels") or {},
-            taints=Taint.read_all(spec),
+            taints=tuple(taint for taint in spec.get("taints") or () if taint.get("effect") in _REPELLING),
             usable=ready and not spec.get("unschedulable") and not metadata.get("deletionTimestamp"),
         )
 

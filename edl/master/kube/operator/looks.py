@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import heapq
 import logging
+import math
 import random
 import threading
 import time
@@ -39,76 +40,6 @@ _JITTER: Final = 0.2
 """Random share of a wait after a failure, so that keys which failed together do not come back together."""
 
 
-class KeySchedule:
-    """Knows when each key is due. A key is there once, and is not given out again before it is finished."""
-
-    def __init__(self, first_backoff_s: float = 0.2, last_backoff_s: float = 60.0) -> None:
-        self._first_backoff_s = first_backoff_s
-        self._last_backoff_s = last_backoff_s
-        self._due: dict[str, float] = {}
-        self._heap: list[tuple[float, int, str]] = []
-        self._number = 0
-        self._active: dict[str, float] = {}
-        self._again: dict[str, float] = {}
-        self._failures: dict[str, Backoff] = {}
-
-    def __len__(self) -> int:
-        """Keys that are due some time, or worked on."""
-        return len(self._due.keys() | self._active.keys())
-
-    def add(self, key: str, due_s: float) -> None:
-        """Have a key worked on at a time, unless an earlier time is set."""
-        if key in self._active:
-            self._again[key] = min(due_s, self._again.get(key, due_s))
-        elif due_s < self._due.get(key, float("inf")):
-            self._number += 1  # of two that are due at once, the first that was added comes first
-            self._due[key] = due_s
-            heapq.heappush(self._heap, (due_s, self._number, key))
-
-    def take(self, now_s: float) -> str | None:
-        """Return a key that is due, for work until `finish`; None if none is due."""
-        self._drop_outdated()
-        if not self._heap or self._heap[0][0] > now_s:
-            return None
-        key = heapq.heappop(self._heap)[2]
-        del self._due[key]
-        self._active[key] = now_s
-        return key
-
-    def finish(self, key: str, now_s: float, *, failed: bool = False, requeue_s: float | None = None) -> None:
-        """End the work on a key. If it `failed`, it is due again after its back-off; else in `requeue_s`, if given."""
-        self._active.pop(key, None)
-        again = self._again.pop(key, None)
-        if failed:
-            backoff = self._failures.setdefault(
-                key, Backoff(self._first_backoff_s, self._last_backoff_s, jitter=_JITTER)
-            )
-            self.add(key, now_s + backoff.next_wait_s())
-        else:
-            self._failures.pop(key, None)
-        if again is not None:
-            self.add(key, again)
-        if requeue_s is not None:
-            self.add(key, now_s + requeue_s)
-
-    def get_next_due_s(self) -> float | None:
-        """Return when the next key is due; None if none is."""
-        self._drop_outdated()
-        return self._heap[0][0] if self._heap else None
-
-    def get_oldest_active_s(self) -> float | None:
-        """Return when the longest work under way began; None if there is none."""
-        return min(self._active.values(), default=None)
-
-    def count_due(self, now_s: float) -> int:
-        """Return how many keys wait for a worker."""
-        return sum(due_s <= now_s for due_s in self._due.values())
-
-    def _drop_outdated(self) -> None:
-        while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-
-
 _LOOK_S: Final = 1.0
 """Longest wait of a worker at a time, so that it sees soon that the queue is closed."""
 _CLOSE_S: Final = 10.0
@@ -128,11 +59,19 @@ class WorkQueue:
         *,
         workers: int = 4,
         on_result: Callable[[str, float, Exception | None], None] = lambda key, seconds, error: None,
-        schedule: KeySchedule | None = None,
+        backoff_s: tuple[float, float] = (0.2, 60.0),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._work = work
         self._on_result = on_result
-        self._schedule = schedule or KeySchedule()
+        self._backoff_s = backoff_s
+        self._clock = clock
+        self._due: dict[str, float] = {}
+        self._heap: list[tuple[float, int, str]] = []  # a key stands here again where it is due earlier by now
+        self._number = 0
+        self._active: dict[str, float] = {}
+        self._again: dict[str, float] = {}  # when active keys are due again
+        self._failures: dict[str, Backoff] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._loops = [BackgroundLoop(f"edl-reconcile-{number}", self._step) for number in range(workers)]
@@ -140,24 +79,25 @@ class WorkQueue:
     def add(self, key: str, delay_s: float = 0.0) -> None:
         """Have a key worked on after `delay_s`, so that more reasons within that time need no second look."""
         with self._changed:
-            self._schedule.add(key, time.monotonic() + delay_s)
+            self._add(key, self._clock() + delay_s)
             self._changed.notify()
 
     def __len__(self) -> int:
         """Keys that are due some time, or worked on."""
         with self._changed:
-            return len(self._schedule)
+            return len(self._due.keys() | self._active.keys())
 
     def count_due(self) -> int:
         """Return how many keys wait for a worker."""
         with self._changed:
-            return self._schedule.count_due(time.monotonic())
+            now_s = self._clock()
+            return sum(due_s <= now_s for due_s in self._due.values())
 
     def get_stuck_s(self) -> float:
         """Return for how many seconds the slowest work is under way."""
         with self._changed:
-            since_s = self._schedule.get_oldest_active_s()
-        return 0.0 if since_s is None else time.monotonic() - since_s
+            now_s = self._clock()
+            return now_s - min(self._active.values(), default=now_s)
 
     def close(self) -> None:
         """Begin no new work, and wait some seconds for what is under way."""
@@ -168,11 +108,37 @@ class WorkQueue:
         for loop in self._loops:
             loop.close(max(0.0, deadline - time.monotonic()))
 
+    def take(self) -> str | None:
+        """Return a key that is due, for work until `finish`; None if none is."""
+        with self._changed:
+            if self._get_next_due_s() > self._clock():
+                return None
+            key = heapq.heappop(self._heap)[2]
+            del self._due[key]
+            self._active[key] = self._clock()
+            return key
+
+    def finish(self, key: str, *, failed: bool = False, requeue_s: float | None = None) -> None:
+        """End the work on a key. If it `failed`, it is due again after its back-off; else in `requeue_s`, if given."""
+        with self._changed:
+            now_s = self._clock()
+            del self._active[key]
+            if failed:
+                backoff = self._failures.setdefault(key, Backoff(*self._backoff_s, jitter=_JITTER))
+                self._add(key, now_s + backoff.next_wait_s())
+            else:
+                self._failures.pop(key, None)
+            if key in self._again:
+                self._add(key, self._again.pop(key))
+            if requeue_s is not None:
+                self._add(key, now_s + requeue_s)
+            self._changed.notify()
+
     def _step(self) -> float | None:
-        key = self._take()
+        key = self._wait_due()
         if key is None:
             return None if self._closed else 0.0
-        begun_s = time.monotonic()
+        begun_s = self._clock()
         requeue_s: float | None = None
         error: Exception | None = None
         try:
@@ -190,24 +156,33 @@ class WorkQueue:
             error = exc
             raise  # the loop logs it with its traceback
         finally:
-            with self._changed:
-                now_s = time.monotonic()
-                self._schedule.finish(key, now_s, failed=error is not None, requeue_s=requeue_s)
-                self._changed.notify()
-            self._on_result(key, now_s - begun_s, error)
+            self.finish(key, failed=error is not None, requeue_s=requeue_s)
+            self._on_result(key, self._clock() - begun_s, error)
         return 0.0
 
-    def _take(self) -> str | None:
+    def _wait_due(self) -> str | None:
+        """Return a key that is due, after a wait if none is yet; None if none is then either."""
         with self._changed:
             if self._closed:
                 return None
-            key = self._schedule.take(time.monotonic())
-            if key is None:
-                due_s = self._schedule.get_next_due_s()
-                wait_s = _LOOK_S if due_s is None else min(_LOOK_S, max(0.0, due_s - time.monotonic()))
+            wait_s = min(_LOOK_S, self._get_next_due_s() - self._clock())
+            if wait_s > 0:
                 self._changed.wait(wait_s)
-                key = None if self._closed else self._schedule.take(time.monotonic())
-            return key
+            return None if self._closed else self.take()
+
+    def _add(self, key: str, due_s: float) -> None:
+        if key in self._active:
+            self._again[key] = min(due_s, self._again.get(key, due_s))
+        elif due_s < self._due.get(key, math.inf):
+            self._number += 1  # of two that are due at once, the first that was added comes first
+            self._due[key] = due_s
+            heapq.heappush(self._heap, (due_s, self._number, key))
+
+    def _get_next_due_s(self) -> float:
+        """Return when the next key is due; infinite if none is."""
+        while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else math.inf
 
 
 _BEAT_S: Final = 1.0

@@ -9,7 +9,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -142,14 +141,6 @@ _MOST_PODS: Final = 10_000
 """Waiting pods that are remembered, about a megabyte. The oldest are forgotten first."""
 
 
-@dataclass
-class _Waiting:
-    """A pod that has no node yet, and whether the scheduler has said that no node has room for it."""
-
-    since_s: float
-    refused: bool = False
-
-
 class GiveBackMeter:
     """Counts pods that waited for a teacher to leave. For a single thread.
 
@@ -166,13 +157,15 @@ class GiveBackMeter:
             registry=registry,
         )
         self._clock = clock
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, float] = {}  # pod without a node -> since when
+        self._refused: set[str] = set()  # of these, pods for which the scheduler has found no room
         self._left: dict[str, float] = {}  # node -> when a teacher was last seen to leave it
 
     def record(self, event: str, pod: Object | None) -> None:
         """Take an event of `KubeWatch`."""
         if pod is None:  # the watch was interrupted, and events are missing
             self._waiting.clear()
+            self._refused.clear()
             self._left.clear()
             return
         metadata, spec, status = pod.get("metadata") or {}, pod.get("spec") or {}, pod.get("status") or {}
@@ -183,17 +176,22 @@ class GiveBackMeter:
         if OWNER_UID_LABEL in labels:
             return
         if event == "ADDED" and not node:
-            self._waiting[uid] = _Waiting(now_s)
+            self._waiting[uid] = now_s
             if len(self._waiting) > _MOST_PODS:
-                del self._waiting[next(iter(self._waiting))]
-        waiting = self._waiting.get(uid)
-        if waiting is None:
+                self._forget(next(iter(self._waiting)))
+        since_s = self._waiting.get(uid)
+        if since_s is None:
             return
-        waiting.refused = waiting.refused or bool(status.get("nominatedNodeName")) or _is_unschedulable(status)
+        if status.get("nominatedNodeName") or _is_unschedulable(status):
+            self._refused.add(uid)
+        if event != "DELETED" and node and uid in self._refused and self._left.get(node, -math.inf) >= since_s:
+            self._seconds.observe(now_s - since_s)
         if node or event == "DELETED":
-            del self._waiting[uid]
-        if event != "DELETED" and node and waiting.refused and self._left.get(node, -math.inf) >= waiting.since_s:
-            self._seconds.observe(now_s - waiting.since_s)
+            self._forget(uid)
+
+    def _forget(self, uid: str) -> None:
+        del self._waiting[uid]
+        self._refused.discard(uid)
 
 
 def _is_unschedulable(status: Object) -> bool:

@@ -12,8 +12,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, QuotaExceededError
 from edl.kube.client import KubeClient
@@ -155,8 +155,7 @@ _REFUSALS: Final[Mapping[type[Exception], str]] = {
 """Reasons of the condition `Accepted` if the API server accepts the spec, but not an object that follows from it."""
 
 
-@dataclass(frozen=True)
-class ResourceHandling:
+class ResourceHandling(NamedTuple):
     """How resources of a kind are read and planned; the second argument of `parse` is the default store."""
 
     type: ResourceType

@@ -19,7 +19,7 @@ from edl.master.kube.observation import EventNote
 from edl.master.kube.operator import events
 from edl.master.kube.operator import looks as looks_module
 from edl.master.kube.operator.events import EventRecorder
-from edl.master.kube.operator.looks import KeySchedule, ResourceWatches, WorkQueue
+from edl.master.kube.operator.looks import ResourceWatches, WorkQueue
 from edl.master.kube.operator.monitoring import OperatorHealth
 from tests.fast.master.kube.operator.in_memory_api import InMemoryApi
 from tests.waiting import wait_until
@@ -225,14 +225,14 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.schedule = KeySchedule(1.0, 8.0)
         self.now_s = 0.0
+        self.queue = WorkQueue(lambda key: None, workers=0, backoff_s=(1.0, 8.0), clock=lambda: self.now_s)
         self.wanted: dict[str, float] = {}
         self.active: set[str] = set()
 
     @rule(key=KEYS, delay_s=st.floats(0, 20))
     def add(self, key: str, delay_s: float) -> None:
-        self.schedule.add(key, self.now_s + delay_s)
+        self.queue.add(key, delay_s)
         self.wanted[key] = min(self.wanted.get(key, float("inf")), self.now_s + delay_s)
 
     @rule(seconds=st.floats(0, 10))
@@ -242,7 +242,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         due = {key: at_s for key, at_s in self.wanted.items() if key not in self.active and at_s <= self.now_s}
-        key = self.schedule.take(self.now_s)
+        key = self.queue.take()
         assert (key is None) == (not due), f"{key} is given out, due are {due}"
         if key is not None:
             assert due[key] == min(due.values()), f"{key} is not the first of {due}"
@@ -255,20 +255,20 @@ class ScheduleMachine(RuleBasedStateMachine):
             return
         key = min(self.active)
         self.active.discard(key)
-        self.schedule.finish(key, self.now_s, failed=failed, requeue_s=requeue_s)
+        self.queue.finish(key, failed=failed, requeue_s=requeue_s)
         if requeue_s is not None:
             self.wanted[key] = min(self.wanted.get(key, float("inf")), self.now_s + requeue_s)
         if failed:  # the wait has chance in it: what the schedule says is checked for its bounds, and taken over
-            due_s = self.schedule._due[key]
+            due_s = self.queue._due[key]
             assert due_s <= min(self.wanted.get(key, float("inf")), self.now_s + 8.0)
             assert due_s >= min(self.wanted.get(key, float("inf")), self.now_s + 0.8)
             self.wanted[key] = due_s
 
     @invariant()
     def counts(self) -> None:
-        assert len(self.schedule) == len(self.wanted.keys() | self.active)
+        assert len(self.queue) == len(self.wanted.keys() | self.active)
         waiting = [at_s for key, at_s in self.wanted.items() if key not in self.active]
-        assert self.schedule.get_next_due_s() == min(waiting, default=None)
+        assert self.queue.count_due() == sum(at_s <= self.now_s for at_s in waiting)
 
 
 ScheduleMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
@@ -319,7 +319,7 @@ def test_errors_are_repeated_and_reported() -> None:
     def note(key: str, seconds: float, error: Exception | None) -> None:
         results.append((key, type(error).__name__))
 
-    queue = WorkQueue(work, workers=2, on_result=note, schedule=KeySchedule(0.01, 0.02))
+    queue = WorkQueue(work, workers=2, on_result=note, backoff_s=(0.01, 0.02))
     try:
         queue.add("a")
         wait_until(lambda: len(results) == 3, "success")

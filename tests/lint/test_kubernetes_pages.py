@@ -9,10 +9,10 @@ import yaml
 
 from edl.kube.resource_types import DEPLOYMENTS
 from edl.master.kube.jobs.status import FAILURE_ADVICE, FAILURE_REASONS
-from edl.master.kube.members.records import POD_RELAUNCH_TABLE
 from edl.master.kube.observation import OwnerObservation, ScaleTarget, StoreAnswer
 from edl.master.kube.pools import plan_pool
 from edl.master.kube.resources import TeacherPool, parse_teacher_pool
+from edl.master.scaling.terminations import RELAUNCH_TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/kubernetes-conditions.md").read_text()
@@ -30,7 +30,7 @@ def test_page_has_what_jobs_fail_for() -> None:
 def test_page_has_the_relaunch_table() -> None:
     rows = re.findall(r"^\| `([a-z_]+)` \| .* \| (.*) \|$", PAGE, re.MULTILINE)
     limits = {}
-    for cause, rules in POD_RELAUNCH_TABLE.items():
+    for cause, rules in RELAUNCH_TABLE.items():
         endless = any(rule.times is None for rule in rules)
         limits[cause.value] = "without end" if endless else str(sum(rule.times or 0 for rule in rules))
         assert endless == (cause not in FAILURE_REASONS)

@@ -53,12 +53,6 @@ class JobRequest:
     moves: int = 0  # how often its size was changed
     waited_s: float = 0.0  # for its minimum, without a break
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.min_workers <= self.max_workers or self.gpus < 1:
-            raise ValueError(f"{self.name}: {self.min_workers} to {self.max_workers} workers of {self.gpus} GPUs")
-        if not (self.weight > 0 and self.pause_s >= 0 and math.isfinite(self.weight + self.submitted_s)):
-            raise ValueError(f"{self.name}: weight {self.weight}, pause {self.pause_s} s, came at {self.submitted_s} s")
-
 
 class _JobValue:
     """What numbers of workers are worth to a job: weight x log T(n), less what a move costs.

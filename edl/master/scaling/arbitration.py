@@ -61,16 +61,9 @@ def arbitrate(
         placements: Job -> node -> workers that it has now; nodes that are not in `nodes` are lost, and jobs that are
             not in `jobs` have ended.
         settings: What the decision goes by; None for the defaults.
-
-    Raises:
-        ValueError: two jobs have one name, or a node has a negative number of GPUs.
     """
     requests = sorted(jobs, key=lambda job: (-job.priority, job.submitted_s, job.name))
-    if len({request.name for request in requests}) < len(requests):
-        raise ValueError("two jobs have one name")
     names = sorted(nodes)
-    if any(nodes[name] < 0 for name in names):
-        raise ValueError("a node has a negative number of GPUs")
     numbers = {name: number for number, name in enumerate(names)}
     plan = AllocationPlan(requests, settings or ArbitrationSettings(), [nodes[name] for name in names])
     for job, request in enumerate(requests):

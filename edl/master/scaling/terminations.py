@@ -5,10 +5,10 @@ container's first process died of it; a lost node says nothing at all. So `find_
 the most specific first: what the agent found out about its hardware, then memory, then what became of the pod and its
 node, and only then exit codes and signals.
 
-`decide_relaunch` looks the cause, and how many times in a row it happened, up in one table. In a row of the table the
-cheapest action comes first (a restart in place keeps the pod, its node and its state in memory), and what helps a cause
-comes at once (more memory, another node). Whatever fails this often in a row gets an end, except where the cluster
-took the place: that is not the job's fault and may go on for days.
+`decide_relaunch` looks the cause, and how many times in a row it happened, up in one table. It is about pods that have
+ended; `edl run` has restarted its workers within the pod before. In a row of the table the cheapest action comes first,
+and what helps a cause comes at once (more memory, another node). Whatever fails this often in a row gets an end, except
+where the cluster took the place: that is not the job's fault and may go on for days.
 
 The agent writes exit codes and messages in `edl.collective.agent.ending`, not imported here; a test compares the two.
 """
@@ -250,7 +250,7 @@ def _read_count(values: dict[str, Any], name: str, largest: int) -> int | None:
     return value if type(value) is int and 0 <= value <= largest else None
 
 
-_MEMORY_STEP: Final = 1.5
+MEMORY_STEP: Final = 1.5
 """Each time the memory grows by this factor. Three steps are 3.4 times the request, beyond which it is a leak rather
 than a wrong estimate; with 2, the third step would be 8 times, which few nodes have."""
 _FIRST_DELAY_S: Final = 10.0  # before a second new pod; doubled each time, as the kubelet's CrashLoopBackOff
@@ -261,7 +261,6 @@ class RelaunchAction(Enum):
     """An action after a worker's end."""
 
     NOTHING = "nothing"  # it did what it had to
-    RESTART_IN_PLACE = "restart in place"  # in the same pod: its agent starts a process from the state in memory
     NEW_POD = "new process or pod"  # another pod, or on a bare machine another agent process, wherever
     MORE_MEMORY = "new pod with more memory"
     ELSEWHERE = "new pod on another node"
@@ -281,11 +280,9 @@ class RelaunchDecision:
     """The action after a worker's end, with its details."""
 
     action: RelaunchAction
-    memory_factor: float  # of the new pod, by what the job asked for at first
-    delay_s: float  # to wait before
+    delay_s: float = 0.0  # to wait before
 
 
-_AT_ONCE: Final = RelaunchAction.RESTART_IN_PLACE
 _NEW: Final = RelaunchAction.NEW_POD
 _ELSEWHERE: Final = RelaunchAction.ELSEWHERE
 
@@ -293,17 +290,17 @@ RELAUNCH_TABLE: Final[Mapping[TerminationCause, tuple[RelaunchRule, ...]]] = {
     TerminationCause.SUCCEEDED: (RelaunchRule(RelaunchAction.NOTHING),),
     TerminationCause.USER_ERROR: (),
     TerminationCause.OUT_OF_MEMORY: (RelaunchRule(RelaunchAction.MORE_MEMORY, 3),),
-    TerminationCause.KILLED: (RelaunchRule(_AT_ONCE, 2), RelaunchRule(_NEW, 3), RelaunchRule(_ELSEWHERE, 2)),
-    TerminationCause.CRASHED: (RelaunchRule(_AT_ONCE, 2), RelaunchRule(_ELSEWHERE, 1)),
-    TerminationCause.PEER_LOST: (RelaunchRule(_AT_ONCE, 10),),
+    TerminationCause.KILLED: (RelaunchRule(_NEW, 5), RelaunchRule(_ELSEWHERE, 2)),
+    TerminationCause.CRASHED: (RelaunchRule(_NEW, 2), RelaunchRule(_ELSEWHERE, 1)),
+    TerminationCause.PEER_LOST: (RelaunchRule(_NEW, 10),),
     TerminationCause.PREEMPTED: (RelaunchRule(_NEW),),
     TerminationCause.EVICTED: (RelaunchRule(_ELSEWHERE, 10),),
     TerminationCause.NODE_LOST: (RelaunchRule(_ELSEWHERE),),
     TerminationCause.HARDWARE: (RelaunchRule(_ELSEWHERE, 10),),
-    TerminationCause.UNCLEAR_FAULT: (RelaunchRule(_AT_ONCE, 1), RelaunchRule(_ELSEWHERE, 1)),
+    TerminationCause.UNCLEAR_FAULT: (RelaunchRule(_NEW, 1), RelaunchRule(_ELSEWHERE, 1)),
     TerminationCause.LAUNCH_FAILED: (RelaunchRule(_NEW, 3),),
     TerminationCause.QUORUM_MISSED: (RelaunchRule(_NEW),),
-    TerminationCause.NOT_STORED: (RelaunchRule(_AT_ONCE, 3),),
+    TerminationCause.NOT_STORED: (),  # another pod would find the job done, and nothing to store
     TerminationCause.UNKNOWN: (RelaunchRule(_NEW, 3),),
 }
 """Actions that are tried, in this order, before the job stops. `edl run` also restarts ten times without progress."""
@@ -316,21 +313,12 @@ def decide_relaunch(
 
     `count` is how many times in a row it ended so without progress between, this one included: 1 or more.
     """
-    if count < 1:
-        raise ValueError(f"a worker that ended has ended at least once, not {count} times")
     left = count
     for rule in table[cause]:
         if rule.times is None or left <= rule.times:
-            return _apply(rule.action, left)
+            if rule.action is not RelaunchAction.NEW_POD or left == 1:
+                return RelaunchDecision(rule.action)
+            doublings = min(left - 2, 16)  # far beyond the longest delay, and small enough for a float
+            return RelaunchDecision(rule.action, min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**doublings))
         left -= rule.times
-    return RelaunchDecision(RelaunchAction.STOP, 1.0, 0.0)
-
-
-def _apply(action: RelaunchAction, turn: int) -> RelaunchDecision:
-    """Return the decision for the `turn`-th time in a row that `action` is taken, from 1."""
-    if action is RelaunchAction.MORE_MEMORY:
-        return RelaunchDecision(action, _MEMORY_STEP**turn, 0.0)
-    if action is RelaunchAction.NEW_POD and turn > 1:
-        doublings = min(turn - 2, 16)  # far beyond the longest delay, and small enough for a float
-        return RelaunchDecision(action, 1.0, min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**doublings))
-    return RelaunchDecision(action, 1.0, 0.0)
+    return RelaunchDecision(RelaunchAction.STOP)

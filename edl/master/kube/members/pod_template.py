@@ -56,7 +56,8 @@ def build_member_pod(owner: MemberOwner, launch: MemberLaunch) -> Object:
     template = copy.deepcopy(dict(owner.template))
     metadata, spec = dict(get_mapping(template, "metadata")), dict(get_mapping(template, "spec"))
     containers = [dict(item) for item in spec.get("containers") or [] if isinstance(item, Mapping)] or [{}]
-    main = containers[_find_main_index(spec, containers)]
+    name = find_main_container(spec).get("name")
+    main = next((container for container in containers if container.get("name") == name), containers[0])
     if launch.resources is not None:
         main["resources"] = copy.deepcopy(dict(launch.resources))
         containers = [main]
@@ -92,11 +93,6 @@ def has_memory_quantity(owner: MemberOwner) -> bool:
     """Whether an owner's template asks for memory or limits it, so that a relaunch can give more."""
     resources = get_mapping(find_main_container(get_mapping(owner.template, "spec")), "resources")
     return any("memory" in get_mapping(resources, kind) for kind in ("requests", "limits"))
-
-
-def _find_main_index(spec: Mapping[str, Any], containers: Sequence[Mapping[str, Any]]) -> int:
-    name = find_main_container(spec).get("name")
-    return next((number for number, container in enumerate(containers) if container.get("name") == name), 0)
 
 
 def _set_main_container(main: dict[str, Any], launch: MemberLaunch, store: str) -> None:

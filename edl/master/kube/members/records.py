@@ -19,6 +19,7 @@ from typing import Any, Final
 from edl.kube.objects import format_time, read_time
 from edl.master.kube.members.pods import MemberPod, get_list, get_mapping, get_text
 from edl.master.scaling.terminations import (
+    MEMORY_STEP,
     RELAUNCH_TABLE,
     RelaunchAction,
     RelaunchDecision,
@@ -33,7 +34,7 @@ from edl.master.scaling.terminations import (
 MAX_MESSAGE_CHARS: Final = 400
 """Characters of a last end's message. A thousand members then take 0.4 MB of the 1.5 MB that etcd takes of an object;
 the traceback that ends a job is in its condition."""
-MAX_MEMORY_FACTOR: Final = 1.5**3
+MAX_MEMORY_FACTOR: Final = MEMORY_STEP**3
 """The product of the relaunch table's three steps: a status with more was written by hand."""
 _PACE_S: Final = 10.0
 _BURST_S: Final = 40.0
@@ -101,10 +102,6 @@ class MemberRecord:
     def ended(self) -> bool:
         """Whether the newest pod has ended for good, so that no other follows."""
         return self.last_end is not None and self.last_end.try_number >= self.try_number
-
-    def is_current(self, pod: MemberPod) -> bool:
-        """Whether a pod is the newest of this member, and takes part or will."""
-        return pod.live and pod.try_number == self.try_number and not self.ended
 
     def is_superseded(self, pod: MemberPod) -> bool:
         """Whether a pod's end is counted, or it was released, and another try has its place."""
@@ -284,27 +281,6 @@ ROOM_PATIENCE_S: Final = 60.0
 """A pod that no node takes within this time is made again with fewer nodes left out."""
 
 
-def _merge_rules(rules: tuple[RelaunchRule, ...]) -> tuple[RelaunchRule, ...]:
-    """Return rules with a new pod in place of a restart in place, neighbours with the same action joined."""
-    merged: list[RelaunchRule] = []
-    for rule in rules:
-        action = RelaunchAction.NEW_POD if rule.action is RelaunchAction.RESTART_IN_PLACE else rule.action
-        if merged and merged[-1].action is action and merged[-1].times is not None:
-            times = None if rule.times is None else merged[-1].times + rule.times
-            merged[-1] = RelaunchRule(action, times)
-        else:
-            merged.append(RelaunchRule(action, rule.times))
-    return tuple(merged)
-
-
-POD_RELAUNCH_TABLE: Final[Mapping[TerminationCause, tuple[RelaunchRule, ...]]] = {
-    **{cause: _merge_rules(rules) for cause, rules in RELAUNCH_TABLE.items()},
-    TerminationCause.NOT_STORED: (),
-}
-"""`RELAUNCH_TABLE` for pods that have ended. A last state that is not stored goes with its pod's memory: another pod
-would find the job done, and nothing to store."""
-
-
 @dataclass(frozen=True)
 class MemberOutcome:
     """A member's end, counted; `record` is the member's from now on."""
@@ -342,7 +318,7 @@ def record_end(
     now_s: float,
     *,
     progress: int | None = None,
-    table: Mapping[TerminationCause, tuple[RelaunchRule, ...]] = POD_RELAUNCH_TABLE,
+    table: Mapping[TerminationCause, tuple[RelaunchRule, ...]] = RELAUNCH_TABLE,
 ) -> MemberOutcome:
     """Count the end of a member's newest pod, and decide the next step."""
     verdict = _find_cause(report, pod)
@@ -369,7 +345,7 @@ def record_end(
     if decision.action not in (RelaunchAction.NOTHING, RelaunchAction.STOP):
         after = replace(
             after.begin_try(now_s, decision.delay_s),
-            memory_factor=_raise_memory(record.memory_factor, decision),
+            memory_factor=_raise_memory(record.memory_factor, decision.action),
             excluded_nodes=_exclude(record, end, decision, now_s),
         )
     return MemberOutcome(after, verdict, decision, end, report.message)
@@ -417,12 +393,9 @@ def _has_progressed(record: MemberRecord, pod: MemberPod | None, now_s: float, p
     return before is not None and progress is not None and progress > before
 
 
-def _raise_memory(factor: float, decision: RelaunchDecision) -> float:
-    """Return the factor for memory, which is only ever raised."""
-    if decision.action is not RelaunchAction.MORE_MEMORY:
-        return factor
-    step = decide_relaunch(TerminationCause.OUT_OF_MEMORY, 1).memory_factor
-    return min(MAX_MEMORY_FACTOR, max(decision.memory_factor, factor * step))
+def _raise_memory(factor: float, action: RelaunchAction) -> float:
+    """Return the factor for memory, which is only ever raised: what did not suffice once does not later."""
+    return min(MAX_MEMORY_FACTOR, factor * MEMORY_STEP) if action is RelaunchAction.MORE_MEMORY else factor
 
 
 def _exclude(
@@ -473,7 +446,7 @@ def review_members(
             outcome = record_end(record, report, pod_or_none, now_s, progress=progress)
             outcomes[key] = outcome
             record = outcome.record
-        elif pod_or_none is not None and record.is_current(pod_or_none):
+        elif pod_or_none is not None and not record.ended:
             current[key] = pod_or_none
             if pod_or_none.scheduled and NO_ROOM in record.failures:
                 left = {cause: count for cause, count in record.failures.items() if cause != NO_ROOM}

@@ -38,7 +38,6 @@ class OperatorHealth:
         self._beat_s = self._clock()
         self._waiting = "the watches have not begun"
         self._failing_since_s: float | None = None
-        self._failure = ""
 
     def beat(self) -> None:
         """Note a sign of life of the watches' loop."""
@@ -50,7 +49,7 @@ class OperatorHealth:
         with self._lock:
             self._waiting = reason
 
-    def note_request(self, code: int, problem: str = "") -> bool:
+    def note_request(self, code: int) -> bool:
         """Note a request to the API server; return whether the server has just come back or gone."""
         away = code == 0 or code >= 500
         with self._lock:
@@ -59,7 +58,6 @@ class OperatorHealth:
                 self._failing_since_s = None
             elif self._failing_since_s is None:
                 self._failing_since_s = self._clock()
-                self._failure = problem
             return changed
 
     def check_live(self) -> str:
@@ -80,7 +78,7 @@ class OperatorHealth:
                 return self._waiting
             since_s = self._failing_since_s
         if since_s is not None and self._clock() - since_s > _AWAY_LIMIT_S:
-            return f"the API server has been away for {self._clock() - since_s:.0f} s {self._failure}".rstrip()
+            return f"the API server has been away for {self._clock() - since_s:.0f} s"
         return ""
 
 

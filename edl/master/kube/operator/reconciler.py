@@ -271,7 +271,12 @@ class Reconciler:
         return math.inf
 
     def _carry_out(
-        self, kind: ResourceHandling, resource: Object, owner: MemberOwner, plan: Plan, target: ScaleTarget | None
+        self,
+        kind: ResourceHandling,
+        resource: Object,
+        owner: MemberOwner,
+        plan: Plan,
+        target: ScaleTarget | None,
     ) -> float:
         plan = self._note_refusal(owner, plan)
         self._surroundings.note_status(owner, plan.status)
@@ -434,7 +439,11 @@ class Reconciler:
                 self._write_status(kind.type, fresh, self._with_problem(status, problem, owner, status))
 
     def _with_problem(
-        self, status: Mapping[str, Any], problem: SpecProblem, owner: MemberOwner, before: Mapping[str, Any]
+        self,
+        status: Mapping[str, Any],
+        problem: SpecProblem,
+        owner: MemberOwner,
+        before: Mapping[str, Any],
     ) -> Object:
         """Return a status with the API server's refusal; its time is kept from `before`."""
         condition = Condition("Accepted", False, problem.reason, problem.message)

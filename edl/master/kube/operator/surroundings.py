@@ -8,6 +8,7 @@ more members than it has is looked at when room comes.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -394,8 +395,8 @@ class LiveSurroundings:
 
     def look(self, owner: MemberOwner, pods: Iterable[MemberPod] = ()) -> OwnerObservation:
         """Return what is known now, but for the resource's pods; an EDLError if pools cannot be listed just now."""
-        if isinstance(owner, ElasticJob | TeacherPool):
-            self._cleanup.note(owner)
+        assert isinstance(owner, ElasticJob | TeacherPool)
+        self._cleanup.note(owner)
         if isinstance(owner, ElasticJob) and find_final_phase(owner):
             self.forget(owner.key)
             return OwnerObservation()
@@ -448,17 +449,13 @@ class LiveSurroundings:
             self.note_capacity()  # what it lends is shared among jobs
         return holder
 
-    def _ask_store(self, owner: MemberOwner) -> StoreAnswer:
-        if isinstance(owner, ElasticJob):
-            answer = self._stores.ask(owner.key, owner.store, "workers", owner.job_id, namespace=owner.namespace)
-            # If the operator keeps the job's master alive, what was wanted last is the best that is known.
-            return answer if owner.master.enabled or not answer.silent else replace(answer, wanted=None)
+    def _ask_store(self, owner: ElasticJob | TeacherPool) -> StoreAnswer:
+        ask = functools.partial(self._stores.ask, owner.key, owner.store, namespace=owner.namespace)
         if isinstance(owner, TeacherPool):
-            advised = owner.scaling == "auto" and not owner.suspend
-            return self._stores.ask(
-                owner.key, owner.store, "teachers", owner.service, namespace=owner.namespace, advised=advised
-            )
-        raise TypeError(f"{type(owner).__name__} is neither job nor pool")
+            return ask("teachers", owner.service, advised=owner.scaling == "auto" and not owner.suspend)
+        answer = ask("workers", owner.job_id)
+        # If the operator keeps the job's master alive, what was wanted last is the best that is known.
+        return answer if owner.master.enabled or not answer.silent else replace(answer, wanted=None)
 
     def _share(self, job: ElasticJob, sharing: SharingJob | None, capacity: ClusterCapacity | None) -> JobShare | None:
         with self._lock:

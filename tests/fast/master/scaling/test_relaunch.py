@@ -92,9 +92,9 @@ def test_what_goes_on_for_ever(cause: TerminationCause) -> None:
 
 
 def test_another_table() -> None:
-    table = {**RELAUNCH_TABLE, Cause.USER_ERROR: (RelaunchRule(RelaunchAction.RESTART_IN_PLACE, 3),)}
+    table = {**RELAUNCH_TABLE, Cause.USER_ERROR: (RelaunchRule(RelaunchAction.NEW_POD, 3),)}
     actions = [decide_relaunch(Cause.USER_ERROR, count, table).action for count in (1, 3, 4)]
-    assert actions == [RelaunchAction.RESTART_IN_PLACE, RelaunchAction.RESTART_IN_PLACE, RelaunchAction.STOP]
+    assert actions == [RelaunchAction.NEW_POD, RelaunchAction.NEW_POD, RelaunchAction.STOP]
     assert decide_relaunch(Cause.USER_ERROR, 1).action is RelaunchAction.STOP
 
 

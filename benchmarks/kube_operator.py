@@ -161,11 +161,12 @@ class _Conditions:
         self._lock = threading.Lock()
         self._made_s: dict[str, float] = {}
         self._seen_s: dict[str, float] = {}
+        self._listed = threading.Event()
         self._watch: KubeWatch | None = None
 
     def __enter__(self) -> _Conditions:
         self._watch = KubeWatch(self._client, ELASTIC_JOBS, self._namespace, on_change=self._see)
-        if not self._watch.wait_listed(60.0):
+        if not self._listed.wait(60.0):
             raise SystemExit(f"jobs cannot be watched: {self._watch.stale}")
         return self
 
@@ -196,6 +197,8 @@ class _Conditions:
             time.sleep(0.2)
 
     def _see(self, change: str, job: dict[str, Any] | None) -> None:
+        if change == "LISTED":
+            self._listed.set()
         if job is not None and (job.get("status") or {}).get("conditions"):
             with self._lock:
                 self._seen_s.setdefault(job["metadata"]["name"], time.monotonic())

@@ -21,7 +21,6 @@ from edl.kube.connection import Stream
 from edl.kube.objects import Object
 from edl.kube.resource_types import ResourceType
 from edl.kube.responses import ExpiredError
-from edl.notifier import Notifier
 from edl.quoting import shown
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,6 @@ class KubeWatch:
         self._resource_version = ""
         self._listed = False
         self._error: EDLError | None = None
-        self._changed = Notifier()
         self._stream: Stream | None = None
         self._closed = False
         self._backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S, jitter=0.5)
@@ -106,17 +104,11 @@ class KubeWatch:
         """Whether the server has answered once: before that, no objects means nothing."""
         return self._listed
 
-    def wait_listed(self, timeout_s: float) -> bool:
-        """Wait until the server has answered once; False after `timeout_s`, or where this is closed."""
-        self._changed.wait_for(lambda: self._listed or self._closed, timeout_s)
-        return self._listed
-
     def close(self) -> None:
         """Stop following. May be called twice, and by `on_change`."""
         if self._closed:
             return
         self._closed = True
-        self._changed.notify()
         self._loop.close(_CLOSE_S)
 
     def _interrupt(self) -> None:
@@ -202,10 +194,8 @@ class KubeWatch:
             self._announce("STALE", None)
 
     def _announce(self, change: str, obj: Object | None) -> None:
-        if self._closed:
-            return
-        self._changed.notify()
-        self._on_change(change, obj)
+        if not self._closed:
+            self._on_change(change, obj)
 
 
 def _key(obj: Object) -> ObjectKey:

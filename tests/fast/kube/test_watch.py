@@ -145,10 +145,9 @@ def test_first_list_may_fail(script: Script, follow: Callable[..., KubeWatch]) -
     watch = follow()
     wait_until(lambda: watch.stale)
     assert not watch.listed
-    assert not watch.wait_listed(0.1)
     assert 'verbs: ["list"]' in watch.stale
     script.away = None
-    assert watch.wait_listed(60), "after many refusals it asks three times a minute"
+    wait_until(lambda: watch.listed, "a list: after many refusals it asks three times a minute")
 
 
 def test_silent_connection_is_noticed(
@@ -181,7 +180,7 @@ def test_answer_without_a_length(script: Script, follow: Callable[..., KubeWatch
 
 def test_closing_is_prompt(script: Script, follow: Callable[..., KubeWatch]) -> None:
     watch = follow()
-    assert watch.wait_listed(60)
+    wait_until(lambda: watch.listed)
     wait_until(lambda: len(script.asked) == 2)
     watch.close()
     watch.close()

@@ -18,6 +18,7 @@ from tests.cluster.api import MERGE, Cluster, kubectl_program
 from tests.cluster.machine import KubeMachine
 from tests.cluster.operator_process import OperatorProcess
 from tests.kubernetes.scenarios.scene import Scene, SetGpus, find_condition, is_running
+from tests.waiting import wait_until
 
 FIRST, SECOND = 2.0, 3.0
 """What teachers multiply by: a label tells which model it is of."""
@@ -53,7 +54,7 @@ class TeacherHistory:
         self._ready: set[str] = set()
         self._watch: KubeWatch | None = None
         watch = KubeWatch(cluster.client, PODS, namespace, label_selector="edl.io/pool=digits", on_change=self._take)
-        assert watch.wait_listed(60)
+        wait_until(lambda: watch.listed)
         self._watch = watch
         self._take("LISTED", None)
 

@@ -102,7 +102,7 @@ def _use_proxy(configuration: Any, url: str) -> None:
 _AGREEING: Final = 3
 """Answers in a row that must agree before they count: a single one may be a proxy's."""
 _NEAR_S: Final = 2.0
-"""Answers agree, and clocks count as equal, up to this: a `Date` has whole seconds, and an answer takes some time."""
+"""Answers agree, and the time is not corrected, up to this: a `Date` has whole seconds, and an answer takes time."""
 _SLOWEST_S: Final = 5.0
 """An answer that took longer says too little about the time."""
 _LARGEST_SKEW_S: Final = 86400.0
@@ -151,7 +151,6 @@ class ServerClock:
             if len(found) < _AGREEING or spread > _NEAR_S or abs(found[0]) > _LARGEST_SKEW_S:
                 return
             skew_s = found[_AGREEING // 2]
-            skew_s = 0.0 if abs(skew_s) <= _NEAR_S else skew_s
             if abs(skew_s - self._skew_s) <= _NEAR_S:
                 return
             self._skew_s = skew_s

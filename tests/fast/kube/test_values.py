@@ -87,7 +87,7 @@ def test_error_is_bounded(skew_s: float, requests: list[tuple[float, float]]) ->
     machines = Machines(skew_s)
     for there_s, back_s in requests:
         machines.ask(there_s, back_s)
-    assert abs(machines.error_s) <= 4.0
+    assert abs(machines.error_s) <= 3.0
 
 
 @pytest.mark.parametrize("wrong_s", [-3600.0, 30.0, 3600.0, 2 * 86400.0])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -18,20 +15,19 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from edl.background import BackgroundLoop
 from edl.cli.output import console, printable, table
 from edl.command_line import CommandParser
 from edl.discovery import open_registry, open_store
 from edl.discovery.records import check_service
-from edl.discovery.registry import Instance, Registry, Snapshot, Watch
+from edl.discovery.registry import Instance, Registry, Snapshot
 from edl.errors import DiscoveryError, SettingsError
 from edl.load_reporting import ServiceLoad, StudentRate, TeacherRate, read_service, read_wanted
 from edl.master.scaling.teachers import TeacherScalingSettings, observe_teachers, required_teachers
 from edl.quoting import clip, did_you_mean, listed
 from edl.settings import DiscoverySettings
 
-_LOOK_FOR_SERVICES_S = 1.0
-"""How often `--watch` without a service's name looks for new services. Within a service nothing is polled."""
+_LOOK_S = 1.0
+"""Time between two looks of `--watch` at all services; a single one is watched, and not polled."""
 _STALE_S = 60.0
 """Age from which a wanted count is called old: an advisor that lives writes every few seconds."""
 _MOST_NOTES = 200
@@ -209,34 +205,17 @@ def _snapshots(registry: Registry, service: str | None) -> Iterator[Snapshot]:
         with registry.watch(service) as watch:
             yield from watch
         return
-    found: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
-    followed: set[str] = set()
-    with contextlib.ExitStack() as stack:
-        while True:
-            for name in _services(registry, followed):
-                followed.add(name)
-                watch = stack.enter_context(registry.watch(name))
-                following = BackgroundLoop("edl-follow-service", partial(_pump, watch, found), watch.close)
-                stack.callback(following.close)
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    yield found.get(timeout=_LOOK_FOR_SERVICES_S)
-
-
-def _pump(watch: Watch, into: queue.SimpleQueue[Snapshot]) -> None:
-    """Pass snapshots on until the watch is closed."""
-    for snapshot in watch:
-        into.put(snapshot)
-
-
-def _services(registry: Registry, followed: set[str]) -> list[str]:
-    """Return services not followed yet. The registry may be away for a while; the watches say so."""
-    try:
-        return [name for name in registry.services() if name not in followed]
-    except DiscoveryError:
-        if not followed:
-            raise
-        return []
+    known: dict[str, Snapshot] = {}
+    while True:
+        try:
+            for name in sorted({*registry.services(), *known}):
+                known[name] = registry.snapshot(name)
+            yield from known.values()
+        except DiscoveryError as exc:  # it may be away for a while
+            if not known:
+                raise
+            yield from (replace(snapshot, stale=str(exc)) for snapshot in known.values())
+        time.sleep(_LOOK_S)
 
 
 @dataclass(frozen=True)

@@ -92,16 +92,7 @@ METRICS: Final = (
 
 
 class DashboardMetrics(Collector):
-    """Collects the latest state at a scrape, in a registry of its own.
-
-    Args:
-        latest: returns the state; None before the first look.
-        figures: returns what the server counts.
-        registries: whose metrics are shown too.
-
-    Attributes:
-        registry: of the Prometheus client library.
-    """
+    """Collects the latest state (None before the first look) at a scrape, in a registry of its own, beside others."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from edl.background import start_call
 from edl.dashboard.metrics import DashboardMetrics, ServerFigures
 from edl.dashboard.state import StateReader
 from edl.dashboard.state.cluster import ClusterView
-from edl.dashboard.streams import HEARTBEAT_S, NO_STORE, EventStreams, LookLoop
+from edl.dashboard.streams import NO_STORE, EventStreams, LookLoop
 from edl.errors import SettingsError
 from edl.http_server.access import HostCheck, TokenCheck
 from edl.http_server.server import STOP_S, AppServer
@@ -129,26 +129,16 @@ class DashboardServer(AppServer):
     Args:
         settings: The store, where to listen, and who may see the page.
         registries: Registries whose metrics `/metrics` shows as well.
-        heartbeat_s: Seconds between two heartbeats of the stream of events.
-        write_s: Seconds in which a client of the stream must take an event.
 
     Raises:
         SettingsError: The address cannot be listened on, or a file of the credentials cannot be used.
     """
 
-    def __init__(
-        self,
-        settings: DashboardSettings,
-        registries: Iterable[CollectorRegistry] = (),
-        *,
-        heartbeat_s: float = HEARTBEAT_S,
-        write_s: float = 30.0,
-    ) -> None:
+    def __init__(self, settings: DashboardSettings, registries: Iterable[CollectorRegistry] = ()) -> None:
         credentials = CredentialFiles.of(settings.credentials, serving=True)
         super().__init__("edl-dashboard", settings.host, settings.port, credentials, _MOST_CONNECTIONS)
         self._settings = settings
         self._registries = tuple(registries)
-        self._streams_s = (heartbeat_s, write_s)
         self._reader = StateReader(
             settings.store,
             registry_url=settings.registry,
@@ -171,49 +161,29 @@ class DashboardServer(AppServer):
 
     async def serve(self) -> None:
         """See `AppServer.serve`."""
-        looks = LookLoop(self._reader, self._loop)
-        heartbeat_s, write_s = self._streams_s
-        streams = EventStreams(looks, heartbeat_s=heartbeat_s, write_s=write_s)
-        metrics = DashboardMetrics(
+        self._looks = looks = LookLoop(self._reader, self._loop)
+        streams = EventStreams(looks)
+        self._metrics = DashboardMetrics(
             lambda: looks.latest.state if looks.latest is not None else None,
             lambda: ServerFigures(self._reader.looks, looks.look_s, streams.clients),
             self._registries,
         )
+        self._hosts = HostCheck(self._settings.local, self._settings.allowed_hosts)
+        self._files = _read_static_files()
         try:
-            tokens = None
-            if self._credentials is not None and self._credentials.settings.token_file:
-                tokens = TokenCheck(self._credentials)
-            hosts = HostCheck(self._settings.local, self._settings.allowed_hosts)
-            await self.run_app(_Pages(looks, streams, metrics, hosts, tokens).app(), looks.end)
+            await self.run_app(self._app(streams), looks.end)
         finally:
             await asyncio.wrap_future(start_call("edl-dashboard-close", lambda: looks.close(STOP_S)))
 
-
-class _Pages:
-    """Answers requests. `tokens` is None if the page is open."""
-
-    def __init__(
-        self,
-        looks: LookLoop,
-        streams: EventStreams,
-        metrics: DashboardMetrics,
-        hosts: HostCheck,
-        tokens: TokenCheck | None,
-    ) -> None:
-        self._looks = looks
-        self._streams = streams
-        self._metrics = metrics
-        self._hosts = hosts
-        self._tokens = tokens
-        self._files = _read_static_files()
-
-    def app(self) -> web.Application:
-        """Return the application."""
+    def _app(self, streams: EventStreams) -> web.Application:
+        tokens = None
+        if self._credentials is not None and self._credentials.settings.token_file:
+            tokens = TokenCheck(self._credentials)
 
         @web.middleware
         async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
             try:
-                return await self._checked(request, handler)
+                return await self._checked(request, handler, tokens)
             except web.HTTPException as exc:
                 exc.headers.update(HEADERS)
                 raise
@@ -226,23 +196,23 @@ class _Pages:
         app.router.add_get("/", self._index)
         app.router.add_get("/static/{path:.+}", self._static)
         app.router.add_get("/api/state", self._state)
-        app.router.add_get("/api/events", self._streams.answer)
+        app.router.add_get("/api/events", streams.answer)
         app.router.add_get("/metrics", self._answer_metrics)
         app.router.add_get("/healthz", self._live)
         app.router.add_get("/livez", self._live)
         app.router.add_get("/readyz", self._ready)
         return app
 
-    async def _checked(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Answer a request that has the right name and, if tokens are required, a token."""
+    async def _checked(self, request: web.Request, handler: _Handler, tokens: TokenCheck | None) -> web.StreamResponse:
+        """Answer a request that has the right name or, if tokens are required, a token."""
         if request.path in _PROBES:
             return await handler(request)
-        if self._tokens is None and not self._hosts.allows(request.headers.get("Host")):
+        if tokens is None and not self._hosts.allows(request.headers.get("Host")):
             raise web.HTTPForbidden(
                 text="this page is not known under the name in the Host header: use its address, or start it with "
                 "--allow-host NAME\n"
             )
-        if self._tokens is not None and not self._tokens.allows(request.headers.get("Authorization")):
+        if tokens is not None and not tokens.allows(request.headers.get("Authorization")):
             words = "token required (a line of --token-file): Authorization: Bearer TOKEN, or a browser's password\n"
             raise web.HTTPUnauthorized(text=words, headers={**NO_STORE, **_ASK_TOKEN})
         return await handler(request)

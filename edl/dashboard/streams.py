@@ -177,7 +177,7 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[Published], 
 
 # --- Events ---
 
-HEARTBEAT_S: Final = 5.0
+_HEARTBEAT_S: Final = 5.0
 """A heartbeat follows after this long without an event: a page that hears nothing for 15 s connects again."""
 _HEADERS: Final = {**NO_STORE, "Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
 _RETRY_MS: Final = 2000
@@ -195,10 +195,8 @@ _FIRST_S: Final = 10.0
 class EventStreams:
     """Answers `/api/events`."""
 
-    def __init__(self, looks: LookLoop, *, heartbeat_s: float = HEARTBEAT_S, write_s: float = _WRITE_S) -> None:
+    def __init__(self, looks: LookLoop) -> None:
         self._looks = looks
-        self._heartbeat_s = heartbeat_s
-        self._write_s = write_s
         self.clients = 0
         """That are connected."""
 
@@ -227,7 +225,7 @@ class EventStreams:
         if not await self._write(request, response, opening):
             return
         while not self._looks.closed:
-            published = await self._looks.newer_than(-1 if look is None else look, self._heartbeat_s)
+            published = await self._looks.newer_than(-1 if look is None else look, _HEARTBEAT_S)
             if self._looks.closed:
                 return
             if published is None:
@@ -241,7 +239,7 @@ class EventStreams:
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> bool:
         """Send bytes; return whether the client took them in time."""
         try:
-            await asyncio.wait_for(response.write(data), self._write_s)
+            await asyncio.wait_for(response.write(data), _WRITE_S)
         except asyncio.TimeoutError:
             if request.transport is not None:
                 request.transport.abort()

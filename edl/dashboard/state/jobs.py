@@ -38,14 +38,7 @@ class JobReader:
         self._ended: dict[str, tuple[list[JobPart], JobSummary]] = {}
 
     def read(self, now_s: float) -> tuple[dict[str, JobSummary], dict[str, MasterStatus], list[UnreadableRecord]]:
-        """Ask the Store.
-
-        Returns:
-            The jobs by name, the masters' reports by job, and what could not be read.
-
-        Raises:
-            DiscoveryError: the Store does not answer.
-        """
+        """Return the jobs by name, the masters' reports by job, and what could not be read."""
         unreadable: list[UnreadableRecord] = []
         entries = self._store.list(prefix(self._job) if self._job else "jobs/")
         reports = self._store.list(f"{MASTERS}{self._job or ''}")

@@ -60,19 +60,10 @@ _TIMEOUT_S: Final = 3.0
 
 
 class StateReader:
-    """Reads the state, again and again. Not thread-safe.
+    """Reads the state, again and again; `looks` counts how often. Not thread-safe.
 
-    Opens Store and registry with the first look, and again after a look that could not open them.
-
-    Args:
-        url: of the Store, and of the registry unless that is elsewhere.
-        registry_url: where teachers register; None for the same URL.
-        job: the only job to show; None for all.
-        credentials: as for `open_store`.
-        cluster: whose jobs and pools to show; None for none. Closed with the reader.
-
-    Attributes:
-        looks: how many looks there were.
+    Opens the store `url` and the registry (`registry_url`, or the same) with the first look, and again after a look
+    that could not open them. `job` is the only one to show. The cluster is closed with the reader.
     """
 
     def __init__(
@@ -100,21 +91,12 @@ class StateReader:
         self.looks = 0
 
     def open(self) -> None:
-        """Open Store and registry, if they can be reached.
-
-        Raises:
-            SettingsError: a URL cannot be used.
-        """
+        """Open Store and registry, if they can be reached; raise SettingsError for a URL that cannot be used."""
         with contextlib.suppress(DiscoveryError):  # the next look tries again, and says so
             self._open()
 
     def read(self) -> DashboardState:
-        """Look, and return the state.
-
-        Returns:
-            The state; with `stale` set, and otherwise as known last, where the Store or the registry does not answer.
-
-        """
+        """Look, and return the state; if the Store or the registry does not answer, as known last with `stale` set."""
         now_s = time.time()
         self.looks += 1
         kubernetes = self._cluster.latest() if self._cluster is not None else None
@@ -224,11 +206,7 @@ class StateReader:
 
 
 def shown_url(url: str) -> str:
-    """Return a Store's URL as it may be shown: without a user's name, a password, and what stands after a "?".
-
-    Args:
-        url: of a Store.
-    """
+    """Return a Store's URL as it may be shown: without a user's name, a password, and what stands after a "?"."""
     parts = urlsplit(url)
     return shown(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{parts.path.lstrip('/')}".rstrip("/"))
 
@@ -239,5 +217,4 @@ def _serves(service: ServiceStatus, job: str) -> bool:
 
 def _forget(histories: dict[str, Any], present: set[str]) -> None:
     for name in histories.keys() - present:
-        with contextlib.suppress(KeyError):
-            del histories[name]
+        del histories[name]

@@ -35,14 +35,7 @@ class ServiceReader:
         self._students: dict[str, dict[str, _Student]] = defaultdict(dict)
 
     def read(self, now_s: float) -> tuple[list[ServiceStatus], _Wanted, list[UnreadableRecord]]:
-        """Ask the Store and the registry.
-
-        Returns:
-            The services by name; what is wanted, by ("teachers" or "workers", name); what could not be read.
-
-        Raises:
-            DiscoveryError: The Store or the registry does not answer.
-        """
+        """Return the services by name; what is wanted, by ("teachers" or "workers", name); what could not be read."""
         wanted = read_all_wanted(self._store)
         loads = read_services(self._store)
         snapshots = {name: self._registry.snapshot(name) for name in self._registry.services()}

@@ -89,7 +89,8 @@ def test_slow_client_is_let_go(url: str, store: Store, monkeypatch: pytest.Monke
         return taken
 
     monkeypatch.setattr(EventStreams, "_write", note_late)
-    with DashboardServer(DashboardSettings(url, port=0), write_s=0.5) as server, silent_client(server.url):
+    monkeypatch.setattr(streams, "_WRITE_S", 0.5)
+    with DashboardServer(DashboardSettings(url, port=0)) as server, silent_client(server.url):
         assert late.wait(DEADLINE_S)
         wait_until(lambda: figure(server.url, "edl_dashboard_clients") == 0, "it is still counted")
 
@@ -97,7 +98,8 @@ def test_slow_client_is_let_go(url: str, store: Store, monkeypatch: pytest.Monke
 def test_clients_share_looks(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five clients cost one look a pause, and there is none when they are gone; heartbeats have no id."""
     monkeypatch.setattr(streams, "INTERVAL_S", 600.0)
-    with DashboardServer(DashboardSettings(url, port=0), heartbeat_s=0.02) as server, ExitStack() as stack:
+    monkeypatch.setattr(streams, "_HEARTBEAT_S", 0.02)
+    with DashboardServer(DashboardSettings(url, port=0)) as server, ExitStack() as stack:
         clients = [stack.enter_context(EventClient(server.url)) for _ in range(5)]
         assert len({client.next("state")[1] for client in clients}) == 1
         assert figure(server.url, "edl_dashboard_clients") == 5

@@ -238,9 +238,9 @@ def duration(least_s: float = 0.0, most_s: float = math.inf, *, zero: bool = Fal
         except ValueError as exc:
             raise argparse.ArgumentTypeError(f"{text}: {exc}") from exc
         if not (least_s <= value <= most_s and (value > 0 or zero)):
-            bounds = f"from {least_s:g}s to {most_s:.0f}s" if least_s else f"up to {most_s:.0f}s"
-            accepted = "above 0" if not least_s and most_s == math.inf else bounds
-            raise argparse.ArgumentTypeError(f"{text}: expected a duration {accepted}")
+            least = f"from {least_s:g}s" if least_s or zero else "above 0"
+            most = "" if most_s == math.inf else f" to {most_s:.0f}s"
+            raise argparse.ArgumentTypeError(f"{text}: expected a duration {least}{most}")
         return value
 
     return parse

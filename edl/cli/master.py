@@ -28,12 +28,13 @@ from edl.end_signals import collect_signals
 from edl.errors import ConflictError, ProtocolError, SettingsError
 from edl.log_output import log_to_stderr
 from edl.master.client import MasterClient
-from edl.master.naming import read_report
+from edl.master.naming import read_report, report_key
 from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor, WorkerAdvice
 from edl.master.scaling.teachers import TeacherScalingSettings
 from edl.master.scaling.workers import ThroughputHistory, WorkerObservation, WorkLeft, decide_workers
 from edl.master.server import MasterServer, MasterSettings
 from edl.protocol.master import DatasetSpec
+from edl.quoting import did_you_mean, listed
 from edl.settings import Credentials, DiscoverySettings
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ def main(argv: Sequence[str]) -> int:
     journal = options.journal or _default_journal(url, options.job)
     if options.new and not journal.startswith("sqlite:"):
         raise SettingsError("--new: a journal in the store is not set aside; choose another name for the job")
+    if options.retry_poisoned and options.data is None:
+        _check_known(options.job, url, credentials, journal)
     settings = MasterSettings(
         store=url,
         journal=journal,
@@ -270,6 +273,18 @@ def _default_journal(url: str, job: str) -> str:
     file = f"{quote(job, safe='')}.master.sqlite"
     folder = Path("/" + unquote(parts.path).lstrip("/")).parent  # "//" at the beginning names the same place
     return f"sqlite://{quote(str(folder / file))}"
+
+
+def _check_known(job: str, url: str, credentials: Credentials, journal: str) -> None:
+    """Refuse to retry shards of a job that has had no master: its name was probably mistyped."""
+    if journal.startswith("sqlite:") and Path(unquote(urlsplit(journal).path)).exists():
+        return
+    reports = report_key("")
+    with open_store(url, credentials=credentials) as store:
+        known = sorted(entry.key.removeprefix(reports) for entry in store.list(reports))
+    if job not in known:
+        near = did_you_mean(job, known) or f"; there is {listed(known) or 'none at all'}"
+        raise SettingsError(f"--retry-poisoned: no master has had a job {job!r} here{near}")
 
 
 def _retry(job: str, url: str, credentials: Credentials, specs: Mapping[str, DatasetSpec]) -> int:

@@ -193,6 +193,7 @@ def parse(*arguments: str) -> object:
     parser.add_store_option()
     parser.add_argument("--port", type=port)
     parser.add_argument("-w", "--wait", "--seconds", type=duration(0.5, 60))
+    parser.add_argument("--time", type=duration(0, 3600))
     parser.add_argument("--kind", choices=("reader", "writer"))
     parser.add_advanced_group("more").add_argument("--rare")
     return parser.parse_args(arguments)
@@ -204,6 +205,7 @@ def test_values_are_checked() -> None:
     for arguments, words in (
         (("--discovery", "edl://a:1", "--store", "edl://b:1"), "--store edl://b:1: edl://a:1 was given before"),
         (("--wait=61s",), "--wait 61s: expected a duration from 0.5s to 60s"),
+        (("--time", "0"), "--time 0: expected a duration above 0 to 3600s"),
         (("--kind", "raeder"), "--kind 'raeder': expected reader, writer; did you mean 'reader'?"),
         (("--port", "65536"), "--port 65536: expected a port"),
         (("--rar", "1"), "unknown option '--rar'; did you mean '--rare'"),

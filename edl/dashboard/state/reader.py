@@ -62,8 +62,14 @@ _TIMEOUT_S: Final = 3.0
 class StateReader:
     """Reads the state, again and again; `looks` counts how often. Not thread-safe.
 
-    Opens the store `url` and the registry (`registry_url`, or the same) with the first look, and again after a look
-    that could not open them. `job` is the only one to show. The cluster is closed with the reader.
+    Opens Store and registry with the first look, and again after a look that could not open them.
+
+    Args:
+        url: URL of the Store, and of the registry unless that is elsewhere.
+        registry_url: URL at which teachers register; None for the same.
+        job: The only job to show; None for all.
+        credentials: Credentials as `open_store` takes them.
+        cluster: The cluster whose jobs and pools to show; None for none. Closed with the reader.
     """
 
     def __init__(
@@ -96,7 +102,11 @@ class StateReader:
             self._open()
 
     def read(self) -> DashboardState:
-        """Look, and return the state; if the Store or the registry does not answer, as known last with `stale` set."""
+        """Look.
+
+        Returns:
+            The state; if the Store or the registry does not answer, as known last, with `stale` set.
+        """
         now_s = time.time()
         self.looks += 1
         kubernetes = self._cluster.latest() if self._cluster is not None else None

@@ -29,8 +29,9 @@ def world_of(group: Group) -> int:
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(group)
-    workers = read("WORLD_SIZE", int) or 1
-    if workers > 1 and read("PADDLE_TRAINERS_NUM", str) is not None:
+    trainers = read("PADDLE_TRAINERS_NUM", int)
+    workers = read("WORLD_SIZE", int) or trainers or 1
+    if workers > 1 and trainers is not None:
         raise SettingsError(
             f"one of {workers} trainers, but EDL knows of no others: import Checkpointer and PaddleState from "
             "edl.collective.paddle, not from edl.collective; where data is read before the Checkpointer is made, call "

@@ -10,10 +10,10 @@ Without an agent (`WorkerStatusPage.from_env` outside `edl run`) the page is pri
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import mmap
 import os
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,16 +25,10 @@ from edl.errors import ProtocolError
 from edl.settings import read
 
 _SIZE: Final = 4096  # a page of memory, the smallest mapping
-_MAGIC: Final = b"EDLBRD03"
-_RECENT: Final = 64  # durations kept: enough for a median, and they fill the page up to _BUSY_WITH
+_MAGIC: Final = b"EDLBRD04"
+_RECENT: Final = 64  # durations kept: enough for a median
 _NEVER: Final = -1  # no generation or step yet: both start at 0
-
-# Field numbers. Each field is eight bytes at a multiple of eight, so that a reader never sees half of a field. An agent
-# reads pages of workers of the same version only; a change of these numbers is a change of the format.
-_GENERATION, _PHASE, _SINCE, _STEP, _STEP_AT, _PAUSED, _SAMPLES, _FINISHED = range(1, 9)
-_PAUSE_AT, _BEAT_AT, _BUSY_LIMIT = 16, 17, 18  # apart, to leave room for more fields of the worker
-_TOTALS, _DURATIONS, _BUSY_WITH = 24, 64, 128  # where arrays begin: a number per phase, _RECENT durations, a text
-_BUSY_WITH_BYTES = 64  # more than a log line has room for; a multiple of a field's size
+_BUSY_WITH_NBYTES: Final = 64  # more than a log line has room for
 
 
 class Phase(enum.IntEnum):
@@ -54,6 +48,31 @@ class Phase(enum.IntEnum):
     """Waiting to agree with other ranks on the next save: the cost of a rank that is slow or hangs."""
     BUSY = 8
     """Something between two steps that the script announced with its own time limit, such as an evaluation."""
+
+
+class _Fields(ctypes.Structure):
+    """The fields in a page: eight bytes each at a multiple of eight, so that a reader never sees half of a number.
+
+    An agent reads pages of workers of the same version only; a change here is a change of the format (`_MAGIC`).
+    """
+
+    _fields_ = (
+        ("magic", ctypes.c_char * len(_MAGIC)),
+        ("generation", ctypes.c_int64),
+        ("phase", ctypes.c_int64),
+        ("since", ctypes.c_double),
+        ("step", ctypes.c_int64),
+        ("step_at", ctypes.c_double),
+        ("paused", ctypes.c_int64),
+        ("samples", ctypes.c_int64),
+        ("finished", ctypes.c_int64),
+        ("busy_limit_s", ctypes.c_double),
+        ("pause_at", ctypes.c_int64),  # this and the next are the agent's
+        ("beat_at", ctypes.c_double),
+        ("totals_s", ctypes.c_double * len(Phase)),
+        ("durations_s", ctypes.c_double * _RECENT),
+        ("busy_with", ctypes.c_char * _BUSY_WITH_NBYTES),
+    )
 
 
 @dataclass(frozen=True)
@@ -80,7 +99,7 @@ class WorkerStatusPage:
     """A worker's status page. The agent calls `create`, the worker `from_env`."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
+        self._page = _Fields.from_buffer(memory)
 
     @classmethod
     def create(cls, path: Path) -> WorkerStatusPage:
@@ -88,14 +107,14 @@ class WorkerStatusPage:
         path.write_bytes(bytes(_SIZE))
         page = cls._map(path)
         page._clear()
-        page._memory[: len(_MAGIC)] = _MAGIC
+        page._page.magic = _MAGIC
         return page
 
     @classmethod
     def open(cls, path: Path) -> WorkerStatusPage:
         """Open the page that an agent created."""
         page = cls._map(path)
-        if page._memory[: len(_MAGIC)] != _MAGIC:
+        if page._page.magic != _MAGIC:
             raise ProtocolError(f"{path} is not a status page of this version of EDL")
         return page
 
@@ -113,18 +132,17 @@ class WorkerStatusPage:
 
     def record_worker_start(self, generation: int) -> None:
         """Record that a worker starts. The time until now counts as the last worker's phase."""
-        self._set(_PAUSED, _NEVER)
+        self._page.paused = _NEVER
         self.enter_phase(Phase.START)
-        self._set(_GENERATION, generation)
+        self._page.generation = generation
 
     def enter_phase(self, phase: Phase) -> Phase:
         """Switch to a phase, and return the previous one."""
-        now = time.monotonic()
-        before = Phase(self._get(_PHASE))
-        total = _TOTALS + before
-        self._set_time(total, self._get_time(total) + now - self._get_time(_SINCE))
-        self._set_time(_SINCE, now)
-        self._set(_PHASE, phase)
+        page, now = self._page, time.monotonic()
+        before = Phase(page.phase)
+        page.totals_s[before] += now - page.since
+        page.since = now
+        page.phase = phase
         return before
 
     @contextmanager
@@ -139,51 +157,44 @@ class WorkerStatusPage:
     @contextmanager
     def in_busy_phase(self, what: str, limit_s: float) -> Iterator[None]:
         """Switch to phase BUSY for the block, then back to the previous phase."""
-        text = what.encode()[:_BUSY_WITH_BYTES].ljust(_BUSY_WITH_BYTES, b"\0")
-        begin, before = _BUSY_WITH * 8, self._busy()
-        self._memory[begin : begin + _BUSY_WITH_BYTES] = text
-        self._set_time(_BUSY_LIMIT, limit_s)
+        page = self._page
+        before = page.busy_with, page.busy_limit_s
+        page.busy_with, page.busy_limit_s = what.encode()[:_BUSY_WITH_NBYTES], limit_s
         try:
             with self.in_phase(Phase.BUSY):
                 yield
-        finally:  # restores what an enclosing block announced
-            self._memory[begin : begin + _BUSY_WITH_BYTES] = before[0]
-            self._set_time(_BUSY_LIMIT, before[1])
-
-    def _busy(self) -> tuple[bytes, float]:
-        begin = _BUSY_WITH * 8
-        return bytes(self._memory[begin : begin + _BUSY_WITH_BYTES]), self._get_time(_BUSY_LIMIT)
+        finally:
+            page.busy_with, page.busy_limit_s = before  # what an enclosing block announced
 
     def reassign_time(self, phase: Phase, seconds: float) -> None:
         """Count the first `seconds` of the current phase, or all of it if it is shorter, towards another phase."""
-        since, total = self._get_time(_SINCE), _TOTALS + phase
-        seconds = min(max(seconds, 0.0), time.monotonic() - since)
-        self._set_time(_SINCE, since + seconds)
-        self._set_time(total, self._get_time(total) + seconds)
+        page = self._page
+        seconds = min(max(seconds, 0.0), time.monotonic() - page.since)
+        page.since += seconds
+        page.totals_s[phase] += seconds
 
     def finish_step(self, step: int, samples: int = 0) -> None:
         """Record a finished step."""
-        now = time.monotonic()
-        finished = self._get(_FINISHED)
-        if finished and step == self._get(_STEP) + 1:
-            self._set_time(_DURATIONS + finished % _RECENT, now - self._get_time(_STEP_AT))
-        self._set(_FINISHED, finished + 1)
-        self._set_time(_STEP_AT, now)
-        self._set(_SAMPLES, self._get(_SAMPLES) + samples)
-        self._set(_STEP, step)
+        page, now = self._page, time.monotonic()
+        if page.finished and step == page.step + 1:
+            page.durations_s[page.finished % _RECENT] = now - page.step_at
+        page.finished += 1
+        page.step_at = now
+        page.samples += samples
+        page.step = step
 
     def is_pause_requested(self, step: int) -> bool:
         """Return whether the agent requested a pause after this step or an earlier one."""
-        return 0 <= self._get(_PAUSE_AT) <= step
+        return bool(0 <= self._page.pause_at <= step)
 
     def record_pause(self, step: int) -> None:
         """Record that this worker saved its state and paused. It then waits to be stopped."""
         self.enter_phase(Phase.PAUSE)
-        self._set(_PAUSED, step)
+        self._page.paused = step
 
     def record_resume(self) -> None:
         """Record that training continues because the agent withdrew its request to pause."""
-        self._set(_PAUSED, _NEVER)
+        self._page.paused = _NEVER
         self.enter_phase(Phase.TRAIN)
 
     @property
@@ -193,7 +204,7 @@ class WorkerStatusPage:
         A stopped agent may have lost its lease, and other nodes may train in its place. A worker that waits does no
         harm.
         """
-        beat_at = self._get_time(_BEAT_AT)
+        beat_at = self._page.beat_at
         return max(0.0, time.monotonic() - beat_at) if beat_at else 0.0
 
     # --- The agent's side. ---
@@ -203,39 +214,36 @@ class WorkerStatusPage:
 
         It must not be later than the agent's newest information about its place in the job.
         """
-        self._set_time(_BEAT_AT, at)
+        self._page.beat_at = at
 
     def request_pause(self, step: int | None) -> None:
         """Ask the worker to save and pause after a step; None withdraws the request."""
-        self._set(_PAUSE_AT, _NEVER if step is None else step)
+        self._page.pause_at = _NEVER if step is None else step
 
     def read_status(self) -> WorkerStatus:
         """Read what the worker wrote, counting its current phase until now."""
-        now = time.monotonic()
-        phase = Phase(self._get(_PHASE))
-        since = self._get_time(_SINCE)
-        totals = {kind: self._get_time(_TOTALS + kind) for kind in Phase}
+        page, now = self._page, time.monotonic()
+        phase, since = Phase(page.phase), page.since
+        totals = {kind: page.totals_s[kind] for kind in Phase}
         totals[phase] += max(0.0, now - since)
-        busy_with, busy_limit_s = self._busy()
-        durations = tuple(self._get_time(_DURATIONS + slot) for slot in range(_RECENT))
         return WorkerStatus(
-            generation=self._get(_GENERATION),
+            generation=page.generation,
             phase=phase,
             phase_since=since,
             totals_s=totals,
-            step=self._get(_STEP),
-            step_at=self._get_time(_STEP_AT),
-            paused=self._get(_PAUSED),
-            samples=self._get(_SAMPLES),
-            durations_s=tuple(seconds for seconds in durations if seconds > 0),
-            finished=self._get(_FINISHED),
-            busy_with=busy_with.rstrip(b"\0").decode(errors="replace"),
-            busy_limit_s=busy_limit_s,
+            step=page.step,
+            step_at=page.step_at,
+            paused=page.paused,
+            samples=page.samples,
+            durations_s=tuple(seconds for seconds in page.durations_s if seconds > 0),
+            finished=page.finished,
+            busy_with=page.busy_with.decode(errors="replace"),
+            busy_limit_s=page.busy_limit_s,
         )
 
     def close(self) -> None:
         """Unmap the page. The file stays; its creator removes it."""
-        self._memory.close()
+        del self._page
 
     @classmethod
     def _map(cls, path: Path) -> WorkerStatusPage:
@@ -245,20 +253,6 @@ class WorkerStatusPage:
             return cls(mmap.mmap(file.fileno(), _SIZE))
 
     def _clear(self) -> None:
-        for field in (_GENERATION, _STEP, _PAUSED, _PAUSE_AT):
-            self._set(field, _NEVER)
-        self._set_time(_SINCE, time.monotonic())
-
-    def _get(self, field: int) -> int:
-        value: int = struct.unpack_from("<q", self._memory, field * 8)[0]
-        return value
-
-    def _set(self, field: int, value: int) -> None:
-        struct.pack_into("<q", self._memory, field * 8, value)
-
-    def _get_time(self, field: int) -> float:
-        value: float = struct.unpack_from("<d", self._memory, field * 8)[0]
-        return value
-
-    def _set_time(self, field: int, value: float) -> None:
-        struct.pack_into("<d", self._memory, field * 8, value)
+        page = self._page
+        page.generation = page.step = page.paused = page.pause_at = _NEVER
+        page.since = time.monotonic()

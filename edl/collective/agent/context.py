@@ -29,7 +29,7 @@ from edl.collective.agent.worker_group import WorkerGroup
 from edl.collective.checkpoint.storage.folder import new_run_id, run_name
 from edl.collective.checkpoint.storage.writer import POLL_S, CheckpointPersister
 from edl.collective.job_records import JobState, Node, create_once, prefix
-from edl.collective.replica.replicator import JobSecret, Replicator
+from edl.collective.replica.replicator import Replicator, job_secret
 from edl.discovery.store import Store
 from edl.errors import ClosedError, ProtocolError
 
@@ -235,7 +235,7 @@ def open_agent_context(
         )
         stack.callback(store_last_state, persister, signals, shutdown, resumable=spec.resumable)
         stack.callback(note_unstored_state, host, spec, shutdown)
-        secret = JobSecret(store, spec.job)
+        secret = job_secret(store, spec.job)
         replicas = stack.enter_context(
             closing(Replicator(name, host.replicas, slots, secret, logger.info, tls=spec.tls))
         )

@@ -29,8 +29,7 @@ import torch.distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from edl.collective.checkpoint import checkpointer as checkpoint
-from edl.collective.checkpoint.encoding import StateMetadata
-from edl.collective.checkpoint.state.state import CapturedState, State, StateRestore
+from edl.collective.checkpoint.state.state import State
 from edl.errors import SettingsError, TemporaryError
 from edl.settings import read
 
@@ -234,31 +233,6 @@ class PaddleState(State):
     def __getattr__(self, name: str) -> Any:
         return unwrapped(super().__getattr__(name))
 
-    def capture(self) -> CapturedState:
-        """Return the current state, see `State.capture`.
-
-        Raises:
-            SettingsError: The trainers have not called `init_parallel_env`, or a field cannot be saved.
-        """
-        _check_joined()
-        return super().capture()
-
-    def begin_load(self, meta: StateMetadata, *, local: bool = True) -> StateRestore:
-        """Begin to restore a saved state, see `State.begin_load`.
-
-        Args:
-            meta: Metadata of the saved state.
-            local: Whether to also restore `local` fields and random numbers.
-
-        Returns:
-            The restore. Fill its tensors, then call its `finish`.
-
-        Raises:
-            SettingsError: The trainers have not called `init_parallel_env`.
-        """
-        _check_joined()
-        return super().begin_load(meta, local=local)
-
 
 class Checkpointer(checkpoint.Checkpointer):
     """Save and restore the state of Paddle's trainers. All trainers must create it together.
@@ -278,13 +252,6 @@ class Checkpointer(checkpoint.Checkpointer):
 
 def _trainers() -> int:
     return read("PADDLE_TRAINERS_NUM", int) or 1
-
-
-def _check_joined() -> None:
-    if _trainers() > 1 and not torch.distributed.is_initialized():
-        raise SettingsError(
-            f"{_trainers()} trainers would each restore by itself: use the Checkpointer of edl.collective.paddle"
-        )
 
 
 def _join(timeout_s: float) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -125,22 +126,12 @@ def replica_peer(world: World, node: str) -> Member | None:
     return next((member for member in others if member.replica_port), None)
 
 
-class JobSecret:
-    """The secret that the agents of a job share, known to those who can read the job's Store.
+def job_secret(store: Store, job: str) -> Callable[[], bytes]:
+    """Return a function that returns the secret that the agents of a job share; the first agent that asks makes it.
 
-    The first agent makes it.
+    It is known to those who can read the job's Store.
     """
-
-    def __init__(self, store: Store, job: str) -> None:
-        self._store = store
-        self._key = prefix(job) + "secret"
-        self._known = b""
-
-    def __call__(self) -> bytes:
-        """Return the secret."""
-        if not self._known:
-            self._known = create_once(self._store, self._key, secrets.token_bytes(_SECRET_NBYTES))
-        return self._known
+    return cache(partial(create_once, store, prefix(job) + "secret", secrets.token_bytes(_SECRET_NBYTES)))
 
 
 class Replicator:

@@ -53,6 +53,7 @@ class TrainingStep:
     due: int | None = None  # rows of the micro-batch that the user is working on, None if there is none
     mark: tuple[int, int, int] | None = None  # `ElasticSampler.mark` when the step began, None without a sampler
     begun: bool = False  # whether a backward pass has begun
+    unscaled: bool = False  # whether the gradients were divided by the loss scale
     synchronized: bool = False  # whether the gradients are those of the global batch
     stand_in: int = 1  # rows of the batch with which a micro-batch of size 0 is computed
     began_at: float = field(default_factory=time.perf_counter)  # `time.perf_counter()` when the step began

@@ -61,52 +61,6 @@ from edl.errors import ProtocolError, SettingsError
 logger = logging.getLogger("edl.collective")
 
 
-class LossScale:
-    """The loss scale of mixed precision, and whether this step's gradients were unscaled. Without a scaler it is 1."""
-
-    def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
-        self._scaler = scaler or torch.amp.GradScaler(enabled=False)
-        self._unscaled = False
-
-    @property
-    def factor(self) -> float:
-        """The number that losses are multiplied by."""
-        return self._scaler.get_scale()
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss from which to compute gradients."""
-        return self._scaler.scale(loss)
-
-    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the factor, once per step."""
-        if not self._unscaled:
-            self._unscaled = True  # set even if unscaling fails half-way: `discard_step` must undo it
-            self._scaler.unscale_(optimizer)
-
-    def step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step the optimizer. Returns False if the scaler skips the step because of infinite or NaN gradients."""
-        before = self._scaler.get_scale()
-        self._scaler.step(optimizer)
-        self._scaler.update()
-        self._unscaled = False
-        return self._scaler.get_scale() >= before
-
-    def discard_step(self) -> None:
-        """Go back to the state before a step that is not made."""
-        if self._unscaled:
-            self._scaler.update(self._scaler.get_scale())  # forget the unscaling, keep the scale
-            self._unscaled = False
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the scaler's state, or None without a scaler."""
-        return self._scaler.state_dict() or None
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Resume from a saved state, if there is a scaler now and there was one then."""
-        if state:
-            self._scaler.load_state_dict(state)
-
-
 class OptionScaling:
     """Scales an optimizer's options during a step only, so that schedules and checkpoints see the user's values.
 
@@ -254,7 +208,7 @@ class ElasticTrainer:
         if auto is not None and sampler is not None and auto.most > sampler.length:
             raise SettingsError(f"auto goes up to {auto.most} samples, an epoch has {sampler.length}: lower its most")
         self._check_least_rows()
-        self._scale = LossScale(scaler)
+        self._scaler = scaler or torch.amp.GradScaler(enabled=False)  # does nothing
         self._group = group
         self._asked = asked
         measures = needs_noise(policy) or auto is not None
@@ -364,11 +318,11 @@ class ElasticTrainer:
                 "A mean over no token is not finite: divide a sum by max(tokens, 1)"
             )
         weight = step.world * rows / step.samples
-        scaled = self._scale.scale_loss(loss * weight)
+        scaled = self._scaler.scale(loss * weight)
         if self._meter is None:
             scaled.backward()  # type: ignore[no-untyped-call]
         else:
-            with self._meter.micro_batch(rows, weight * self._scale.factor):
+            with self._meter.micro_batch(rows, weight * self._scaler.get_scale()):
                 scaled.backward()  # type: ignore[no-untyped-call]
         step.left -= 1
 
@@ -388,7 +342,9 @@ class ElasticTrainer:
             return
         if step.world > 1 and not averages_itself(self.model):
             average_gradients([p for p in self._parameters if p.requires_grad], self._group)
-        self._scale.unscale_gradients(self.optimizer)
+        if not step.unscaled:
+            step.unscaled = True  # set even if unscaling fails half-way: `discard` must undo it
+            self._scaler.unscale_(self.optimizer)
         if self._meter is not None:
             self.noise.add_step(self._meter.finish_step(step.samples, self._group, step.world))
         if self.clip_norm is not None:
@@ -401,8 +357,11 @@ class ElasticTrainer:
         step = self._step
         assert step is not None
         batch = self.global_batch
+        loss_scale = self._scaler.get_scale()
         with self._options.apply(self.rate_factor, self._scaling.scale):
-            updated = self._scale.step_optimizer(self.optimizer)
+            self._scaler.step(self.optimizer)
+        self._scaler.update()
+        updated = self._scaler.get_scale() >= loss_scale  # not after infinite or NaN gradients
         self.optimizer.zero_grad(set_to_none=True)
         self._scaling.count_step(step.samples, self.noise)
         if self.sampler is not None:
@@ -459,7 +418,8 @@ class ElasticTrainer:
         if cuts is not None:
             cuts.close()  # or DDP would not average until the exception that refers to the generator is freed
         self.model.zero_grad(set_to_none=True)
-        self._scale.discard_step()
+        if step is not None and step.unscaled:
+            self._scaler.update(self._scaler.get_scale())  # forget the unscaling, keep the scale
         if self._meter is not None:
             self._meter.discard_step()
 
@@ -491,7 +451,7 @@ class ElasticTrainer:
             "scaling": self._scaling.state_dict(),
             "noise": self.noise.state_dict(),
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
-            "scaler": self._scale.state_dict(),
+            "scaler": self._scaler.state_dict() or None,
             "tuner": self._tuner.state_dict() if self._tuner is not None else None,
         }
 
@@ -513,7 +473,8 @@ class ElasticTrainer:
         self.noise.load_state_dict(state["noise"])
         if self.sampler is None and state["asked"] != self._asked:
             self._scaling.set_batch(self._asked, self.noise)
-        self._scale.load_state_dict(state["scaler"])
+        if state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
         for part, saved in ((self.schedule, state["schedule"]), (self._tuner, state["tuner"])):
             if part is not None and saved is not None:
                 part.load_state_dict(saved)

@@ -63,15 +63,8 @@ def _ask(pid: int, path: Path) -> int | str:
     """Send the signal. Returns where in the file the answer will begin, or why nothing was sent."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
-        state = _field(status, "State")
-        if state.startswith(("Z", "X")):
-            return f"process {pid} has ended: it has no stack"
-        if state.startswith(("T", "t")):
-            return (
-                f"process {pid} is stopped (SIGSTOP or a debugger): it shows no stack until it is continued (SIGCONT)"
-            )
         if not int(_field(status, "SigCgt"), 16) >> (_SIGNAL - 1) & 1:
-            return f"process {pid} has not armed SIGUSR2 (it is still starting): asking for its stack would end it"
+            return f"process {pid} has ended, or has not armed SIGUSR2 yet, which would then end it: it shows no stack"
         size = path.stat().st_size if path.exists() else 0
         os.kill(pid, _SIGNAL)
     except (FileNotFoundError, ProcessLookupError):
@@ -98,13 +91,12 @@ def _collect(pid: int, path: Path, begin: int, deadline: float) -> str:
 
 
 def _excuse(pid: int) -> str:
+    """Say why a process may not have answered. A stopped one, or one in a call that cannot be interrupted, cannot."""
     try:
         state = _field(Path(f"/proc/{pid}/status").read_text(), "State")
     except FileNotFoundError:
         return "it has ended"
-    if state.startswith("D"):
-        return "it is in a system call that cannot be interrupted (a disk, a network file system or a device)"
-    return f"it is in state {state!r}; perhaps the script took SIGUSR2 for itself"
+    return f"it is in state {state!r}; if it runs or sleeps, the script perhaps took SIGUSR2 for itself"
 
 
 def _field(status: str, name: str) -> str:

@@ -224,7 +224,7 @@ def test_unmet_trainers_do_not_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     from edl.collective.checkpoint.checkpointer import Checkpointer as TorchCheckpointer
 
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
-    refused = pytest.raises(SettingsError, match=r"use the Checkpointer of edl.collective.paddle")
+    refused = pytest.raises(SettingsError, match=r"import Checkpointer and PaddleState from edl.collective.paddle")
     with TorchCheckpointer(PaddleState(epoch=1)) as checkpointer, refused:
         checkpointer.save(0, force=True)
     with pytest.raises(SettingsError, match=r"init_parallel_env"):

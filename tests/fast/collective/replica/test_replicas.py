@@ -33,10 +33,10 @@ from edl.collective.job_records import JobState, Member, World
 from edl.collective.replica import peers
 from edl.collective.replica.peers import ReplicaAnnouncement, ReplicaRefusedError, ReplicaServer, send_states
 from edl.collective.replica.replicator import (
-    JobSecret,
     ReplicaAction,
     ReplicationSchedule,
     Replicator,
+    job_secret,
     replica_peer,
 )
 from edl.discovery import Store
@@ -281,9 +281,9 @@ def test_leaver_gives_its_state_away(tmp_path: Path, agents: dict[str, Replicato
 
 
 def test_all_agents_of_a_job_know_one_secret(store: Store) -> None:
-    assert len({JobSecret(store, "job")() for _ in range(3)}) == 1
-    assert len(JobSecret(store, "job")()) == 32
-    assert JobSecret(store, "other")() != JobSecret(store, "job")()
+    assert len({job_secret(store, "job")() for _ in range(3)}) == 1
+    assert len(job_secret(store, "job")()) == 32
+    assert job_secret(store, "other")() != job_secret(store, "job")()
 
 
 class Receiver:

@@ -233,7 +233,7 @@ def test_a_worker_that_hangs_shows_where(tmp_path: Path) -> None:
     with worker(HANGS, str(path)) as pid:
         wait_until(lambda: "in stuck" in dump_stacks([(pid, path)])[0], "it has come to where it hangs")
         os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: "is stopped (SIGSTOP" in dump_stacks([(pid, path)], timeout_s=0.5)[0], "it says so")
+        wait_until(lambda: "T (stopped)" in dump_stacks([(pid, path)], timeout_s=0.5)[0], "it says so")
         os.kill(pid, signal.SIGCONT)
 
         def single() -> bool:

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs
@@ -82,13 +82,8 @@ def _row(count: int) -> list[socket.socket]:
 # --- The specification and the environment ---
 
 
-class MasterEndpoint(Protocol):
-    """Where the ranks of a generation meet: torch's MASTER_PORT, held open as long as the object lives."""
-
-    @property
-    def port(self) -> int:
-        """The port, for the other nodes."""
-        ...
+MasterEndpoint: TypeAlias = "TCPStore | ReservedPorts"
+"""Where the ranks of a generation meet: torch's MASTER_PORT, held open as long as the object lives."""
 
 
 @dataclass(frozen=True)
@@ -139,5 +134,4 @@ def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:
     """
     if spec.framework == "paddle":
         return ReservedPorts(spec.workers + 1)
-    store: MasterEndpoint = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    return store
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

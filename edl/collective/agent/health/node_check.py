@@ -20,17 +20,19 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from edl.background import start_call
 from edl.collective.job_records import Record, create_once, prefix
 from edl.discovery.store import Lease, Store
 from edl.errors import DiscoveryError, ProtocolError
@@ -155,7 +157,8 @@ _LATE_SHARE: Final = 0.1
 for silent partners until their own deadline."""
 
 
-_OUTPUT_NBYTES: Final = 1 << 20  # a probe prints three lines; an error that tells more is cut
+_KILL_TIMEOUT_S: Final = 10.0
+"""How long a killed probe may take to be gone. One that hangs in the kernel longer makes the check fail."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,11 @@ def _run_round(own: _OwnNode, number: int, groups: Groups, nodes: Sequence[str])
     timeout_s = own.settings.timeout_s
     deadline = time.monotonic() + timeout_s
     group = next((group for group in groups if own.node in group), (own.node,))
-    result = _run_probe(own, f"{own.prefix}/{number}/meet/{group[0]}", group, deadline)
+    meet_key = f"{own.prefix}/{number}/meet/{group[0]}"
+    if group[0] == own.node and len(group) > 1:
+        meeting = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # open until this round is over
+        own.store.put(meet_key, json.dumps({"host": own.host, "port": meeting.port}).encode())
+    result = _run_probe(own, meet_key, group, deadline)
     folder = f"{own.prefix}/{number}/result/"
     own.store.put(folder + own.node, result.encode())
     last_deadline = deadline + max(1.0, _LATE_SHARE * timeout_s)
@@ -234,26 +241,14 @@ def _run_round(own: _OwnNode, number: int, groups: Groups, nodes: Sequence[str])
 
 
 def _run_probe(own: _OwnNode, meet_key: str, group: Sequence[str], deadline: float) -> CheckRoundResult:
-    """Run a probe until it ends or the deadline passes, and tell the partners where to meet."""
-    rank, world_size, address = group.index(own.node), len(group), (own.host, 0)
-    silent = ""
-    if rank:
-        found = _wait_for_address(own, meet_key, deadline)
-        if found is not None:
-            address = found
-        else:  # it is still worth knowing what this node can do alone
-            silent = f"{group[0]} did not say where to meet"
-            rank, world_size = 0, 1
-    task = {
-        "rank": rank,
-        "world_size": world_size,
-        "host": address[0],
-        "port": address[1],
-        "timeout_s": max(1.0, deadline - time.monotonic()),
-    }
-    reported = _run_process(own, task, deadline, meet_key)
-    if silent:
-        reported |= {"reduce_s": None, "error": silent}
+    """Run a probe until it ends or the deadline passes. If the group's first node is silent, this node works alone."""
+    address = _wait_for_address(own, meet_key, deadline) if len(group) > 1 else None
+    task = {"world_size": 1, "timeout_s": max(1.0, deadline - time.monotonic())}
+    if address is not None:
+        task |= {"rank": group.index(own.node), "world_size": len(group), "host": address[0], "port": address[1]}
+    reported = _run_process(task, deadline, own.settings.raise_if_stopping)
+    if len(group) > 1 and address is None:
+        reported |= {"reduce_s": None, "error": f"{group[0]} did not say where to meet"}
     return CheckRoundResult.from_values(reported)
 
 
@@ -270,37 +265,29 @@ def _wait_for_address(own: _OwnNode, key: str, deadline: float) -> tuple[str, in
         return str(address["host"]), int(address["port"])
 
 
-def _run_process(own: _OwnNode, task: Mapping[str, Any], deadline: float, meet_key: str) -> dict[str, Any]:
+def _run_process(task: Mapping[str, Any], deadline: float, raise_if_stopping: Callable[[], object]) -> dict[str, Any]:
     """Run the probe's process, and kill it at the deadline. Returns everything that the probe reported."""
     command = [sys.executable, "-m", "edl.collective.agent.health.node_probe", json.dumps(dict(task))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output = start_call("edl-node-probe", process.communicate)
+    try:
+        while not output.done() and time.monotonic() < deadline:
+            raise_if_stopping()
+            wait([output], _POLL_S)
+    finally:
+        late = not output.done()
+        process.kill()
+    said, errors = output.result(_KILL_TIMEOUT_S)
     reported: dict[str, Any] = {}
-    done = 0
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(command, stdout=output, stderr=errors)
-        try:
-            while True:
-                ended = process.poll() is not None  # before the file is read, since the last lines precede the end
-                # Read at a position, because the process writes where the file object is.
-                *lines, _ = os.pread(output.fileno(), _OUTPUT_NBYTES, 0).split(b"\n")
-                for words in map(json.loads, lines[done:]):
-                    if "port" in words:
-                        own.store.put(meet_key, json.dumps({"host": own.host, "port": words.pop("port")}).encode())
-                    reported |= words
-                done = len(lines)
-                if ended or "reduce_s" in reported or time.monotonic() > deadline:
-                    break
-                own.settings.raise_if_stopping()
-                time.sleep(_POLL_S)
-        finally:
-            late = process.poll() is None
-            process.kill()
-            process.wait()
-        if process.returncode and "reduce_s" not in reported:
-            step = "meet and reduce" if "compute_s" in reported else "compute"
-            said = os.pread(errors.fileno(), _OUTPUT_NBYTES, max(0, os.fstat(errors.fileno()).st_size - _OUTPUT_NBYTES))
-            last = said.decode(errors="replace").strip().rpartition("\n")[2]
-            what = last if last and not late else f"not done within {task['timeout_s']:.3g} s"
-            reported["error"] = f"could not {step}: {what}"
+    for line in said.splitlines(keepends=True):
+        if line.startswith(b"{") and line.endswith(b"\n"):  # NCCL may write lines of its own (NCCL_DEBUG)
+            reported |= json.loads(line)
+    if process.returncode and "reduce_s" not in reported:
+        step = "meet and reduce" if "compute_s" in reported else "compute"
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        reported["error"] = f"could not {step}: " + (
+            last if last and not late else f"not done within {task['timeout_s']:.3g} s"
+        )
     return reported
 
 

@@ -10,6 +10,7 @@ their sums exactly in any order, and TF32 and bfloat16 hold the factors of the m
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -138,22 +139,19 @@ def _best(work: Callable[[], object], check: Callable[[], object], device: torch
 def main(task: dict[str, Any]) -> None:
     """Compute on all devices and report it; then meet the partners, reduce, and report that.
 
-    `task` has `rank` and `world_size` in the group, `host` and `port` of its first node (which itself chooses a port),
-    and `timeout_s`.
+    `task` has the `world_size` of the group and `timeout_s`; in a group of several, also the `rank`, and `host` and
+    `port` of the store where they meet.
     """
     devices = find_devices()
-    rank, world_size = task["rank"], task["world_size"]
-    if world_size > 1 and rank == 0:
-        store = TCPStore(task["host"], 0, is_master=True, wait_for_workers=False, timeout=_timeout(task))
-        _report({"port": store.port})
     compute_s = max(check_products(device) for device in devices)
     check_copies(devices)
     _report({"device": devices[0].type, "compute_s": compute_s})
+    world_size = task["world_size"]
     if world_size == 1:
         _report({"reduce_s": 0.0})
         return
-    if rank != 0:
-        store = TCPStore(task["host"], task["port"], is_master=False, timeout=_timeout(task))
+    rank = task["rank"]
+    store = TCPStore(task["host"], task["port"], is_master=False, timeout=_timeout(task))
 
     def make_group(backend: str, own: Any, device: torch.device) -> None:
         if device.type == "cuda":
@@ -176,3 +174,4 @@ def _report(result: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    os._exit(0)  # all is said, and NCCL may hang when the interpreter ends

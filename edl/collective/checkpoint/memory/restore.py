@@ -389,7 +389,7 @@ def _receive_slot(slots: SlotPair, src: int, group: Group) -> None:
     """Receive a slot's contents from rank `src` into the older slot here."""
     head, meta = (receive_bytes(src, group) for _ in range(2))
     generation, step, world, rank, sharded, nbytes = map(int, from_json(head))
-    _, memory = slots.begin_write(nbytes, len(meta), hurry=True)
+    _, memory = slots.begin_write(nbytes, len(meta))
     receive_tensor(slot_bytes(memory, nbytes), src, group)
     slots.commit_write(SlotHeader(generation, step, world, rank, sharded=bool(sharded)), nbytes, meta)
 

@@ -37,11 +37,9 @@ import weakref
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
-from edl.background import start_call
 from edl.errors import ClosedError, SettingsError
 from edl.settings import read
 
@@ -373,11 +371,11 @@ class SlotPair:
         """Return the complete slots, newest first."""
         return find_slots(self.prefix)
 
-    def begin_write(self, data_nbytes: int, meta_nbytes: int, *, hurry: bool = False) -> tuple[int, mmap.mmap]:
+    def begin_write(self, data_nbytes: int, meta_nbytes: int) -> tuple[int, mmap.mmap]:
         """Begin to overwrite the slot that does not hold the newest complete state.
 
         The first time, and whenever more room is needed, both slots get their memory, so that no later save has to
-        allocate pages. With `hurry`, because another rank waits, the other slot gets its memory in the background.
+        allocate pages.
 
         Returns:
             The slot's number, and its mapping, in which tensors begin at `HEADER_NBYTES`. The mapping is the same as
@@ -394,10 +392,7 @@ class SlotPair:
         self._replace_pinned_file(number)
         room = meta_offset(data_nbytes) + meta_nbytes
         memory = self._map_slot(number, room)
-        if hurry:
-            self._allocate_in_background(1 - number, room)
-        else:
-            self._map_slot(1 - number, room)
+        self._map_slot(1 - number, room)
         # Above all earlier numbers, of complete slots or not: a reader relies on it to see that a slot has not changed.
         highest = max(map(read_sequence, self._paths))
         set_sequence(memory, highest + highest % 2 + 1)
@@ -505,16 +500,6 @@ class SlotPair:
             memory.madvise(_POPULATE_WRITE)
         self._maps[number] = self._by_inode[inode] = memory
         return memory
-
-    def _allocate_in_background(self, number: int, nbytes: int) -> None:
-        """Allocate a slot's pages in the background; if that fails, `_map_slot` raises when they are needed."""
-
-        def allocate(file: int) -> None:
-            with contextlib.suppress(OSError):
-                os.posix_fallocate(file, 0, _whole_pages(nbytes))
-            os.close(file)
-
-        start_call("edl-slot-memory", partial(allocate, self._open_slot(number)))
 
     def _open_slot(self, number: int) -> int:
         return os.open(self._paths[number], os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

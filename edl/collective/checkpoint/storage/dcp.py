@@ -124,43 +124,13 @@ def _describe_tensor(
     whole.chunks.append(ChunkStorageMetadata(torch.Size(entry.starts), torch.Size(entry.shape)))
 
 
-class _ViewFile(io.RawIOBase):
-    """Presents bytes in memory as a file, without copying them."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
-        if begin + offset < 0:
-            raise OSError(f"seek to {begin + offset}")  # like a real file; zipfile relies on it
-        self._at = begin + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._view[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
-
-
 def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.Tensor:
     """Return the tensor in an item of a file, sharing the item's memory if its alignment allows.
 
     `check` compares the item's checksums.
     """
     try:
-        with zipfile.ZipFile(_ViewFile(item)) as archive:
+        with zipfile.ZipFile(io.BytesIO(item)) as archive:
             records = {info: _find_record(item, info) for info in archive.infolist()}
         found = next(info for info in records if info.filename.endswith("/data/0"))
     except (zipfile.BadZipFile, StopIteration, EOFError, OSError, struct.error, NotImplementedError) as exc:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -178,31 +179,17 @@ class CheckpointWriter:
                 storing_path(prefix).unlink(missing_ok=True)
 
     def _write_together(self, name: CheckpointName, copies: Sequence[PinnedSlot]) -> None:
-        """Write several ranks' parts at a time. Raises the first error after all have ended.
+        """Write several ranks' parts at a time. Raises the first error after those under way have ended.
 
         The threads are daemons, as is the thread that calls this under an agent: a storage that hangs must not keep a
         process from exiting, as an executor's threads would.
         """
-        waiting, errors = deque(copies), deque[BaseException]()
-
-        def write() -> None:
-            while not errors:
-                try:
-                    copy = waiting.popleft()
-                except IndexError:
-                    return
-                try:
-                    self._write_rank(name, copy)
-                except BaseException as exc:  # noqa: BLE001 - raised again below, in the calling thread
-                    errors.append(exc)
-
-        several = min(len(copies), _WRITERS) - 1
-        calls = [start_call("edl-store", write) for _ in range(several)]
-        write()
-        for call in calls:
-            call.result()
-        if errors:
-            raise errors[0]
+        for begin in range(0, len(copies), _WRITERS):
+            some = copies[begin : begin + _WRITERS]
+            calls = [start_call("edl-store", partial(self._write_rank, name, copy)) for copy in some]
+            wait(calls)
+            for call in calls:
+                call.result()
 
     def _has_rank(self, name: CheckpointName, found: CompleteSlot) -> bool:
         """Return whether a rank's part is already stored, which its manifest shows, because it is written last."""

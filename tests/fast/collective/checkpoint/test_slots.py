@@ -28,7 +28,6 @@ from edl.collective.checkpoint.memory.slots import (
     slot_nbytes,
 )
 from edl.errors import ClosedError, SettingsError
-from tests.waiting import wait_until
 
 
 def write(slots: SlotPair, step: int, nbytes: int = 100, generation: int = 0) -> None:
@@ -128,17 +127,6 @@ def test_too_little_shared_memory(prefix: Path) -> None:
     with pytest.raises(SettingsError, match="enlarge"):
         slots.begin_write(1 << 60, 10)
     assert [one.header.step for one in find_slots(prefix)] == [1]
-
-
-def test_other_slot_gets_memory_meanwhile(prefix: Path) -> None:
-    pair = SlotPair(prefix)
-    pair.begin_write(3_000_000, 10, hurry=True)
-    pair.commit_write(SlotHeader(0, 1, 1, 0), 3_000_000, b"x" * 10)
-    other = prefix.with_name(prefix.name + ".1")
-    wait_until(lambda: other.exists() and other.stat().st_blocks * 512 >= 3_000_000, "it has memory")
-    number, memory = pair.begin_write(3_000_000, 10)
-    assert (number, len(memory) > 3_000_000) == (1, True)
-    pair.close()
 
 
 def test_room_made_before_holds_nothing(prefix: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import os
 import queue
 import signal
@@ -15,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -196,34 +195,12 @@ def test_devices_are_compared_with_alike() -> None:
     assert summarize_rounds("abc", [(first_groups("abc"), results)], FACTOR) == NodeCheckResult()
 
 
-def test_last_words_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Probe:
-        returncode = 0
-
-        def __init__(self, command: object, stdout: IO[bytes], stderr: object) -> None:
-            self.output = stdout
-
-        def poll(self) -> int:
-            self.output.write(b'{"reduce_s": 0.5}\n')  # just before its end is seen
-            self.output.flush()
-            return 0
-
-        def kill(self) -> None:
-            pass
-
-        wait = kill
-
-    monkeypatch.setattr(node_check.subprocess, "Popen", Probe)
-    own = node_check._OwnNode(None, "check", "a", "127.0.0.1", NodeCheckSettings())
-    assert node_check._run_process(own, {}, math.inf, "") == {"reduce_s": 0.5}
-
-
 @pytest.mark.parametrize("silent", [True, False])
 def test_silent_node_is_named(store: discovery.Store, monkeypatch: pytest.MonkeyPatch, silent: bool) -> None:
     """It is the first of its group. It may also say where to meet, and then fall silent."""
     tasks: list[Mapping[str, Any]] = []
 
-    def run(own: object, task: Mapping[str, Any], *_: object) -> dict[str, Any]:
+    def run(task: Mapping[str, Any], *_: object) -> dict[str, Any]:
         tasks.append(task)
         return {"device": "cpu", "compute_s": 1.0, "reduce_s": 0.1 if task["world_size"] == 1 else None, "error": ""}
 
@@ -234,8 +211,11 @@ def test_silent_node_is_named(store: discovery.Store, monkeypatch: pytest.Monkey
         store.put("check/1/meet/a", b'{"host": "10.0.0.1", "port": 7}')
     found = check_nodes(store, "check", "b", "10.0.0.2", "ab", NodeCheckSettings(timeout_s=60.0))
     assert found == NodeCheckResult({"a": "no answer"}, {})
-    assert [(task["rank"], task["world_size"]) for task in tasks] == [(0, 1) if silent else (1, 2), (0, 1)]
-    assert (tasks[0]["host"], tasks[0]["port"]) == (("10.0.0.2", 0) if silent else ("10.0.0.1", 7))
+    met = {"rank": 1, "world_size": 2, "host": "10.0.0.1", "port": 7}
+    assert [{**task, "timeout_s": 0} for task in tasks] == [
+        {"world_size": 1} | ({} if silent else met) | {"timeout_s": 0},
+        {"world_size": 1, "timeout_s": 0},
+    ]
 
 
 def test_waiting_nodes_are_checked_together(store: discovery.Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,7 +243,7 @@ def _run_round(own: _OwnNode, number: int, groups: Groups, nodes: Sequence[str])
 def _run_probe(own: _OwnNode, meet_key: str, group: Sequence[str], deadline: float) -> CheckRoundResult:
     """Run a probe until it ends or the deadline passes. If the group's first node is silent, this node works alone."""
     address = _wait_for_address(own, meet_key, deadline) if len(group) > 1 else None
-    task = {"world_size": 1, "timeout_s": max(1.0, deadline - time.monotonic())}
+    task: dict[str, Any] = {"world_size": 1, "timeout_s": max(1.0, deadline - time.monotonic())}
     if address is not None:
         task |= {"rank": group.index(own.node), "world_size": len(group), "host": address[0], "port": address[1]}
     reported = _run_process(task, deadline, own.settings.raise_if_stopping)

@@ -14,11 +14,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from edl.collective.agent.context import AgentContext, EventQueue, JobRun, PeerLost, open_agent_context
+from edl.collective.agent.context import AgentContext, EventQueue, JobRun, PeerLost
 from edl.collective.agent.ending import (
     AskedToLeaveError,
     ExitCode,
@@ -74,7 +74,8 @@ class Agent:
             DiscoveryError: The store cannot be reached when this node starts.
             EDLError: The process that forks workers died during its imports, or took too long.
         """
-        with self._signals, open_agent_context(self._spec, self._store, self._signals, self._events) as context:
+        with self._signals, ExitStack() as stack:
+            context = AgentContext(self._spec, self._store, self._signals, self._events, stack)
             try:
                 code = _join_job(context)
                 reconciler = NodeReconciler(context)

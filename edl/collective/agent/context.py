@@ -10,9 +10,8 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from edl.background import start_call
 from edl.collective.agent.ending import ExitCode, StopSignals, TerminationMessage
 from edl.collective.agent.health.peer_monitor import PeerConnections
 from edl.collective.agent.host_folder import HostFolder
-from edl.collective.agent.launch_spec import LaunchSpec, MasterEndpoint, open_master_endpoint
+from edl.collective.agent.launch_spec import LaunchSpec, open_master_endpoint
 from edl.collective.agent.node_records import Membership
 from edl.collective.agent.processes.pool import WorkerExit, ZygoteLost
 from edl.collective.agent.status_publisher import StatusPublisher
@@ -178,87 +177,54 @@ AgentEvent = WorkerExit | ZygoteLost | PeerLost | None
 EventQueue = queue.SimpleQueue[AgentEvent]
 
 
-@dataclass
 class AgentContext:
-    """The resources of a node's agent."""
+    """The resources of a node's agent: whatever it needs for its part in a job.
 
-    spec: LaunchSpec
-    store: Store
-    signals: StopSignals
-    events: EventQueue
-    host: HostFolder
-    membership: Membership
-    status: StatusPublisher
-    persister: CheckpointPersister
-    replicas: Replicator
-    peer_connections: PeerConnections
-    worker_group: WorkerGroup
-    next_master: MasterEndpoint
-    shutdown: ShutdownState
-
-    @property
-    def id(self) -> str:
-        """The node's name in the job."""
-        return self.membership.node.id
-
-
-@contextmanager
-def open_agent_context(
-    spec: LaunchSpec, store: Store, signals: StopSignals, events: EventQueue
-) -> Iterator[AgentContext]:
-    """Open everything that a node needs for its part in a job, and close it after the block.
-
-    The block records in `AgentContext.shutdown` how it ended. Whatever happens, nothing is left behind except a state
-    in memory that a later start may continue from.
+    `stack` closes them, in reverse order. `shutdown` records how the agent's part ended.
     """
-    shutdown = ShutdownState()
-    name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
-    with ExitStack() as stack:
-        host = HostFolder(f"{spec.store} {spec.job}", name)
-        stack.callback(release_host_folder, host, spec, shutdown)
-        next_master = open_master_endpoint(spec)
-        node = Node(name, spec.addr, next_master.port, spec.workers)
-        membership = Membership(store, spec.job, node, spec.ttl_s, partial(events.put, None))
-        stack.callback(membership.close)
-        status = StatusPublisher(store, spec.job, name, spec.workers)
-        stack.callback(_close_status, status, signals)
-        slots = [Path(host.slots(rank)) for rank in range(spec.workers)]
-        persister = CheckpointPersister(
+
+    def __init__(
+        self, spec: LaunchSpec, store: Store, signals: StopSignals, events: EventQueue, stack: ExitStack
+    ) -> None:
+        self.spec = spec
+        self.store = store
+        self.signals = signals
+        self.events = events
+        self.shutdown = ShutdownState()
+        self.id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+        """The node's name in the job."""
+        self.host = HostFolder(f"{spec.store} {spec.job}", self.id)
+        stack.callback(release_host_folder, self.host, spec, self.shutdown)
+        self.next_master = open_master_endpoint(spec)
+        node = Node(self.id, spec.addr, self.next_master.port, spec.workers)
+        self.membership = Membership(store, spec.job, node, spec.ttl_s, partial(events.put, None))
+        stack.callback(self.membership.close)
+        self.status = StatusPublisher(store, spec.job, self.id, spec.workers)
+        stack.callback(_close_status, self.status, signals)
+        slots = [Path(self.host.slots(rank)) for rank in range(spec.workers)]
+        self.persister = CheckpointPersister(
             spec.checkpoint,
             slots,
             logger.warning,
             report_stored=logger.info,
             run=JobRun(store, spec.job),
-            fence=partial(_may_complete_checkpoint, membership, signals),
+            fence=partial(_may_complete_checkpoint, self.membership, signals),
             interval_s=spec.checkpoint_interval_s,
             poll_s=POLL_S,
         )
-        stack.callback(store_last_state, persister, signals, shutdown, resumable=spec.resumable)
-        stack.callback(note_unstored_state, host, spec, shutdown)
+        stack.callback(store_last_state, self.persister, signals, self.shutdown, resumable=spec.resumable)
+        stack.callback(note_unstored_state, self.host, spec, self.shutdown)
         secret = job_secret(store, spec.job)
-        replicas = stack.enter_context(
-            closing(Replicator(name, host.replicas, slots, secret, logger.info, tls=spec.tls))
+        self.replicas = stack.enter_context(
+            closing(Replicator(self.id, self.host.replicas, slots, secret, logger.info, tls=spec.tls))
         )
         # Closed after the workers are gone, since other nodes go on as soon as a connection breaks.
-        peer_connections = stack.enter_context(
-            closing(PeerConnections(name, lambda peer: events.put(PeerLost(peer)), spec.tls))
+        self.peer_connections = stack.enter_context(
+            closing(PeerConnections(self.id, lambda peer: events.put(PeerLost(peer)), spec.tls))
         )
-        membership.update_node(replica_port=replicas.port, tether_port=peer_connections.port)
-        worker_group = stack.enter_context(closing(WorkerGroup(spec, host, events.put, signals.raise_if_stopping)))
-        yield AgentContext(
-            spec=spec,
-            store=store,
-            signals=signals,
-            events=events,
-            host=host,
-            membership=membership,
-            status=status,
-            persister=persister,
-            replicas=replicas,
-            peer_connections=peer_connections,
-            worker_group=worker_group,
-            next_master=next_master,
-            shutdown=shutdown,
+        self.membership.update_node(replica_port=self.replicas.port, tether_port=self.peer_connections.port)
+        self.worker_group = stack.enter_context(
+            closing(WorkerGroup(spec, self.host, events.put, signals.raise_if_stopping))
         )
 
 

@@ -9,9 +9,8 @@
         manifest.json     sizes and checksums of all of these; its presence makes the checkpoint complete
 
 The name contains the step, the generation of the world that saved it, and the run to which that generation belongs. So
-files of two runs, which may use the same generation numbers, never share a folder. While a checkpoint is written to a
-local folder, its name ends in `.tmp`. On other storage, which cannot rename, it is written in place and the manifest
-comes last. Checkpoints from before runs had names have none in theirs, and still load.
+files of two runs, which may use the same generation numbers, never share a folder. The manifest is written last, after
+everything else is on the storage. Checkpoints from before runs had names have none in theirs, and still load.
 
 Each run counts generations from its own beginning, and without an agent there is only one, so step and generation do
 not distinguish two runs. Every run therefore has a number, made from the time at which it began and random bits, by
@@ -20,7 +19,7 @@ with the next save: each proposes a number, and the largest wins. The environmen
 the world, torchrun gives workers the same run id, restart count, address and port as before.
 
 `CheckpointFolder` turns the errors of all file systems into `OSError`. What differs between storages is here too: on a
-local file system, files are synced to disk, and a checkpoint gets its final name only when it is complete.
+local file system, files are synced to disk, and replaced in one step.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,7 +56,7 @@ def run_name(run: int) -> str:
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
 _FORMAT: Final = 1  # a checkpoint with another number is refused, because this version could not read it
-_NAME: Final = re.compile(r"step-(\d+)\.g-(-?\d+)(?:\.r-([0-9a-f]{16}))?(\.tmp)?")
+_NAME: Final = re.compile(r"step-(\d+)\.g-(-?\d+)(?:\.r-([0-9a-f]{16}))?")
 
 
 @dataclass(frozen=True, order=True)
@@ -67,22 +66,16 @@ class CheckpointName:
     step: int  # last finished step
     run: str  # name of the run, 16 hexadecimal digits; empty for checkpoints that older versions wrote
     generation: int  # generation of the world, counted within the run
-    temporary: bool = False  # whether this is a folder that is renamed when the checkpoint is complete
 
     def __str__(self) -> str:
         run = f".r-{self.run}" if self.run else ""
-        return f"step-{self.step}.g-{self.generation}{run}{'.tmp' if self.temporary else ''}"
+        return f"step-{self.step}.g-{self.generation}{run}"
 
     @classmethod
     def parse(cls, text: str) -> CheckpointName | None:
         """Return the checkpoint name that a folder's name represents, or None if it is something else."""
         match = _NAME.fullmatch(text)
-        return None if match is None else cls(int(match[1]), match[3] or "", int(match[2]), match[4] is not None)
-
-    @property
-    def final(self) -> CheckpointName:
-        """The name of the checkpoint once it is complete."""
-        return replace(self, temporary=False)
+        return None if match is None else cls(int(match[1]), match[3] or "", int(match[2]))
 
 
 def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
@@ -297,10 +290,6 @@ class CheckpointFolder:
         found = [CheckpointName.parse(name) for name in self._listed(self._root)]
         return newest_first(name for name in found if name is not None)
 
-    def working_name(self, step: int, run: str, generation: int) -> CheckpointName:
-        """Return the name under which a checkpoint is written until it is complete."""
-        return CheckpointName(step, run, generation, temporary=self._local)
-
     def make_checkpoint_folder(self, name: CheckpointName) -> None:
         """Create the folder of a checkpoint."""
         with _translated():
@@ -310,7 +299,7 @@ class CheckpointFolder:
         """Write a file of a checkpoint, and on a local file system sync it to disk. Returns its digest.
 
         Raises:
-            FileNotFoundError: The checkpoint has no folder, or another node has published the checkpoint.
+            FileNotFoundError: The checkpoint has no folder, perhaps because another node has completed a newer one.
         """
         with _translated():
             opened = self._fs.open(f"{self._path(name)}/{file}", "wb")
@@ -332,13 +321,9 @@ class CheckpointFolder:
         return writer.digest
 
     def replace_file(self, name: CheckpointName, file: str, data: bytes) -> FileDigest:
-        """Replace a small file atomically: a reader sees either what was there before or all of the new file.
+        """Replace a small file, which several nodes may write. Returns its digest.
 
-        Several nodes may write the same file, and a node may be killed while another publishes the checkpoint. Returns
-        the digest of the file.
-
-        Raises:
-            FileNotFoundError: The checkpoint has no folder, or another node has published the checkpoint.
+        A reader sees either what was there before or all of the new file.
         """
         if not self._local:
             return self.write_file(name, file, lambda stream: stream.write(data))
@@ -347,9 +332,8 @@ class CheckpointFolder:
             summed = self.write_file(name, draft, lambda stream: stream.write(data))
             Path(self._path(name), draft).replace(Path(self._path(name), file))
         except OSError:
-            for where in (name, name.final):  # another node may have published it in the meantime
-                with contextlib.suppress(OSError):
-                    Path(self._path(where), draft).unlink()
+            with contextlib.suppress(OSError):
+                Path(self._path(name), draft).unlink()
             raise
         return summed
 
@@ -380,40 +364,19 @@ class CheckpointFolder:
         except FileNotFoundError:
             return None
         manifest = Manifest.parse(data)
-        if CheckpointName(manifest.step, manifest.run, manifest.generation) != name.final:
+        if CheckpointName(manifest.step, manifest.run, manifest.generation) != name:
             raise ProtocolError(f"the manifest in {name} is of another checkpoint")
         return manifest
 
     def is_published(self, name: CheckpointName) -> bool:
-        """Return whether the checkpoint is complete, under its final name."""
-        return MANIFEST in self.list_files(name.final)
+        """Return whether the checkpoint is complete."""
+        return MANIFEST in self.list_files(name)
 
-    def publish_checkpoint(self, name: CheckpointName) -> bool:
-        """Rename a checkpoint whose manifest is written to its final name. Returns False if another node did.
-
-        Complete checkpoints are never overwritten. If the final name already has a complete checkpoint, another node
-        has published the same one, and this copy is removed. A folder there without a manifest is what remains of an
-        interrupted removal, and is replaced.
-
-        Raises:
-            OSError: The checkpoint is neither here nor published.
-        """
-        if not name.temporary:
-            return True
-        here, final = Path(self._path(name)), Path(self._path(name.final))
-        try:
-            self._sync(here)
-            here.rename(final)
-        except OSError:
-            if self.is_published(name):  # another node was faster
-                self.remove_checkpoint(name)
-                return False
-            if not here.exists():
-                raise
-            self.remove_checkpoint(name.final)  # the remains of an interrupted removal, without a manifest
-            here.rename(final)
-        self._sync(final.parent)
-        return True
+    def publish_checkpoint(self, name: CheckpointName, manifest: Manifest) -> None:
+        """Complete a checkpoint by its manifest, which is on disk after all other files."""
+        self._sync(name)
+        self.replace_file(name, MANIFEST, manifest.pack())
+        self._sync(name)
 
     def remove_checkpoint(self, name: CheckpointName) -> None:
         """Remove a checkpoint. The manifest goes first, so that a half-removed checkpoint does not look complete."""
@@ -436,9 +399,12 @@ class CheckpointFolder:
     def _path(self, name: CheckpointName) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
-    def _sync(self, folder: Path) -> None:
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
+    def _sync(self, name: CheckpointName) -> None:
+        """Sync the names of a checkpoint's files, and its own, to a local disk."""
+        folder = Path(self._path(name))
+        for path in (folder, folder.parent) if self._local else ():
+            opened = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)

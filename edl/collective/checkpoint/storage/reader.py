@@ -121,7 +121,7 @@ def newest_stored(url: str, group: Group = None, *, run: str = "") -> tuple[int,
 def _share_names(folder: CheckpointFolder, group: Group) -> Iterator[CheckpointName]:
     """Yield the names of the complete checkpoints that the first rank sees, so that all ranks try the same ones."""
     mine = folder.list_checkpoints() if rank_of(group) == 0 else []
-    names = [str(name) for name in mine if not name.temporary and folder.is_published(name)]
+    names = [str(name) for name in mine if folder.is_published(name)]
     src = global_rank(0, group)
     for text in broadcast_bytes("\n".join(names).encode(), src, group).decode().splitlines():
         name = CheckpointName.parse(text)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait
 from functools import partial
@@ -114,7 +114,7 @@ class CheckpointWriter:
         if not run:
             return None
         generation, step, world = state
-        name = self._folder.working_name(step, run, generation)
+        name = CheckpointName(step, run, generation)
         try:
             self._store_slots(name, dict(zip(slots, found, strict=True)))
             committed = self._complete(name, world)
@@ -122,7 +122,7 @@ class CheckpointWriter:
             for prefix in slots:
                 unmark_slot(prefix, state)
             if committed:
-                self._remove_old(name.final)
+                self._remove_old(name)
         except _OverwrittenError as exc:
             if not marked:
                 raise
@@ -159,11 +159,7 @@ class CheckpointWriter:
                 return  # by this agent's predecessor, or by other nodes that already have its part
             self._folder.make_checkpoint_folder(name)
             there = self._folder.list_files(name)
-            wanted = {
-                prefix: slot
-                for prefix, slot in found.items()
-                if RankManifest.file_name(slot.header.rank) not in there or not self._has_rank(name, slot)
-            }
+            wanted = {prefix: slot for prefix, slot in found.items() if not self._has_rank(name, slot, there)}
             pinned: list[PinnedSlot] = []
             for prefix, slot in wanted.items():
                 copy = slot.pin_file(storing_path(prefix))
@@ -171,9 +167,6 @@ class CheckpointWriter:
                     raise _overwritten(name)
                 pinned.append(copy)
             self._write_together(name, pinned)
-        except FileNotFoundError:
-            if not self._folder.is_published(name):
-                raise
         finally:
             for prefix in found:
                 storing_path(prefix).unlink(missing_ok=True)
@@ -191,13 +184,17 @@ class CheckpointWriter:
             for call in calls:
                 call.result()
 
-    def _has_rank(self, name: CheckpointName, found: CompleteSlot) -> bool:
-        """Return whether a rank's part is already stored, which its manifest shows, because it is written last."""
+    def _has_rank(self, name: CheckpointName, found: CompleteSlot, there: Collection[str]) -> bool:
+        """Return whether a rank's part is already among the files `there`: its manifest, which is written last, and it.
+
+        A removal that was interrupted may have left only one of the two.
+        """
+        file = RankManifest.file_name(found.header.rank)
         try:
-            piece = RankManifest.parse(self._folder.read_file(name, RankManifest.file_name(found.header.rank)))
+            piece = RankManifest.parse(self._folder.read_file(name, file)) if file in there else None
         except ProtocolError:
             return False
-        return (piece.run, piece.world) == (name.run, found.header.world)
+        return piece is not None and piece.file in there and (piece.run, piece.world) == (name.run, found.header.world)
 
     def _write_rank(self, name: CheckpointName, copy: PinnedSlot) -> None:
         from edl.collective.checkpoint.storage.dcp import write_rank_file  # here, as it imports torch
@@ -216,25 +213,21 @@ class CheckpointWriter:
         In that case the files stay, as an incomplete checkpoint: the fence also refuses if it cannot tell, and other
         nodes may still be writing there. A newer checkpoint removes it.
         """
-        if self._folder.is_published(name):
+        there = self._folder.list_files(name)
+        if MANIFEST in there:
             return True
+        if not all(RankManifest.file_name(rank) in there for rank in range(world)):
+            return False
         try:
-            there = self._folder.list_files(name)
-            if not all(RankManifest.file_name(rank) in there for rank in range(world)):
-                return self._folder.is_published(name)
             manifest = self._make_manifest(name, world)
-            if not self._fence():
-                logger.warning("the world of generation %d was given up: %s is not completed", name.generation, name)
-                return None
-            self._folder.replace_file(name, MANIFEST, manifest.pack())
-            self._folder.publish_checkpoint(name)
         except ProtocolError as exc:
             logger.info("not complete yet: %s", exc)  # another node is writing its manifest right now
             return False
-        except FileNotFoundError:
-            if not self._folder.is_published(name):
-                raise
-        return True  # published here, or by another node that was faster
+        if not self._fence():
+            logger.warning("the world of generation %d was given up: %s is not completed", name.generation, name)
+            return None
+        self._folder.publish_checkpoint(name, manifest)
+        return True
 
     def _make_manifest(self, name: CheckpointName, world: int) -> Manifest:
         from edl.collective.checkpoint.storage.dcp import pack_dcp_metadata
@@ -261,7 +254,7 @@ class CheckpointWriter:
         names = self._folder.list_checkpoints()
         older = names[names.index(newest) :] if newest in names else []  # newer checkpoints are left alone
         for name in older:
-            if not name.temporary and self._is_complete(name):
+            if self._is_complete(name):
                 complete.append(name)
             elif name < newest and (name.run, name.generation) <= (newest.run, newest.generation):
                 self._folder.remove_checkpoint(name)  # one of a later run is kept: another node may be writing it

@@ -175,17 +175,26 @@ def test_unfinished_remains_are_removed(tmp_path: Path) -> None:
     for number, run in ((1, FIRST), (2, SECOND)):
         put(tmp_path / f"half{number}", job(1), number, world=2)
         write(tmp_path / "c", tmp_path / f"half{number}", run=run)
-    assert names(str(tmp_path / "c")) == [f"step-1.g-1.r-{FIRST}.tmp", f"step-2.g-1.r-{SECOND}.tmp"]
+    assert names(str(tmp_path / "c")) == [f"step-1.g-1.r-{FIRST}", f"step-2.g-1.r-{SECOND}"]
     put(tmp_path / "s", job(2), 3)
     write(tmp_path / "c", tmp_path / "s")
-    assert names(str(tmp_path / "c")) == [f"step-2.g-1.r-{SECOND}.tmp", f"step-3.g-1.r-{FIRST}"]
+    assert names(str(tmp_path / "c")) == [f"step-2.g-1.r-{SECOND}", f"step-3.g-1.r-{FIRST}"]
+
+
+def test_half_removed_one_is_written_again(tmp_path: Path) -> None:
+    put(tmp_path / "s", job(1), 1)
+    write(tmp_path / "c", tmp_path / "s")
+    for name in ("manifest.json", "__0_0.distcp"):
+        (tmp_path / f"c/step-1.g-1.r-{FIRST}/{name}").unlink()
+    assert write(tmp_path / "c", tmp_path / "s") is True
+    assert stored(tmp_path / "c") == (1, 1)
 
 
 def test_foreign_piece_does_not_complete(tmp_path: Path) -> None:
     for rank in range(2):
         put(tmp_path / f"s{rank}", job(rank), 5, rank=rank, world=2)
     write(tmp_path / "c", tmp_path / "s0")
-    (tmp_path / f"c/step-5.g-1.r-{FIRST}.tmp").rename(tmp_path / f"c/step-5.g-1.r-{SECOND}.tmp")
+    (tmp_path / f"c/step-5.g-1.r-{FIRST}").rename(tmp_path / f"c/step-5.g-1.r-{SECOND}")
     assert write(tmp_path / "c", tmp_path / "s1", run=SECOND) is False
 
 

@@ -157,7 +157,7 @@ def test_ranks_agree_on_run_without_agent(tmp_path: Path) -> None:
         assert len(stored) == attempt + 1
         for name, pieces in stored.items():
             assert name.startswith("step-4.g-0.r-")
-            assert not name.endswith(".tmp")
+            assert (url / name / "manifest.json").exists()
             assert pieces == {"piece-0.json", "piece-1.json"}
 
 

@@ -82,7 +82,7 @@ def broadcast_bytes(data: bytes, src: int, group: Group = None) -> bytes:
         return data
     length = torch.tensor([len(data)], device=_device(group))
     dist.broadcast(length, src, group)
-    moved = _tensor_of(data) if dist.get_rank() == src else torch.empty(int(length), dtype=torch.uint8)
+    moved = byte_tensor(bytearray(data)) if dist.get_rank() == src else torch.empty(int(length), dtype=torch.uint8)
     broadcast_tensor(moved, src, group)
     return moved.numpy().tobytes()
 
@@ -93,7 +93,7 @@ def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(data)], device=device), group)
     longest = max(int(length) for length in lengths)
-    padded = _tensor_of(data.ljust(longest, b"\0")).to(device)
+    padded = byte_tensor(bytearray(data.ljust(longest, b"\0"))).to(device)
     gathered = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(gathered, padded, group)
     return [data.cpu()[: int(length)].numpy().tobytes() for data, length in zip(gathered, lengths, strict=True)]
@@ -114,7 +114,7 @@ def global_rank(rank: int, group: Group = None) -> int:
 def send_bytes(data: bytes, dst: int, group: Group = None) -> None:
     """Send bytes to another rank, which calls `receive_bytes`."""
     dist.send(torch.tensor([len(data)], device=_device(group)), dst, group)
-    send_tensor(_tensor_of(data), dst, group)
+    send_tensor(byte_tensor(bytearray(data)), dst, group)
 
 
 def receive_bytes(src: int, group: Group = None) -> bytes:
@@ -143,8 +143,9 @@ def receive_tensor(data: torch.Tensor, src: int, group: Group = None) -> None:
             piece.copy_(moved)
 
 
-def _tensor_of(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+def byte_tensor(data: bytearray | memoryview) -> torch.Tensor:
+    """Return bytes as a flat uint8 tensor that shares their memory."""
+    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
 
 
 def _device(group: Group) -> torch.device:

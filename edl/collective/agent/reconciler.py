@@ -70,7 +70,6 @@ class NodeReconciler:
         self._too_few = ChangeTimer(False, now)  # whether the job waits for enough nodes
         self._told_nodes = ChangeTimer(-1, now)  # number of nodes here when that was last logged
         self._exclusions = Exclusions(context.store, context.spec.job, host_key())
-        self._exclusion: Exclusion | None = None
         self._departure: Departure | None = None
         self._waits_for_place = False
         self._outage_s = _STORE_OUTAGE_SHARE * context.spec.rendezvous.takeover_s
@@ -395,7 +394,7 @@ class NodeReconciler:
             return decision
         if decision.leave_out:
             decision = self._exclude_host(decision)
-            if self._exclusion is None:
+            if decision.fatal:
                 return decision
             remedy = f"this host is out of job {self._spec.job}: {REMEDY}"
             restart = f"a GPU of {self._context.id} failed"
@@ -435,7 +434,6 @@ class NodeReconciler:
             fatal = f"{decision.restart} ({where})\n{decision.traceback}"
             return RecoveryDecision(fatal=fatal, unclear=True, rank=decision.rank, cause=ExitCause.ERROR)
         self._exclusions.add(exclusion)
-        self._exclusion = exclusion
         surely = "this node's GPU has failed" if clear else "this node's GPU has probably failed, for the second time"
         logger.error("%s (%s): the job goes on without this node", surely, decision.restart)
         self._context.status.record_event("faulty", decision.restart, self._worker_group.generation)

@@ -6,6 +6,7 @@ Accelerate, and the script asks it for epochs and batches.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, Final
@@ -160,7 +161,7 @@ class ElasticLoop:
         # A prepared loader starts iterating over its base loader only when it is asked for its first batch.
         with skipping(base, place.batches) if skips else nullcontext():
             first = [batch for _, batch in zip(range(1 if skips else place.batches + 1), iterator, strict=False)]
-        return _chain(first if skips else first[place.batches :], iterator)
+        return itertools.chain(first if skips else first[place.batches :], iterator)
 
     def _fields(self) -> dict[str, Any]:
         accelerator = self._accelerator
@@ -191,11 +192,6 @@ def _check_models(fields: dict[str, Any]) -> None:
                 "no model that the accelerator has prepared: they would be lost with a worker. Give the model, an "
                 "nn.Module, to accelerator.prepare() or to register_for_checkpointing()"
             )
-
-
-def _chain(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    yield from first
-    yield from rest
 
 
 _SAVED: Final = (

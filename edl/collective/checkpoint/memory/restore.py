@@ -37,6 +37,7 @@ from edl.collective.ranks import (
     Group,
     broadcast_bytes,
     broadcast_tensor,
+    byte_tensor,
     gather_bytes,
     global_rank,
     rank_of,
@@ -369,7 +370,7 @@ def _exchange_slots(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group
             found = giving[dst]
             meta = _require_unchanged(found.read_metadata(), found) if found not in kept else kept[found].meta
             data = (
-                slot_bytes(found.map_file(), found.data_nbytes) if found not in kept else _byte_tensor(kept[found].data)
+                slot_bytes(found.map_file(), found.data_nbytes) if found not in kept else byte_tensor(kept[found].data)
             )
             _send_slot(found.header, meta, data, global_rank(dst, group), group)
         elif dst == rank:
@@ -392,10 +393,6 @@ def _receive_slot(slots: SlotPair, src: int, group: Group) -> None:
     _, memory = slots.begin_write(nbytes, len(meta))
     receive_tensor(slot_bytes(memory, nbytes), src, group)
     slots.commit_write(SlotHeader(generation, step, world, rank, sharded=bool(sharded)), nbytes, meta)
-
-
-def _byte_tensor(data: bytearray | memoryview) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _require_unchanged(read: T | None, found: CompleteSlot) -> T:

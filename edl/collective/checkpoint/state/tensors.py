@@ -31,6 +31,7 @@ from edl.collective.checkpoint.encoding import (
     dotted,
     tensor_offsets,
 )
+from edl.collective.ranks import byte_tensor
 from edl.errors import ProtocolError, SettingsError
 
 Shape = tuple[int, ...]
@@ -196,7 +197,7 @@ class TensorCollector:
         if key in self._keys:
             raise SettingsError(f"two tensors of the state are both named {key}: rename a field or a key")
         self._keys.add(key)
-        tensor = value if isinstance(value, torch.Tensor) else _bytes_of(value)
+        tensor = value if isinstance(value, torch.Tensor) else byte_tensor(bytearray(value.tobytes()))
         _check_plain(key, tensor, self.made_anew)
         local, starts = local_box(tensor)
         if is_sharded(tensor):
@@ -246,14 +247,6 @@ def _check_plain(key: str, tensor: torch.Tensor, made_anew: bool) -> None:
             f"{key} is a {kind.__module__}.{kind.__qualname__}, which would come back as a plain tensor: give the "
             "plain tensors that it is made of, or an object with state_dict() and load_state_dict()"
         )
-
-
-def _bytes_of(array: Any) -> torch.Tensor:
-    return (
-        torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
-        if array.nbytes
-        else torch.empty(0, dtype=torch.uint8)
-    )
 
 
 def view_of(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

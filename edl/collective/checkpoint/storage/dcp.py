@@ -32,6 +32,7 @@ from edl.collective.checkpoint.encoding import StateMetadata, TensorEntry, decod
 from edl.collective.checkpoint.memory.slots import SlotCopy
 from edl.collective.checkpoint.state.tensors import view_of
 from edl.collective.checkpoint.storage.folder import ChecksumWriter, RankManifest
+from edl.collective.ranks import byte_tensor
 from edl.errors import ProtocolError
 
 _VERSION = "1.0.0"
@@ -140,7 +141,7 @@ def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.T
     data = records[found]
     if len(data) != entry.nbytes:
         raise ProtocolError(f"{entry.key} has {len(data)} bytes in its file, and {entry.nbytes} by its metadata")
-    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    flat = byte_tensor(data)
     dtype = getattr(torch, entry.dtype, None)
     if isinstance(dtype, torch.dtype) and flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()  # torch.save aligns tensors only relative to their item

@@ -160,16 +160,15 @@ def main(
 def table(spreads: Mapping[str, Spread], goals: Sequence[Goal]) -> str:
     """A Markdown table of figures and goals; a goal without a figure is shown as not measured."""
     wanted = {goal.key: goal for goal in goals}
-    lines = ["| figure | median | range | goal |", "| --- | ---: | ---: | --- |"]
+    lines = ["| figure | median (range) | goal |", "| --- | ---: | --- |"]
     for key in [*spreads, *(key for key in wanted if key not in spreads)]:
         goal = wanted.get(key)
         if key not in spreads:
-            lines.append(f"| {key} | | | {goal}: not measured |")
+            lines.append(f"| {key} | | {goal}: not measured |")
             continue
         spread = spreads[key]
-        between = "" if spread.min == spread.max else f"{spread.min:.3g} to {spread.max:.3g}"
         verdict = "" if goal is None else f"{goal}: {'met' if goal.met(spread) else '**missed**'}"
-        lines.append(f"| {key} | {spread.median:.3g} | {between} | {verdict} |")
+        lines.append(f"| {key} | {spread} | {verdict} |")
     return "\n".join(lines)
 
 

@@ -53,10 +53,10 @@ def _measure(name: str, model: Model, endpoint: str, options: Options) -> dict[s
     rounds = take_turns(sides, options.repeats)
     note(f"| {name}: beside | 99th percentile, ms | rows labelled in a round |")
     note("| --- | ---: | ---: |")
-    note(f"| none | {Spread.of([1e3 * seconds for seconds in rounds['alone']])} | |")
+    note(f"| none | {Spread.of([1e3 * seconds for seconds in rounds['alone']]).median:.3g} | |")
     for priority in _PRIORITIES:
-        spread = Spread.of([1e3 * seconds for seconds in rounds[str(priority)]])
-        note(f"| a student, {priority} | {spread} | {labelled[priority] // options.repeats} |")
+        median_ms = Spread.of([1e3 * seconds for seconds in rounds[str(priority)]]).median
+        note(f"| a student, {priority} | {median_ms:.3g} | {labelled[priority] // options.repeats} |")
     note("")
     return {f"{name}_{priority}": divide(rounds[str(priority)], rounds["alone"]) for priority in _PRIORITIES}
 

@@ -71,18 +71,16 @@ def measure(options: Options) -> dict[str, list[float]]:
 
 def _compare(rounds: dict[str, list[dict[str, float]]]) -> dict[str, list[float]]:
     ratios: dict[str, list[list[float]]] = {"read": [], "write": []}
-    note("| case | labels/s | before | ratio |\n| --- | ---: | ---: | ---: |")
+    cases: dict[str, float] = {}
     for kind in KINDS:
         for processes in _PROCESSES:
             now, before = (rounds[f"{kind} {processes} {side}"] for side in _SIDES)
             for what in now[0]:
-                rates = [[found[what] for found in side] for side in (now, before)]
-                found = divide(*rates)
+                found = divide(*([speeds[what] for speeds in side] for side in (now, before)))
                 ratios[what.partition(" ")[0]].append(found)
-                ours, theirs, ratio = (Spread.of(values).median for values in (*rates, found))
-                case = f"{what}, {kind}, {processes} process{'es' * (processes > 1)}"
-                note(f"| {case} | {ours:,.0f} | {theirs:,.0f} | {ratio:.3g} |")
-    note("")
+                cases[f"{what}, {kind}, {processes} process{'es' * (processes > 1)}"] = Spread.of(found).median
+    low, high = min(cases, key=cases.__getitem__), max(cases, key=cases.__getitem__)
+    note(f"The lowest ratio is {cases[low]:.3g} ({low}), the highest {cases[high]:.3g} ({high}).\n")
     return {
         f"{what}_vs_before": [_mean(values) for values in zip(*found, strict=True)] for what, found in ratios.items()
     }

@@ -109,18 +109,12 @@ def tell(days: list[dict[str, Result]]) -> None:
     note("| --- |" + " ---: |" * len(days[0]))
     rows: dict[str, Callable[[Result], float]] = {
         "mean wait for the minimum, s": lambda result: mean(result.waits_s),
-        "of these until the first start, s": lambda result: mean(result.first_waits_s),
         "longest wait of a job, h": lambda result: max(result.waits_s.values()) / 3600,
         "mean time to the end, h": lambda result: mean(result.spans_s) / 3600,
         "utilization while a job waits, %": lambda result: 100 * utilization(result, teachers=True),
-        "the same without teachers, %": lambda result: 100 * utilization(result, teachers=False),
-        "share of the day in which a job waits, %": lambda result: (
-            100 * statistics.fmean(bool(sample.waiting_jobs) for sample in result.samples)
-        ),
         "GPU hours of teachers": lambda result: (
             sum(sample.teachers for sample in result.samples) * result.samples[1].at_s / 3600
         ),
-        "moves an hour": lambda result: len(result.moves) / (result.samples[-1].at_s / 3600),
         "moves a job": lambda result: len(result.moves) / len(result.waits_s),
         "jobs not done a day later": lambda result: float(result.unfinished),
     }

@@ -65,7 +65,7 @@ def _one(name: str, options: Options) -> dict[str, list[float]]:
         rounds = take_turns(sides, options.repeats)
     steps = {side: [figure["rows_s"] / ROWS for figure in figures] for side, figures in rounds.items()}
     cpu_ms = {side: [figure["cpu_us_row"] * ROWS / 1e3 for figure in figures] for side, figures in rounds.items()}
-    cells = [str(Spread.of(figures[side])) for figures in (steps, cpu_ms) for side in ("alone", "distilled")]
+    cells = [f"{Spread.of(figures[side]).median:.3g}" for figures in (steps, cpu_ms) for side in ("alone", "distilled")]
     note(f"| {name} | {' | '.join(cells)} |")
     found = {name: divide(steps["distilled"], steps["alone"])}
     if "beside" in steps:

@@ -14,7 +14,7 @@ import tempfile
 from contextlib import ExitStack
 
 from benchmarks._child import Child
-from benchmarks._harness import Goal, Options, Spread, divide, main, note, progress, take_turns
+from benchmarks._harness import Goal, Options, divide, main, note, progress, take_turns
 
 GOALS = [
     Goal("per_s", 20_000),
@@ -59,7 +59,8 @@ def measure(options: Options) -> dict[str, list[float]]:
             "alone": functools.partial(rate, edl, "thousand", 1, 1),
         }
         rounds = take_turns(sides, options.repeats)
-    _tell(best, rounds)
+    streams, batch = best
+    note(f"{batch} shards a turn and {streams} workers were best.\n")
     return {
         "per_s": rounds["thousand"],
         "single_per_s": rounds["single"],
@@ -67,14 +68,6 @@ def measure(options: Options) -> dict[str, list[float]]:
         "vs_unjournalled": divide(rounds["thousand"], rounds["dictionary"]),
         "single_vs_unjournalled": divide(rounds["single"], rounds["single dictionary"]),
     }
-
-
-def _tell(best: tuple[int, int], rounds: dict[str, list[float]]) -> None:
-    streams, batch = best
-    note(f"- {batch} shards a turn and {streams} workers were best; one shard a turn with {_SINGLE_STREAMS} workers.")
-    for side, values in rounds.items():
-        note(f"- {side}: {Spread.of(values)} transitions a second.")
-    note("")
 
 
 if __name__ == "__main__":

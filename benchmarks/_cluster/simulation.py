@@ -106,7 +106,6 @@ class Result:
         policy: its name.
         samples: by tick, within the trace.
         waits_s: of each job, all its seconds without its minimum.
-        first_waits_s: of each job, until it had its minimum first.
         spans_s: of each job that ended, from its coming to its end.
         moves: times of changes of jobs' workers, starts not counted.
         unfinished: jobs that had not ended a day after the trace.
@@ -115,7 +114,6 @@ class Result:
     policy: str
     samples: tuple[Sample, ...]
     waits_s: Mapping[str, float]
-    first_waits_s: Mapping[str, float]
     spans_s: Mapping[str, float]
     moves: tuple[float, ...]
     unfinished: int
@@ -128,7 +126,6 @@ def simulate(trace: Trace, policy: Policy, tick_s: float = 30.0) -> Result:
     jobs: dict[str, RunningJob] = {}
     teachers: dict[str, int] = {}
     waits: dict[str, float] = {}
-    first_waits: dict[str, float] = {}
     spans: dict[str, float] = {}
     samples: list[Sample] = []
     moves: list[float] = []
@@ -155,15 +152,13 @@ def simulate(trace: Trace, policy: Policy, tick_s: float = 30.0) -> Result:
             ended_s = advance(job, now_s, tick_s, policy, noise)
             if ended_s is not None:
                 waits[name] = job.waited_s
-                first_waits[name] = (job.started_s or 0.0) - job.submission.at_s
                 spans[name] = ended_s - job.submission.at_s
                 del jobs[name]
         now_s += tick_s
     for name, job in jobs.items():
         waits[name] = job.waited_s
-        first_waits[name] = (now_s if job.started_s is None else job.started_s) - job.submission.at_s
     within = tuple(at for at in moves if at < trace.size.seconds)
-    return Result(policy.name, tuple(samples), waits, first_waits, spans, within, len(jobs))
+    return Result(policy.name, tuple(samples), waits, spans, within, len(jobs))
 
 
 def evict(

@@ -1,8 +1,7 @@
 """How fast the soft-label cache writes and reads labels, compared with the format that EDL had before.
 
-One process, or four at once, write 64 MB of labels and read them back in random order: 16,384 rows of 1,000 float32, or
-512 sequences of 256 tokens with 64 log-probabilities each. A cold read opens the folder with an empty page cache. The
-ratios are geometric means over all cases.
+One process, or four at once, write 64 MB of labels of classes or tokens and read them back in random order, with a cold
+and a warm page cache. The ratios are geometric means.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """How long a save of about 500 MB blocks the training loop: EDL, `torch.save` with fsync, and DCP's `async_save`.
 
 A model with AdamW's moments trains on the CPU and saves after each update. The blocked time is that of the call, plus
-the time that the next update has to wait. `save and pass` also counts how much the copy slows the next forward and
-backward pass. EDL copies into shared memory in the call; DCP stages in the call (`vs_dcp_in_call`) or in a thread.
-`slow_storage` is EDL's blocked time beside a write at 100 MB/s, divided by that without storage.
+the time that the next update has to wait. `save and pass` also counts how much the copy slows the next pass.
 """
 
 from __future__ import annotations
@@ -107,7 +105,6 @@ def measure(options: Options) -> dict[str, list[float]]:
             "dcp, staging in a thread": stack.enter_context(_dcp(loop, folder, threaded=True)),
         }
         rounds = take_turns(sides, options.repeats)
-    note(f"State: {loop.state.capture().data_nbytes / 1e6:.0f} MB.\n")
     note("| side | blocked, ms | save and pass longer than a pass, ms | survives the loss of, when training goes on |")
     note("| --- | ---: | ---: | --- |")
     for name, costs in rounds.items():

@@ -1,15 +1,13 @@
 """Measure the arbiter over a simulated day of a cluster, and how long a decision takes.
 
-The functions of `edl.master.scaling` share 3,200 GPUs (400 nodes of 8) among jobs that request 95% of the day's GPU
-hours. An online load takes 15% to 45% of the GPUs, and teachers borrow the rest. The alternatives, on the same day:
-gang scheduling of all requested workers or of a quarter (`at the minimum`), with backfill; and the ancestor,
-paddle-operator's autoscaler. For all of them, a change of workers pauses a job for 5 s to 60 s, no work is lost, and
-placement is free.
+3,200 GPUs (400 nodes of 8) are shared among jobs that request 95% of the day's GPU hours. An online load takes 15% to
+45% of the GPUs, and teachers borrow the rest. The alternatives: gang scheduling of all requested workers or of a
+quarter (`at the minimum`), with backfill; and the ancestor, paddle-operator's autoscaler. A change of workers pauses a
+job for 5 s to 60 s; no work is lost.
 
 - `decision_s`: CPU seconds of the slowest of five decisions with 1,000 jobs on 10,000 nodes.
 - `wait_vs_gang`: the mean time that jobs are below their minimum, divided by gang scheduling's.
-- `utilization`: GPUs at work, divided by those that the online load leaves, while a job waits; `utilization_jobs`
-  without teachers.
+- `utilization`: GPUs at work, divided by those that the online load leaves, while a job waits.
 - `span_vs_...`: the mean time from a job's arrival to its end; `moves_vs_ancestor`: changes of workers.
 """
 

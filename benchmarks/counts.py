@@ -1,8 +1,7 @@
 """Copies, context switches and instructions per request, compared with a bare gRPC client and server.
 
-The load is that of `reader`, and so are the sides; figures are EDL's counts, student and teacher together, divided by
-gRPC's. `copies_shm` is the number of copies of the input through shared memory, of which one is the least. Copies are
-bytes copied by the process (memcpy of 4 KiB and more) and by the kernel; context switches are the voluntary ones.
+The load is that of `reader`. Figures are EDL's counts, student and teacher together, divided by gRPC's; `copies_shm`
+is the number of copies of the input through shared memory.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """What soft labels from remote teachers cost a student: its steps per second with them, compared with those alone.
 
 The students compute on one core: one at the pace of a ResNet50 on a V100 (230 images/s), one four to five times as
-fast, and a small language model with the 64 likeliest tokens as labels (`lm_student`). Two teachers sleep as long as
-teachers with three times the student's pace would compute; 32 uint8 images of 3x224x224 per step really travel over
-TCP. On two cores the teachers' side slows the student too: `_limit` is the student while a bare gRPC client and server
-pass the same bytes.
+fast, and a small language model (`lm_student`). Two teachers sleep as long as teachers with three times the student's
+pace would compute; images and labels really travel over TCP. `_limit` is the student while a bare gRPC client and
+server pass the same bytes on the same two cores.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Unequal and irregular teachers: the reader's throughput compared with the sum of their rates.
 
-Three teachers sleep 10 ms per batch and one 40 ms; every 33rd batch takes ten times as long. The sum is measured with
-each teacher asked alone. At half pace, a student uses half of the teachers' capacity; latencies are from the data
-source to the training loop.
+Three teachers sleep 10 ms per batch and one 40 ms; every 33rd batch takes ten times as long. At half pace, a student
+uses half of the teachers' capacity.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def _tell(rounds: dict[str, list[dict[str, Any]]]) -> None:
             cells.append(str(Spread.of([figure[key] * 1e3 for figure in figures])) if paced else "")
         cells.append(f"{Spread.of([figure['extra'] for figure in figures]).max:.1%}" if "extra" in figures[0] else "")
         note(f"| {name} | {' | '.join(cells)} |")
-    note("\nExtra requests: the most of any round.\n")
+    note("")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
 """One of three ranks gets SIGKILL: how long until the others have finished another step, and what they lost.
 
 All sides train the same model (8.4 million parameters, gloo; each step sleeps 60 ms instead of using a GPU). torchrun
-and Ray Train (an elastic group, health checks every 0.1 s) have workers on one node and checkpoints every 20 steps;
-torchrun needs `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` to recover. torchft runs three replica groups and is compared with
-three nodes of `edl run`, of which one dies with its agent.
+and Ray Train (an elastic group) have workers on one node and checkpoints every 20 steps. torchft runs three replica
+groups and is compared with three nodes of `edl run`.
 
-- `sooner`, `vs_ray_train`, `vs_torchft`: their seconds divided by those of `edl run`; `_without_imports` leaves out
-  the import of torch.
+- `sooner`, `vs_ray_train`, `vs_torchft`: their seconds divided by those of `edl run`.
 - `steps_lost`: steps done again, in intervals between snapshots.
 - `join`: the longest pause of two nodes when a third joins, torchrun's divided by that of `edl run` (`join_s`).
-- `vs_dynamic_rendezvous`, `join_vs_dynamic_rendezvous`: against torchrun with its rendezvous in a store that outlives
-  the nodes, when a node dies or joins.
+- `..._dynamic_rendezvous`: a node dies or joins under torchrun with a store that outlives the nodes.
 - `lost_host_s`, `killed_host_s`: all packets of one of three hosts are dropped, or its processes are killed.
-- `p50_s`, `p99_s`, `max_s`, `hangs`: of many kills in a row (`--kills`), at any moment of a step.
+- `p50_s`, `p99_s`, `max_s`, `hangs`: of many kills in a row, at any moment of a step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Labels of language models: tokens per second, bytes and CPU per token, against vLLM's HTTP API and padding.
 
 All sides use the same tiny random Llama with one thread, and ask about sequences of 16 to 510 tokens for the 64
-likeliest ones. `vs_vllm_http` compares with a client that asks a vLLM over HTTP as TRL does; `vs_padded` with batches
-of 16 sequences padded to the longest. `client_cpu_vs_json` compares the student's CPU per token through
-`edl register vllm://` with that for parsing vLLM's JSON.
+likeliest ones. `vs_vllm_http` compares with a client that asks a vLLM over HTTP as TRL does, `vs_padded` with padded
+batches, and `client_cpu_vs_json` the student's CPU per token through a gateway with that for parsing vLLM's JSON.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sqlite3
 import types
@@ -130,11 +129,3 @@ def test_source_of_the_page(place: Place) -> None:
     assert list(dataset.read(lease)) == [(number, "tea") for number in range(10, 20)]  # type: ignore[arg-type]
     assert not orders.ended()
     assert orders.count() == 30
-
-
-def test_calls_of_the_page(place: Place) -> None:
-    place.lead("train")
-    steps: list[int] = []
-    place.run(block("from edl.master import MasterClient, ShardingClient"), step=steps.extend)
-    assert sorted(steps) == list(range(1280))
-    assert os.environ["EDL_DISCOVERY"]

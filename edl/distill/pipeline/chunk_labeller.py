@@ -335,9 +335,8 @@ class ChunkLabeller:
                 if isinstance(missing.ids, SequenceIds) and missing.ids.lengths is not None:
                     longest_sequence = int(missing.ids.lengths.max())
             # A cached label must belong to the bytes that came with the id, so they are copied before a later send.
-            copy = missing is not None and not chunk.copied
             arena = self._arena if engine.wants_arena else None
-            payload = Payload.of(fields, arena, copy=copy, batch_rows=spec.batch_rows)
+            payload = Payload.of(fields, arena, copy=missing is not None, batch_rows=spec.batch_rows)
             payload.traceparent = self._traceparent
             payload.longest_sequence = longest_sequence
             number = next(self._numbers)

@@ -30,7 +30,6 @@ class Chunk:
     jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, number of the job there)
     error: BaseException | None = None  # why it has no outputs; it then counts as done
     sent: bool = False  # whether it was sent or is being sent
-    copied: bool = False  # whether `fields` are the chunk's own, and not the source's arrays
     # bytes of each service's answer, estimated until it is there
     answers_nbytes: list[int] = field(default_factory=list)
     foreseen: bool = True  # whether all of them could be estimated

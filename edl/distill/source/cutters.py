@@ -211,7 +211,6 @@ class Gatherer:
         chunk.seal(
             {name: rows.gathered() for name, rows in self._rows.items()}, self._ids if self._cutter.ids else None
         )
-        chunk.copied = True
         if self._cutter.of_sequences:
             chunk.lengths = np.array(self._lengths, np.int64)
             chunk.positions = np.concatenate([np.arange(length, dtype=np.int32) for length in self._lengths])
@@ -340,20 +339,19 @@ class BatchCutter(Cutter):
         self, route: int | None, fields: Mapping[str, Array], ids: Sequence[Any] | None, routes: Sequence[int | None]
     ) -> list[Chunk]:
         """Return the requests of the rows of a route, in the order of the rows."""
-        copied = set(routes) != {route}
-        if copied:
+        if set(routes) != {route}:
             mine = [row for row, each in enumerate(routes) if each == route]
             fields = {name: array[mine] for name, array in fields.items()}
             ids = [ids[row] for row in mine] if ids is not None else None
         gatherer = self.routes[route]
         step = gatherer.rows_like(fields)
-        chunks = []
-        for start in range(0, len(next(iter(fields.values()))), step):
-            part = {name: array[start : start + step] for name, array in fields.items()}
-            chunk = gatherer.new_chunk().seal(part, ids[start : start + step] if ids is not None else None)
-            chunk.copied = copied
-            chunks.append(chunk)
-        return chunks
+        return [
+            gatherer.new_chunk().seal(
+                {name: array[start : start + step] for name, array in fields.items()},
+                ids[start : start + step] if ids is not None else None,
+            )
+            for start in range(0, len(next(iter(fields.values()))), step)
+        ]
 
 
 class SampleCutter(Cutter):

@@ -144,7 +144,6 @@ class RegisterConfig:
 
     @classmethod
     def of(cls, endpoint: str, given: Mapping[str, Any]) -> RegisterConfig:
-        """Build the settings from the values of the options."""
         model = given.get("model") or given.get("service")
         if model is None:
             raise SettingsError(
@@ -173,7 +172,6 @@ def parse_endpoint(name: str, text: str) -> tuple[str, int]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `edl register`; return the exit code."""
     if any(names_engine(argument) for argument in argv):
         return gateway_main(argv)
     parser = ServingParser("edl register", _DESCRIPTION, _EXAMPLES)
@@ -290,7 +288,6 @@ class ForeignServer:
         self._channel = channel(self._target, self._files, options)
 
     def close(self) -> None:
-        """Close the connection."""
         self._channel.close()
 
     def probe(self) -> ProbeResult:

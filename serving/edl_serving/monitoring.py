@@ -70,7 +70,6 @@ class WorkerMetrics:
         self.compute_s = _Buckets(_SECONDS)
 
     def record_batch(self, rows: int, seconds: float) -> None:
-        """Count a call of the model with `rows` that took `seconds`."""
         count, spent_s = self.batches.get(rows, (0, 0.0))
         self.batches[rows] = count + 1, spent_s + seconds
         self.rows += rows
@@ -93,7 +92,6 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def add_worker(self) -> WorkerMetrics:
-        """Create and return the counters of another worker."""
         self._workers.append(WorkerMetrics())
         return self._workers[-1]
 
@@ -125,11 +123,9 @@ class Metrics(Collector):
         return ""
 
     def record_outcome(self, outcome: str) -> None:
-        """Count a request by its outcome."""
         self._outcomes[outcome] += 1
 
     def record_error(self, error: RequestError) -> None:
-        """Count a request that ended with an error."""
         self._outcomes[error.code.name.lower()] += 1
         self._refusals[error.reason] += 1
 
@@ -138,7 +134,6 @@ class Metrics(Collector):
         self._refusals[error.reason] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of a scrape."""
         workers = self._workers
         faults = {kind: sum(worker.faults[kind] for worker in workers) for kind in ("exception", "nan", "output")}
         failed = "Requests that the model failed: it raised, answered NaN, or an output other than promised."

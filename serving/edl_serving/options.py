@@ -33,21 +33,18 @@ _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def text(raw: Any) -> str:
-    """Read non-empty text."""
     if not isinstance(raw, str) or not raw.strip():
         raise ValueError("expected text")
     return raw.strip()
 
 
 def flag(raw: Any) -> bool:
-    """Read true or false."""
     if not isinstance(raw, bool):
         raise ValueError("expected true or false")
     return raw
 
 
 def log_format(raw: Any) -> str:
-    """Read "text" or "json"."""
     if raw not in ("text", "json"):
         raise ValueError("expected text or json")
     return str(raw)
@@ -64,7 +61,6 @@ def _whole(raw: Any, low: int, high: int, words: str) -> int:
 
 
 def count(raw: Any) -> int:
-    """Read a whole number of at least 1."""
     return _whole(raw, 1, 2**62, "a whole number above 0")
 
 
@@ -84,7 +80,6 @@ def user(raw: Any) -> int:
 
 
 def number(raw: Any) -> float:
-    """Read a finite number above 0."""
     try:
         value = float(raw)
     except (TypeError, ValueError):
@@ -161,7 +156,6 @@ class Option:
 
     @property
     def key(self) -> str:
-        """The name as a Python identifier."""
         return self.name.replace("-", "_")
 
     def read(self, raw: Any, where: str) -> Any:
@@ -229,7 +223,6 @@ def add_flags(parser: CommandParser, groups: Sequence[OptionGroup]) -> None:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Read a TOML file."""
     try:
         with Path(path).expanduser().open("rb") as file:
             return tomllib.load(file)

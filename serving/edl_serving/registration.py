@@ -70,7 +70,6 @@ class RegistrationSettings:
             validated(self.instance(address, 0 if address.startswith("unix:") else 1, model="", meta={}))
 
     def instance(self, address: str, port: int, model: str, meta: Mapping[str, str]) -> Instance:
-        """Build the instance to register."""
         return Instance(
             service=self.service,
             id=self.id or re.sub(r"[^A-Za-z0-9.-]+", "-", f"{socket.gethostname()}-{port}").strip("-"),
@@ -90,7 +89,6 @@ def warn_of_loopback(discovery_url: str | None, address: str, remedy: str) -> No
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` means this host only."""
     return is_this_host(authority(host, 0))
 
 
@@ -113,14 +111,12 @@ class ReadyFile:
                 self._draft.unlink()
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Write `content` as JSON."""
         if self._wanted:
             with self._errors_named():
                 self._draft.write_text(json.dumps(content) + "\n")
                 self._draft.replace(self._path)
 
     def remove(self) -> None:
-        """Delete the file if it exists."""
         if self._wanted:
             with self._errors_named():
                 self._path.unlink(missing_ok=True)

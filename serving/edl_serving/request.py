@@ -103,7 +103,6 @@ class RequestDecoder:
 
 
 def bind_tensors(plan: RequestPlan, raw: Sequence[memoryview], regions: ClientRegions | None) -> DecodedRequest:
-    """Find the tensors of a request in its message and in shared memory."""
     if raw and plan.typed is not None:
         raise invalid_argument(f"input {quote(plan.typed)} has contents, and there are raw_input_contents as well")
     if len(raw) != plan.raw_count:
@@ -143,7 +142,6 @@ def _refuse_count(plan: RequestPlan, count: int) -> None:
 
 
 def check_sequences(name: str, position: Array, max_sequence: int) -> None:
-    """Refuse rows that are not whole sequences."""
     if position[0] != 0:
         raise invalid_argument(
             f"input {quote(name)} is {int(position[0])} in row 0: a request holds whole sequences, which begin at 0"

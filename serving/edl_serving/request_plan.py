@@ -63,7 +63,6 @@ class OutputOptions:
         return cls(k, 1.0 if temperature is None else float(temperature), datatype)
 
     def wire_names(self, spec: TensorSpec) -> tuple[str, ...]:
-        """Return the names under which an output is sent."""
         if self.top_k is None:
             return (spec.name,)
         if spec.datatype not in _FLOATS:
@@ -111,7 +110,6 @@ class OutputOptions:
         return leading * {ids: 4 * self.top_k, values: itemsize * self.top_k}.get(name, 4)
 
     def cast(self, output: Array) -> Array:
-        """Return `output` in the datatype that the request asks for."""
         if self.datatype is None or output.dtype.kind != "f":
             return output
         return cast_clamped(output, dtype_of(self.datatype))

@@ -188,7 +188,6 @@ def refuse_zero(given: Mapping[str, Any], *keys: str) -> None:
 
 
 def prepare_process(command: str, given: Mapping[str, Any]) -> None:
-    """Set up logging and `--exit-with`."""
     log_to_stderr(command, verbose=given.get("verbose", False), log_format=given.get("log_format", "text"))
     if "exit_with" in given:
         terminate_with_parent(given["exit_with"])
@@ -260,7 +259,6 @@ class ServeConfig(TeacherConfig):
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> ServeConfig:
-        """Build the settings from values of `GROUPS`."""
         kinds = [kind for kind in MODEL_LOADERS if kind.replace("-", "_") in given]
         if len(kinds) != 1:
             found = f"got {' and '.join(f'--{kind}' for kind in kinds)}" if kinds else "got none"

@@ -205,7 +205,6 @@ class RegionTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all regions."""
         return sum(region.nbytes for regions in self._by_user.values() for region in regions.values())
 
     def regions_of_client(self, peer: str) -> ClientRegions | None:
@@ -217,7 +216,6 @@ class RegionTable:
         return self._by_user.setdefault(user, {})
 
     def remove_abandoned(self) -> None:
-        """Remove regions whose client has died."""
         for regions in self._by_user.values():
             for name in [name for name, region in regions.items() if region.abandoned]:
                 del regions[name]

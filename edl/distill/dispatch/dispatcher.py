@@ -230,7 +230,6 @@ class Dispatcher:
         return self._assign(now)
 
     def set_awaited(self, task: int, now: float) -> list[Action]:
-        """Note that the training loop now waits for `task`."""
         self._awaited_task = task
         return self._assign(now)
 

@@ -117,7 +117,6 @@ class TeacherState:
         return self.live and not self.draining and (now >= self.closed_until or self.no_room_until >= self.closed_until)
 
     def has_room(self, now: float) -> bool:
-        """Return whether it can take a request now."""
         allowed = 1 if self.half_open else self.window.allowed
         return self.is_usable(now) and len(self.in_flight) < allowed
 

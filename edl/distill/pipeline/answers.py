@@ -21,7 +21,6 @@ _FORGET = 0.05
 
 
 def outputs_nbytes(outputs: Outputs) -> int:
-    """Return the bytes that the outputs of an answer hold."""
     return sum(output.nbytes if isinstance(output, TopK) else arrays_nbytes([output]) for output in outputs.values())
 
 

@@ -462,12 +462,10 @@ class ChunkLabeller:
                 engine.select_version()
 
     def set_awaited(self, chunk: Chunk) -> None:
-        """Note that the training loop waits for this chunk now."""
         for index, number in chunk.jobs:
             self.thread.call(self.engines[index].set_awaited, number)
 
     def cancel(self, chunks: Iterable[Chunk]) -> None:
-        """Drop chunks whose labels are no longer wanted."""
         numbers: dict[int, list[int]] = {}
         for chunk in chunks:
             for index, number in chunk.jobs:

@@ -40,11 +40,9 @@ class SourceClock:
         self._drawing: tuple[float, float | None] = (0.0, None)  # seconds before this value; when it was asked for
 
     def begin(self, now: float) -> None:
-        """Note that the source is asked for a value."""
         self._drawing = (self._drawing[0], now)
 
     def end(self) -> None:
-        """Note that the source has returned a value or failed."""
         before_s, began = self._drawing
         if began is not None:
             self._drawing = (before_s + time.monotonic() - began, None)

@@ -106,7 +106,6 @@ class ServiceLabels:
         self._views: dict[tuple[str, str], CacheView] = {}  # by model and version
 
     def key(self, spec: ModelSpec, version: str) -> CacheKey:
-        """Return the key of the labels of a version of the model."""
         of_weights = version == spec.weights_version or version in self._weights_versions
         return CacheKey(
             model=spec.name,
@@ -241,7 +240,6 @@ class CacheMiss:
 
     @property
     def rows(self) -> int:
-        """Rows that are missing."""
         return int((~self.found.row_mask).sum())
 
     def store(self, outputs: Outputs, version: str) -> None:
@@ -312,7 +310,6 @@ class CacheQueue:
             )
 
     def count_dropped(self, rows: int) -> None:
-        """Count rows that cannot be stored."""
         with self._changed:
             self.dropped_rows += rows
 

@@ -52,5 +52,4 @@ class LabelRequest:
         return 1 if self.router is not None else max(len(self.teachers), 1)
 
     def combiner(self) -> Combiner:
-        """Return the combiner of the services' answers."""
         return Combiner(self.combine, [group.weight for group in self.teachers] or [1.0])

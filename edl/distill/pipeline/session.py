@@ -95,7 +95,6 @@ class LabelSession:
         _OPEN_SESSIONS.add(self)
 
     def stats(self) -> ReaderStats:
-        """Return the counters of this reader."""
         epoch = self._epoch
         return replace(
             self.labeller.stats(),

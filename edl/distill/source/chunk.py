@@ -47,7 +47,6 @@ class Chunk:
 
     @property
     def done(self) -> bool:
-        """Whether it has all its answers or an error."""
         return self.error is not None or all(outputs is not None for outputs in self.outputs)
 
     def release(self) -> None:
@@ -77,7 +76,6 @@ class Item:
 
     @property
     def rows(self) -> int:
-        """Rows of the item."""
         return sum(stop - start for _, start, stop in self.parts)
 
 
@@ -98,7 +96,6 @@ class ReuseDetector:
         self._at_work = False
 
     def begin_draw(self) -> None:
-        """Note that the source is asked for another item."""
         self._released.clear()
         self._at_work = True
 
@@ -134,6 +131,5 @@ class ReuseDetector:
             fingerprint.check()
 
     def clear(self) -> None:
-        """Forget all items."""
         self._current = None
         self._released.clear()

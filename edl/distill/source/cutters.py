@@ -144,7 +144,6 @@ class Gatherer:
         self._full = 0
 
     def new_chunk(self) -> Chunk:
-        """Return an empty request."""
         return Chunk(self._cutter.services, route=self._route)
 
     @property
@@ -361,7 +360,6 @@ class SampleCutter(Cutter):
     of_lists = False  # whether the source yields lists of samples
 
     def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
-        """Cut a sample, or a list of samples."""
         if not self.of_lists:
             return self._cut(value, [self._read_sample(value, self.seen)], prepare)
         if not isinstance(value, Collection):  # a generator, say, which could not be iterated again on delivery
@@ -480,7 +478,6 @@ class SequenceColumnsCutter(SequenceCutter):
     """
 
     def put(self, value: Any, prepare: Prepare = lambda _: None) -> tuple[Item, list[Chunk]]:
-        """Cut a batch."""
         batch = f"batch {self.seen}"
         columns = {name: self._get(name, getter, value, batch) for name, getter in self.getters.items()}
         ids = self._get_id(value, batch)

@@ -162,7 +162,6 @@ class ItemFingerprint:
 
     @property
     def locations(self) -> set[MemoryLocation]:
-        """Where the parts lie."""
         return {part.location for part in self._parts}
 
     def check(self) -> None:

@@ -60,7 +60,6 @@ class SourceIterator(Iterator[Any]):
                 setattr(holder, name, SourceIterator(iterator))
 
     def close(self) -> None:
-        """Close the source's own iterator, if it can be."""
         close = getattr(self._iterator, "close", None)
         if close is not None:
             close()
@@ -199,7 +198,6 @@ class Handover:
         self._closed = False
 
     def put(self, value: Any) -> None:
-        """Have the iterator yield a value."""
         self._values.put(lambda: value)
 
     def end(self, failure: BaseException | None = None) -> None:
@@ -207,7 +205,6 @@ class Handover:
         self._values.put(functools.partial(_raise, StopIteration() if failure is None else failure))
 
     def close(self) -> None:
-        """End the iterator at once."""
         self._closed = True
         self.end()
 

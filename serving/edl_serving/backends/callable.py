@@ -88,7 +88,6 @@ class CallableBackend(DescribedBackend):
 
 
 def from_function(source: ModelSource) -> Backend:
-    """Load the function that `--callable` names."""
     function = import_target(source.target, "--callable")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(function, torch.nn.Module):
@@ -119,7 +118,6 @@ def from_factory(source: ModelSource) -> Backend:
 
 
 def call_factory(factory: Callable[..., Any], source: ModelSource, flag: str) -> Any:
-    """Call a factory with the source's options."""
     try:
         inspect.signature(factory).bind(**source.options)
     except TypeError as exc:

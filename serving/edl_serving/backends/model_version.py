@@ -240,11 +240,9 @@ class ContentHash:
         self._seen: dict[int, tuple[int, Any]] = {}  # by address; holding the object keeps the address unique
 
     def digest(self) -> str:
-        """Return 16 hexadecimal digits."""
         return self._hash.hexdigest()[:16]
 
     def update(self, *parts: bytes | memoryview) -> None:
-        """Hash bytes."""
         for part in parts:
             self._hash.update(len(part).to_bytes(8, "little"))  # otherwise different lists of parts could hash alike
             self._hash.update(part)

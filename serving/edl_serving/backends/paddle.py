@@ -79,12 +79,10 @@ class PaddleBackend(DescribedBackend):
         return dict(zip(names, arrays, strict=True))
 
     def close(self) -> None:
-        """Release the predictor."""
         self._predictor = None
 
 
 def model_files(prefix: str) -> tuple[Path, Path]:
-    """Find the program and the weights of a model."""
     path = Path(prefix).expanduser()
     if path.suffix in (*_FILES, ".pdiparams"):
         path = path.with_suffix("")

@@ -256,7 +256,6 @@ class TorchBackend(DescribedBackend):
         return to_tensor(array, self._device)
 
     def close(self) -> None:
-        """Release the model and the GPU's cached memory."""
         del self._model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -276,7 +275,6 @@ def device_of(name: str | None) -> torch.device:
 
 
 def from_factory(source: ModelSource) -> Backend:
-    """Load `--torch-factory`, with the weights of `--checkpoint` or those that the factory loads."""
     factory = import_target(source.target, "--torch-factory")
     built = call_factory(factory, source, "--torch-factory")
     if not isinstance(built, torch.nn.Module):
@@ -291,7 +289,6 @@ def from_factory(source: ModelSource) -> Backend:
 
 
 def from_torchscript(source: ModelSource) -> Backend:
-    """Load the file that `--torchscript` names."""
     path = existing_file(source.target, "--torchscript")
     try:
         with warnings.catch_warnings():

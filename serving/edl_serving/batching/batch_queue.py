@@ -69,7 +69,6 @@ class InferenceJob:
         return f" (request {quote(self.id)}{of})" if self.id else ""
 
     def timing(self) -> dict[str, Any]:
-        """Return rows and times for the access log."""
         ended = self.ended or time.monotonic()
         queue_ms = round(((self.started or ended) - self.arrived) * 1000, 3)
         compute_ms = round((ended - self.started) * 1000, 3) if self.started else 0.0
@@ -90,7 +89,6 @@ class InferenceJob:
         request_id: str,
         join: Join = codec.RESPONSE.join,
     ) -> InferenceJob:
-        """Create a job for a request that arrives now."""
         now = time.monotonic()
         deadline = float("inf") if timeout_s is None else now + timeout_s
         plan = request.plan
@@ -133,7 +131,6 @@ class _Backlog:
         self.rows = self.nbytes = 0
 
     def jobs(self) -> list[InferenceJob]:
-        """Return all jobs, oldest first."""
         return sorted(itertools.chain(*self.lines.values()), key=lambda job: job.arrived)
 
 
@@ -214,7 +211,6 @@ class BatchQueue:
         return PoppedBatch(expired=expired, wait_s=min(heads) + self._max_delay_s - now)
 
     def clear(self) -> list[InferenceJob]:
-        """Remove and return all jobs."""
         jobs = [job for client in self._clients.values() for line in client.lines.values() for job in line]
         self._clients.clear()
         self.rows = self.nbytes = 0

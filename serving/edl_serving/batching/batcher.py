@@ -136,11 +136,9 @@ class Batcher:
 
     @property
     def computed_rows(self) -> int:
-        """Number of rows in all finished calls of the model."""
         return sum(executor.metrics.rows for executor in self._executors)
 
     async def warm_up(self) -> None:
-        """Start the threads and warm the backends up."""
         for worker in self._workers:
             worker.start()
         await asyncio.gather(*[asyncio.wrap_future(worker.warm) for worker in self._workers])
@@ -307,7 +305,6 @@ class Canary:
         self.healthy = True
 
     async def run(self) -> None:
-        """Send rows until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
             why = await self._ask()

@@ -86,7 +86,6 @@ class EngineHealth:
         return why
 
     def close(self) -> None:
-        """Stop checking. May be called twice."""
         self._loop.close(self._timeout_s + 1.0)
 
     def _look(self) -> float:
@@ -209,7 +208,6 @@ class GatewayBackend(Backend):
             )
 
     def find_fault(self) -> str:
-        """Return why the engine cannot be used; empty if it can."""
         return self._health.fault
 
     def sample(self, rows: int) -> Mapping[str, Array]:
@@ -228,7 +226,6 @@ class GatewayBackend(Backend):
     def predict_top_k(
         self, inputs: Mapping[str, Array], k: int, temperature: float
     ) -> Mapping[str, Array | TopKArrays]:
-        """Ask the engine about all sequences of a batch."""
         if self._health.fault:
             raise _unavailable(self._health.fault, "engine-lost")
         sequences = _prompts(inputs[names.IDS], inputs[names.POSITION], inputs.get(names.TARGETS))
@@ -281,7 +278,6 @@ class GatewayBackend(Backend):
         return facts.endpoint.read(answer, prompt, k)
 
     def close(self) -> None:
-        """Close the connections."""
         loop, connection = self._loop, self._connection
         self._loop = self._connection = None
         if loop is not None:

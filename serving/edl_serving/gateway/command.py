@@ -85,7 +85,6 @@ class GatewayConfig(TeacherConfig):
 
     @classmethod
     def of(cls, endpoint: str, given: Mapping[str, Any]) -> GatewayConfig:
-        """Build the settings from the values of the options in `GATEWAY_GROUPS`."""
         address = EngineAddress.parse(endpoint)
         if "model_version" not in given:
             raise SettingsError(
@@ -147,7 +146,6 @@ engine that cannot be used, 3 the engine failed while the gateway started."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `edl register` with the address of an engine; return the exit code."""
     parser = ServingParser("edl register vllm://", _DESCRIPTION, _EXAMPLES, _DETAILS)
     parser.usage = "edl register vllm://HOST:PORT [OPTION ...]"
     parser.add_argument("endpoint", metavar="ENGINE", help="vllm://host:port or sglang://host:port, +https for TLS")

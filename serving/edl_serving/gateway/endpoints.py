@@ -170,11 +170,9 @@ class CompletionsEndpoint(ScoringEndpoint):
     path = "/v1/completions"
 
     def body(self, model: str, tokens: Sequence[int], k: int) -> dict[str, Any]:
-        """Make the request for a prompt."""
         return {"model": model, "prompt": list(tokens), **_sampling(k)}
 
     def entries(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Entries:
-        """Read the answer to `body`."""
         choices = answer.get("choices")
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
             raise EngineAnswerError("the answer has not one element of 'choices'")
@@ -187,11 +185,9 @@ class GenerateEndpoint(ScoringEndpoint):
     path = "/inference/v1/generate"
 
     def body(self, model: str, tokens: Sequence[int], k: int) -> dict[str, Any]:
-        """Make the request for a prompt."""
         return {"model": model, "token_ids": list(tokens), "sampling_params": {**_sampling(k), "detokenize": False}}
 
     def entries(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Entries:
-        """Read the answer to `body`."""
         return _read_positions(answer.get("prompt_logprobs"), tokens)
 
     def weight_version(self, answer: Mapping[str, Any]) -> str:
@@ -219,7 +215,6 @@ class SGLangEndpoint(ScoringEndpoint):
         }
 
     def entries(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Entries:
-        """Read the answer to `body`."""
         meta = answer.get("meta_info")
         top = meta.get("input_top_logprobs") if isinstance(meta, Mapping) else None
         own = meta.get("input_token_logprobs") if isinstance(meta, Mapping) else None

@@ -56,7 +56,6 @@ class EngineAddress:
 
     @property
     def authority(self) -> str:
-        """Host and port."""
         return f"{self.host}:{self.port}"
 
     @property
@@ -96,7 +95,6 @@ class EngineRefusal(Exception):
         self.retry_after_s = retry_after_s
 
     def as_request_error(self, engine: str) -> RequestError:
-        """Return the error to send to a student."""
         words = f"{engine} answers {self.status}: {quote(self.message)}"
         if self.status in (400, 413, 422):
             return invalid_argument(words)
@@ -155,7 +153,6 @@ class EngineConnection:
         self._session = _open_session(engine)
 
     async def close(self) -> None:
-        """Close all connections; pending requests are aborted."""
         await self._session.close()
 
     async def get(self, path: str, timeout_s: float, limit: int = 1 << 20) -> Any:

@@ -46,7 +46,6 @@ class Bucket:
 
     @property
     def padded(self) -> bool:
-        """Whether the bucket has padding."""
         return not bool(self.valid.all())
 
     @property
@@ -57,7 +56,6 @@ class Bucket:
 
 
 def sequence_starts(position: Array) -> Array:
-    """Return the first row of each sequence, INT64 `[sequences]`."""
     starts: Array = np.flatnonzero(position == 0)
     return starts
 
@@ -231,11 +229,9 @@ class TokenBackend(TransformersBackend):
         self.max_sequence = loaded.longest
 
     def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
-        """Refuse token ids that the model has no embedding for."""
         self._check_ids(names.IDS, inputs[names.IDS], self._vocabulary)
 
     def sample(self, rows: int) -> Mapping[str, Array]:
-        """Return sequences of token 0 that are as long as the model allows."""
         places = np.arange(rows, dtype=np.int32)
         return {names.IDS: np.zeros(rows, np.int32), names.POSITION: places % np.int32(self._loaded.longest)}
 
@@ -295,19 +291,16 @@ class LanguageModelBackend(TokenBackend):
         )
 
     def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
-        """Refuse token ids and targets that the model does not know."""
         super().check_inputs(inputs, temperature)
         if names.TARGETS in inputs:
             self._check_ids(names.TARGETS, inputs[names.TARGETS], self._classes)
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Raise `NotImplementedError`, because whole outputs are too large."""
         raise NotImplementedError("whole log-probabilities are gigabytes: predict_top_k")
 
     def predict_top_k(
         self, inputs: Mapping[str, Array], k: int, temperature: float
     ) -> Mapping[str, Array | TopKArrays]:
-        """Compute the k largest log-probabilities of each row, and those of the targets."""
         targets = inputs.get(names.TARGETS)
         rows = len(inputs[names.IDS])
         found = TopKArrays(np.empty((rows, k), np.int32), np.empty((rows, k), np.float32), np.empty(rows, np.float32))
@@ -372,7 +365,6 @@ class FeatureBackend(TokenBackend):
         self.outputs = (TensorSpec(HIDDEN, "FP32", (self._width,)),)
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Compute the hidden state of each token."""
         ids, position = inputs[names.IDS], inputs[names.POSITION]
         hidden = np.empty((len(ids), self._width), np.float32)
         with self._computing():
@@ -394,7 +386,6 @@ class SequenceClassifierBackend(TransformersBackend):
         self.outputs = (TensorSpec(LOGITS, "FP32", (self._classes,)),)
 
     def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
-        """Refuse texts that are empty, too long, or contain unknown token ids."""
         for row, text in enumerate(inputs[names.IDS]):
             if not text or len(text) % 4:
                 raise invalid_argument(
@@ -417,7 +408,6 @@ class SequenceClassifierBackend(TransformersBackend):
             )
 
     def sample(self, rows: int) -> Mapping[str, Array]:
-        """Return texts of one token each."""
         texts = np.empty(rows, object)
         texts.fill(
             np.zeros(1, "<i4").tobytes()
@@ -431,7 +421,6 @@ class SequenceClassifierBackend(TransformersBackend):
             self.predict(self.sample(rows))
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Compute the logits of each text."""
         texts = inputs[names.IDS]
         ids = np.frombuffer(b"".join(texts), "<i4")
         lengths = np.array([len(text) // 4 for text in texts])

@@ -132,7 +132,6 @@ _TOP_K = 64
 
 
 def from_folder(source: ModelSource) -> Backend:
-    """Load the model that `--hf` names."""
     task = source.task or ""
     if task not in TASKS:
         raise SettingsError(f"--hf needs --task, one of {', '.join(TASKS)}; got {task or 'none'}")

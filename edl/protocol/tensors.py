@@ -282,7 +282,7 @@ def to_raw(array: Array) -> Buffer:
     return wire.reshape(-1).view(np.uint8).data if wire.size else b""
 
 
-# What a user's source yields
+# Arrays from a user's source
 
 _FIRST_ROWS = 256
 """Rows that a buffer has room for at first: a usual request. The user may allow millions that never come."""

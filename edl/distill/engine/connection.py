@@ -290,9 +290,7 @@ def _complete_spec(output_spec: OutputSpec, instance: Instance) -> OutputSpec:
 class ConnectionPool:
     """The teachers of a service, on the event loop; other threads may read.
 
-    Args:
-        files: Certificates and tokens; None for neither.
-        changed: Called after teachers have come or gone, with the actions that the dispatcher takes then.
+    `changed` is called after teachers have come or gone, with the actions that the dispatcher takes then.
     """
 
     def __init__(

@@ -65,12 +65,7 @@ class LabelJob:
 
 
 class Engine:
-    """Sends the requests of one service to its teachers.
-
-    Args:
-        arena: The reader's shared memory; None to use none.
-        files: Certificates and tokens; None for neither.
-    """
+    """Sends the requests of one service to its teachers, in shared memory if there is an arena."""
 
     def __init__(
         self,
@@ -174,9 +169,7 @@ class Engine:
     def no_teacher(self, oversized_rows: int = 0, oversized_sequence: int = 0) -> NoTeacherError:
         """Return the error for a wait that has reached its deadline, with the state of all teachers.
 
-        Args:
-            oversized_rows: Rows of a request that is too large for the live teachers; 0 without such a request.
-            oversized_sequence: Rows of a sequence in it that is too long for them; 0 without one.
+        A request of `oversized_rows` is too large for the live teachers, or has a sequence that is too long for them.
         """
         limits, waited, found = self.limits, f"within {self._timeout_s:g} s", self._pool.describe()
         if not oversized_rows:

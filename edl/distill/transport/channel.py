@@ -65,18 +65,12 @@ class TensorChannel:
     """An open tensor channel. Used on the event loop.
 
     Requests have neither a task nor a timer of their own, which would cost a turn of the loop each.
-
-    Args:
-        sock: The connected socket, after the handshake.
-        endpoint: The teacher, for messages.
-        ids: Ids for the requests, which the teacher's log shows.
-        max_answer_nbytes: Bytes of the largest answer that is taken.
     """
 
-    def __init__(self, sock: Socket, endpoint: str, ids: RequestIds, max_answer_nbytes: int) -> None:
-        self._endpoint = endpoint
+    def __init__(self, sock: Socket, calls: ServerCalls, ids: RequestIds) -> None:
+        self._endpoint = calls.endpoint
         self._ids = ids
-        self._max_answer_nbytes = max_answer_nbytes
+        self._max_answer_nbytes = calls.options.max_answer_bytes
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, _PendingRequest] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -239,7 +233,7 @@ async def open_channel(calls: ServerCalls, ids: RequestIds, deadline: float) -> 
         host = calls.endpoint.rpartition(":")[0].strip("[]")
         work = shake_hands(socket.AF_UNIX, where) if path else _connect(host, port, shake_hands)
         sock = await wait_within(work, deadline - time.monotonic())
-        channel = TensorChannel(sock, calls.endpoint, ids, calls.options.max_answer_bytes)
+        channel = TensorChannel(sock, calls, ids)
         opened.pop()  # the last one, which is used
     except (OSError, asyncio.TimeoutError, ValueError, TypeError, KeyError, ProtocolError) as exc:
         words = str(exc) or f"no answer within {_OPEN_S:g} s"

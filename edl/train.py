@@ -197,6 +197,8 @@ class _Training:
         dist.init_process_group("nccl" if self._device.type == "cuda" else "gloo")
         torch.manual_seed(plan.seed)
         self._network = self._made("model", None, nn.Module).to(self._device)
+        keras = sys.modules.get("keras")  # with its torch backend, whose models are modules
+        self._how = {"training": True} if keras is not None and isinstance(self._network, keras.Model) else {}
         parameters = [parameter for parameter in self._network.parameters() if parameter.requires_grad]
         optimizer = self._made("optimizer", torch.optim.Adam, torch.optim.Optimizer, parameters)
         self._sampler = sampler = ElasticSampler(len(self._table), global_batch=plan.batch, seed=plan.seed)
@@ -233,7 +235,7 @@ class _Training:
         for batch in labelled:
             share = sampler.share_rows
             for columns, soft in trainer.micro_batches(batch):
-                loss = self._loss(trainer.model(*self._take(columns)), columns, soft)
+                loss = self._loss(trainer.model(*self._take(columns), **self._how), columns, soft)
                 trainer.backward(loss)
                 count = min(share, len(columns[self._inputs[0]]))  # 0 for a row that only stands in
                 losses += loss.detach() * count
@@ -355,24 +357,31 @@ class _Training:
     def _export(self) -> None:
         """Write weights, metrics and the network as a program into the output folder."""
         network = deepcopy(self._network).cpu().eval()
-        rows = range(min(2, len(self._table)))  # a dimension of one row would not become any number
-        examples = tuple(self._take(self._batch(self._table, rows)))
         with tempfile.TemporaryDirectory() as folder:
             save_model(network, f"{folder}/model.safetensors")
             results = [{"step": step, **result} for step, result in self._evaluator.results.items()]
             Path(folder, "metrics.json").write_text(json.dumps(results, indent=1))
-            try:
-                shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in examples)
-                torch.export.save(torch.export.export(network, examples, dynamic_shapes=shapes), f"{folder}/model.pt2")
-            except Exception as exc:  # noqa: BLE001 - whatever the user's code raises under the tracer
-                reason = str(exc).strip().partition("\n")[0]
-                self._tell(f"no model.pt2, since torch.export cannot trace the model ({reason}); its weights are there")
+            if self._how:
+                self._network.save(f"{folder}/model.keras")
+            else:
+                self._write_program(network, f"{folder}/model.pt2")
             files, root = fsspec.core.url_to_fs(self._plan.output)
             files.makedirs(root, exist_ok=True)
             made = sorted(Path(folder).iterdir())
             for path in made:
                 files.put_file(str(path), f"{root}/{path.name}")
         self._tell(f"the model is in {self._plan.output}: {', '.join(path.name for path in made)}")
+
+    def _write_program(self, network: nn.Module, path: str) -> None:
+        """Write the network as `torch.export` traces it, for any number of rows."""
+        rows = range(min(2, len(self._table)))  # a dimension of one row would not become any number
+        examples = tuple(self._take(self._batch(self._table, rows)))
+        try:
+            shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in examples)
+            torch.export.save(torch.export.export(network, examples, dynamic_shapes=shapes), path)
+        except Exception as exc:  # noqa: BLE001 - whatever the user's code raises under the tracer
+            reason = str(exc).strip().partition("\n")[0]
+            self._tell(f"no model.pt2, since torch.export cannot trace the model ({reason}); its weights are there")
 
 
 def _hard_loss(outputs: Tensor, labels: Tensor) -> Tensor:

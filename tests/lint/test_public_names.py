@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from types import ModuleType
 
@@ -16,6 +17,7 @@ PUBLIC = {
     "edl.collective": [
         *("Checkpointer", "ElasticSampler", "ElasticTrainer", "Evaluator", "State"),
     ],
+    "edl.collective.keras": ["ElasticCallback", "ElasticDataset"],
     "edl.collective.paddle": ["Checkpointer", "PaddleState", "init_parallel_env"],
     "edl.collective.training": ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"],
     "edl.dashboard": [],
@@ -51,6 +53,7 @@ PUBLIC = {
         *("token_log_probabilities", "token_loss", "top_k_kl"),
     ],
     "edl.distill.metrics": ["export"],
+    "edl.distill.keras": ["DistillationAccuracy", "DistillationLoss", "SoftLabelDataset"],
     "edl.distill.paddle": ["PaddleLoader", "distill"],
     "edl.distill.paddle_losses": [
         *("DistillLoss", "kl_divergence", "logit_mse", "soft_cross_entropy", "token_loss", "top_k_kl"),
@@ -79,6 +82,9 @@ PUBLIC = {
 def load(module: str) -> ModuleType:
     if "paddle" in module:
         pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
+    if module.endswith(".keras"):
+        os.environ.setdefault("KERAS_BACKEND", "torch")
+        pytest.importorskip("keras", reason="Keras is not installed")
     if module.startswith("edl.collective") or module in (
         *("edl.distill.losses", "edl.distill.torch", "edl.distill.views", "edl.master.client.torch"),
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,27 @@ def test_distillation_killed_in_a_step(tmp_path: Path) -> None:
     pytest.importorskip("transformers", "5.23", reason="transformers is not installed, or too old")
     with LocalTeacher("prefix_scores", vocabulary=31) as teacher:
         compare("train_transformers.py", tmp_path, 6, (False, False), EDL_TEACHERS=teacher.endpoint)
+
+
+@pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not installed")
+def test_keras_killed_in_a_step(tmp_path: Path) -> None:
+    """Weights, optimizer, metrics and losses with soft labels are those of a run without a kill, on each rank."""
+    outcomes = []
+    with LocalTeacher("fingerprint") as teacher:
+        for kill_at in (0, 9):  # the third step of six in an epoch
+            folder = tmp_path / str(kill_at)
+            command = [str(Path(__file__).with_name("train_keras.py")), str(folder), str(kill_at)]
+            environ = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "EDL_TEACHERS": teacher.endpoint}
+            environ |= {"OMP_NUM_THREADS": "1", "KERAS_BACKEND": "torch"}
+            with Job(folder, ("--nproc-per-node", "2"), command, environ=environ) as job:
+                node = job.start()
+                assert node.wait(RUN_S) == 0, node.output
+                assert ("generation 1" in node.output) == (kill_at > 0), node.output
+            outcomes.append([json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)])
+    for calm, killed in zip(*outcomes, strict=True):
+        assert killed["epochs"] == calm["epochs"][1:]
+        assert killed["variables"] == calm["variables"]
+        assert killed["logs"] == calm["logs"]
 
 
 PADDLE_SCRIPT = str(Path(__file__).with_name("train_paddle.py"))

@@ -138,7 +138,12 @@ class DistillationLoss(keras.losses.Loss):  # type: ignore[misc]
         self.alpha = alpha
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Return the loss of each row."""
+        """Return the loss of each row.
+
+        Args:
+            y_true: Targets of a `SoftLabelDataset` [rows, classes + 1], or true classes [rows] or [rows, 1].
+            y_pred: Logits of the student [rows, classes].
+        """
         classes, logits = _unpack(y_true, y_pred)
         hard = keras.losses.sparse_categorical_crossentropy(classes, y_pred, from_logits=True)
         if logits is None:
@@ -155,11 +160,22 @@ class DistillationLoss(keras.losses.Loss):  # type: ignore[misc]
 
 @keras.saving.register_keras_serializable("edl")
 class DistillationAccuracy(keras.metrics.SparseCategoricalAccuracy):  # type: ignore[misc]
-    """The accuracy, for targets with or without soft labels. Keras' own would compare with the wrong column."""
+    """The accuracy, for targets with or without soft labels. Keras' own would compare with the wrong column.
+
+    Args:
+        name: Name of the metric.
+        **arguments: Other arguments of `keras.metrics.SparseCategoricalAccuracy`.
+    """
 
     def __init__(self, name: str = "accuracy", **arguments: Any):
         super().__init__(name=name, **arguments)
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Count a batch."""
-        return super().update_state(_unpack(y_true, y_pred)[0], y_pred, sample_weight)
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Count a batch.
+
+        Args:
+            y_true: Targets, as `DistillationLoss` takes them.
+            y_pred: Logits of the student [rows, classes].
+            sample_weight: Weights of the rows, or None.
+        """
+        super().update_state(_unpack(y_true, y_pred)[0], y_pred, sample_weight)

@@ -17,7 +17,6 @@ PUBLIC = {
     "edl.collective": [
         *("Checkpointer", "ElasticSampler", "ElasticTrainer", "Evaluator", "State"),
     ],
-    "edl.collective.keras": ["ElasticCallback", "ElasticDataset"],
     "edl.collective.paddle": ["Checkpointer", "PaddleState", "init_parallel_env"],
     "edl.collective.training": ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"],
     "edl.dashboard": [],

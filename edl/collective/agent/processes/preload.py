@@ -62,6 +62,8 @@ _HARMLESS_DECORATORS: Final = {
 }  # fmt: skip
 
 _VARIABLE: Final = re.compile("[A-Z][A-Z0-9_]+")
+_MOST_FILES: Final = 500
+"""Files of a program that are read: two seconds. A folder on PYTHONPATH may hold packages with thousands of files."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,9 @@ class _Scan:
     def read(self, path: Path) -> None:
         if path in self._seen:
             return
+        if len(self._seen) == _MOST_FILES:
+            self.obstacle = self.obstacle or f"{path.name}, after {_MOST_FILES} other files"
+            return
         self._seen.add(path)
         try:
             tree = ast.parse(path.read_bytes())
@@ -199,7 +204,7 @@ class _Scan:
         for module, name in _names(node):
             root = module.split(".")[0]
             own = sources_of(module, self.folders)
-            if own and not _is_loaded(root, own[0]):
+            if own and not _is_loaded(root, own[0]) and not _is_package_file(own[0]):
                 self._read_own(own)
                 if name:
                     self._read_own(sources_of(f"{module}.{name}", self.folders))
@@ -228,8 +233,13 @@ def _is_installed(root: str) -> bool:
     """Return whether a package is in site-packages. One that is being developed may change between two starts."""
     with contextlib.suppress(ValueError):  # a module without a specification
         found = importlib.util.find_spec(root)
-        return found is not None and "-packages" in (found.origin or "")
+        return found is not None and _is_package_file(found.origin or "")
     return False
+
+
+def _is_package_file(path: str | Path) -> bool:
+    """Return whether a file is in `site-packages` or `dist-packages`, which PYTHONPATH may name as well."""
+    return "-packages" in str(path)
 
 
 def _names(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:

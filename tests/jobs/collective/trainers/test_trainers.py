@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -72,8 +71,7 @@ def test_keras_killed_in_a_step(tmp_path: Path) -> None:
         for kill_at in (0, 9):  # the third step of six in an epoch
             folder = tmp_path / str(kill_at)
             command = [str(Path(__file__).with_name("train_keras.py")), str(folder), str(kill_at)]
-            environ = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "EDL_TEACHERS": teacher.endpoint}
-            environ |= {"OMP_NUM_THREADS": "1", "KERAS_BACKEND": "torch"}
+            environ = {"EDL_TEACHERS": teacher.endpoint, "OMP_NUM_THREADS": "1", "KERAS_BACKEND": "torch"}
             with Job(folder, ("--nproc-per-node", "2"), command, environ=environ) as job:
                 node = job.start()
                 assert node.wait(RUN_S) == 0, node.output

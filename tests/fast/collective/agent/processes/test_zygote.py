@@ -295,6 +295,20 @@ def scan(folder: Path, source: str, **own: str) -> ProgramImports:
     return scan_imports([script], [folder], ROOTS)
 
 
+def test_packages_on_the_path_are_not_read(tmp_path: Path) -> None:
+    """PYTHONPATH may name a folder of packages; reading one with thousands of files took minutes."""
+    packages = tmp_path / "site-packages"
+    big = packages / "big.py"
+    big.parent.mkdir()
+    big.write_text("import torch")
+    script = tmp_path / "train.py"
+    script.write_text("import big")
+    assert scan_imports([script], [packages], ROOTS).modules == ()
+    many = {f"m{number}": "" for number in range(600)}
+    found = scan(tmp_path, "".join(f"import {name}\n" for name in [*many, "torch"]), **many)
+    assert (found.obstacle, found.missed) == ("m499.py, after 500 other files", ("torch",))
+
+
 def test_imports_before_statements_are_found(tmp_path: Path) -> None:
     found = scan(
         tmp_path,

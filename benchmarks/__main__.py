@@ -48,9 +48,9 @@ _LOOK_S = 0.1
 _HEAD = """\
 # Benchmarks
 
-Written by `make bench`; do not edit. Each figure is a ratio of two sides that took turns in one run, or seconds for a
-key that ends in `_s`: the median of all rounds, and their range. `benchmarks/NAME.py` runs one alone, and
-`python -m benchmarks NAME` measures its part of this page again.
+Written by `make bench`; do not edit. Each figure is the ratio of two sides that were measured in turns in one run, or
+seconds if its name ends in `_s`: the median of all rounds, and their range. `benchmarks/NAME.py` runs one benchmark;
+`python -m benchmarks NAME` also updates its section of this page.
 
 Machine: {machine}.
 """

@@ -1,9 +1,8 @@
-"""Train a small ResNet on CIFAR-10 images: does its accuracy depend on which nodes were present?
+"""Does the accuracy of a small ResNet on CIFAR-10 depend on which nodes were present during training?
 
 *Static*: one node throughout. *Elastic*: one to four nodes that join, leave or are killed, with `ElasticTrainer`.
 *Ignoring*: the same trace, but the script ignores the world size, which shows that the benchmark would notice a
-difference. Figures are accuracies divided by the static one's; `_off` is the distance of the mean difference from 0, in
-standard errors.
+difference. Figures are accuracies divided by the static one; `_off` is the mean difference, in standard errors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which of 10,000 teachers each of 1,000 students talks to: at first, after a join, and after a loss.
+"""How long it takes to divide 10,000 teachers among 1,000 students: at first, after a join, and after a loss.
 
-Every student wants 10 to 20 teachers. Figures are seconds on one core.
+Each student requests 10 to 20 teachers. Figures are seconds on one core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What students cost a Triton's own clients: the 99th percentile of their latency, with and without a student.
+"""What students cost Triton's own clients: the 99th percentile of their latency with a student, divided by that alone.
 
-A real Triton serves a model with one instance and two priority levels. Its own clients ask for half of its capacity. A
-student asks for as much as it can get: without a priority (`default`), with the lowest level (`auto`), or also with few
+A real Triton serves a model with one instance and two priority levels. Its own clients use half of its capacity. A
+student takes as much as it can get: without a priority (`default`), with the lowest level (`auto`), or also with few
 rows and requests at a time (`lowest`). `batch_` is a model that takes 40 ms per batch; `row_` takes 10 ms plus 5 ms per
 row.
 """

@@ -1,7 +1,7 @@
-"""How fast the soft-label cache writes and reads labels, compared with the format that EDL had before.
+"""How fast the soft-label cache writes and reads labels, compared with EDL's previous format.
 
-One process, or four at once, write 64 MB of labels of classes or tokens and read them back in random order, with a cold
-and a warm page cache. The ratios are geometric means.
+One process, or four at once, write 64 MB of class or token labels and read them back in random order, with a cold and
+a warm page cache. The ratios are geometric means.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How long a save of about 500 MB blocks the training loop: EDL, `torch.save` with fsync, and DCP's `async_save`.
 
-A model with AdamW's moments trains on the CPU and saves after each update. The blocked time is that of the call, plus
-the time that the next update has to wait. `save and pass` also counts how much the copy slows the next pass.
+A model trains with AdamW on the CPU and saves after each update. The blocked time is the duration of the call plus the
+next update's wait. `save and pass` also includes how much the copy slows the next pass.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def measure(options: Options) -> dict[str, list[float]]:
             "dcp, staging in a thread": stack.enter_context(_dcp(loop, folder, threaded=True)),
         }
         rounds = take_turns(sides, options.repeats)
-    note("| side | blocked, ms | save and pass longer than a pass, ms | survives the loss of, when training goes on |")
+    note("| side | blocked, ms | save and pass minus a pass, ms | once training continues, a save survives losing |")
     note("| --- | ---: | ---: | --- |")
     for name, costs in rounds.items():
         blocking, longer = (_milliseconds(list(column)) for column in zip(*costs, strict=True))

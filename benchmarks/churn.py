@@ -1,11 +1,11 @@
-"""How much of the time is useful while nodes join, leave and die, and what `edl run` costs while nothing happens.
+"""How much of the time is useful while nodes join, leave and die, and what `edl run` costs while nothing changes.
 
-A job has one to three nodes with one rank each. Every 30 s a node joins, leaves by SIGTERM or dies with its agent, or a
-worker gets SIGKILL. torchrun has a store that outlives its nodes, torchft a join timeout of 1 s. Each step sleeps 150
-ms instead of using a GPU; all-reduce and snapshots (2.1 million parameters) are real.
+A job has one to three nodes with one rank each. Every 30 s, a node joins, leaves on SIGTERM or dies with its agent, or
+a worker gets SIGKILL. torchrun uses a store that outlives its nodes, torchft a join timeout of 1 s. Each step sleeps
+150 ms instead of using a GPU; all-reduce and snapshots (2.1 million parameters) are real.
 
-- `goodput`: the time that the job's final steps take in undisturbed worlds, divided by the time that passed;
-  `goodput_beside_saving` with undisturbed worlds that make the same snapshots.
+- `goodput`: the time that the steps that count would take undisturbed, divided by the elapsed time;
+  `goodput_beside_saving` compares with undisturbed jobs that make the same snapshots.
 - `steady`: steps per second of two ranks under `edl run` with snapshots, divided by those under torchrun without.
 """
 

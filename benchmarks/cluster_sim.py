@@ -1,14 +1,14 @@
-"""Measure the arbiter over a simulated day of a cluster, and how long a decision takes.
+"""How well the arbiter shares a cluster on a simulated day, and how long a decision takes.
 
-3,200 GPUs (400 nodes of 8) are shared among jobs that request 95% of the day's GPU hours. An online load takes 15% to
-45% of the GPUs, and teachers borrow the rest. The alternatives: gang scheduling of all requested workers or of a
-quarter (`at the minimum`), with backfill; and the ancestor, paddle-operator's autoscaler. A change of workers pauses a
-job for 5 s to 60 s; no work is lost.
+Jobs that request 95% of the day's GPU hours share 3,200 GPUs (400 nodes of 8). An online load takes 15% to 45% of the
+GPUs, and teachers borrow the rest. The alternatives are gang scheduling with backfill, of all requested workers or of a
+quarter (`at the minimum`), and the ancestor, paddle-operator's autoscaler. Changing the number of workers pauses a job
+for 5 s to 60 s; no work is lost.
 
 - `decision_s`: CPU seconds of the slowest of five decisions with 1,000 jobs on 10,000 nodes.
-- `wait_vs_gang`: the mean time that jobs are below their minimum, divided by gang scheduling's.
-- `utilization`: GPUs at work, divided by those that the online load leaves, while a job waits.
-- `span_vs_...`: the mean time from a job's arrival to its end; `moves_vs_ancestor`: changes of workers.
+- `wait_vs_gang`: the mean time that jobs wait for their minimum, divided by that with gang scheduling.
+- `utilization`: GPUs in use, divided by those that the online load leaves free, while a job waits.
+- `span_vs_...`: the mean time from a job's arrival to its end; `moves_vs_ancestor`: changes in the number of workers.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def tell(days: list[dict[str, Result]]) -> None:
         "GPU hours of teachers": lambda result: (
             sum(sample.teachers for sample in result.samples) * result.samples[1].at_s / 3600
         ),
-        "moves a job": lambda result: len(result.moves) / len(result.waits_s),
+        "moves per job": lambda result: len(result.moves) / len(result.waits_s),
         "jobs not done a day later": lambda result: float(result.unfinished),
     }
     for name, compute in rows.items():

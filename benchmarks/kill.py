@@ -1,7 +1,7 @@
-"""One of four teachers gets SIGKILL in the middle of an epoch: what the student notices.
+"""What a student notices when one of four teachers gets SIGKILL in the middle of an epoch.
 
 `after_kill` is the throughput in the five seconds after the kill, divided by three quarters of that before. Each batch
-must come once, in order, with its own labels. The teachers sleep 20 ms per batch.
+must arrive once, in order, with its own labels. The teachers sleep 20 ms per batch.
 """
 
 from __future__ import annotations

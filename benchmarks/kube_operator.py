@@ -1,8 +1,8 @@
 """How much the operator loads a Kubernetes cluster, and how long it takes to reconcile jobs.
 
-200 `ElasticJob`s are created at once in a real cluster without room for most of them. `condition_s` is the slowest time
-to a job's first condition, `reconcile_p99_s` covers all reconciliations of that time, and `idle_requests_per_s` counts
-requests to the API server once everything has settled. `KUBECONFIG` names the cluster.
+200 `ElasticJob`s are created at once in a real cluster without room for most of them. `condition_s` is the 99th
+percentile of the time to a job's first condition, `reconcile_p99_s` that of a reconciliation, and `idle_requests_per_s`
+counts requests to the API server once everything has settled. `KUBECONFIG` names the cluster.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""One of three ranks gets SIGKILL: how long until the others have finished another step, and what they lost.
+"""How soon the others finish another step after one of three ranks gets SIGKILL, and how many steps are lost.
 
 All sides train the same model (8.4 million parameters, gloo; each step sleeps 60 ms instead of using a GPU). torchrun
-and Ray Train (an elastic group) have workers on one node and checkpoints every 20 steps. torchft runs three replica
+and Ray Train (an elastic group) run workers on one node with checkpoints every 20 steps. torchft runs three replica
 groups and is compared with three nodes of `edl run`.
 
-- `sooner`, `vs_ray_train`, `vs_torchft`: their seconds divided by those of `edl run`.
-- `steps_lost`: steps done again, in intervals between snapshots.
+- `sooner`, `vs_ray_train`, `vs_torchft`: the seconds of torchrun, Ray Train and torchft, divided by those of `edl run`.
+- `steps_lost`: steps that were repeated, divided by the interval between snapshots.
 - `join`: the longest pause of two nodes when a third joins, torchrun's divided by that of `edl run` (`join_s`).
-- `..._dynamic_rendezvous`: a node dies or joins under torchrun with a store that outlives the nodes.
+- `..._dynamic_rendezvous`: the same if torchrun's store outlives the nodes, for a node that dies or joins.
 - `lost_host_s`, `killed_host_s`: all packets of one of three hosts are dropped, or its processes are killed.
-- `p50_s`, `p99_s`, `max_s`, `hangs`: of many kills in a row, at any moment of a step.
+- `p50_s`, `p99_s`, `max_s`, `hangs`: over many consecutive kills, at any moment of a step.
 """
 
 from __future__ import annotations

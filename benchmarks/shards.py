@@ -1,8 +1,8 @@
-"""How many shards a master hands out: transitions per second, each journalled before it is answered.
+"""How many shards a master hands out: transitions per second, each journalled before it is acknowledged.
 
-Giving a shard out and reporting it as done are two transitions. The journal is a SQLite file, synced at each commit.
-`per_s` is at the best number of workers and shards per turn, `single_per_s` with one shard per turn. `vs_unjournalled`
-divides by the rate of a dictionary in memory behind the same gRPC, as in DLRover and ElasticDL;
+Handing out a shard and reporting it as done are two transitions. The journal is a SQLite file, synced at each commit.
+`per_s` is with the best numbers of workers and of shards per request, `single_per_s` with one shard per request.
+`vs_unjournalled` divides by the rate of an in-memory dictionary behind the same gRPC, as in DLRover and ElasticDL;
 `million_over_thousand` compares a million shards with a thousand.
 """
 
@@ -47,7 +47,7 @@ def measure(options: Options) -> dict[str, list[float]]:
         rates = {}
         for streams in _STREAMS:
             for batch in _BATCHES:
-                progress(f"{streams} workers, {batch} shards a turn")
+                progress(f"{streams} workers, {batch} shards per request")
                 rates[streams, batch] = rate(edl, "thousand", streams, batch, min(_PROBE_S, options.seconds))
         best = max(rates, key=lambda key: rates[key])
         sides = {
@@ -60,7 +60,7 @@ def measure(options: Options) -> dict[str, list[float]]:
         }
         rounds = take_turns(sides, options.repeats)
     streams, batch = best
-    note(f"{batch} shards a turn and {streams} workers were best.\n")
+    note(f"{batch} shards per request and {streams} workers were best.\n")
     return {
         "per_s": rounds["thousand"],
         "single_per_s": rounds["single"],

@@ -1,8 +1,9 @@
-"""Labels of language models: tokens per second, bytes and CPU per token, against vLLM's HTTP API and padding.
+"""Labels from language models: tokens per second, bytes and CPU per token, against vLLM's HTTP API and padding.
 
-All sides use the same tiny random Llama with one thread, and ask about sequences of 16 to 510 tokens for the 64
-likeliest ones. `vs_vllm_http` compares with a client that asks a vLLM over HTTP as TRL does, `vs_padded` with padded
-batches, and `client_cpu_vs_json` the student's CPU per token through a gateway with that for parsing vLLM's JSON.
+All sides use the same tiny random Llama on one thread, and request the 64 likeliest tokens at each position of
+sequences of 16 to 510 tokens. `vs_vllm_http` compares with a client that calls vLLM over HTTP, as TRL does, `vs_padded`
+with padded batches. `client_cpu_vs_json` is the CPU per token of a student that uses a gateway, divided by that for
+parsing vLLM's JSON.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ GOALS = [
 ]
 _WAYS = {
     "rows": "reader, `edl serve --hf`",
-    "padded": "the same, padded to the longest",
+    "padded": "the same, padded to the longest sequence",
     "gateway": "reader, `edl register vllm://`",
-    "http": "JSON of vLLM over HTTP",
+    "http": "vLLM's JSON over HTTP",
 }
 _SLOW = ("gateway", "http")
 """Ways through vLLM, which labels some thousands of tokens a second: longer windows, to hold enough of them."""
@@ -64,13 +65,13 @@ def measure(options: Options) -> dict[str, list[float]]:
         rounds = take_turns({way: ask(way) for way in _WAYS}, options.repeats)
         bytes_token = {dtype: _count_bytes(teacher.endpoint, dtype) for dtype in (None, "float16")}
     found = {way: {key: [one[key] for one in figures] for key in figures[0]} for way, figures in rounds.items()}
-    note("| way | tokens/s | the student's CPU, µs a token |")
+    note("| way | tokens/s | student's CPU, µs/token |")
     note("| --- | ---: | ---: |")
     for way, name in _WAYS.items():
         note(f"| {name} | {Spread.of(found[way]['tokens_s'])} | {Spread.of(found[way]['cpu_us_token'])} |")
     json_bytes = Spread.of(found["http"]["bytes_token"])
-    note(f"\nBytes a token, both ways: {bytes_token['float16']:.1f} with float16 values, {bytes_token[None]:.1f} with")
-    note(f"float32; JSON over HTTP {json_bytes}.")
+    note(f"\nBytes per token, both ways: {bytes_token['float16']:.1f} in float16, {bytes_token[None]:.1f} in")
+    note(f"float32, {json_bytes} as JSON over HTTP.")
     return {
         "vs_vllm_http": divide(found["rows"]["tokens_s"], found["http"]["tokens_s"]),
         "vs_padded": divide(found["rows"]["tokens_s"], found["padded"]["tokens_s"]),

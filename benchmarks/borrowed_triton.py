@@ -1,4 +1,4 @@
-"""What students cost Triton's own clients: the 99th percentile of their latency with a student, divided by that alone.
+"""What students cost Triton's own clients: the clients' p99 latency with a student, divided by that without.
 
 A real Triton serves a model with one instance and two priority levels. Its own clients use half of its capacity. A
 student takes as much as it can get: without a priority (`default`), with the lowest level (`auto`), or also with few

@@ -255,7 +255,7 @@ def measure(options: Options, kills: int = _DEFAULT_KILLS) -> dict[str, list[flo
 
 
 def _tell(sides: dict[str, Kills]) -> None:
-    lines = ["| way | seconds to the slowest survivor's next step | steps lost | hung |", "| --- | --- | --- | --- |"]
+    lines = ["| launcher | seconds to the last survivor's next step | steps lost | hung |", "| --- | --- | --- | --- |"]
     for side in sides.values():
         seconds, lost = (
             Spread.of([float(value) for value in values])

@@ -65,7 +65,7 @@ def measure(options: Options) -> dict[str, list[float]]:
         rounds = take_turns({way: ask(way) for way in _WAYS}, options.repeats)
         bytes_token = {dtype: _count_bytes(teacher.endpoint, dtype) for dtype in (None, "float16")}
     found = {way: {key: [one[key] for one in figures] for key in figures[0]} for way, figures in rounds.items()}
-    note("| way | tokens/s | student's CPU, µs/token |")
+    note("| client | tokens/s | student's CPU, µs/token |")
     note("| --- | ---: | ---: |")
     for way, name in _WAYS.items():
         note(f"| {name} | {Spread.of(found[way]['tokens_s'])} | {Spread.of(found[way]['cpu_us_token'])} |")

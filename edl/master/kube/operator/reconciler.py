@@ -29,6 +29,7 @@ from edl.master.kube.operator.events import PodEvidence
 from edl.master.kube.operator.surroundings import LiveSurroundings
 from edl.master.kube.pools import plan_pool
 from edl.master.kube.resources import (
+    ElasticJob,
     MemberOwner,
     SpecProblem,
     TeacherPool,
@@ -198,6 +199,7 @@ class Reconciler:
         self._evidence = PodEvidence(api)
         self._lock = threading.Lock()
         self._done: OrderedDict[tuple[str, str, str], tuple[str, float]] = OrderedDict()
+        self._accepted: dict[str, Object] = {}  # the last resource of each key whose spec was valid
         self._refusals: dict[str, tuple[str, int, SpecProblem]] = {}
         self._warned: set[str] = set()
         self._statuses: dict[str, str] = {}
@@ -225,22 +227,63 @@ class Reconciler:
             return math.inf  # its pods are the garbage collector's, by their owner reference
         parsed = kind.parse(resource, self._default_store)
         problems = parsed if isinstance(parsed, tuple) else self._policy.find_problems(parsed)
-        if isinstance(parsed, tuple) or problems:
+        former = self._parse_former(kind, key, resource) if problems else None
+        if former is None and (isinstance(parsed, tuple) or problems):
             return self._refuse(kind, resource, problems)
-        owner, target = parsed, None
+        owner = parsed if former is None else former
+        assert not isinstance(owner, tuple)
+        if former is None:
+            self._accepted[key] = resource
+        target = None
         if isinstance(owner, TeacherPool) and owner.scale_target_ref is not None:
             try:
                 target = find_scale_target(self._api, owner)
             except (InvalidObjectError, AccessDeniedError) as exc:
                 self._remember_refusal(kind, resource, owner, exc)
                 raise
-        return self._carry_out(kind, resource, owner, kind.plan(owner, self._observe(owner, target)), target)
+        plan = kind.plan(owner, self._observe(owner, target))
+        if problems:
+            plan = self._note_problems(owner, plan, problems)
+        return self._carry_out(kind, resource, owner, plan, target)
 
     def forget(self, key: str) -> None:
         """Drop what is remembered of a resource that is gone."""
+        self._accepted.pop(key, None)
         self._refusals.pop(key, None)
         self._statuses.pop(key, None)
         self._surroundings.note_gone(key)
+
+    def _parse_former(self, kind: ResourceHandling, key: str, resource: Object) -> MemberOwner | None:
+        """Return a resource with its last valid spec; None if this operator has not seen one.
+
+        Otherwise, after a wrong edit, the status would not follow the pods, and `suspend` would do nothing.
+        """
+        former, now = self._accepted.get(key), resource.get("spec")
+        if former is None or former["metadata"].get("uid") != resource["metadata"].get("uid"):
+            return None
+        spec = dict(former["spec"])
+        suspend = now.get("suspend", False) if isinstance(now, Mapping) else None
+        if isinstance(suspend, bool):
+            spec["suspend"] = suspend
+        owner = kind.parse({**resource, "spec": spec}, self._default_store)
+        if isinstance(owner, tuple):
+            return None
+        if isinstance(
+            owner, ElasticJob
+        ):  # the edit may have raised these limits, so they must not end or delete the job
+            return replace(owner, active_deadline_s=None, ttl_seconds_after_finished=None)
+        return owner
+
+    def _note_problems(self, owner: MemberOwner, plan: Plan, problems: tuple[SpecProblem, ...]) -> Plan:
+        """Return the plan of a former spec with the problems of the present one."""
+        message = (
+            f"{'; '.join(problem.message for problem in problems)}; until you correct this, the previous spec applies"
+        )
+        problem = SpecProblem(problems[0].reason, message)
+        status, events = self._with_problem(plan.status, problem, owner, owner.status), plan.events
+        if owner.status.get("observedGeneration") != owner.generation:
+            events = (*events, EventNote("Warning", problem.reason, message))
+        return replace(plan, status={**status, "observedGeneration": owner.generation}, events=events)
 
     def _observe(self, owner: MemberOwner, target: ScaleTarget | None) -> OwnerObservation:
         listed = self._api.list(PODS, owner.namespace, label_selector=f"{OWNER_UID_LABEL}={owner.uid}").items

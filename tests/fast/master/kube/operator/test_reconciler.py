@@ -235,24 +235,42 @@ def test_target_that_is_not_the_pools(metadata: Object, words: str) -> None:
     assert api.objects["deployments", "lab", "edl-operator"]["spec"]["replicas"] == 1
 
 
-def test_slip_in_an_edit_ends_nothing() -> None:
-    """The edit may be the one that raised the deadline; nothing is decided by it, or by what the spec was before."""
-    api = make_api(activeDeadlineSeconds=100)
+def test_wrong_edit_stops_nothing() -> None:
+    """Pods are replaced, the status follows them, and `suspend` works; the edit may have raised the deadline."""
+    api = make_api(minReplicas=2, maxReplicas=2, activeDeadlineSeconds=100)
     reconciler, reasons = make_reconciler(api)
-    for _ in range(2):
+    for _ in range(3):
         reconciler.reconcile(KEY)
-    edit(api, minReplicas=3, maxReplicas=2, activeDeadlineSeconds=100_000)
-    api.now_s += 5000.0
-    for _ in range(2):
-        assert reconciler.reconcile(KEY) == math.inf
-    status = read_job(api)["status"]
+    edit(api, minReplicas=3, activeDeadlineSeconds=100_000)
+    end_pod(api, api.objects[FIRST], "evict")
+    for _ in range(4):
+        api.now_s += 2000.0
+        reconciler.reconcile(KEY)
+    assert "digits-worker-0-1" in api.names(PODS)
     assert read_accepted(api)[:2] == ("False", "MinAboveMax")
-    assert (status["observedGeneration"], status["message"]) == (2, read_accepted(api)[2])
-    assert (status["phase"], reasons.count("MinAboveMax"), api.names(PODS)) == ("Pending", 1, ["digits-worker-0-0"])
-    edit(api, maxReplicas=3)
+    assert "the previous spec applies" in read_accepted(api)[2]
+    assert read_job(api)["status"]["observedGeneration"] == 2
+    assert reasons.count("MinAboveMax") == 1
+    version = read_job(api)["metadata"]["resourceVersion"]
+    reconciler.reconcile(KEY)
+    assert read_job(api)["metadata"]["resourceVersion"] == version, "it is written once"
+    edit(api, suspend=True)
+    for _ in range(3):
+        reconciler.reconcile(KEY)
+    assert read_job(api)["status"]["phase"] == "Suspended"
+    edit(api, minReplicas=2, suspend=False, activeDeadlineSeconds=100_000)
     reconciler.reconcile(KEY)
     assert read_accepted(api)[0] == "True"
-    assert len(api.names(PODS)) == 3
+
+
+def test_wrong_edit_after_a_restart() -> None:
+    """An operator that never saw a valid spec makes and deletes nothing."""
+    api = make_api()
+    settle(api)
+    edit(api, minReplicas=3, maxReplicas=2)
+    assert make_reconciler(api)[0].reconcile(KEY) == math.inf
+    assert read_accepted(api)[:2] == ("False", "MinAboveMax")
+    assert api.names(PODS) == ["digits-worker-0-0"]
 
 
 def test_old_look_makes_no_pods() -> None:

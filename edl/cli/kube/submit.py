@@ -117,6 +117,8 @@ def _await_end(client: KubeClient, job: Target, options: argparse.Namespace) -> 
     if not phase:
         _note(f"{job} still runs after {options.timeout:g} s: `edl logs {job.name} -f` follows it again")
         return _EXIT_TIMEOUT
+    if phase == "Deleted":
+        _note(f"{job} was deleted before it ended")
     return 0 if phase == "Succeeded" else 1
 
 

@@ -246,6 +246,8 @@ def _scale_target(draft: PoolDraft) -> None:
         draft.growth = Growth(False, "AtWanted", "as many teachers as wanted")
     if draft.observation.target is not None and present != draft.target:
         draft.scale_target = draft.target
+    # No event tells of changes to the object: nothing watches it.
+    draft.look_again_s = _TARGET_LOOK_S if present == draft.ready == draft.target else _LEAVING_LOOK_S
 
 
 _ELSEWHERE: Final = frozenset({TerminationCause.EVICTED, TerminationCause.HARDWARE, TerminationCause.NODE_LOST})
@@ -258,6 +260,8 @@ _TEACHER_TABLE: Final = {
 
 _START_LOOK_S: Final = 30.0
 """After so long teachers that do not start are looked at again: their pods' events are read as seldom."""
+_TARGET_LOOK_S: Final = 15.0
+"""Pause between two requests for the object of a `scaleTargetRef` that is as the pool wants it."""
 _LEAVING_LOOK_S: Final = 1.0
 """After so long it is looked again whether an outdated teacher has gone, and the watch of what is idle has seen it."""
 

@@ -212,7 +212,8 @@ def test_adopted_target_ends_own_teachers() -> None:
     spec["scaleTargetRef"] = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "triton"}
     plan = made.reconcile()
     assert sorted(deletion.name for deletion in plan.delete) == sorted(names)
-    made.reconcile()
+    again = made.reconcile()
+    assert again.requeue_s is not None, "no event tells of changes to the Deployment"
     assert made.resource["status"]["leaving"] == sorted(names)
     made.settle(10)
     assert not made.pods

@@ -1,11 +1,11 @@
-"""Calls to the Kubernetes API: objects as plain JSON, with deadlines and EDL's errors. Nothing here is about EDL.
+"""A general client of the Kubernetes API: objects as plain JSON, with deadlines and EDL's errors.
 
-`client` has the verbs, `connection` makes requests with credentials and deadlines, `responses` reads answers, `watch`
-follows changes; `resource_types` names the kinds, `quantity` reads amounts. If the API server cannot answer, that is an
-error, never "there is none".
+`client` implements the verbs, `connection` sends requests with credentials and deadlines, `responses` parses responses,
+`watch` follows changes; `resource_types` names the kinds, `quantity` parses amounts. If the API server cannot answer,
+calls raise an error; they never report "not found".
 
-The official client gives the credentials (kubeconfig, service accounts, exec plugins), TLS and proxies. It is imported
-with the first client, not with this package.
+The official client handles credentials (kubeconfig, service accounts, exec plugins), TLS and proxies. It is imported
+when the first client is created, not with this package.
 """
 
 from __future__ import annotations

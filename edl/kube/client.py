@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PAGE: Final = 500
-"""Objects in an answer, as kubectl has it: some megabytes of pods."""
+"""Objects per page, as in kubectl: a few megabytes of pods."""
 _MOST_RELISTS: Final = 2
-"""Lists of pages begun again because the first pages are no longer kept; the last one asks for all at once."""
+"""How often a paged list is restarted because its first pages expired; the last attempt asks for all at once."""
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
-"""Name of an object, group, version, kind or namespace. Checked before it becomes a part of a path: a DELETE without a
-name deletes all objects, and a group with a slash, which a resource may name, leads to objects its author may not
-touch.
+"""Name of an object, group, version, kind or namespace, checked before it becomes part of a path: a DELETE without a
+name deletes all objects, and a group that contains a slash (a resource may name one) leads to objects that its author
+may not touch.
 """
 _METADATA: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _WATCH_GRACE_S: Final = 20.0
-"""How much longer than its own end a watch may be silent before its connection counts as dead."""
+"""How long past its planned end a watch may be silent before its connection counts as dead."""
 
 
 class KubeClient:
-    """Calls to an API server. Thread-safe; a context manager; not to be used in a fork of the process that opened it.
+    """A client of an API server. Thread-safe; a context manager. Do not use it in a fork of the process that opened it.
 
-    Every method raises, beside what it says: KubernetesError where the server cannot be reached, or does not answer in
-    time; AccessDeniedError where it does not let the caller; InvalidObjectError where it refuses the object, or does
-    not have the kind; ClosedError after `close`. A namespace that is None is the client's own.
+    Besides its own errors, every method raises KubernetesError if the server cannot be reached or does not answer in
+    time; AccessDeniedError if the caller lacks permission; InvalidObjectError if the server refuses the object or does
+    not serve the kind; ClosedError after `close`. A namespace of None means the client's own.
 
     Args:
-        settings: which cluster, and as whom; None for the kubeconfig's or the pod's own.
-        on_answer: called after each request with the call and the answer's code, 0 where none came; for metrics.
+        settings: cluster and user; None for those of the kubeconfig or the pod.
+        on_answer: called after each request with the call and the status code, 0 if there was no response; for metrics.
 
     Raises:
-        SettingsError: no cluster is named anywhere, or the file that names it cannot be used.
+        SettingsError: no cluster is configured, or the file that names it cannot be used.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class KubeClient:
 
     @property
     def settings(self) -> KubeSettings:
-        """Which cluster, and as whom."""
+        """Cluster and user."""
         return self._settings
 
     @property
     def namespace(self) -> str:
-        """Of calls that name none."""
+        """Namespace of calls that name none."""
         return self._connection.namespace
 
     @property
     def url(self) -> str:
-        """Where the API server is."""
+        """URL of the API server."""
         return self._connection.url
 
     def read_server_time(self) -> float:
-        """Return the time by the clock that timestamps of objects are from, in seconds since 1970; asks nothing."""
+        """Return the time by the clock that timestamps objects, in seconds since 1970. Sends no request."""
         return self._connection.server_clock.read()
 
     def close(self) -> None:
@@ -102,9 +102,9 @@ class KubeClient:
         field_selector: str = "",
         metadata_only: bool = False,
     ) -> ObjectList:
-        """Read all objects of a kind, as they are now, and the moment from which a watch can follow.
+        """Read all objects of a kind, and the version from which a watch can follow.
 
-        An empty `namespace` is all of the cluster. `metadata_only` leaves out everything else of the objects.
+        An empty `namespace` means the whole cluster. `metadata_only` leaves out everything but the metadata.
         """
         selectors = _filled(labelSelector=label_selector, fieldSelector=field_selector)
         call = self._call("list", kind, namespace)
@@ -128,10 +128,10 @@ class KubeClient:
         raise KubernetesError(f"{self.url}: {call}: the list changes faster than it can be read")
 
     def create(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
-        """Make an object, and return it as it is now.
+        """Create an object, and return it as stored.
 
         Raises:
-            ConflictError: there is an object of this name.
+            ConflictError: an object of this name exists.
             QuotaExceededError: the namespace's quota has no room for it.
         """
         call = self._call("create", kind, namespace, str(_metadata(obj).get("name") or ""))
@@ -139,9 +139,9 @@ class KubeClient:
         return self._request(call, "POST", self._path(kind, namespace), {}, body)
 
     def apply(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
-        """Make an object, or change its fields to these: server-side apply. Return it as it is now.
+        """Create an object, or update its fields by server-side apply. Return it as stored.
 
-        Fields that EDL wanted before and leaves out go; fields that another manager set become EDL's.
+        Fields that EDL applied before and now omits are removed; fields set by other managers become EDL's.
 
         Raises:
             QuotaExceededError: the namespace's quota has no room for it.
@@ -161,13 +161,13 @@ class KubeClient:
         *,
         subresource: str = "",
     ) -> Object | None:
-        """Change fields by a merge patch (RFC 7386), where None removes a field.
+        """Change fields by a merge patch (RFC 7386), in which None removes a field.
 
         Returns:
-            The object as it is now; None if it does not exist.
+            The object as stored; None if it does not exist.
 
         Raises:
-            ConflictError: it is no longer of the `metadata.resourceVersion` in the patch.
+            ConflictError: its version is no longer the `metadata.resourceVersion` in the patch.
         """
         call = self._call("patch", kind, namespace, name, subresource)
         path = self._path(kind, namespace, name, subresource)
@@ -182,12 +182,12 @@ class KubeClient:
         uid: str = "",
         grace_period_s: int | None = None,
     ) -> bool:
-        """Delete an object and, later, what it owns; return whether it was there.
+        """Delete an object and, later, its dependents; return whether it existed.
 
-        `grace_period_s` is of a pod: seconds between SIGTERM and SIGKILL, None for its own.
+        `grace_period_s` is for pods: seconds between SIGTERM and SIGKILL, None for the pod's own.
 
         Raises:
-            ConflictError: it is not of the `uid` given.
+            ConflictError: its UID is not `uid`.
         """
         call = self._call("delete", kind, namespace, name)
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
@@ -199,12 +199,12 @@ class KubeClient:
         return self._request_named(call, "DELETE", self._path(kind, namespace, name), body) is not None
 
     def read_scale(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
-        """Read a `Scale`, the wanted and the present replicas; None if the object does not exist."""
+        """Read a `Scale`, the desired and the current replicas; None if the object does not exist."""
         call = self._call("get", kind, namespace, name, "scale")
         return self._request_named(call, "GET", self._path(kind, namespace, name, "scale"))
 
     def write_scale(self, kind: ResourceType, name: str, replicas: int, namespace: str | None = None) -> Object | None:
-        """Change the wanted replicas; None if the object does not exist."""
+        """Change the desired replicas; None if the object does not exist."""
         return self.patch(kind, name, {"spec": {"replicas": replicas}}, namespace, subresource="scale")
 
     def read_log(
@@ -220,14 +220,14 @@ class KubeClient:
         timestamps: bool = False,
         deadline_s: float | None = None,
     ) -> Iterator[bytes]:
-        """Yield a container's log in pieces, which may end within a line.
+        """Yield a container's log in chunks, which may end within a line.
 
-        `follow` goes on until the container ends; `previous` reads the container before its last restart; `since_time`
-        is as `format_time` writes it; `timestamps` begins each line with its time. After `deadline_s` it ends, if
-        given. A node that vanished ends it with an error after a minute.
+        `follow` continues until the container ends; `previous` reads the container before its last restart;
+        `since_time` has the format of `format_time`; `timestamps` starts each line with its time. The log ends after
+        `deadline_s`, if given. If the node vanishes, it ends with an error after a minute.
 
         Raises:
-            InvalidObjectError: there is no such pod or container, or it has not started.
+            InvalidObjectError: the pod or container does not exist or has not started.
         """
         call = self._call("get", PODS, namespace, pod, "log")
         flags = {"follow": follow, "previous": previous, "timestamps": timestamps}
@@ -250,7 +250,7 @@ class KubeClient:
         selectors: Mapping[str, str],
         length_s: int,
     ) -> Stream:
-        """Begin to follow changes, for `KubeWatch`: lines of JSON, until the server ends the watch after `length_s`."""
+        """Start following changes, for `KubeWatch`: lines of JSON, until the server ends the watch after `length_s`."""
         query = {
             **selectors,
             "watch": "true",
@@ -263,7 +263,7 @@ class KubeClient:
         return self._connection.stream(call, path, query, length_s + _WATCH_GRACE_S, begins_at_once=True)
 
     def has_resource(self, group: str, version: str, plural: str) -> bool:
-        """Ask whether the server has a kind of objects."""
+        """Return whether the server serves a kind of objects."""
         call = Call("get", f"the resources of {group or 'core'}/{version}", group)
         path = (
             f"/apis/{quote(group, safe='')}/{quote(version, safe='')}" if group else f"/api/{quote(version, safe='')}"
@@ -314,7 +314,7 @@ class KubeClient:
         path += f"/{_checked(kind.plural)}"
         if name is not None:
             if kind.namespaced and not where:
-                raise InvalidObjectError(f"{kind.plural} {name!r}: an object needs the namespace that it is in")
+                raise InvalidObjectError(f"{kind.plural} {name!r}: pass the object's namespace")
             path += f"/{_checked(name)}"
         return f"{path}/{_checked(subresource)}" if subresource else path
 
@@ -344,7 +344,7 @@ def _filled(**values: str) -> dict[str, str]:
 def _checked(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise InvalidObjectError(
-            f"{name!r} is not a name of an object or kind: use letters, digits, '-' and '.', beginning with either"
+            f"{name!r} is not an object or kind name: use letters, digits, '-' and '.', starting with a letter or digit"
         )
     return quote(name, safe="")
 
@@ -360,5 +360,5 @@ def _read_until(stream: Stream, end: float) -> Iterator[bytes]:
                 return
             stream.set_silence_limit(left_s)
     except KubernetesError:
-        if time.monotonic() < end - 0.05:  # the silence limit of a socket may end a little early
+        if time.monotonic() < end - 0.05:  # a socket's read timeout may fire a little early
             raise

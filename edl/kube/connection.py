@@ -1,7 +1,7 @@
-"""Requests to the API server, with deadlines, and with credentials that are read again when they change.
+"""Requests to the API server, with deadlines, and with credentials that are reloaded when they change.
 
-The official client reads the credentials, of a kubeconfig or a pod's service account; fields of a kubeconfig that it
-ignores are handled here. `ServerClock` learns the server's time from the answers.
+The official client reads the credentials from a kubeconfig or a pod's service account; kubeconfig fields that it
+ignores are handled here. `ServerClock` learns the server's time from responses.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOGIN_S: Final = 30.0
-"""Time for a credential plugin that may ask a person."""
+"""Timeout of a credential plugin that may prompt a person."""
 _IMPERSONATION: Final = ("as", "as-uid", "as-groups", "as-user-extra")
 
 
 def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float) -> str:
-    """Fill in what a kubeconfig says; return the context's namespace, empty where it has none.
+    """Fill in a configuration from a kubeconfig; return the context's namespace, empty if it has none.
 
     `path` may name several files as KUBECONFIG does, or be empty for `~/.kube/config`; an empty `context` is the
-    current one. A plugin has `plugin_s` seconds to give credentials where no terminal is there.
+    current one. A plugin has `plugin_s` seconds to provide credentials if there is no terminal.
 
     Raises:
-        SettingsError: it asks for something that is not known here, or its plugin gives no credentials.
-        Exception: of any kind, where the file makes no sense: yaml, keys, base64.
+        SettingsError: it needs an unsupported feature, or its plugin provides no credentials.
+        Exception: of any kind, if the file is malformed: yaml, keys, base64.
     """
     from kubernetes import config
     from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION, KubeConfigMerger
@@ -56,7 +56,7 @@ def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float
     user = _entry(merged, "user", chosen.get("user"))
     if impersonation := [name for name in _IMPERSONATION if user.get(name)]:
         raise SettingsError(
-            f"user {chosen.get('user')!r} sets {', '.join(impersonation)}: EDL cannot act as another, and does not act"
+            f"user {chosen.get('user')!r} sets {', '.join(impersonation)}: EDL cannot impersonate, and does not act"
             " with all rights of that user instead. Name a context with the credentials that EDL should use"
         )
 
@@ -74,7 +74,7 @@ def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float
             raise SettingsError(f"{plugin} gives no credentials within {limit_s:g} s: run it by hand") from exc
         if not configuration.api_key.get("authorization") and not configuration.cert_file:
             raise SettingsError(f"{plugin} gives no credentials, the log has why: run it by hand")
-        configuration.refresh_api_key_hook = None  # it has no deadline; the answer 401 has this be read again
+        configuration.refresh_api_key_hook = None  # it has no deadline; a 401 response reloads the credentials
     else:
         load()
     _use_proxy(configuration, str(_entry(merged, "cluster", chosen.get("cluster")).get("proxy-url") or ""))
@@ -82,14 +82,14 @@ def load_kubeconfig(configuration: Any, path: str, context: str, plugin_s: float
 
 
 def _entry(merged: Any, kind: str, name: Any) -> Mapping[str, Any]:
-    """Return a context, user or cluster by its name; nothing where there is none."""
+    """Return a context, user or cluster by its name; an empty mapping if there is none."""
     found = merged[f"{kind}s"].get_with_name(name, safe=True)
     value = found.safe_get(kind) if found is not None else None
     return getattr(value, "value", value) or {}
 
 
 def _use_proxy(configuration: Any, url: str) -> None:
-    """Have a cluster's proxy used, which goes before the environment's, as for kubectl."""
+    """Use a cluster's proxy, which takes precedence over the environment's, as in kubectl."""
     if not url:
         return
     parts = urlsplit(url)
@@ -100,24 +100,24 @@ def _use_proxy(configuration: Any, url: str) -> None:
 
 
 _AGREEING: Final = 3
-"""Answers in a row that must agree before they count: a single one may be a proxy's."""
+"""Consecutive responses that must agree before they count: a single one may be a proxy's."""
 _NEAR_S: Final = 2.0
-"""Answers agree, and the time is not corrected, up to this: a `Date` has whole seconds, and an answer takes time."""
+"""Tolerance: smaller differences count as agreement. A `Date` has whole seconds, and a response takes time."""
 _SLOWEST_S: Final = 5.0
-"""An answer that took longer says too little about the time."""
+"""A response that took longer says too little about the time."""
 _LARGEST_SKEW_S: Final = 86400.0
 """No working machine has a clock so wrong: certificates and tokens would not be valid."""
 
 
 class ServerClock:
-    """Tells the time by the API server's clock, which dates objects, from the `Date` of its answers. Thread-safe.
+    """Tells the time by the API server's clock, which timestamps objects, from its `Date` headers. Thread-safe.
 
-    Deadlines that end or delete a job go by this time, so three answers in a row must agree, and be within a day of
+    Deadlines that end or delete a job use this time, so three consecutive responses must agree, and be within a day of
     this machine's clock, before they correct it. Until then this machine's clock counts.
 
     Args:
         clock: this machine's time, in seconds since 1970.
-        monotonic: seconds of a clock that is never set.
+        monotonic: seconds of a clock that is never adjusted.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -136,7 +136,7 @@ class ServerClock:
         return self._monotonic()
 
     def note(self, date: str, sent_s: float) -> None:
-        """Take the header `Date` of an answer from the API server; `sent_s` is what `begin` returned."""
+        """Record the `Date` header of a response from the API server; `sent_s` is what `begin` returned."""
         took_s = self._monotonic() - sent_s
         try:
             dated = parsedate_to_datetime(date) if date else None
@@ -159,29 +159,29 @@ class ServerClock:
 
 _JSON: Final = "application/json"
 _MOST_BYTES: Final = 256 * 1024**2
-"""Largest answer: a page of 500 objects of half a megabyte. Anything longer is not from an API server."""
+"""Largest response: a page of 500 objects of half a megabyte. Anything longer is not from an API server."""
 _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _MOST_CONNECTIONS: Final = 64
-"""That stay open for the next call: as many as an operator has threads. Calls beyond it open and close their own."""
+"""Idle connections kept for reuse: as many as an operator has threads. Calls beyond that open and close their own."""
 _CHUNK: Final = 256 * 1024
 """Bytes read at a time: a page of pods is some megabytes."""
 _CALL_TIMEOUTS: Final = 3
-"""A whole call takes at most this many times the timeout: to connect, to begin to answer, and to end."""
+"""A whole call takes at most this many times the timeout: to connect, to start the response, and to finish it."""
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", 0x10)), 30),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-"""A host that went away without a word is noticed after a minute, also by streams that are silent by right."""
+"""A host that vanished is noticed after a minute, also by streams that may legitimately be silent."""
 
 
 _insecure: set[str] = set()
-"""Servers that a warning was logged of."""
+"""Servers that a warning was logged for."""
 
 
 class _Access(NamedTuple):
-    """A kubeconfig or service account as the official client has read it."""
+    """A kubeconfig or service account as read by the official client."""
 
     url: str
     namespace: str
@@ -189,7 +189,7 @@ class _Access(NamedTuple):
 
 
 class Connection:
-    """Requests to an API server; `KubeClient` has the arguments and errors."""
+    """Requests to an API server; see `KubeClient` for arguments and errors."""
 
     def __init__(self, settings: KubeSettings, on_answer: Callable[[Call, int], object]) -> None:
         self._settings = settings
@@ -202,12 +202,12 @@ class Connection:
 
     @property
     def url(self) -> str:
-        """Where the API server is."""
+        """URL of the API server."""
         return self._access.url
 
     @property
     def namespace(self) -> str:
-        """Of calls that name none."""
+        """Namespace of calls that name none."""
         return self._settings.namespace or self._access.namespace or "default"
 
     def send(
@@ -220,7 +220,7 @@ class Connection:
         content_type: str = _JSON,
         accept: str = _JSON,
     ) -> bytes:
-        """Send a request, and read its answer whole."""
+        """Send a request, and read the whole response."""
         deadline = time.monotonic() + _CALL_TIMEOUTS * self._settings.timeout_s
         with self._open(call, method, path, query, body, (content_type, accept), self._settings.timeout_s) as response:
             return _read_whole(call, self.url, response, deadline)
@@ -234,11 +234,11 @@ class Connection:
         *,
         begins_at_once: bool = False,
     ) -> Stream:
-        """Begin to read an answer that comes piece by piece.
+        """Start reading a streamed response.
 
-        `read_timeout_s` is the longest silence in seconds; None for any, as long as the server's host is there. Where
-        it `begins_at_once`, the first byte, which says whether there will be more, takes no longer than a call's
-        answer. The caller closes the stream.
+        `read_timeout_s` is the longest silence in seconds; None for no limit while the server's host is reachable. With
+        `begins_at_once`, the first byte must arrive within the timeout of an ordinary call. The caller closes the
+        stream.
         """
         first_s = self._settings.timeout_s if begins_at_once else read_timeout_s
         stream = Stream(call, self.url, self._open(call, "GET", path, query, None, ("", _JSON), first_s))
@@ -247,7 +247,7 @@ class Connection:
         return stream
 
     def close(self) -> None:
-        """Close the connections that no call uses; calls under way end by themselves."""
+        """Close the idle connections; calls in flight finish by themselves."""
         if self._pid != os.getpid():
             return
         self._closed = True
@@ -299,11 +299,11 @@ class Connection:
                 answer = _read_whole(call, access.url, response, deadline)
             if response.status != 401 or attempt == 2:
                 break
-            access = self._reload(access)  # a token that has run out, or a certificate that was replaced
+            access = self._reload(access)  # a token has expired, or a certificate was replaced
         raise explain_failure(call, access.url, response.status, answer, response.headers.get("Retry-After", ""))
 
     def _reload(self, refused: _Access) -> _Access:
-        """Read the credentials again, unless another thread has done so since `refused` was read."""
+        """Reload the credentials, unless another thread has done so since `refused` was read."""
         with self._lock:
             if self._access is refused:
                 try:
@@ -321,7 +321,7 @@ class Connection:
 
 
 class Stream:
-    """An answer that comes piece by piece."""
+    """A streamed response."""
 
     def __init__(self, call: Call, url: str, response: BaseHTTPResponse) -> None:
         self._call = call
@@ -330,7 +330,7 @@ class Stream:
         self._closing = False
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield pieces of the answer.
+        """Yield chunks of the response.
 
         Raises:
             KubernetesError: the connection breaks, or is silent for too long; not after `interrupt`.
@@ -344,16 +344,16 @@ class Stream:
                 raise
 
     def lines(self) -> Iterator[bytes]:
-        """Yield whole lines without their ends; a last line that is cut is left out."""
+        """Yield whole lines without their line ends; a truncated last line is left out."""
         rest = b""
         for piece in self:
             *whole, rest = (rest + piece).split(b"\n")
             yield from whole
 
     def set_silence_limit(self, seconds: float | None) -> None:
-        """Change how long the rest may be silent; None for any time."""
+        """Change how long the rest of the stream may be silent; None for no limit."""
         sock = getattr(getattr(self._response, "connection", None), "sock", None)
-        if sock is None:  # http.client gives the socket of an answer without a length to the answer
+        if sock is None:  # for a response without a length, http.client moves the socket to the response
             sock = getattr(
                 getattr(getattr(getattr(self._response, "_fp", None), "fp", None), "raw", None), "_sock", None
             )
@@ -361,20 +361,20 @@ class Stream:
             sock.settimeout(None if seconds is None else max(seconds, 0.001))
 
     def interrupt(self) -> None:
-        """Have a read in another thread end at once."""
+        """End a read in another thread at once."""
         self._closing = True
         with contextlib.suppress(Exception):  # whatever the state of a socket that is being closed
             self._response.shutdown()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._closing = True
         with contextlib.suppress(OSError, ValueError):
             self._response.close()
 
 
 def _is_servers_own(response: BaseHTTPResponse) -> bool:
-    """Whether an answer is surely the API server's, and no error page of a proxy, whose clock may be any."""
+    """Whether a response is surely the API server's, not an error page of a proxy with an unknown clock."""
     return 200 <= response.status <= 299 and response.headers.get("Content-Type", "").startswith(_JSON)
 
 
@@ -387,14 +387,14 @@ def _read_whole(call: Call, url: str, response: BaseHTTPResponse, deadline: floa
             left -= len(piece)
             if time.monotonic() > deadline or left < 0:
                 response.close()
-                raise KubernetesError(f"{url}: {call}: the answer does not come to its end: the API server is too slow")
+                raise KubernetesError(f"{url}: {call}: the API server is too slow to finish its response")
         response.release_conn()
     return b"".join(pieces)
 
 
 @contextlib.contextmanager
 def _translated(call: Call, url: str) -> Iterator[None]:
-    """Translate what goes wrong with a connection."""
+    """Translate connection errors to EDL's."""
     import urllib3.exceptions
     from kubernetes.config import ConfigException
 
@@ -402,18 +402,18 @@ def _translated(call: Call, url: str) -> Iterator[None]:
         yield
     except urllib3.exceptions.SSLError as exc:
         raise KubernetesError(
-            f"{url}: {call}: no TLS connection ({shown(exc)}): look whether the cluster's certificate-authority in the"
+            f"{url}: {call}: no TLS connection ({shown(exc)}): check that the cluster's certificate-authority in the"
             " kubeconfig is that of this API server, and its certificate valid for this name"
         ) from exc
     except (urllib3.exceptions.HTTPError, OSError) as exc:
         timeouts = (urllib3.exceptions.ReadTimeoutError, urllib3.exceptions.ConnectTimeoutError, TimeoutError)
         if not isinstance(exc, timeouts) or isinstance(exc, urllib3.exceptions.NewConnectionError):
             raise KubernetesError(
-                f"{url}: {call}: the API server cannot be reached ({shown(exc)}): look whether it runs, and whether the"
+                f"{url}: {call}: the API server cannot be reached ({shown(exc)}): check that it runs, and that the"
                 " kubeconfig names the right address"
             ) from exc
         raise KubernetesError(
-            f"{url}: {call}: the API server does not answer in time ({shown(exc)}): look whether it is overloaded, and"
+            f"{url}: {call}: the API server does not answer in time ({shown(exc)}): check whether it is overloaded, and"
             " whether a firewall drops packets"
         ) from exc
     except (ConfigException, ValueError) as exc:
@@ -421,7 +421,7 @@ def _translated(call: Call, url: str) -> Iterator[None]:
 
 
 def _close_idle(access: _Access) -> None:
-    """Close the connections that no call uses. Clearing the manager would leave them to the garbage collector."""
+    """Close the idle connections. Clearing the manager would leave them to the garbage collector."""
     manager = access.api_client.rest_client.pool_manager
     for key in manager.pools.keys():  # noqa: SIM118 - it is not a dict, and refuses to be iterated
         pool = manager.pools.get(key)
@@ -449,7 +449,7 @@ def _load_access(settings: KubeSettings) -> _Access:
 
 
 def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str]:
-    """Fill in where the cluster is and who asks; return where that stands, and the namespace."""
+    """Fill in the cluster and the credentials; return their source, and the namespace."""
     from kubernetes import config
 
     named = settings.kubeconfig or read("KUBECONFIG", str)
@@ -464,9 +464,9 @@ def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str]:
     proxy = configuration.proxy
     try:
         namespace = load_kubeconfig(configuration, named or "", context, _CALL_TIMEOUTS * settings.timeout_s)
-    except Exception as exc:  # a file of others: yaml, keys, base64 and files that are wrong raise all kinds
+    except Exception as exc:  # not our file: bad yaml, keys, base64 and paths raise all kinds of errors
         words = shown(exc)
-        if isinstance(exc, (TypeError, AttributeError, KeyError)):  # which speak of Python, and not of the file
+        if isinstance(exc, (TypeError, AttributeError, KeyError)):  # their messages are about Python, not the file
             words = "it is empty, or lacks clusters, users, contexts or current-context in their usual form"
         raise SettingsError(
             f"{source} cannot be used as a kubeconfig{f' with context {context!r}' if context else ''}: {words}."
@@ -493,7 +493,7 @@ def _leave_out_proxy(configuration: Any) -> None:
 
 
 def _log_insecure(url: str, source: str) -> None:
-    """Log once for each server what urllib3 would warn of with each connection."""
+    """Log once per server what urllib3 would warn about on each connection."""
     import urllib3
 
     urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)

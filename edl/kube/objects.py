@@ -1,4 +1,4 @@
-"""Objects as the API has them: JSON, in camelCase; and the times in them."""
+"""Objects of the API as JSON, in camelCase, and the times in them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 from typing import Any, Final, NamedTuple, TypeAlias
 
 Object: TypeAlias = dict[str, Any]
-"""An object of the API, or a part of it, as JSON."""
+"""An object of the API, or part of one, as JSON."""
 
 
 _TIME: Final = re.compile(r"([0-9-]{10}T[0-9:]{8})(\.[0-9]+)?(Z|[+-][0-9]{2}:[0-9]{2})", re.ASCII)
 
 
 class ObjectList(NamedTuple):
-    """Objects that were there at the same moment.
+    """Objects that existed at the same moment.
 
     Attributes:
-        resource_version: the moment, from which on a watch can follow.
+        resource_version: that moment, from which a watch can follow.
     """
 
     items: list[Object]
@@ -30,7 +30,7 @@ def parse_time(text: str) -> float:
     Raises:
         ValueError: `text` is not a time with a zone.
     """
-    # Python 3.10 reads neither `Z` nor fractions of other than three or six digits.
+    # Python 3.10 parses neither `Z` nor fractions other than three or six digits.
     match = _TIME.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a time with a time zone")
@@ -47,6 +47,6 @@ def read_time(value: object) -> float | None:
 
 
 def format_time(seconds: float) -> str:
-    """Return a time as the API takes it: RFC 3339, in UTC."""
+    """Return a time in the API's format: RFC 3339, in UTC."""
     moment = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

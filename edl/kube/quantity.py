@@ -1,4 +1,4 @@
-"""Amounts of resources, such as `500m`, `1.5Gi` and `2e3`: read, and written again.
+"""Parses and formats amounts of resources, such as `500m`, `1.5Gi` and `2e3`.
 
 The notation: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
 """
@@ -16,7 +16,7 @@ _FACTORS: Final = {
     **{letter: Decimal(1000) ** -power for power, letter in enumerate("mun", 1)},
 }
 _MOST_CHARS: Final = 64
-"""Characters of a quantity; the server's own have some twenty."""
+"""Longest quantity, in characters; the server's own have about twenty."""
 
 
 def parse_quantity(text: str | int | float) -> Decimal:

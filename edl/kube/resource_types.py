@@ -11,8 +11,8 @@ class ResourceType(NamedTuple):
     Attributes:
         group: of the API; empty for the core.
         version: of the API; empty for the version that the server prefers, which the client asks it for.
-        plural: as URLs and RBAC have it.
-        kind: as objects have it.
+        plural: as in URLs and RBAC.
+        kind: as in objects.
         namespaced: whether objects belong to a namespace.
     """
 
@@ -36,7 +36,7 @@ SECRETS: Final = ResourceType("", "v1", "secrets", "Secret")
 CONFIG_MAPS: Final = ResourceType("", "v1", "configmaps", "ConfigMap")
 DEPLOYMENTS: Final = ResourceType("apps", "v1", "deployments", "Deployment")
 POD_DISRUPTION_BUDGETS: Final = ResourceType("policy", "", "poddisruptionbudgets", "PodDisruptionBudget")
-"""v1beta1 up to 1.20, v1 from 1.21 on."""
+"""v1beta1 up to Kubernetes 1.20, v1 from 1.21 on."""
 CUSTOM_RESOURCE_DEFINITIONS: Final = ResourceType(
     "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
 )

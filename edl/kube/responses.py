@@ -1,4 +1,4 @@
-"""Reads answers of the API server: an object, or an error that says what to do about it."""
+"""Parses responses of the API server: an object, or an error that says what to do about it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edl.kube.objects import Object
 from edl.quoting import listed, shown
 
 _MOST_CAUSES: Final = 8
-"""Causes in a message about a refused object: a wrong template has one or two."""
+"""Most causes listed for a refused object: an invalid template has one or two."""
 
 
 class MissingError(InvalidObjectError):
@@ -26,11 +26,11 @@ class MissingError(InvalidObjectError):
 
 
 class NotServedError(InvalidObjectError):
-    """The server does not have the kind of objects, or the namespace."""
+    """The server does not serve the kind of objects, or the namespace does not exist."""
 
 
 class ExpiredError(KubernetesError):
-    """The moment from which to go on is no longer kept (410): what was read has to be read again."""
+    """The version to continue from is no longer kept (410): list again."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Call:
 
 
 def parse_object(call: Call, url: str, body: bytes) -> Object:
-    """Read an answer that is good.
+    """Parse a successful response.
 
     Raises:
-        KubernetesError: it is not a JSON object, so something else than an API server answers.
+        KubernetesError: it is not a JSON object, so it is not from an API server.
     """
     try:
         found = json.loads(body)
@@ -60,18 +60,18 @@ def parse_object(call: Call, url: str, body: bytes) -> Object:
         found = None
     if not isinstance(found, dict):
         words = shown(body[:200].decode(errors="replace"))
-        raise KubernetesError(f"{url}: {call}: the answer is not a JSON object, so this is not an API server: {words}")
+        raise KubernetesError(f"{url}: {call}: not a JSON object, so this is not an API server: {words}")
     return found
 
 
 def explain_failure(call: Call, url: str, status: int, body: bytes, retry_after: str = "") -> EDLError:
-    """Return the error that an answer other than 2xx means."""
+    """Return the error for a response other than 2xx."""
     status_object = _parse_status(body)
     words = shown(status_object["message"]) if status_object["message"] else shown(body[:200].decode(errors="replace"))
     what = f"{url}: {call}"
     if status == 401:
         return AccessDeniedError(
-            f"{what}: the API server does not know who asks (401 {words}): look whether the token or certificate of the"
+            f"{what}: the API server rejects the caller (401 {words}): check whether the token or certificate of the"
             " kubeconfig or service account has expired"
         )
     if status == 403:
@@ -80,20 +80,20 @@ def explain_failure(call: Call, url: str, status: int, body: bytes, retry_after:
         if status_object["details"].get("name") and call.verb != "create":
             return MissingError(f"{what}: {words}")
         return NotServedError(
-            f"{what}: not found ({words}): look whether the namespace exists, and whether the cluster serves the kind"
+            f"{what}: not found ({words}): check that the namespace exists, and that the cluster serves the kind"
             " (its custom resource definition may not be installed)"
         )
     if status == 409:
         return ConflictError(f"{what}: {words}")
     if status == 410:
-        return ExpiredError(f"{what}: what was asked from is no longer kept (410 {words})")
+        return ExpiredError(f"{what}: the version to continue from is no longer kept (410 {words})")
     if status in (400, 405, 406, 413, 415, 422):
         causes = [f"{cause.get('field', '')}: {cause.get('message', '')}" for cause in _causes(status_object)]
         detail = f" ({listed(causes, _MOST_CAUSES, '; ')})" if len(causes) > 1 else ""
         return InvalidObjectError(f"{what}: refused ({status}): {words}{detail}")
     seconds = _parse_seconds(retry_after, status_object)
     return KubernetesError(
-        f"{what}: the API server cannot do it now ({status} {words}): look at its load and its health (kubectl get"
+        f"{what}: the API server cannot do it now ({status} {words}): check its load and its health (kubectl get"
         " --raw /readyz)",
         seconds,
     )
@@ -104,20 +104,20 @@ def _explain_forbidden(call: Call, what: str, status_object: dict[str, Any], wor
     if "exceeded quota" in message:
         return QuotaExceededError(f"{what}: {words}")
     if any(cause.get("reason") == "NamespaceTerminating" for cause in _causes(status_object)):
-        return InvalidObjectError(f"{what}: the namespace is being deleted, nothing can be made in it")
+        return InvalidObjectError(f"{what}: the namespace is being deleted, nothing can be created in it")
     if " cannot " not in message and call.verb in ("create", "patch", "delete") and message:
         # Admission (PodSecurity, a webhook, a LimitRange) refuses with 403 as well.
         return InvalidObjectError(f"{what}: the cluster's admission refuses it: {words}")
     role = f"a Role in namespace {shown(call.namespace)}" if call.namespace else "a ClusterRole"
     return AccessDeniedError(
-        f"{what}: not allowed (403). It takes {role} with apiGroups: [{json.dumps(call.group)}], resources:"
+        f"{what}: not allowed (403). This needs {role} with apiGroups: [{json.dumps(call.group)}], resources:"
         f" [{json.dumps(call.resource)}], verbs: [{json.dumps(call.verb)}], bound to the caller. The"
         f" server says: {words}"
     )
 
 
 def _parse_status(body: bytes) -> dict[str, Any]:
-    """Read an answer's `Status`; where it is none, a status without words."""
+    """Parse a response's `Status`; if it is not one, return a status without a message."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Which cluster to talk to, and as whom."""
+"""Cluster and user of a client."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from edl.settings import is_above_zero
 
 @dataclass(frozen=True)
 class KubeSettings:
-    """Which cluster to talk to, and as whom.
+    """Cluster and user of a client.
 
-    Where neither file nor context is named, `KUBECONFIG` decides if it is set; else a pod's service account; else
+    If neither file nor context is named, `KUBECONFIG` applies if it is set; else a pod's service account; else
     `~/.kube/config`.
 
     Attributes:
         kubeconfig: path of a kubeconfig.
         context: its context; empty for its current one.
-        namespace: of calls that name none; empty for the context's, or the pod's own.
-        timeout_s: how long to wait for a connection, and for an answer to begin or to go on, in seconds. A call takes
-            at most three times as long.
+        namespace: default for calls that name none; empty for the context's, or the pod's own.
+        timeout_s: seconds to wait for a connection, and for a response to start or to continue. A call takes at most
+            three times as long.
 
     Raises:
         SettingsError: a timeout that is not above zero.

@@ -1,4 +1,4 @@
-"""`KubeWatch`: follows all objects of a kind, by a list and a watch that goes on from it.
+"""`KubeWatch`: follows all objects of a kind, by a list and a watch that continues from it.
 
 The protocol: https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
 """
@@ -26,37 +26,37 @@ from edl.quoting import shown
 logger = logging.getLogger(__name__)
 
 ObjectKey: TypeAlias = tuple[str, str]
-"""Namespace and name; the namespace is empty for kinds without."""
+"""Namespace and name; the namespace is empty for cluster-scoped kinds."""
 
 _LENGTH_S: Final = 240.0
-"""After which the server ends a watch, and another one goes on: a connection that died unnoticed ends as well."""
+"""Length of a watch, after which a new one continues: this also ends connections that died unnoticed."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
-"""Waits after the first failure and after many: an API server that restarts is found within 5 s."""
+"""First and longest wait after failures: a restarted API server is found within 5 s."""
 _DENIED_RETRY_S: Final = 20.0
-"""Longest wait where asking is not allowed: a right that is given is noticed by then, and one that never is costs the
-API server an answer in a quarter of a minute."""
+"""Longest wait if access is denied: a permission granted later is noticed within it, and one that is never granted
+costs the API server one response per 15 s."""
 _QUICK_TRIES: Final = 5
-"""Refusals in a row before that wait: rights may be given a moment after the watch begins."""
+"""Consecutive refusals before that wait: permissions may be granted a moment after the watch starts."""
 _SHORTEST_S: Final = 1.0
-"""A watch that ended sooner was cut off by something between here and the server, which is not asked at full speed."""
+"""A watch that ended sooner was cut off on the way to the server, and is not retried at full speed."""
 
 _CLOSE_S: Final = 2.0
-"""How long `close` waits for a request that cannot be cut off, such as a connection that is being made."""
+"""How long `close` waits for a request that cannot be interrupted, such as a connection attempt."""
 
 
 class KubeWatch:
     """Follows all objects of a kind in a background thread, until it is closed.
 
-    While the API server is away the objects known last stay, and `stale` says why. When it answers again they are
-    listed again. A change that was undone meanwhile is not seen.
+    While the API server is unreachable, the last known objects remain, and `stale` says why. When it answers again,
+    they are listed again. A change that was undone in the meantime is not seen.
 
     Args:
-        client: to ask with; it stays open when the watch is closed.
-        namespace: empty for all of the cluster; None for the client's own.
+        client: for the requests; it stays open when the watch is closed.
+        namespace: empty for the whole cluster; None for the client's own.
         on_change: called in the watch's thread with `ADDED`, `MODIFIED` or `DELETED` and the object; with `LISTED` and
-            None where all objects may have changed, and with `STALE` and None where the server is away.
-        length_s: seconds after which the server ends a request and another one goes on. A server that is silent is
-            noticed some seconds after that.
+            None if all objects may have changed, and with `STALE` and None if the server is unreachable.
+        length_s: seconds after which the server ends a request and a new one continues. A silent server is noticed a
+            few seconds after that.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class KubeWatch:
 
     @property
     def objects(self) -> Mapping[ObjectKey, Object]:
-        """All objects, as known last; a mapping that does not change. The objects are not to be written to."""
+        """All objects, as last known; a mapping that does not change. Do not modify the objects."""
         return MappingProxyType(self._objects)
 
     @property
     def stale(self) -> str:
-        """Empty while the API server answers; else why it does not."""
+        """Why the API server does not answer; empty while it does."""
         return "" if self._error is None else str(self._error)
 
     @property
     def error(self) -> EDLError | None:
-        """None while the API server answers; else why it does not."""
+        """Why the API server does not answer; None while it does."""
         return self._error
 
     @property
@@ -152,7 +152,7 @@ class KubeWatch:
         self._announce("LISTED", None)
 
     def _follow(self) -> None:
-        # Many watches that began together do not all ask again at the same moment.
+        # Spread out watches that started together, so that they do not all reconnect at once.
         length_s = round(self._length_s * random.uniform(0.75, 1.0))
         stream = self._client.watch(self._kind, self._namespace, self._resource_version, self._selectors, length_s)
         self._stream = stream
@@ -165,8 +165,8 @@ class KubeWatch:
                 self._backoff.reset()
                 heard = True
             if not heard:
-                # A server sends a bookmark before it ends a watch, unless it never had the version to go on from: it
-                # was restored from a backup, and would be silent until its versions come that far again.
+                # A server sends a bookmark before it ends a watch, unless it never had the version to continue from: it
+                # was restored from a backup, and would be silent until its versions reach that one again.
                 self._resource_version = ""
         finally:
             self._stream = None
@@ -212,7 +212,7 @@ def _parse_event(url: str, line: bytes) -> tuple[str, Object]:
         found = False
     if not found:
         words = shown(line[:200].decode(errors="replace"))
-        raise KubernetesError(f"{url}: a watch answers something that is not an event: {words}")
+        raise KubernetesError(f"{url}: the watch returned something that is not an event: {words}")
     if change == "ERROR":
         code = obj.get("code")
         words = f"{url}: the watch ends ({code} {shown(obj.get('message') or '')})"

@@ -1,13 +1,13 @@
-"""Records of load in the store: how much students ask and how long they wait, and how much teachers compute.
+"""Load records in the Store: how much students request, how long they wait, and how much teachers compute.
 
 A student or teacher gives a `LoadPublisher` a function that reads its counters. The publisher's thread writes a record
-every two seconds: the counters now, and as they were some fifteen seconds before, both by the publisher's own clock.
-So a single record has rates, clocks of different machines are never compared, and a process that starts again is
-another record rather than a counter that falls. `read_service` turns all records of a service into rates.
+every two seconds: the counters now and about fifteen seconds earlier, both by the publisher's own clock. So rates need
+only a single record, clocks of different machines are never compared, and a restarted process is a new record rather
+than a counter that falls. `read_service` turns all records of a service into rates.
 
-Publishing never disturbs the process: if the store is unreachable, slow or full, it only logs a line.
+Publishing never disturbs the process: if the Store is unreachable, slow or full, it only logs a line.
 
-What does not belong here: what follows from these figures (`edl.master.scaling`).
+What does not belong here: decisions based on these figures (`edl.master.scaling`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`LoadPublisher`: the thread that writes a process's records of load, and that nothing waits for."""
+"""`LoadPublisher`: the thread that writes a process's load records. Nothing waits for it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from edl.settings import LoadSettings
 logger = logging.getLogger(__name__)
 
 _STORE_TIMEOUT_S = 2.0
-"""For a request of the Store: a slower one is tried again later, and a process that ends must not wait for it."""
+"""Timeout of a request to the Store: a slower one is retried later, and must not delay the end of the process."""
 _CLOSE_TIMEOUT_S = 1.0
-"""How long the end of a process waits for its records to be removed; without an answer they lapse with their lease."""
+"""How long an ending process waits for its records to be removed; without an answer they expire with their lease."""
 _LONGEST_TEXT = 512
-"""Characters of a text, as long as a registry's ids."""
+"""Most characters of a text, as many as in a registry's ids."""
 _LAST_RETRY_S = 60.0
-"""Between attempts while the Store is away: a thousand students then ask it 17 times a second."""
+"""Longest wait between attempts while the Store is unreachable: a thousand students then make 17 attempts a second."""
 
 Counters: TypeAlias = Mapping[str, float | None]
 """Cumulative figures by name; None for a figure that is not known."""
@@ -42,10 +42,10 @@ class LoadSource:
     """Where a record's figures come from.
 
     Attributes:
-        service: Service that they belong to.
+        service: Service that the figures belong to.
         kind: "students" or "teachers".
         read: Returns the counters. Called in the publisher's thread, about every two seconds.
-        describe: Returns the record's other fields; called likewise.
+        describe: Returns the record's other fields; called in the same way.
     """
 
     service: str
@@ -57,14 +57,14 @@ class LoadSource:
 class LoadPublisher:
     """Writes the records of a process into a Store, until it is closed.
 
-    The first record is written after one interval, so a process that ends sooner publishes nothing. While nothing
-    changes nothing is written; the lease says that the process lives. A Store that does not answer, or refuses, is
-    logged once and asked again at growing intervals. A forked child of the process publishes nothing.
+    The first record is written after one interval, so a process that ends sooner publishes nothing. Unchanged records
+    are not rewritten; the lease shows that the process is alive. If the Store does not answer or refuses a record, that
+    is logged once, and publishing is retried at growing intervals. A forked child of the process publishes nothing.
 
     Args:
         url: URL of the Store.
         sources: Where the figures of each record come from.
-        settings: How often records are written, and over how many seconds they count.
+        settings: How often records are written, and how many seconds they cover.
     """
 
     def __init__(self, url: str, sources: Sequence[LoadSource], settings: LoadSettings) -> None:
@@ -84,7 +84,7 @@ class LoadPublisher:
         self._loop: BackgroundLoop | None = None
         try:
             self._loop = BackgroundLoop("edl-load", self._step)
-        except RuntimeError as exc:  # the process may have used up its threads, and the caller needs its last one more
+        except RuntimeError as exc:  # the process may be out of threads, and the caller needs the last one more
             logger.warning("load is not published: %s", exc)
 
     def publish_soon(self) -> None:
@@ -93,15 +93,15 @@ class LoadPublisher:
             self._loop.wake()
 
     def begin_close(self) -> None:
-        """Have the records removed, and return at once."""
+        """Start removing the records, and return at once."""
         self._closing = True
         self.publish_soon()
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Have the records removed. May be called twice, and by signal handlers; does nothing in a forked child.
+        """Remove the records. May be called twice, and by signal handlers; does nothing in a forked child.
 
         Args:
-            timeout_s: Seconds to wait for it; records of a Store that does not answer lapse with their lease.
+            timeout_s: Seconds to wait; if the Store does not answer, records expire with their lease.
         """
         self.begin_close()
         if self._loop is not None and os.getpid() == self._pid:
@@ -113,16 +113,16 @@ class LoadPublisher:
             return None
         try:
             bodies = [record.sample(time.monotonic() - self._begun) for record in self._records]
-            if self._first:  # the sample to compare the next with
+            if self._first:  # the sample to compare the next one with
                 self._first = False
                 return self._settings.interval_s
             self._write(bodies)
         except (DiscoveryError, LeaseLostError, ConflictError, SettingsError) as exc:
-            # Settings as well: a folder that cannot be made may be mended while the process lives.
+            # Also SettingsError: a folder that cannot be created may be fixed while the process runs.
             if not self._backoff.failures:
                 logger.warning("load is not published, and is tried again: %s", exc)
             return self._backoff.next_wait_s()
-        except ClosedError:  # what is counted is closed, or its process ends
+        except ClosedError:  # the object being counted is closed, or its process ends
             self._withdraw()
             return None
         if self._backoff.failures:
@@ -135,10 +135,10 @@ class LoadPublisher:
             self._store = open_store(self._url, timeout_s=_STORE_TIMEOUT_S)
         if self._lease is None or self._lease.lost:
             lost, self._lease = self._lease, self._store.lease(self._settings.ttl_s)
-            if lost is not None:  # the Store may keep it for a while yet, and the records are under it until then
+            if lost is not None:  # the Store may keep it a little longer, and the records belong to it until then
                 lost.close()
             for record in self._records:
-                record.written = None  # it went with the lease before
+                record.written = None  # it expired with the previous lease
         for record, body in zip(self._records, bodies, strict=True):
             marks = _without_times(body)
             if marks != record.written and not self._closing:
@@ -156,7 +156,7 @@ class LoadPublisher:
 
 
 class _Record:
-    """A record, what was written of it last, and the samples of its counters over the last seconds."""
+    """A record, what was last written of it, and its counters' samples from the last few seconds."""
 
     def __init__(self, source: LoadSource, publisher: str, window_s: float) -> None:
         self.source = source
@@ -168,8 +168,8 @@ class _Record:
     def sample(self, t: float) -> Mapping[str, Any]:
         """Read the counters; return the record's fields.
 
-        They are compared with the newest sample that is at least `window_s` old, or else the oldest there is. A counter
-        that falls has been started again (Triton was restarted behind `edl register`): the samples before are dropped.
+        They are compared with the newest sample that is at least `window_s` old, or else the oldest one. A counter that
+        falls was reset (Triton was restarted behind `edl register`): earlier samples are dropped.
         """
         counters, samples = dict(self.source.read()), self._samples
         if samples and _has_restarted(samples[-1][1], counters):
@@ -198,16 +198,16 @@ def _rounded(counters: Counters) -> dict[str, float | None]:
 
 
 def _printable(value: Any) -> Any:
-    """Return text, or texts, as readers of a record take them."""
+    """Return text, or texts, in a form that readers of a record accept."""
     if isinstance(value, str):
         return shown(value, _LONGEST_TEXT)
     return [_printable(part) for part in value] if isinstance(value, list) else value
 
 
 def _without_times(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a record is worth writing it again: all but the clock.
+    """Return the part of a record whose change is worth a rewrite: all but the clock.
 
-    With one exception: a sample that there is nothing to compare with has no rate, and the next one, alike, has one.
+    One exception: a first sample has no rate, and the next one has a rate even if it is equal.
     """
     since = {name: value for name, value in body["since"].items() if name != "t"}
     comparable = body["since"]["t"] < body["t"]

@@ -1,12 +1,12 @@
-"""The records of load in the Store: their keys and JSON, which of them can be believed, and the rates they hold.
+"""Load records in the Store: their keys and JSON, which of them are valid, and the rates they contain.
 
-A key is `load/SERVICE/students/ID` or `load/SERVICE/teachers/ID`. A record has a process's counters twice: now, and
-some seconds before. Every rate comes from a single record, between its two times. Rates are DS2's true rates (Kalavri
-et al., OSDI 2018): rows by the time that a student or teacher was at work, rather than by the time that passed. So they
-say what students would ask if they never waited, and what teachers could compute.
+A key is `load/SERVICE/students/ID` or `load/SERVICE/teachers/ID`. A record contains a process's counters twice: now,
+and some seconds earlier. Every rate is computed from a single record, between its two times. Rates are DS2's true rates
+(Kalavri et al., OSDI 2018): rows per second that a student or teacher was working, rather than per second elapsed. So
+they show what students would request if they never waited, and what teachers could compute.
 
-Any process that may write to the Store writes records, of any version: a record with a field that is missing or makes
-no sense is left out, and logged once.
+Any process with write access to the Store may write records, of any version: a record with a missing or invalid field
+is skipped, and logged once.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from edl.quoting import shown
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Version of the format: a record of another one is left out, since its fields may mean something else."""
+"""Version of the format: records of other versions are skipped, since their fields may mean something else."""
 MAX_TEACHERS = 64
-"""Teachers that a student's record names: people read who serves whom, and a record has to stay small."""
+"""Most teachers that a student's record names: the list is for people, and a record has to stay small."""
 _MAX_TEXT = 1024
-"""Characters of a text: a registry takes ids of 512, and what does not print is written with escapes."""
+"""Most characters of a text: registry ids have up to 512, and unprintable characters are escaped."""
 _MAX_BYTES = 256 * 1024
-"""The largest record, which is what a store takes."""
+"""The largest record: the largest value of a Store."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _IDLE_SHARE = 0.01
-"""A student that asks for nothing, and waits for less of its time, is idle by its own choice."""
+"""A student that requests nothing, and waits for less than this share of its time, is idle by choice."""
 _LEAST_BUSY_SHARE = 0.001
-"""The smallest share of its time that a student's demand goes by: with less, a clock's coarseness would decide it."""
+"""The smallest busy share from which a student's demand is computed: below it, clock resolution would dominate."""
 _SHORTEST_S = 0.001
-"""Seconds of a record below which it has no rates: publishers are much slower, and a quotient might be infinite."""
+"""Shortest record, in seconds, that has rates: publishers use far longer ones, and a quotient might be infinite."""
 _LEAST_COMPUTE_S = 1e-6
-"""Seconds of computing below which there is no rate: records have microseconds."""
+"""Least computing time, in seconds, that gives a rate: records have microsecond resolution."""
 _PRESENT = ("starting", "ready")
-"""States of teachers that count as there: an unhealthy or draining one takes no work."""
+"""States of teachers that count as present: an unhealthy or draining one takes no work."""
 _MOST_LOGGED = 1000
-"""Unusable records that are remembered as logged: a writer of more of them has them logged again."""
+"""Unusable records remembered as logged; beyond this number they are logged again."""
 _logged: set[tuple[str, str]] = set()
 
 RecordKind = Literal["students", "teachers"]
@@ -54,22 +54,22 @@ RecordKind = Literal["students", "teachers"]
 
 @dataclass(frozen=True)
 class StudentRate:
-    """A student's load over the time of its record.
+    """A student's load over the period of its record.
 
     Attributes:
         id: Publisher id of the student.
         job: Job that it belongs to; empty if none is known.
         host: Name of its machine.
-        rows_per_s: Rows per second that it asked for.
-        demand: Rows per second that it would ask for if it never waited for labels; None if that cannot be told,
-            because the record is new, or the student waited and asked for nothing.
-        wait_share: Share of its time that it waited for labels, 0 to 1.
-        source_wait_share: Share of its time that it waited for its own data source, 0 to 1.
+        rows_per_s: Rows per second that it requested.
+        demand: Rows per second that it would request if it never waited for labels; None if unknown, because the record
+            is new, or the student waited and requested nothing.
+        wait_share: Share of its time that it spent waiting for labels, 0 to 1.
+        source_wait_share: Share of its time that it spent waiting for its own data source, 0 to 1.
         teachers: Registry ids of the teachers that it uses.
-        idle: Whether it neither asked nor waited: it is paused, evaluates, or has all labels in its cache.
-        seconds: Length of the time over which it was counted.
-        rows_asked: Rows that it has asked for since it began.
-        wait_s: Seconds that it has waited for labels since it began.
+        idle: Whether it neither requested nor waited: it is paused, evaluates, or has all labels in its cache.
+        seconds: Length of the record's period.
+        rows_asked: Rows requested since it started.
+        wait_s: Seconds spent waiting for labels since it started.
     """
 
     id: str
@@ -88,23 +88,23 @@ class StudentRate:
 
 @dataclass(frozen=True)
 class TeacherRate:
-    """A teacher's load over the time of its record.
+    """A teacher's load over the period of its record.
 
     Attributes:
         id: Publisher id of the teacher.
-        teacher: Its id in the registry; empty until it is registered.
+        teacher: Registry id; empty until it is registered.
         model: Name of the model.
         version: Version of the model; empty if unknown.
         endpoint: `host:port`; empty for a Unix socket.
         state: "starting", "ready", "unhealthy" or "draining".
-        workers: Number of batches that it computes at the same time.
+        workers: Number of batches that it computes concurrently.
         rows_per_s: Rows per second that it computed; None if unknown.
-        rate: Rows per second that it computes while all of its workers have work; None if unknown.
-        compute_share: Share of its workers' time in which they computed, 0 to 1; None if unknown.
-        queue_rows: Rows that wait; None if unknown.
+        rate: Rows per second that it computes while all of its workers are busy; None if unknown.
+        compute_share: Share of its workers' time spent computing, 0 to 1; None if unknown.
+        queue_rows: Queued rows; None if unknown.
         note: Why rows are unknown; empty if they are known.
-        rows: Rows that it has computed since it began; None if unknown.
-        compute_s: Seconds that it has computed since it began, summed over its workers; None if unknown.
+        rows: Rows computed since it started; None if unknown.
+        compute_s: Seconds spent computing since it started, summed over its workers; None if unknown.
     """
 
     id: str
@@ -129,8 +129,8 @@ class ServiceLoad:
 
     Attributes:
         service: Name of the service.
-        students: Students that publish, by id.
-        teachers: Teachers that publish, by id.
+        students: Students that publish load, by id.
+        teachers: Teachers that publish load, by id.
     """
 
     service: str
@@ -139,26 +139,26 @@ class ServiceLoad:
 
     @property
     def live(self) -> int:
-        """Teachers that are ready; one that publishes nothing counts if a student uses it."""
+        """Number of ready teachers; one that publishes nothing counts if a student uses it."""
         published = {teacher.teacher for teacher in self.teachers}
         used = {teacher for student in self.students for teacher in student.teachers}
         return sum(teacher.state == "ready" for teacher in self.teachers) + len(used - published)
 
     @property
     def starting(self) -> int:
-        """Teachers that will be ready."""
+        """Number of teachers that are starting."""
         return sum(teacher.state == "starting" for teacher in self.teachers)
 
     @property
     def rows_per_s(self) -> float:
-        """Rows per second that students asked for."""
+        """Rows per second that students requested."""
         return sum(student.rows_per_s for student in self.students)
 
     @property
     def demand(self) -> float:
         """Rows per second that teachers should be able to compute.
 
-        The sum over students; at least what teachers compute now, since some students publish nothing: those with
+        The sum over students, but at least what teachers compute now, since some students publish nothing: those with
         fixed endpoints, and programs that do not use EDL.
         """
         asked = sum(student.demand or 0.0 for student in self.students)
@@ -178,7 +178,7 @@ class ServiceLoad:
 
     @property
     def wait_share(self) -> float | None:
-        """The share of their time that students waited, of those that are not idle; None if all are."""
+        """Share of their time that students spent waiting, without idle ones; None if all are idle."""
         seconds = sum(student.seconds for student in self.waiting)
         return sum(student.wait_share * student.seconds for student in self.waiting) / seconds if seconds else None
 
@@ -188,7 +188,7 @@ class ServiceLoad:
         return min((1.0 - student.wait_share for student in self.waiting), default=1.0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the load as JSON shows it."""
+        """Return the load as plain values for JSON."""
         names = ("service", "live", "starting", "demand", "rate", "rows_per_s", "wait_share")
         students = [{**asdict(student), "teachers": list(student.teachers)} for student in self.students]
         teachers = [asdict(teacher) for teacher in self.teachers]
@@ -199,7 +199,7 @@ def record_key(service: str, kind: RecordKind, publisher: str) -> str:
     """Return the key of a publisher's record.
 
     Raises:
-        SettingsError: no service can have that name.
+        SettingsError: the service name is invalid.
     """
     return f"load/{check_service(service)}/{kind}/{publisher}"
 
@@ -212,11 +212,11 @@ def read_service(store: Store, service: str) -> ServiceLoad:
         service: Name of the service.
 
     Returns:
-        Its load; empty if nothing is published. Records that cannot be used are left out, and logged once.
+        Its load; empty if nothing is published. Unusable records are skipped, and logged once.
 
     Raises:
         DiscoveryError: the store cannot be reached.
-        SettingsError: no service can have that name.
+        SettingsError: the service name is invalid.
     """
     return _read_loads(store, f"load/{check_service(service)}/").get(service, ServiceLoad(service))
 
@@ -228,7 +228,7 @@ def read_services(store: Store) -> dict[str, ServiceLoad]:
         store: Store where students and teachers publish.
 
     Returns:
-        Loads by service, of each service that has at least one usable record.
+        Loads by service, for each service with at least one usable record.
 
     Raises:
         DiscoveryError: the store cannot be reached.
@@ -266,14 +266,14 @@ def _log_once(key: str, reason: str) -> None:
     if len(_logged) >= _MOST_LOGGED:
         _logged.clear()
     _logged.add((key, reason))
-    logger.warning("load record %s is left out: %s", shown(key), reason)
+    logger.warning("load record %s is skipped: %s", shown(key), reason)
 
 
 def parse_record(key: str, value: bytes) -> StudentRate | TeacherRate:
-    """Return the load that a record holds.
+    """Return the load that a record contains.
 
     Raises:
-        ValueError: it cannot be used; the message says why.
+        ValueError: the record is unusable; the message says why.
     """
     parts = key.split("/")
     if len(parts) != 4 or parts[0] != "load" or not is_service(parts[1]) or not _ID.fullmatch(parts[3]):
@@ -339,7 +339,7 @@ def _teacher_rate(publisher: str, fields: Mapping[str, Any], since: Mapping[str,
     all_rows, rows = _read_optional_counter(fields, since, "rows")
     all_compute_s, compute_s = _read_optional_counter(fields, since, "compute_s")
     rate = _compute_rate(workers, rows, compute_s)
-    if rate is None:  # it had nothing to do: the rate of its life
+    if rate is None:  # it was not busy: use the rate since it started
         rate = _compute_rate(workers, all_rows, all_compute_s)
     queue_rows = None if fields.get("queue_rows") is None else _read_number(fields, "queue_rows")
     return TeacherRate(
@@ -365,13 +365,13 @@ def _compute_rate(workers: int, rows: float | None, compute_s: float | None) -> 
 
 
 def _read_seconds(fields: Mapping[str, Any], since: Mapping[str, Any]) -> float:
-    """Return the time between the record's two samples, 0 where it is too short for a rate."""
+    """Return the time between the record's two samples, 0 if it is too short for a rate."""
     _, seconds = _read_counter(fields, since, "t")
     return seconds if seconds >= _SHORTEST_S else 0.0
 
 
 def _read_counter(fields: Mapping[str, Any], since: Mapping[str, Any], name: str) -> tuple[float, float]:
-    """Return what a counter is now, and by how much it has grown since the sample before."""
+    """Return a counter's current value, and its growth since the earlier sample."""
     now = _read_number(fields, name)
     grown = now - _read_number(since, name)
     if grown < 0:
@@ -389,7 +389,7 @@ def _read_optional_counter(
 
 def _read_number(fields: Mapping[str, Any], name: str) -> float:
     value = fields.get(name)
-    # Finite, and small enough that a sum over thousands of records is finite as well.
+    # Finite, and small enough that sums over thousands of records stay finite.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e18 or math.isnan(value):
         raise ValueError(f"its field {name!r} is not a number of at least 0")
     return float(value)

@@ -1,7 +1,7 @@
-"""How many teachers or workers are wanted, as a master writes it: `wanted/teachers/SERVICE`, `wanted/workers/JOB`.
+"""How many teachers or workers are wanted, as written by a master: `wanted/teachers/SERVICE`, `wanted/workers/JOB`.
 
-A key has no lease: while masters are away, what was wanted last is still the best that is known. A live advisor writes
-`time`, of the last write, at least every ten seconds.
+A key has no lease: while no master is running, the last value is still the best estimate. A live advisor updates
+`time`, the time of the last write, at least every ten seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WANTED_VERSION = 1
 
 
 def wanted_key(kind: WantedKind, name: str) -> str:
-    """Return the key of what is wanted: teachers of the service `name`, or workers of the job `name`."""
+    """Return the key for the wanted teachers of the service `name`, or the wanted workers of the job `name`."""
     return f"wanted/{kind}/{name}"
 
 
@@ -35,9 +35,9 @@ def read_wanted(store: Store, kind: WantedKind, name: str) -> dict[str, Any] | N
         name: Name of the service or job.
 
     Returns:
-        `count` (how many), `now` (how many there were), `reason`, `since` (when it changed last, Unix time), `time`
-        (when it was written last, Unix time) and `decisions` (the last changes: `time`, `from`, `count`, `reason`;
-        oldest first), among others. None if nothing is written, or nothing that can be used.
+        `count` (how many), `now` (how many there were), `reason`, `since` (time of the last change, Unix time), `time`
+        (time of the last write, Unix time) and `decisions` (the last changes: `time`, `from`, `count`, `reason`; oldest
+        first), among others. None if there is no record, or no usable one.
 
     Raises:
         DiscoveryError: the store cannot be reached.
@@ -47,7 +47,7 @@ def read_wanted(store: Store, kind: WantedKind, name: str) -> dict[str, Any] | N
 
 
 def read_all_wanted(store: Store) -> dict[tuple[str, str], dict[str, Any]]:
-    """Read all that is wanted.
+    """Read all wanted numbers.
 
     Args:
         store: Store where masters write it.
@@ -68,7 +68,7 @@ def read_all_wanted(store: Store) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def parse_wanted(key: str, value: bytes) -> dict[str, Any] | None:
-    """Return what a record says is wanted; None if it cannot be used, which is logged with its key at level DEBUG."""
+    """Return the fields of a record; None if it is unusable, which is logged with its key at level DEBUG."""
     try:
         fields = json.loads(value)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""One job's brain: hands out its data shard by shard, and says how many teachers and workers the job needs, and why.
+"""The master of a job: hands out its data shard by shard, and decides how many teachers and workers it needs, and why.
 
-What does not belong here: training (`edl.collective`), soft labels (`edl.distill`), and the page that shows all of it
+What does not belong here: training (`edl.collective`), soft labels (`edl.distill`), and the page that shows it all
 (`edl.dashboard`).
 """
 

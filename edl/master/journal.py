@@ -1,17 +1,17 @@
-"""A master's decisions, kept so that they outlive it: records in order, and a snapshot in place of older ones.
+"""Journals of a master's decisions, which outlive it: records in order, and a snapshot in place of older ones.
 
-`Journal` is the contract. `SqliteJournal` keeps it in a file, where a group of records is a transaction. `StoreJournal`
-keeps it in a Store, so that any machine that reaches the Store can take it over. In the folder `journals/JOB`:
+`Journal` is the interface. `SqliteJournal` uses a file, with a transaction per group of records. `StoreJournal` uses a
+Store, so that any machine that reaches the Store can take it over. In the folder `journals/JOB`:
 
-- `head` says what is there: the term, the snapshot, which values hold records after it, and which values are garbage.
-  Every commit compares and sets it, so a writer whose term has ended fails, whatever else it has written.
-- `records/TERM/...` and `snapshots/TERM-NUMBER/...` are values that a writer of that term wrote, and no other.
+- `head` is the table of contents: the term, the snapshot, which values hold records after it, and which are garbage.
+  Every commit is a compare-and-set of it, so a writer whose term has ended fails, whatever else it has written.
+- `records/TERM/...` and `snapshots/TERM-NUMBER/...` are values that only the writer of that term wrote.
 
-A group is put into values behind those that the head names, which then names them as well: until then they are not
-there. A snapshot is announced in the head before its first value is written, so that the values of one that was
-interrupted are found and deleted.
+A group is written to values after those that the head names; it is committed once the head names them too. A snapshot
+is announced in the head before its first value is written, so that the values of an interrupted one are found and
+deleted.
 
-What does not belong here: what the bytes mean (`edl.master.shards`), who may lead, and when a snapshot is due.
+What does not belong here: the meaning of the bytes (`edl.master.shards`), who may lead, and when to take a snapshot.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ACCEPTED = "accepted are sqlite:///absolute/path/to/file, and store:JOB beside a store"
+_ACCEPTED = "accepted are sqlite:///absolute/path/to/file, and store:JOB together with a store"
 
 
 def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0) -> Journal:
@@ -68,15 +68,15 @@ def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0
     - `sqlite:///absolute/path`: a file on a local disk, created if necessary, with its folder. A master on another
       machine cannot take it over.
     - `store:JOB`: keys of `store`, which the caller closes after the journal. A master on any machine that reaches the
-      store can take it over. Its promise is the store's: Consul and etcd have written to the disks of most servers when
-      they answer.
+      store can take it over. Its durability is the store's: Consul and etcd have written to the disks of a majority of
+      servers when they answer.
 
-    `timeout_s` is how long to wait for another process's transaction on a file, or to keep asking a store that is away,
-    beyond the store's own timeout.
+    `timeout_s` is how long to wait for another process's transaction on a file, or to keep retrying an unreachable
+    store, beyond the store's own timeout.
 
     Raises:
-        SettingsError: The URL is invalid, or the file is something else.
-        JournalError: The file cannot be opened at the moment.
+        SettingsError: The URL is invalid, or the file is not a journal.
+        JournalError: The file cannot be opened now.
     """
     if not 0 < timeout_s < float("inf"):
         raise SettingsError(f"timeout_s={timeout_s!r}: must be a finite number above 0")
@@ -93,7 +93,7 @@ def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0
 
 
 def set_aside(url: str) -> None:
-    """Rename the file of a journal that is not in use, so that the next journal there begins empty.
+    """Rename the file of an unused journal, so that the next journal there starts empty.
 
     Raises:
         SettingsError: The journal is not a file, or cannot be renamed.
@@ -108,32 +108,32 @@ def set_aside(url: str) -> None:
     except OSError as exc:
         raise SettingsError(f"journal {path} cannot be set aside: {exc.strerror or exc}") from exc
     if kept.exists():
-        logger.info("the journal until now is kept in %s", kept)
+        logger.info("the previous journal is kept in %s", kept)
 
 
 def _path(url: str) -> str:
     scheme, _, rest = url.partition(":")
     path = unquote(rest.removeprefix("//"))
     if scheme != "sqlite" or not rest.startswith("///") or path.endswith("/") or "\0" in path or set("?#") & set(rest):
-        raise SettingsError(f"journal {url!r}: not the absolute path of a file; {_ACCEPTED}")
+        raise SettingsError(f"journal {url!r}: not an absolute path of a file; {_ACCEPTED}")
     return "/" + path.lstrip("/")
 
 
 class Journal(Resource, abc.ABC):
-    """Records in order, and a snapshot that stands for those before it.
+    """Records in order, and a snapshot that replaces those before it.
 
-    - **Terms.** A writer begins a term, which ends those of all writers before it: whatever these write afterwards is
-      refused with `LeaseLostError`, and not there. So of two masters that both believe they lead, only one can write.
-    - **Groups.** What one call of `append` writes is there as a whole or not at all, whenever the power goes.
-    - **After a `JournalError`** it is not known whether what was written is there. The object refuses everything but
-      `close` from then on; a new one reads what is there.
+    - **Terms.** A writer begins a term, which ends the terms of all earlier writers: their later writes are refused
+      with `LeaseLostError`, and have no effect. So of two masters that both believe they lead, only one can write.
+    - **Groups.** One call of `append` writes all of its records or none, even if the power fails.
+    - **After a `JournalError`** it is unknown whether the write took effect. The object refuses everything but `close`
+      from then on; a new one reads the actual state.
     - **Damage** is a `ProtocolError`.
-    - **Threads and forks.** Methods may be called from several threads, and take turns. A child of the process that
-      opened it must not use it: methods raise `ClosedError`, and `close` does nothing.
-    - **Time.** Every call has a deadline of some seconds: `timeout_s` of `open_journal`.
+    - **Threads and forks.** Methods may be called from several threads, and run one at a time. A forked child must not
+      use the journal: methods raise `ClosedError`, and `close` does nothing.
+    - **Time.** Every call has a deadline of a few seconds: `timeout_s` of `open_journal`.
 
-    An implementation makes each of its calls in a `_turn`. `name` has the journal's place, for errors.
-    `tests/fast/master/test_journal.py` holds every implementation to this.
+    An implementation runs each of its calls in a `_turn`. `name` is the journal's location, for errors.
+    `tests/fast/master/test_journal.py` checks every implementation.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -145,31 +145,31 @@ class Journal(Resource, abc.ABC):
 
     @property
     def snapshot_due(self) -> bool:
-        """Whether reading what was appended since the last snapshot would take seconds."""
+        """Whether reading the records since the last snapshot would take seconds."""
         return False
 
     @abc.abstractmethod
     def begin_term(self) -> int:
-        """Become the only writer; return the term's number, larger than all before.
+        """Become the only writer; return the term's number, larger than all earlier ones.
 
-        Call it before `load`, or the writer before this one may append in between.
+        Call it before `load`, or the previous writer may append in between.
         """
 
     @abc.abstractmethod
     def load(self) -> tuple[bytes | None, list[bytes]]:
-        """Return the newest snapshot, if there is one, and the records that were appended after it, in their order."""
+        """Return the newest snapshot, if there is one, and the records appended after it, in order."""
 
     @abc.abstractmethod
     def append(self, records: Sequence[bytes]) -> None:
-        """Write a group of records of any size. When it returns they outlive the process, and a loss of power."""
+        """Write a group of records of any size. Once it returns, they survive a crash and a power failure."""
 
     @abc.abstractmethod
     def snapshot(self, state: bytes) -> None:
-        """Replace the records that were appended until now with `state`, at once: no reader sees half of each."""
+        """Replace all records so far with `state`, atomically: no reader sees half of each."""
 
     @contextlib.contextmanager
     def _turn(self, what: str) -> Iterator[None]:
-        """Let calls of several threads take turns; after an error all are refused."""
+        """Serialize calls of several threads; after an error, refuse all."""
         self._check_process()
         if not self._turns.acquire(timeout=self._timeout_s):
             raise JournalError(f"journal {self.name}: cannot {what}: another thread is using it")
@@ -179,7 +179,7 @@ class Journal(Resource, abc.ABC):
                 raise JournalError(self._broken)
             try:
                 yield
-            except (LeaseLostError, ProtocolError):  # of which it is known that nothing was written
+            except (LeaseLostError, ProtocolError):  # in both cases nothing was written
                 raise
             except BaseException as exc:
                 why = shown(exc).removeprefix(f"journal {self.name}: ")
@@ -195,7 +195,7 @@ class Journal(Resource, abc.ABC):
 # --- In a file. ---
 
 _WAL_NBYTES: Final = 64 << 20
-"""Largest write-ahead log that is kept after a snapshot; SQLite would keep its largest size for ever."""
+"""Largest write-ahead log kept after a snapshot; SQLite would never shrink it."""
 _TABLES: Final = Tables(
     kind="journal",
     application_id=0x45444C4A,  # "EDLJ"
@@ -206,16 +206,16 @@ _TABLES: Final = Tables(
         INSERT INTO state VALUES (0, 0, NULL, NULL)
     """,
     error=JournalError,
-    remedy="name another file, or move this one away to start over",
+    remedy="name a different file, or move this one away to start over",
     elsewhere="Name a file on a local disk, or keep the journal in the store (store:JOB)",
     pragmas=("synchronous = FULL", f"journal_size_limit = {_WAL_NBYTES}"),
 )
 
 
 class SqliteJournal(Journal):
-    """A file in WAL mode with `synchronous=FULL`: every commit is written through to the disk.
+    """A journal in a file, in WAL mode with `synchronous=FULL`: every commit is written through to the disk.
 
-    Locks are held during a transaction only, so another process can begin a term at any time, which fences this one.
+    Locks are held only during transactions, so another process can begin a term at any time, which fences this one.
     """
 
     def __init__(self, path: str, *, timeout_s: float) -> None:
@@ -285,7 +285,7 @@ class SqliteJournal(Journal):
             raise ProtocolError(f"journal {self.name}: {what} is damaged: its checksum does not match")
 
     def _release(self) -> None:
-        if self._turns.acquire(blocking=False):  # a call under way, maybe of the thread that this interrupts, ends it
+        if self._turns.acquire(blocking=False):  # a call in flight, maybe in the thread that this interrupts, ends it
             try:
                 self._file.close()
             finally:
@@ -295,23 +295,23 @@ class SqliteJournal(Journal):
 # --- In a Store. ---
 
 _CHUNK: Final = 128
-"""Values of a folder, which are read together: a millisecond each otherwise. 24 MB at most; etcd's client takes 64."""
+"""Values per folder, read together: one by one, each takes a millisecond. At most 24 MB; etcd's client allows 64."""
 _MOST_VALUES: Final = 2000
-"""Values of records after which a snapshot is due: the next writer reads them within about a second, and deleting them
+"""Values of records after which a snapshot is due: the next writer reads them in about a second, and deleting them
 keeps the store busy for a few."""
 _TAIL: Final = 16
-"""Values behind the last group of an earlier term that are deleted: its writer may have put a group there and died. One
+"""Values deleted after the last group of an earlier term: its writer may have written a group there and died. A group
 of 3 MB fits."""
 _FORMAT: Final = 1
-"""Format of the head; another is refused rather than misread."""
+"""Format of the head; other formats are refused rather than misread."""
 _RECORD: Final = struct.Struct("!QI")
 """Before each record: its length, and its CRC-32."""
 _VALUE_NBYTES: Final = 190_000
-"""Largest value: Consul's transactions take 512 KiB of JSON with base64 in it, and a store of EDL 256 KiB."""
+"""Largest value: Consul's transactions take 512 KiB of JSON with base64 data, and EDL's store takes 256 KiB."""
 
 
 def _split_records(data: bytes) -> list[bytes]:
-    """Return records that lie behind one another; ProtocolError if one of them is damaged, or cut off."""
+    """Split concatenated records; ProtocolError if one of them is damaged or truncated."""
     records: list[bytes] = []
     at = 0
     while at < len(data):
@@ -328,12 +328,12 @@ def _split_records(data: bytes) -> list[bytes]:
 
 
 def _cut(data: bytes) -> list[bytes]:
-    """Return data in pieces that a store can hold; a single empty piece for none."""
+    """Split data into pieces that a store can hold; a single empty piece for no data."""
     return [data[at : at + _VALUE_NBYTES] for at in range(0, len(data), _VALUE_NBYTES)] or [b""]
 
 
 class _Values(NamedTuple):
-    """Values [first, stop) of a folder in the journal's."""
+    """Values [first, stop) of a subfolder of the journal."""
 
     folder: str
     first: int
@@ -346,14 +346,14 @@ class _MissingValueError(DiscoveryError):
 
 @dataclass(frozen=True)
 class _Head:
-    """Which values belong to a journal. Its fields are the stored JSON's."""
+    """The values that belong to a journal. Its fields are those of the stored JSON."""
 
-    term: int = 0  # the last one that has begun
+    term: int = 0  # the latest one
     writer: str = ""  # a random name of the writer that began it
-    snapshots: int = 0  # that were begun
-    snapshot: tuple[str, int, int, int] | None = None  # the newest that is complete: its values, and their CRC-32
-    records: tuple[_Values, ...] = ()  # after it; values of each term
-    garbage: tuple[_Values, ...] = ()  # that no longer belongs to the journal, or not yet
+    snapshots: int = 0  # started so far
+    snapshot: tuple[str, int, int, int] | None = None  # the newest complete one: its values, and their CRC-32
+    records: tuple[_Values, ...] = ()  # after the snapshot, per term
+    garbage: tuple[_Values, ...] = ()  # values that no longer belong to the journal, or not yet
 
     def encode(self) -> bytes:
         return json.dumps({"format": _FORMAT, **vars(self)}, separators=(",", ":")).encode()
@@ -379,23 +379,23 @@ class _Head:
                 tuple(values(*found) for found in message["garbage"]),
             )
         except (ValueError, KeyError, TypeError, IndexError) as exc:
-            raise ProtocolError(f"journal {name}: its head cannot be read: {exc!r}") from exc
+            raise ProtocolError(f"journal {name}: its head is unreadable: {exc!r}") from exc
 
 
 class StoreJournal(Journal):
-    """Values of a store, and a head that names them. SettingsError if the job's name cannot be part of a key."""
+    """Values in a store, and a head that names them. SettingsError if the job's name cannot be part of a key."""
 
     def __init__(self, store: Store, job: str, *, timeout_s: float) -> None:
         super().__init__(f"journals/{job}", timeout_s)
         if not job or "/" in job:
-            raise SettingsError(f"journal store:{job}: the name of a job is expected, without a slash")
+            raise SettingsError(f"journal store:{job}: expected the name of a job, without a slash")
         check_key(self._key("snapshots/00000000-00000000", 0))
         self._store = store
         self._halted = threading.Event()
         self._head = _Head()
         self._version: int | None = None
         self._term = 0
-        self._sweeping: deque[tuple[_Values, int]] = deque()  # and the number of the value that is next
+        self._sweeping: deque[tuple[_Values, int]] = deque()  # and the number of the next value
         self._swept: set[_Values] = set()
         self._sweep_wait = Backoff(0.5, 10.0, jitter=0.5)
         self._sweeper = self._own(BackgroundLoop("edl-journal-sweeper", self._delete_value))
@@ -462,7 +462,7 @@ class StoreJournal(Journal):
             pieces = _cut(state)
             number = self._head.snapshots + 1
             run = _Values(f"snapshots/{self._term:08d}-{number:08d}", 0, len(pieces))
-            # A writer that was thought dead may have put values after they were swept: its snapshots are swept twice.
+            # A writer presumed dead may have written values after the sweep: its snapshots are swept twice.
             again = [old for old in self._head.garbage if old in self._swept and old.folder.startswith("snapshots/")]
             left = tuple(old for old in self._head.garbage if old not in self._swept)
             self._swept.clear()
@@ -499,7 +499,7 @@ class StoreJournal(Journal):
     def _set_head(self, head: _Head, version: int | None) -> bool:
         """Set the head if it is at `version`; return whether it was.
 
-        A store that was away may have set it all the same. That shows, because no two heads are equal.
+        A store that timed out may still have set it. That can be detected, because no two heads are equal.
         """
         value = head.encode()
         key = f"{self.name}/head"
@@ -508,12 +508,12 @@ class StoreJournal(Journal):
             entry = self._store.compare_and_set(key, value, version)
             if entry is not None:
                 return entry.version
-            # The answer of an earlier attempt may be lost, or its write may have come between.
+            # The reply to an earlier attempt may be lost, or its write may have arrived in between.
             present = self._store.get(key)
             if present is not None and present.value == value:
                 return present.version
             if (None if present is None else present.version) == version:
-                raise DiscoveryError(f"{key} is said to have changed, and is shown as it was")
+                raise DiscoveryError(f"{key} was reported as changed, but reads as before")
             return None
 
         found = self._ask(set_or_find)
@@ -545,7 +545,7 @@ class StoreJournal(Journal):
         return b"".join(values)
 
     def _list_values(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of a chunk. A store whose leadership changes hands may not show all of them at once."""
+        """Return the values of a chunk. While a store changes its leader, it may not show all of them at once."""
         found = {entry.key: entry.value for entry in self._store.list(keys[0].rpartition("/")[0] + "/")}
         for key in keys:
             if key not in found:
@@ -558,14 +558,14 @@ class StoreJournal(Journal):
         self._sweeper.wake()
 
     def _delete_value(self) -> float:
-        """Delete a value that is garbage, in a thread of its own: commits must not wait for it."""
+        """Delete a garbage value, in a separate thread: commits must not wait for it."""
         if not self._sweeping:
             return 3600.0
         run, number = self._sweeping[0]
         try:
             self._store.delete(self._key(run.folder, number))
         except DiscoveryError:
-            return self._sweep_wait.next_wait_s()  # it is tried again, by the next writer if need be
+            return self._sweep_wait.next_wait_s()  # it is retried, by the next writer if necessary
         except ClosedError:
             return 3600.0
         self._sweep_wait.reset()
@@ -577,7 +577,7 @@ class StoreJournal(Journal):
         return 0.0
 
     def _ask(self, request: Callable[[], T]) -> T:
-        """Ask the store, and ask again for a while where it is away."""
+        """Ask the store, and retry for a while if it is unreachable."""
         deadline = time.monotonic() + self._timeout_s
         wait = Backoff(0.05, 1.0, jitter=0.5)
         while True:

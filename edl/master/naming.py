@@ -1,4 +1,4 @@
-"""What a job's masters and their clients agree on: names, keys in the Store and what stands there, sizes, refusals."""
+"""What a job's masters and clients share: names, keys in the Store and their contents, sizes, error codes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from edl.errors import ConflictError, EDLError, LeaseLostError, ProtocolError, S
 
 SERVICE: Final = "edl.master.v1.Master"
 FORMAT: Final = 1
-"""Of the protocol; a client of another version is told so, where it would misread answers otherwise."""
+"""Version of the protocol; a client of a different version gets an error instead of misreading replies."""
 MESSAGE_NBYTES: Final = 64 << 20
-"""Largest message: the index of a data set of a million file names has some 15 MB."""
+"""Largest message: the index of a data set with a million file names takes about 15 MB."""
 
 
 class NotFoundError(SettingsError):
@@ -26,7 +26,7 @@ REFUSALS: Final[dict[str, type[EDLError]]] = {
     "FAILED_PRECONDITION": LeaseLostError,
     "DATA_LOSS": ProtocolError,
 }
-"""gRPC's status codes that a master answers with, and the errors that they are in EDL. Others mean: ask again."""
+"""gRPC status codes of a master's replies, and EDL's errors for them. Other codes mean: retry."""
 
 
 def candidacy(job: str) -> str:
@@ -35,17 +35,17 @@ def candidacy(job: str) -> str:
 
 
 def election_key(job: str) -> str:
-    """Return the key at which the leading master's address is found while it leads."""
+    """Return the key that holds the leading master's address while it leads."""
     return f"elections/{candidacy(job)}"
 
 
 def report_key(job: str) -> str:
-    """Return the key of what the leading master reports. It stays when the master has ended."""
+    """Return the key of the leading master's report. It remains after the master has ended."""
     return f"master_reports/{job}"
 
 
 def read_report(store: Store, job: str) -> dict[str, Any] | None:
-    """Return the last report of a job's master; None where there is none, or none that can be read.
+    """Return the last report of a job's master; None if there is none, or it is unreadable.
 
     Raises:
         DiscoveryError: the Store cannot be reached.

@@ -1,9 +1,9 @@
-"""The workers' side of a master: calls, readers of shards, and adapters for other libraries.
+"""The workers' side of a master: calls, shard readers, and adapters for other libraries.
 
-`master_client` makes calls that wait for the master, and has the channel to it. `shard_reader` iterates over shards;
-its `conversation` is a thread that takes turns with the master, and what the two sides owe each other.
-`torch` has a data set for `DataLoader`, and `sharding_client` the calls of ElasticDL and DLRover.
-What does not belong here: how data is read (`edl.datasets`), and what a master does with calls.
+`master_client` makes calls that wait for the master, over a channel to it. `shard_reader` iterates over shards; its
+`conversation` thread exchanges turns with the master and tracks what is still unanswered. `torch` provides a data set
+for `DataLoader`, `sharding_client` the API of ElasticDL and DLRover. What does not belong here: how data is read
+(`edl.datasets`), and how a master handles calls.
 """
 
 from edl.master.client.conversation import Shard

@@ -1,12 +1,12 @@
-"""A reader's conversation with its master: a thread takes turns, renews leases, and goes on after the master was away.
+"""A reader's conversation with its master: a thread takes turns, renews leases, and reconnects after an outage.
 
 The caller's threads put reports and requests into an outbox and take shards from an inbox; the conversation's thread
-does everything else, so that a training loop never waits for the network. With each turn it sends the reports that
-wait, asks for as many shards as there is room for, and renews all leases of its session. Turns are numbered within a
-session: if an answer is lost, the same turn is sent again, to this master or the next, and is applied once. A session
-that the master no longer knows is replaced by a new one; shards of the old one are another reader's by then.
+does everything else, so that a training loop never waits for the network. Each turn sends the pending reports, requests
+as many shards as there is room for, and renews all leases of its session. Turns are numbered within a session: if a
+reply is lost, the same turn is sent again, to this master or the next, and is applied once. A session that the master
+no longer knows is replaced by a new one; shards of the old one belong to other readers by then.
 
-No lock is held here, so a signal handler may close the reader in the middle of any call. State that both sides change
+No locks are used here, so a signal handler may close the reader in the middle of any call. State that both sides change
 is changed in single steps that are atomic in Python.
 
 What does not belong here: reading data, and counting what was consumed (`shard_reader`).
@@ -42,28 +42,28 @@ from edl.protocol import master as messages
 logger = logging.getLogger(__name__)
 
 _IDLE_S: Final = 3600.0
-"""How long the thread waits if nothing is due: it is woken when something is."""
+"""How long the thread waits if nothing is due; new work wakes it."""
 _CLOSE_S: Final = 3.0
 """How long `close` waits for the last reports to reach the master; a session that is not closed expires by itself."""
 _DONE_S: Final = 5.0
-"""After so long without a master, a job whose last report says "done" is done; before, another master may start."""
+"""After this long without a master, a job whose last report says "done" is done; before, another may start."""
 _RESUME_RETRY_S: Final = 1.0
-"""Between two attempts to resume at a mark that another reader holds: it may be dead, and its session expires."""
+"""Time between attempts to resume at a mark that another reader holds: it may be dead, and its session will expire."""
 _ASK_S: Final = 0.01
 """Shortest time between two requests for shards when there are none, so that the master is not flooded."""
 _MOST_REPORTS: Final = 4096
-"""Reports in a turn. The excess goes with the next one, so that a turn is applied in milliseconds."""
+"""Most reports per turn; the excess goes with the next one, so that a turn is applied in milliseconds."""
 
 Outcome: TypeAlias = Literal["done", "failed", "returned"]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a data set that this reader has under a lease: units [start, stop) of an epoch.
+    """A part of a data set that this reader has leased: units [start, stop) of an epoch.
 
     Attributes:
-        id: Number of the lease, which is never given twice.
-        term: Term of the master that gave the lease.
+        id: Number of the lease, never reused.
+        term: Term of the master that granted the lease.
         epoch: The epoch, from 0.
         shard: Number of the shard in the data set.
         start: The first unit.
@@ -85,7 +85,7 @@ class Shard:
 class Report:
     """The outcome of a shard, on its way to the master.
 
-    `units` of the shard were done, if it was not done as a whole. `refused` is the master's reason, or None.
+    `units` of the shard were done if it was not finished. `refused` is the master's reason, or None.
     """
 
     shard: Shard
@@ -98,9 +98,9 @@ class Report:
 
 @dataclass(eq=False)
 class _Request:
-    """Something that a caller waits for, and that is done after the reports before it.
+    """A request that a caller waits for; it is handled after the reports before it.
 
-    `attempt` does it, and returns the seconds until the next attempt, 0 if there is none.
+    `attempt` handles it, and returns the seconds until the next attempt, 0 if there is none.
     """
 
     attempt: Callable[[_Request], float]
@@ -108,12 +108,12 @@ class _Request:
     answer: Any = None
     failure: EDLError | None = None
     retry_until: float | None = None
-    opened: ShardSession | None = None  # the session for it; the same for each attempt
+    opened: ShardSession | None = None  # the session opened for it; the same for each attempt
 
 
 @dataclass(slots=True)
 class _OpenShard:
-    """A shard that was given and whose report, if there is one, was not answered yet."""
+    """A received shard whose report, if there is one, was not answered yet."""
 
     shard: Shard
     touched_at: float
@@ -122,21 +122,21 @@ class _OpenShard:
 
 
 class ShardSession:
-    """A session as the reader sees it: shards that it has, and the turn in flight. No clock, no threads.
+    """A session from the reader's side: its shards, and the turn in flight. No clock, no threads.
 
-    `restored` is how often the client had put the data set back when the session began.
+    `restored` is how often the client had reset the data set when the session began.
     """
 
     def __init__(self, name: str, restored: int = 0) -> None:
         self.name: Final = name
         self.restored: Final = restored
         self.open: dict[int, _OpenShard] = {}  # by lease
-        self.in_flight: messages.Turn | None = None  # it was not answered
+        self.in_flight: messages.Turn | None = None  # not answered yet
         self._turns = 0
         self._sent: list[Report] = []
 
     def next_turn(self, want: int, outbox: deque[Any]) -> messages.Turn:
-        """Return the turn in flight, or a new one that wants `want` shards and has the reports that come first."""
+        """Return the turn in flight, or a new one that requests `want` shards and sends the first pending reports."""
         if self.in_flight is not None:
             return self.in_flight
         self._turns += 1
@@ -157,7 +157,7 @@ class ShardSession:
         return turn
 
     def answer(self, refusals: Mapping[int, str]) -> list[Report]:
-        """Note that the turn in flight was answered; return its reports. `refusals` has reasons by lease."""
+        """Note that the turn in flight was answered; return its reports. `refusals` maps leases to reasons."""
         self.in_flight = None
         reports, self._sent = self._sent, []
         for report in reports:
@@ -167,18 +167,18 @@ class ShardSession:
         return reports
 
     def add(self, leases: Iterable[messages.Lease], now: float) -> list[tuple[ShardSession, Shard]]:
-        """Take shards that the master gives; return them for the inbox."""
+        """Add leased shards; return them for the inbox."""
         given = [Shard(lease.id, lease.term, lease.epoch, lease.shard, lease.start, lease.stop) for lease in leases]
         self.open.update((shard.id, _OpenShard(shard, now)) for shard in given)
         return [(self, shard) for shard in given]
 
     def is_same(self, reply: messages.NextReply) -> bool:
-        """Whether the answer to opening this session again is of this session, and not of a new one of its name."""
+        """Whether the reply to reopening this session is about this session, not a new one of the same name."""
         answered = self._turns - (self.in_flight is not None)
         return reply.last_request in (answered, self._turns)
 
     def abandon(self, why: str) -> list[Report]:
-        """Refuse the reports that were not answered, since the session is gone; return them."""
+        """Refuse the unanswered reports, since the session is gone; return them."""
         self.open.clear()
         return self.answer({report.shard.id: why for report in self._sent})
 
@@ -187,22 +187,22 @@ def _first_of(outbox: deque[Any]) -> Report | _Request | None:
     """Return the report or request that comes first; None if there is none."""
     try:
         first: Report | _Request = outbox[0]
-    except IndexError:  # a caller has withdrawn its request
+    except IndexError:  # a caller withdrew its request
         return None
     return first
 
 
 class Conversation:
-    """Does what a reader asks for, in the order in which it was asked.
+    """Handles a reader's requests, in order.
 
-    It keeps `prefetch` shards of `dataset` at hand. A shard with which the caller does nothing for `stuck_s` seconds
-    goes to other readers.
+    It prefetches `prefetch` shards of `dataset`. A shard that the caller does not work on for `stuck_s` seconds goes to
+    other readers.
     """
 
     def __init__(self, client: MasterClient, dataset: str, holder: str, prefetch: int, stuck_s: float) -> None:
         self.dataset: Final = dataset
         self.commit = False
-        """With commit="checkpoint": whether `close` counts what was reported since the last mark as done."""
+        """With commit="checkpoint": whether `close` counts shards reported since the last mark as done."""
         self.poisoned = 0
         self.refused = 0
         self._client = client
@@ -215,11 +215,11 @@ class Conversation:
         self._hungry: deque[None] = deque()  # an entry for each caller that waits in `take`
         self._changed = Notifier()
         self._failure: EDLError | None = None
-        self._finished = -1  # the epoch of `client.restored` in which the master has nothing left
+        self._finished = -1  # the value of `client.restored` at which the master had nothing left
         self._reading = False
-        self._paused = False  # no shards are kept at hand before the caller asks for one
-        self._asking = False  # a turn is under way, or about to be
-        self._none_left = False  # the master had no shard when it was asked last
+        self._paused = False  # no prefetching until the caller asks for a shard
+        self._asking = False  # a turn is in flight, or about to be
+        self._none_left = False  # the master had no shard at the last request
         self._ending = False
         self._connection: MasterConnection | None = None
         self._session: ShardSession | None = None
@@ -232,7 +232,7 @@ class Conversation:
 
     @property
     def spec(self) -> messages.DatasetSpec:
-        """The data set's specification; known once a shard was given."""
+        """The data set's specification; known once a shard was received."""
         assert self._spec is not None
         return self._spec
 
@@ -247,7 +247,7 @@ class Conversation:
 
     @property
     def by_checkpoint(self) -> bool:
-        """Whether shards are done with a mark; False also as long as no master has said so."""
+        """Whether shards are done with a mark; False until a master has said so."""
         return self._spec is not None and self._spec.commit == messages.COMMIT_CHECKPOINT
 
     # --- For callers. ---
@@ -270,10 +270,10 @@ class Conversation:
             self._hungry.pop()
 
     def rest(self, timeout_s: float) -> bool:
-        """Ask for no shard until `take` is called; return whether this reader has none because the master had none.
+        """Request no shard until `take` is called; return whether this reader has none because the master had none.
 
-        So two readers that ask the master who else has shards do not find each other, and both leave. Waits up to
-        `timeout_s` for an answer that is under way.
+        So two readers that ask the master who else has shards do not see each other's, and both leave. Waits up to
+        `timeout_s` for a reply in flight.
         """
         self._paused = True
         self._changed.wait_for(lambda: not self._asking or self._failure is not None or self._ending, timeout_s)
@@ -289,22 +289,22 @@ class Conversation:
             found.taken = True
 
     def tell(self, report: Report) -> None:
-        """Have a report sent. Waits for nothing."""
+        """Queue a report for sending. Does not block."""
         self._note_reported(report.shard)
         self._outbox.append(report)
         self._thread.wake()
 
     def deliver(self, reports: Sequence[Report]) -> None:
-        """Have reports sent, and wait until all are answered; each says whether it was refused.
+        """Send reports, and wait until all are answered; each says whether it was refused.
 
-        After an error, such as a master that is away for too long, they are sent all the same.
+        After an error, such as a master that is unreachable for too long, they are still sent later.
         """
         for report in reports:
             self.tell(report)
         self._await(lambda: all(report.answered for report in reports), _IDLE_S)
 
     def mark(self, consumed: Mapping[int, int]) -> tuple[str, int]:
-        """Have a position journalled: `consumed` units of open shards, by lease. Return its session and number."""
+        """Journal a position: `consumed` units of open shards, by lease. Return its session and number."""
         found: tuple[str, int] = self._demand(_Request(partial(self._set_mark, consumed)))
         return found
 
@@ -316,7 +316,7 @@ class Conversation:
         self._demand(_Request(partial(self._resume, wanted)))
 
     def _demand(self, request: _Request) -> Any:
-        """Wait until a request is done. After an error it is not done later, behind the caller's back."""
+        """Wait until a request is done. After an error it is withdrawn, so that it is not done later."""
         self._outbox.append(request)
         self._thread.wake()
         try:
@@ -328,7 +328,7 @@ class Conversation:
         return request.answer
 
     def close(self) -> None:
-        """Send what waits, give shards back, and end. Waits for seconds at most."""
+        """Send pending reports, return shards, and end. Waits a few seconds at most."""
         self._ending = True
         self._changed.notify()
         self._thread.wake()
@@ -351,7 +351,7 @@ class Conversation:
         return False
 
     def _await(self, condition: Callable[[], object], timeout_s: float) -> None:
-        """Wait, as long as the master is not away for more than the client's `timeout_s` of the wait."""
+        """Wait, unless the master is unreachable for more than the client's `timeout_s` during the wait."""
         begun = time.monotonic()
         until = begun + timeout_s
 
@@ -416,12 +416,12 @@ class Conversation:
         return wait_s
 
     def _exchange(self) -> float:
-        """Do what is due; return the seconds until something is due again."""
+        """Do the due work; return the seconds until more is due."""
         while not self._ending:
             if self._session is not None and self._session.restored != self._restored:
-                if self._connection is not None:  # this session may be newer than the progress, and have shards
+                if self._connection is not None:  # this session may be newer than the progress and have shards
                     self._close_session(self._session)
-                self._lose_session("the data set was put back to earlier progress")
+                self._lose_session("the data set was reset to earlier progress")
             first = _first_of(self._outbox)
             if not (self._reading or first or self._session):
                 return _IDLE_S
@@ -437,7 +437,7 @@ class Conversation:
             elif self._outbox:
                 continue
             elif self.finished and not self.by_checkpoint:
-                self._close_session(session)  # also after an attempt that failed: the master does not end before
+                self._close_session(session)  # also after a failed attempt: the master does not end before
             elif now >= (renew_at := self._heard_at + self._renew_s):
                 self._said(messages.NextRequest(turn=messages.Turn(session=session.name)))
             else:
@@ -446,11 +446,11 @@ class Conversation:
         return 0.0
 
     def _owes(self, session: ShardSession) -> bool:
-        """Whether there is a report to send, or a turn that was not answered."""
+        """Whether there is a report to send, or an unanswered turn."""
         return session.in_flight is not None or isinstance(_first_of(self._outbox), Report)
 
     def _release_idle(self, session: ShardSession, now: float) -> None:
-        """Let others have the shards with which the caller does nothing: this thread would renew them for ever."""
+        """Give up shards that the caller does not work on: this thread would renew them for ever."""
         unreported = [lease for lease in session.open.values() if not lease.reported]
         idle = [lease for lease in unreported if now > lease.touched_at + self._stuck_s]
         if any(not lease.taken for lease in idle):
@@ -464,27 +464,27 @@ class Conversation:
             lease.reported = True
             shard = lease.shard
             why = f"{self._holder} has done nothing with it for {self._stuck_s:g} s (stuck_s)"
-            if self.by_checkpoint:  # the caller's state may hold samples of it
+            if self.by_checkpoint:  # the caller's state may include samples of it
                 raise LeaseLostError(f"shard {shard.shard}: {why}")
             logger.warning("shard %d of %s was not reported, and goes to others: %s", shard.shard, self.dataset, why)
             self._outbox.appendleft(Report(shard, "returned" if self.spec.ignore_expiries else "failed", why))
 
     @property
     def _renew_s(self) -> float:
-        """How often a session is renewed: four times in its length, so that three renewals may fail."""
+        """Seconds between renewals: a quarter of the session's length, so that three renewals may fail."""
         return max(0.05, min(self.spec.lease_s, self.spec.session_s) / 4)
 
     @property
     def _room(self) -> int:
-        """How many more shards the reader can use: none until half of those at hand are gone."""
+        """How many more shards the reader can use: none until half of the prefetched ones are gone."""
         if not self._reading or self.finished or (self._paused and not self._hungry):
             return 0
         has, room = len(self._inbox), max(self._prefetch, len(self._hungry))
         return max(0, room - has) if has <= self._prefetch // 2 else 0
 
     def _ask(self, session: ShardSession, now: float) -> bool:
-        """Take a turn if there is something to report or to ask for; return whether there was."""
-        self._asking = True  # before looking whether the caller rests
+        """Take a turn if there is something to report or request; return whether there was."""
+        self._asking = True  # before checking whether the caller rests
         try:
             want = self._room if now >= self._ask_at else 0
             if not (self._owes(session) or want):
@@ -520,14 +520,14 @@ class Conversation:
         """Return the session, open at the master that leads now."""
         if self._connection is None:
             self._connection = self._client.connect()
-            self._connection.on_stream_end = self._thread.wake  # a session that the master ended is noticed at once
+            self._connection.on_stream_end = self._thread.wake  # notices at once if the master ends the session
         connection = self._connection
         if self._spec is None:
             self._spec = self._described(connection)
         if connection.has_stream and self._session is not None:
             return self._session
         if self._session is None:
-            # Kept until it is answered: the master may have heard.
+            # Kept until it is answered: the master may have received it.
             self._session = ShardSession(secrets.token_hex(16), self._restored)
         session = self._session
         connection.end_stream()
@@ -535,7 +535,7 @@ class Conversation:
         try:
             reply = self._said(messages.NextRequest(open=request))
         except SettingsError:
-            self._described(connection)  # the master that leads now may not have the data set
+            self._described(connection)  # the current leader may not have the data set
             raise
         if not session.is_same(reply):
             raise LeaseLostError("the master no longer knows this reader's session")
@@ -549,9 +549,9 @@ class Conversation:
             if self._spec is None:
                 raise NotCreatedError(str(exc)) from exc
             raise PermanentError(
-                f"the master of job {self._client.job!r} has lost data set {self.dataset!r}, which it had before: the"
+                f"the master of job {self._client.job!r} has lost data set {self.dataset!r}: the"
                 " store lost the job's progress (an empty file, or `edl master --new`?). Run again"
-                " under another --job, or another name of the job; `edl label` keeps the labels that are in its folder"
+                " under another --job, or another job name; `edl label` keeps the labels in its folder"
             ) from exc
 
     def _set_mark(self, consumed: Mapping[int, int], request: _Request) -> float:
@@ -559,8 +559,8 @@ class Conversation:
         self._flush(session)
         if not self.by_checkpoint:
             request.failure = SettingsError(
-                f"shards of {self.dataset} are done when they are reported, and cannot be gone back to: create the "
-                'data set with commit="checkpoint" where readers are part of a checkpoint'
+                f"shards of {self.dataset} are done when they are reported, so readers cannot go back: create the "
+                'data set with commit="checkpoint" if readers are part of a checkpoint'
             )
             return self._settle(request)
         mark = messages.Mark(session=session.name, mark=self._mark + 1)
@@ -578,10 +578,10 @@ class Conversation:
     def _resume(self, wanted: messages.Resume, request: _Request) -> float:
         """Resume at a mark in a new session."""
         if self._session is not None and self._session is not request.opened:
-            with contextlib.suppress(LeaseLostError):  # then there is nothing left to report
+            with contextlib.suppress(LeaseLostError):  # then nothing is left to report
                 self._flush(self._attached())
             if self._session is not None:
-                self._close_session(self._session)  # only a session that was never read from can resume
+                self._close_session(self._session)  # only a session that has read nothing can resume
         self._inbox.clear()
         self._unmarked = 0
         self._finished = -1
@@ -638,7 +638,7 @@ class Conversation:
         self._session = None
 
     def _say_goodbye(self) -> None:
-        """Send the last reports and close the session, if the master is there."""
+        """Send the last reports and close the session, if the master is reachable."""
         try:
             if self._session is not None and self.wait.away_since is None:
                 session = self._attached()
@@ -650,11 +650,11 @@ class Conversation:
                         *(self._unmarked, self.dataset),
                     )
         except EDLError as exc:
-            logger.info("the session will expire, since the master could not be told of its end: %s", exc)
+            logger.info("the session will expire, since it could not be closed at the master: %s", exc)
         self._drop_connection()
 
     def _lose_session(self, why: str) -> None:
-        """Begin a new session; the shards of the old one are another reader's."""
+        """Begin a new session; the shards of the old one belong to other readers."""
         session, self._session = self._session, None
         self._none_left = False
         self._inbox.clear()
@@ -666,14 +666,14 @@ class Conversation:
         if self.by_checkpoint:
             self._fail(
                 LeaseLostError(
-                    f"{why}: what was read of {self.dataset} since the last checkpoint goes to other readers; load it"
+                    f"{why}: data read from {self.dataset} since the last checkpoint goes to other readers; load it"
                 )
             )
         elif not self.finished:
             logger.warning("this reader's session of %s was lost, and it begins a new one: %s", self.dataset, why)
 
     def _job_is_done(self) -> bool:
-        """End if the job's master ended with all data sets done, and no other was started for a while."""
+        """End if the job's master ended with all data sets done, and no other has started for a while."""
         if self.wait.away_s < _DONE_S:
             return False
         report = self._client.final_report()
@@ -700,7 +700,7 @@ class Conversation:
         return True
 
     def _fail(self, exc: EDLError) -> None:
-        """Have callers get an error from now on."""
+        """Raise an error in callers from now on."""
         self._failure = exc
         self._changed.notify()
 

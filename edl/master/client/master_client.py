@@ -1,10 +1,10 @@
-"""Calls to a job's master, which wait while there is none, and the channel that they go through.
+"""Calls to a job's master, which wait while there is none, and the channel for them.
 
-Everything that leaves this process for a master goes through a `MasterConnection`: single calls, and a stream of turns
-on which a reader asks for shards and reports them. Errors of gRPC become EDL's there, and nowhere else: a master that
-does not answer is a `NoMasterError`, which callers wait out; all other errors are the master's answer.
+All traffic from this process to a master uses a `MasterConnection`: single calls, and a stream of turns on which a
+reader requests and reports shards. Only there are gRPC's errors translated to EDL's: a `NoMasterError` means that no
+master answers, and callers wait it out; all other errors are the master's answer.
 
-What does not belong here: what a reader says to the master (`conversation`).
+What does not belong here: a reader's exchange with the master (`conversation`).
 """
 
 from __future__ import annotations
@@ -48,36 +48,36 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=Message)
 
 DEFAULT_TIMEOUT_S: Final = 300.0
-"""A master that was lost with its host is started again within minutes."""
+"""A master that was lost with its host is restarted within minutes."""
 CALL_S: Final = 10.0
-"""Response timeout: a commit takes milliseconds, and in a Store of several hosts up to its deadline of 5 s."""
+"""Response timeout: a commit takes milliseconds, or up to 5 s, the deadline of a Store with several hosts."""
 STREAM_S: Final = 60.0
-"""gRPC ends a stream at this age, so a master that hangs is noticed within it."""
+"""gRPC ends a stream at this age, so a hung master is noticed by then."""
 RENEW_STREAM_S: Final = 30.0
-"""An idle stream of this age is replaced: a turn on it would have less than `STREAM_S` for its answer."""
+"""An idle stream of this age is replaced: a turn on it would have less than `STREAM_S` for its reply."""
 _RETRY_S: Final = (0.1, 1.0)
-"""The first and the longest wait between attempts: a restarted master answers after half a second."""
+"""First and longest wait between attempts: a restarted master answers after half a second."""
 _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_receive_message_length", MESSAGE_NBYTES),
     ("grpc.max_send_message_length", MESSAGE_NBYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),  # another master takes over within seconds
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # this is also the time limit of an attempt to connect
-    ("grpc.keepalive_time_ms", 10_000),  # a host that vanished sends nothing
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # also the timeout of a connection attempt
+    ("grpc.keepalive_time_ms", 10_000),  # a vanished host sends nothing
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.use_local_subchannel_pool", 1),  # else channels of one process share a connection and its backoff
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise channels of one process share a connection and its backoff
 )
 
 
 class NotCreatedError(NoMasterError):
-    """The master that leads has no such data set yet; it may still be created."""
+    """The leading master has no such data set yet; it may still be created."""
 
 
 class MasterConnection(Resource):
     """A channel to the master at `endpoint`, a `host:port`.
 
-    Not for the main thread, which signal handlers interrupt (`CallThread`). `exchange` is for one thread; closing the
-    connection ends all calls that are under way. SettingsError if a token would cross the network unencrypted.
+    Not for the main thread, which signal handlers interrupt (`CallThread`). Call `exchange` from one thread only;
+    closing the connection ends all calls in flight. SettingsError if a token would cross the network unencrypted.
     """
 
     def __init__(self, endpoint: str, files: CredentialFiles | None) -> None:
@@ -86,13 +86,13 @@ class MasterConnection(Resource):
         self._metadata = call_metadata(endpoint, files)
         self._channel = channel(endpoint, files, _OPTIONS)
         self.on_stream_end: Callable[[], object] = lambda: None
-        """Called in any thread when a stream of turns has ended, whichever side ended it. Must not block."""
+        """Called from any thread when a stream of turns has ended, whichever side ended it. Must not block."""
         self._stream: Any = None
         self._requests: queue.SimpleQueue[messages.NextRequest | None] = queue.SimpleQueue()
         self._stream_opened = 0.0
 
     def call(self, method: str, request: Message, reply: type[R], timeout_s: float = CALL_S) -> R:
-        """Make a unary call. After a NoMasterError it is not known whether the master has heard it."""
+        """Make a unary call. After a NoMasterError it is unknown whether the master received it."""
         self._check()
         with self._translating():
             serialize = type(request).SerializeToString
@@ -102,12 +102,12 @@ class MasterConnection(Resource):
 
     @property
     def has_stream(self) -> bool:
-        """Whether the next `exchange` uses the stream of the one before."""
+        """Whether the next `exchange` reuses the stream of the previous one."""
         stream = self._stream
         return stream is not None and stream.is_active() and time.monotonic() < self._stream_opened + RENEW_STREAM_S
 
     def exchange(self, request: messages.NextRequest) -> messages.NextReply:
-        """Send a message on the stream of turns, and wait for its answer. Errors are those of `call`."""
+        """Send a message on the stream of turns, and wait for the reply. Raises the same errors as `call`."""
         self._check()
         if not self.has_stream:
             self.end_stream()
@@ -126,11 +126,11 @@ class MasterConnection(Resource):
                     return answer
             raise NoMasterError(f"the master at {self.endpoint} ended the stream")
         except BaseException:
-            self.end_stream()  # it has ended, or a late answer would be mistaken for the next one
+            self.end_stream()  # it has ended, or a late reply would be mistaken for the next one
             raise
 
     def end_stream(self) -> None:
-        """End the stream of turns, if there is one. Waits for nothing."""
+        """End the stream of turns, if there is one. Does not block."""
         stream, self._stream = self._stream, None
         if stream is not None:
             self._requests.put(None)  # gRPC's thread waits for the next message
@@ -138,12 +138,12 @@ class MasterConnection(Resource):
 
     @contextlib.contextmanager
     def _translating(self) -> Iterator[None]:
-        """Raise EDL's errors for gRPC's."""
+        """Translate gRPC's errors to EDL's."""
         try:
             yield
         except grpc.RpcError as exc:
             raise self._translated(exc) from exc
-        except ValueError as exc:  # gRPC's way to say that a channel is closed
+        except ValueError as exc:  # gRPC raises this on a closed channel
             if isinstance(exc, EDLError):
                 raise
             raise ClosedError(f"the connection to the master at {self.endpoint} is closed") from exc
@@ -166,13 +166,13 @@ class MasterConnection(Resource):
 
     def _halt(self) -> None:
         self._requests.put(None)
-        self._channel.close()  # this ends the calls that are under way
+        self._channel.close()  # this ends the calls in flight
 
 
 class MasterWait:
-    """Remembers since when the master of `job` is away, for callers that wait up to `timeout_s`.
+    """Tracks how long the master of `job` has been unreachable, for callers that wait up to `timeout_s`.
 
-    For one thread; others may read `away_since`.
+    Use it in one thread; others may read `away_since`.
     """
 
     def __init__(self, job: str, timeout_s: float) -> None:
@@ -181,7 +181,7 @@ class MasterWait:
         self._backoff = Backoff(*_RETRY_S, jitter=0.5)
         self._last: NoMasterError | None = None
         self.away_since: float | None = None
-        """In seconds of `time.monotonic()`; None while the master answers."""
+        """A `time.monotonic()` time; None while the master answers."""
 
     @property
     def away_s(self) -> float:
@@ -193,7 +193,7 @@ class MasterWait:
         """Note that the master did not answer; return the seconds until the next attempt."""
         if self.away_since is None:
             self.away_since = time.monotonic()
-        if type(exc) is not type(self._last):  # a master that answers now may lack the data set
+        if type(exc) is not type(self._last):  # a master that now answers may lack the data set
             what = "answers without the data set" if isinstance(exc, NotCreatedError) else "does not answer"
             logger.warning(
                 "the master of job %r %s (%s): waiting for up to %g s", self._job, what, exc, self._timeout_s
@@ -209,7 +209,7 @@ class MasterWait:
         self._backoff.reset()
 
     def error(self) -> NoMasterError:
-        """Return the error of a caller that has waited for `timeout_s`."""
+        """Return the error for a caller that has waited for `timeout_s`."""
         if isinstance(self._last, NotCreatedError):
             return NotCreatedError(f"job {self._job!r}: not created within {self._timeout_s:g} s: {self._last}")
         return NoMasterError(
@@ -222,15 +222,15 @@ class MasterClient(Resource):
     """Calls to the master of a job. Thread-safe; a forked child needs its own.
 
     A call waits while the job has no master or none answers, and logs that it waits. Every call may raise
-    `NoMasterError` after the master was away for `timeout_s`, and `ClosedError` after `close`. Calls that change a data
-    set raise `SettingsError` if there is none of that name.
+    `NoMasterError` after the master was unreachable for `timeout_s`, and `ClosedError` after `close`. Calls that change
+    a data set raise `SettingsError` if it does not exist.
 
     Args:
         job: Name of the job.
-        store: The Store in which the job's masters compete, or its URL. Default: the one that the environment names.
+        store: The Store in which the job's masters compete, or its URL. Default: from the environment.
         endpoint: `host:port` of the master, instead of a Store.
-        timeout_s: Seconds that a call waits for a master that is away.
-        credentials: Certificates and tokens. Default: those that the environment names.
+        timeout_s: Seconds that a call waits for an unreachable master.
+        credentials: Certificates and tokens. Default: from the environment.
 
     Raises:
         SettingsError: An argument is invalid, or this process was forked from one that uses gRPC.
@@ -246,16 +246,16 @@ class MasterClient(Resource):
         credentials: Credentials | None = None,
     ) -> None:
         super().__init__()
-        if is_forked_from_grpc():  # before a Store is opened: SQLite hangs if a thread of the parent was in the middle
+        if is_forked_from_grpc():  # before a Store is opened: SQLite hangs if a thread of the parent was inside it
             raise SettingsError(
                 "this process was forked from one that uses gRPC (a MasterClient, a DistillReader), which does not "
-                "survive a fork: start it in another way, a DataLoader's workers with "
+                "survive a fork: start it without fork, a DataLoader's workers with "
                 'DataLoader(..., multiprocessing_context="forkserver"), or with "spawn"'
             )
         if not is_above_zero(timeout_s):
             raise SettingsError(f"timeout_s={timeout_s!r}: must be a number above 0")
         if store is not None and endpoint is not None:
-            raise SettingsError("a master is found in a store, or at an endpoint: pass either")
+            raise SettingsError("pass either store or endpoint to find the master")
         self.job: Final = job
         self.timeout_s: Final = timeout_s
         credentials = Credentials.of() if credentials is None else credentials
@@ -271,11 +271,11 @@ class MasterClient(Resource):
         self._connection: MasterConnection | None = None
         self._changed = Notifier()
         self.restored: Final = Counter[str]()
-        """How often this client has put a data set back: its readers drop at once what they had at hand before."""
+        """How often this client has reset a data set: its readers then drop their prefetched shards at once."""
         self._calls = self._own(CallThread("edl-master-calls"))
 
     def create_dataset(self, name: str, dataset: Dataset | messages.DatasetSpec) -> messages.DatasetSpec:
-        """Have the master hand out a data set. Does nothing if the same data set is there already.
+        """Create a data set for the master to hand out. Does nothing if the same data set exists.
 
         Args:
             name: Name of the data set in the job.
@@ -285,7 +285,7 @@ class MasterClient(Resource):
             The specification at the master.
 
         Raises:
-            ConflictError: Another data set has the name.
+            ConflictError: A different data set has the name.
             SettingsError: The master cannot hand it out.
         """
         spec = dataset if isinstance(dataset, messages.DatasetSpec) else dataset.spec
@@ -299,7 +299,7 @@ class MasterClient(Resource):
             return found
 
     def describe_dataset(self, name: str) -> messages.DatasetSpec | None:
-        """Return the specification of a data set as it is now; None if the master has no such data set.
+        """Return the current specification of a data set; None if the master has no such data set.
 
         Args:
             name: Name of the data set.
@@ -311,23 +311,23 @@ class MasterClient(Resource):
             return None
 
     def extend_dataset(self, name: str, units: int, index: bytes = b"", known: int | None = None) -> None:
-        """Tell the master that a source without an end has grown.
+        """Tell the master that an endless source has grown.
 
         Args:
             name: Name of the data set.
-            units: Number of units in all.
+            units: Total number of units.
             index: Bytes to add to its index.
             known: Number of units that the index covered before. Default: any.
 
         Raises:
             SettingsError: The data set does not grow.
-            ConflictError: The index covers another number of units: another follower has added to it.
+            ConflictError: The index covers a different number of units: another follower has added to it.
         """
         request = messages.ExtendDataset(dataset=name, units=units, index=index, known=known)
         self._call("ExtendDataset", request, messages.DatasetReply)
 
     def flush_dataset(self, name: str) -> None:
-        """Have the last units, which do not fill a shard yet, handed out as a short one.
+        """Hand out the last units, which do not fill a shard yet, as a short one.
 
         Args:
             name: Name of the data set.
@@ -349,14 +349,14 @@ class MasterClient(Resource):
         self._call("EndDataset", messages.EndDataset(dataset=name), messages.DatasetReply)
 
     def retry_poisoned(self, name: str, shards: Sequence[int] = ()) -> int:
-        """Put poisoned shards back, with no failure counted.
+        """Requeue poisoned shards, and reset their failure counts.
 
         Args:
             name: Name of the data set.
             shards: Numbers of the shards. Default: all.
 
         Returns:
-            How many were put back.
+            Number of requeued shards.
 
         Raises:
             ConflictError: One of `shards` is not poisoned.
@@ -365,7 +365,7 @@ class MasterClient(Resource):
         return self._call("RetryPoisoned", request, messages.RetryPoisonedReply).shards
 
     def progress(self, name: str) -> bytes:
-        """Return what is done of a data set, as bytes for `restore_progress`.
+        """Return the progress of a data set, as bytes for `restore_progress`.
 
         Args:
             name: Name of the data set.
@@ -377,14 +377,14 @@ class MasterClient(Resource):
         return self._call("GetProgress", request, messages.Progress).progress
 
     def restore_progress(self, name: str, progress: bytes) -> None:
-        """Put a data set back to earlier progress. All its readers lose the shards that they have.
+        """Reset a data set to earlier progress. All its readers lose their shards.
 
         Args:
             name: Name of the data set.
             progress: What `progress` returned.
 
         Raises:
-            ConflictError: The progress is of a data set with another specification.
+            ConflictError: The progress is of a data set with a different specification.
             ProtocolError: The bytes are not progress, or are damaged.
         """
         request = messages.RestoreProgress(dataset=name, progress=progress)
@@ -392,17 +392,17 @@ class MasterClient(Resource):
         self.restored[name] += 1
 
     def status(self) -> dict[str, Any]:
-        """Return what the master shows: data sets with their shards by state, holders, rates, and recent events."""
+        """Return the master's status: data sets with their shards by state, holders, rates, and recent events."""
         reply = self._call("GetStatus", messages.GetStatusRequest(), messages.GetStatusReply)
         found: dict[str, Any] = json.loads(reply.json)
         return found
 
     def connect(self) -> MasterConnection:
-        """Return a connection to the leading master, which the caller closes. Not for the main thread.
+        """Return a connection to the leading master; the caller closes it. Not for the main thread.
 
         Raises:
-            NoMasterError: There is none that answers.
-            SettingsError: The master is of another version of EDL.
+            NoMasterError: No master answers.
+            SettingsError: The master runs a different version of EDL.
         """
         self._check()
         connection = MasterConnection(self._find(), self._files)
@@ -410,7 +410,7 @@ class MasterClient(Resource):
             reply = connection.call("Hello", messages.HelloRequest(), messages.HelloReply)
             where = f"the master at {connection.endpoint} is"
             if reply.format != FORMAT:
-                raise SettingsError(f"{where} of another version of EDL (protocol {reply.format}, not {FORMAT})")
+                raise SettingsError(f"{where} of a different version of EDL (protocol {reply.format}, not {FORMAT})")
             if reply.job != self.job:
                 raise NoMasterError(f"{where} job {shown(reply.job)!r}'s, not {self.job!r}'s")
         except BaseException:
@@ -419,7 +419,7 @@ class MasterClient(Resource):
         return connection
 
     def final_report(self) -> dict[str, Any] | None:
-        """Return the last report of a master that ended with all data sets done; None if another is to come."""
+        """Return the last report of a master that ended with all data sets done; None if another master may follow."""
         if self._store is None:
             return None
         try:
@@ -431,7 +431,7 @@ class MasterClient(Resource):
         return report
 
     def _find(self) -> str:
-        """Return the leading master's endpoint, or raise NoMasterError; the last one known if the Store is away."""
+        """Return the leader's endpoint, the last known one if the Store is unreachable, or raise NoMasterError."""
         if self._store is not None:
             key = election_key(self.job)
             try:
@@ -445,7 +445,7 @@ class MasterClient(Resource):
             try:
                 self._endpoint = str(json.loads(entry.value)["endpoint"])
             except (ValueError, TypeError, KeyError) as exc:
-                raise NoMasterError(f"the store's value of {key} is not the address of a master") from exc
+                raise NoMasterError(f"the store's value at {key} is not the address of a master") from exc
         assert self._endpoint is not None
         return self._endpoint
 
@@ -454,7 +454,7 @@ class MasterClient(Resource):
         return self._calls.run(lambda: self._insist(method, request, reply))
 
     def _insist(self, method: str, request: Message, reply: type[R]) -> R:
-        """Ask until a master answers. Asking twice does no harm: every request may be repeated."""
+        """Retry until a master answers. Every request is safe to repeat."""
         begun = time.monotonic()
         with self._using:
             while True:

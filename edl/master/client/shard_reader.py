@@ -1,4 +1,4 @@
-"""Shards of a data set as an iterator, with reports and a position that can be saved."""
+"""Shards of a data set as an iterator, with reports and a savable position."""
 
 from __future__ import annotations
 
@@ -30,43 +30,43 @@ from edl.resource import Resource
 logger = logging.getLogger(__name__)
 
 _FORMAT: Final = 1
-"""Version of what `state_dict` returns."""
+"""Version of the state that `state_dict` returns."""
 _ASK_S: Final = 0.5
-"""Between two calls of `may_leave`, which may ask the master. The end of an epoch waits for as long."""
+"""Time between calls of `may_leave`, which may ask the master. The end of an epoch may be delayed by as much."""
 _WAIT_S: Final = 3600.0
-"""Longest wait for a shard before waiting again: shards of others may come back whenever their leases end."""
+"""Longest single wait for a shard: other readers' shards may be requeued whenever their leases end."""
 _NOT_OF_THE_SHARD: Final = (
     *(ClosedError, ConflictError, LeaseLostError, PoisonedShardsError, SettingsError, TemporaryError),
 )
-"""Errors that say nothing about a shard: a worker that ends with one gives its shards back, with no failure counted."""
+"""Errors unrelated to a shard: a worker that ends with one gives its shards back, with no failure counted."""
 
 
 class ShardReader(Resource):
-    """Shards that the master gives to this reader, as long as there are any. Thread-safe.
+    """Shards that the master gives this reader, until none is left. Thread-safe.
 
-    As an iterator it reports the shard before as done when the next is taken, and raises `PoisonedShardsError` at the
-    end if shards were given up. Leave its `with` block by an exception, and the shards that you have taken and not
-    reported have failed: they are tried again after all others, and given up once they have failed too often. (Errors
-    of EDL that say nothing about a shard, such as a master that is away, count no failure; nor does Ctrl-C.)
+    As an iterator, it reports each shard as done when the next one is taken, and raises `PoisonedShardsError` at the
+    end if shards were given up. If an exception leaves its `with` block, the shards that you have taken and not
+    reported have failed: they are retried after all others, and given up once they have failed too often. (EDL's errors
+    that are unrelated to a shard, such as NoMasterError, count no failure; nor does Ctrl-C.)
 
-    A thread keeps `prefetch` shards at hand, renews the leases while the caller computes, and goes on after the master
-    was started again. Every call that waits for the master may raise `NoMasterError` once the master was away for the
-    client's `timeout_s` of the wait, and every call `ClosedError` after `close`.
+    A thread prefetches `prefetch` shards, renews the leases while the caller computes, and reconnects after a restart
+    of the master. Calls that wait for the master raise `NoMasterError` if it is unreachable for the client's
+    `timeout_s` during the wait, and all calls raise `ClosedError` after `close`.
 
     Args:
         client: Client of the job.
         dataset: Name of the data set at the master. A reader waits until it has been created.
-        holder: Name that people see. Default: the host and the process id.
-        prefetch: Shards at hand in addition to those that the caller has. With fewer a slow worker holds less back;
-            with more a fast one waits less for short shards.
-        samples: The user's own source, for data sets that name none that a worker may open (`load_dataset`).
-        explicit: Report nothing but what `report_done`, `report_failed` and `give_back` are called for.
-        on_poisoned: "raise" or "warn", at the end of the iteration.
+        holder: Displayed name. Default: the host and the process id.
+        prefetch: Prefetched shards, in addition to those that the caller has. With fewer, a slow worker holds fewer
+            back; with more, a fast one waits less for short shards.
+        samples: Your own source, for data sets that name none that a worker may open (`load_dataset`).
+        explicit: Report only by `report_done`, `report_failed` and `give_back`.
+        on_poisoned: "raise" or "warn" at the end of the iteration.
         stuck_s: Seconds after which a shard that the caller does not work on goes to others, with a failure counted. If
-            a shard takes longer, set more, or call `consume` from time to time; `samples` does so with each sample.
-            Shards at hand that the caller does not take in that time go back, with no failure counted.
-        may_leave: Called from time to time while an iterator waits for shards that other readers have. If it returns
-            True, the iteration ends, and others do what comes back.
+            a shard takes longer, raise this, or call `consume` from time to time; `samples` does so with each sample.
+            Prefetched shards that the caller does not take in that time are returned, without a failure.
+        may_leave: Called from time to time while an iterator waits for other readers' shards. If it returns True, the
+            iteration ends, and other readers process returned shards.
 
     Raises:
         SettingsError: An argument is invalid.
@@ -100,52 +100,52 @@ class ShardReader(Resource):
         self._may_leave = may_leave
         self._samples = samples
         self._opened: Dataset | None = None
-        self._taken: dict[int, Shard] = {}  # what the caller has taken and not reported, by lease
-        self._consumed: dict[int, int] = {}  # units of it
-        self._current: Shard | None = None  # the shard that an iterator gave last
-        self._sampling = False  # whether the caller works on the sample of it that was counted last
+        self._taken: dict[int, Shard] = {}  # shards that the caller has taken and not reported, by lease
+        self._consumed: dict[int, int] = {}  # units consumed
+        self._current: Shard | None = None  # the shard that an iterator yielded last
+        self._sampling = False  # whether the caller still works on its last counted sample
         self._conversation = Conversation(client, dataset, self.holder, prefetch, stuck_s)
 
     @property
     def finished(self) -> bool:
-        """Whether the master has no shard left, and will have none."""
+        """Whether the master has no shard left and will have none."""
         return self._conversation.finished
 
     @property
     def by_checkpoint(self) -> bool:
-        """Whether shards are done with a `state_dict`, and not when they are reported. Known once a shard was given."""
+        """Whether shards are done with a `state_dict`, not when they are reported. Known once a shard was received."""
         return self._conversation.by_checkpoint
 
     @property
     def poisoned(self) -> int:
-        """How many shards were given up, as the master said last."""
+        """Number of shards given up, as last reported by the master."""
         return self._conversation.poisoned
 
     @property
     def refused(self) -> int:
-        """How many of this reader's reports the master has refused: the shards were another reader's by then."""
+        """Number of this reader's reports that the master refused: the shards belonged to another reader by then."""
         return self._conversation.refused
 
     @property
     def away_s(self) -> float:
-        """For how many seconds no master has answered this reader; 0.0 while it answers.
+        """Seconds for which no master has answered this reader; 0.0 while one answers.
 
-        For callers of `take` whose timeouts are shorter than the client's `timeout_s`.
+        For callers of `take` with timeouts shorter than the client's `timeout_s`.
         """
         return self._conversation.wait.away_s
 
     def take(self, timeout_s: float = 0.0) -> Shard | None:
-        """Return the next shard, which you must report. Never raises for poisoned shards: see `poisoned`.
+        """Return the next shard, which you must report. Never raises because of poisoned shards: see `poisoned`.
 
         Args:
             timeout_s: Seconds to wait for it.
 
         Returns:
-            The shard; None if there is none yet, or none left (`finished`), or the reader was closed.
+            The shard; None if there is none yet, none is left (`finished`), or the reader was closed.
 
         Raises:
-            LeaseLostError: With commit="checkpoint": the session was lost, and what was read after the last checkpoint
-                goes to other readers. Load the last checkpoint.
+            LeaseLostError: With commit="checkpoint": the session was lost, and data read after the last checkpoint goes
+                to other readers. Load the last checkpoint.
         """
         self._check()
         shard = self._conversation.take(timeout_s)
@@ -175,19 +175,19 @@ class ShardReader(Resource):
         raise StopIteration
 
     def samples(self) -> Iterator[Any]:
-        """Read the shards here.
+        """Read the shards' samples in this process.
 
-        A sample counts as consumed when the next is asked for. After a `break`, call this again to go on in the middle
-        of the shard.
+        A sample counts as consumed when the next one is requested. After a `break`, call this again to continue in the
+        middle of the shard.
 
         Yields:
-            Samples. A shard that cannot be read is reported as failed, and the next one is read.
+            Samples. An unreadable shard is reported as failed, and the next one is read.
 
         Raises:
             SettingsError: The data set cannot be opened here.
             PoisonedShardsError: At the end, unless `on_poisoned` is "warn".
-            Exception: Code of yours that makes the samples raised it. The shard is reported as failed; call this again
-                to go on with the next one.
+            Exception: Your code that makes the samples raised it. The shard is reported as failed; call this again to
+                continue with the next one.
         """
         shard = self._current if self._sampling else None
         while True:
@@ -213,7 +213,7 @@ class ShardReader(Resource):
         if consumed < len(shard):
             rest = dataclasses.replace(shard, start=shard.start + consumed)
             for sample in self._data(rest).read(rest):
-                if shard.id not in self._consumed:  # the caller went back to another position meanwhile
+                if shard.id not in self._consumed:  # meanwhile the caller went back to an earlier position
                     return
                 self._consumed[shard.id] += 1
                 self._conversation.touch(shard)
@@ -226,19 +226,19 @@ class ShardReader(Resource):
 
         Args:
             shard: A shard that this reader gave you.
-            wait: Return when the master has journalled it. Otherwise return at once; a refusal is logged.
+            wait: Return once the master has journalled it. Otherwise return at once; a refusal is logged.
 
         Raises:
-            LeaseLostError: The master refuses it: the lease has expired, and the message says who has the shard now.
+            LeaseLostError: The master refuses it: the lease has expired; the message says who has the shard now.
         """
         self._report(shard, "done", wait=wait)
 
     def report_failed(self, shard: Shard, reason: str, *, wait: bool = True) -> None:
-        """Report that a shard could not be done: another worker tries it, until it has failed too often.
+        """Report a shard as failed: another worker tries it, until it has failed too often.
 
         Args:
             shard: A shard that this reader gave you.
-            reason: Text for people.
+            reason: Human-readable text.
             wait: See `report_done`.
 
         Raises:
@@ -247,7 +247,7 @@ class ShardReader(Resource):
         self._report(shard, "failed", reason or "no reason given", wait=wait)
 
     def give_back(self, shard: Shard, *, wait: bool = True) -> None:
-        """Return a shard that was not done, and has not failed.
+        """Give back a shard that is neither done nor failed.
 
         Args:
             shard: A shard that this reader gave you.
@@ -259,16 +259,16 @@ class ShardReader(Resource):
         self._report(shard, "returned", wait=wait)
 
     def report_all(self, shards: Iterable[Shard], outcome: Outcome, reason: str = "") -> None:
-        """Report several shards, and wait for all of them: a refusal of one does not keep others from being reported.
+        """Report several shards, and wait for all of them: a refused report does not affect the others.
 
         Args:
             shards: Shards that this reader gave you.
             outcome: "done", "failed" or "returned", for all of them.
-            reason: Text for people about a failure.
+            reason: Human-readable text about a failure.
 
         Raises:
-            LeaseLostError: See `report_done`; of one shard or more.
-            NoMasterError: The reports are sent when there is a master again.
+            LeaseLostError: See `report_done`; for one shard or more.
+            NoMasterError: The reports are sent once a master is back.
         """
         self._check()
         reports = [Report(self._forget(shard), outcome, reason) for shard in shards]
@@ -278,14 +278,14 @@ class ShardReader(Resource):
             raise LeaseLostError(f"shards of {self.dataset} no longer belong to this reader: {'; '.join(refused[:8])}")
 
     def consume(self, shard: Shard, units: int) -> None:
-        """Say how far a shard is, for `state_dict` and `stuck_s`. The iterators do that themselves.
+        """Record the progress within a shard, for `state_dict` and `stuck_s`. The iterators do so themselves.
 
         Args:
             shard: A shard that this reader gave you, and that you have not reported yet.
-            units: Number of its units that were used, from its beginning.
+            units: Number of its units that were used, from its start.
 
         Raises:
-            SettingsError: The shard has fewer.
+            SettingsError: The shard has fewer units.
         """
         if not 0 <= units <= len(shard):
             raise SettingsError(f"units={units!r}: the shard has {len(shard)}")
@@ -293,12 +293,12 @@ class ShardReader(Resource):
         self._conversation.touch(shard)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this reader is, for a data set of commit="checkpoint". The master journals it.
+        """Return the position of this reader, for a data set with commit="checkpoint". The master journals it.
 
-        What an iterator has yielded counts as consumed. The master keeps the last 16 positions of a reader.
+        Everything that an iterator has yielded counts as consumed. The master keeps a reader's last 16 positions.
 
         Returns:
-            Plain values, which `load_state_dict` takes in this process or another.
+            Plain values for `load_state_dict`, in this process or another.
 
         Raises:
             SettingsError: The data set has commit="report": there is nothing to go back to.
@@ -320,14 +320,14 @@ class ShardReader(Resource):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to where a reader was: what it read afterwards is given again, to any reader that asks.
+        """Go back to a reader's saved position: data that it read afterwards is handed out again, to any reader.
 
         Args:
-            state: What `state_dict` returned.
+            state: The result of `state_dict`.
 
         Raises:
-            SettingsError: The state is of another data set, not a reader's, or no longer kept by the master.
-            ConflictError: Another reader has resumed at it.
+            SettingsError: The state is for a different data set, not from a reader, or no longer kept by the master.
+            ConflictError: Another reader has resumed from it.
         """
         self._check()
         _check_position(state)
@@ -337,10 +337,10 @@ class ShardReader(Resource):
         self._go_back(state["holder"], state["session"], state["mark"])
 
     def start_over(self) -> None:
-        """Go back to before all that readers of this holder's name have read: for a process that finds no checkpoint.
+        """Go back to before everything that readers of this holder's name have read, if a process finds no checkpoint.
 
-        Otherwise, what an earlier life of the process marked would count as done though its first checkpoint never
-        reached the disk. The holder's name must be the same in each life of the process, and no other's: its rank, say.
+        Otherwise, positions saved by an earlier run would count as done although its first checkpoint never reached the
+        disk. The holder's name must be unique and the same in each run of the process: its rank, for example.
 
         Raises:
             ConflictError: A reader of this name is alive.
@@ -357,22 +357,22 @@ class ShardReader(Resource):
         self._conversation.resume(holder, session, mark)
 
     def _report_current(self) -> None:
-        """Report the shard that the iterator gave last as done."""
+        """Report the shard that the iterator yielded last as done."""
         shard, self._current = self._current, None
         self._sampling = False
         if shard is not None:
             self._report(shard, "done", wait=False)
 
     def _fail(self, shards: Iterable[Shard], exc: Exception) -> None:
-        """Report shards that the caller has as failed, from the units on that are not known to be done."""
+        """Report the caller's shards as failed, from the first unit that is not known to be done."""
         self._check()
         reason = str(exc) if isinstance(exc, SourceError) else f"{type(exc).__name__}: {exc}"
         for shard in shards:
             units = self._consumed.get(shard.id, 0)
             if shard is self._current and self._sampling:
-                units -= 1  # the last sample was in work
+                units -= 1  # the last sample was being processed
             elif shard is self._current and units == len(shard):
-                units = 0  # given by the iterator, and it is not known how far the caller came
+                units = 0  # yielded by the iterator, and the caller's progress is unknown
             logger.warning("shard %d of %s failed at unit %d: %s", shard.shard, self.dataset, units, reason)
             self._conversation.tell(Report(self._forget(shard), "failed", reason, units))
         self._current = None
@@ -394,15 +394,15 @@ class ShardReader(Resource):
         if not self.poisoned:
             return
         text = (
-            f"{self.poisoned} shards of {self.dataset} were given up after they failed again and again: "
-            f"`edl status {self._client.job}` says why, and retry_poisoned() puts them back"
+            f"{self.poisoned} shards of {self.dataset} were given up after repeated failures: "
+            f"`edl status {self._client.job}` says why, and retry_poisoned() requeues them"
         )
         if self._on_poisoned == "raise":
             raise PoisonedShardsError(text)
         logger.warning("%s", text)
 
     def _data(self, shard: Shard) -> Dataset:
-        """Return the data set, opened here, with this shard in it."""
+        """Return the data set, opened in this process, with this shard in it."""
         if self._opened is None:
             self._opened = load_dataset(self._conversation.spec, samples=self._samples)
         if not self._opened.covers(shard):
@@ -412,11 +412,11 @@ class ShardReader(Resource):
         return self._opened
 
     def close(self, *, commit: bool = False) -> None:
-        """Give open shards back, with no failure counted, and end the session. May be called twice.
+        """Return open shards, with no failure counted, and end the session. May be called twice.
 
         Args:
-            commit: With commit="checkpoint": count what was reported after the last `state_dict` as done. Default: it
-                goes to others, also at the end of the iteration, since no checkpoint covers it.
+            commit: With commit="checkpoint": count shards reported after the last `state_dict` as done. By default they
+                go to other readers, even at the end of the iteration, since no checkpoint covers them.
         """
         if self._pid == os.getpid() and not self._closed:
             self._conversation.commit = commit
@@ -435,7 +435,7 @@ class ShardReader(Resource):
 
 
 def _check_position(state: object) -> None:
-    """Raise SettingsError for what `ShardReader.state_dict` has not returned."""
+    """Raise SettingsError if `state` did not come from `ShardReader.state_dict`."""
     found = state if isinstance(state, Mapping) else {}
     mark = found.get("mark")
     if (

@@ -1,7 +1,7 @@
-"""The calls that users of ElasticDL and DLRover know, as a thin layer over `ShardReader`.
+"""The API of ElasticDL and DLRover, as a thin layer over `ShardReader`.
 
-Names and meanings are those of DLRover's `ShardingClient` and `IndexShardingClient` (dlrover/python/elastic_agent/
-sharding/client.py) and of ElasticDL's `DataShardService`, from which they come. Docstrings say where they differ.
+Names and semantics are those of `ShardingClient` and `IndexShardingClient` in DLRover's
+elastic_agent/sharding/client.py and of ElasticDL's `DataShardService`, their origin. Docstrings note differences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from edl.master.client.shard_reader import ShardReader
 
 
 class IndexRange(NamedTuple):
-    """What `fetch_shard` returns: the samples [start, end) of the data set `name`."""
+    """Result of `fetch_shard`: the samples [start, end) of the data set `name`."""
 
     name: str
     start: int
@@ -28,21 +28,21 @@ class IndexRange(NamedTuple):
 
 
 class ShardingClient(ShardReader):
-    """A `ShardReader` of sample numbers, which are reported batch by batch. Thread-safe.
+    """A `ShardReader` of sample indices, which are reported batch by batch. Thread-safe.
 
     Args:
         client: Client of the job.
-        dataset_name: Name of the data set, which is created if it is not there.
+        dataset_name: Name of the data set, which is created if it does not exist.
         batch_size: Samples in a batch.
         num_epochs: Passes over the data.
         dataset_size: Samples in the data set.
         shuffle: Shuffle the shards of each epoch.
         num_minibatches_per_shard: Batches in a shard.
-        holder: Name that people see.
+        holder: Displayed name.
 
     Raises:
         SettingsError: An argument is invalid.
-        ConflictError: Another data set has the name.
+        ConflictError: A different data set has the name.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class ShardingClient(ShardReader):
         self._epoch = 0
 
     def fetch_shard(self) -> IndexRange | None:
-        """Wait for a shard, whose samples you report with `report_batch_done`.
+        """Wait for a shard; report its samples with `report_batch_done`.
 
         Returns:
-            The shard; None if there is none left.
+            The shard; None if none is left.
 
         Raises:
-            PoisonedShardsError: There is none left, and some were given up.
+            PoisonedShardsError: None is left, and some were given up.
         """
         self._check()
         shard = next(self, None)
@@ -87,10 +87,10 @@ class ShardingClient(ShardReader):
         return IndexRange(self.dataset, shard.start, shard.stop)
 
     def fetch_sample_index(self) -> int | None:
-        """Wait for the number of a sample.
+        """Wait for the index of a sample.
 
         Returns:
-            The number; None if there is none left (DLRover raises StopIteration).
+            The index; None if none is left (DLRover raises StopIteration).
 
         Raises:
             PoisonedShardsError: See `fetch_shard`.
@@ -106,17 +106,17 @@ class ShardingClient(ShardReader):
                 self._indices.extend(range(shard.start, shard.end))
 
     def report_batch_done(self, batch_size: int | None = None) -> bool:
-        """Count the samples of a batch as done, in the order in which the shards were fetched.
+        """Mark the samples of a batch as done, in the order in which the shards were fetched.
 
         Args:
             batch_size: Samples in this batch. Default: the client's `batch_size`.
 
         Returns:
-            Whether they finished a shard, which was reported: the master has journalled it.
+            Whether they finished a shard; its report is then in the master's journal.
 
         Raises:
-            LeaseLostError: A shard was another reader's by then; the others are reported.
-            NoMasterError: The shards are reported when there is a master again.
+            LeaseLostError: A shard belonged to another reader by then; the others are reported.
+            NoMasterError: The shards are reported once a master is back.
         """
         self._check()
         finished: list[Shard] = []
@@ -135,10 +135,10 @@ class ShardingClient(ShardReader):
         return bool(finished)
 
     def report_all_task_error(self, err_msg: str) -> None:
-        """Report all shards that were fetched and not finished as failed.
+        """Report all fetched, unfinished shards as failed.
 
         Args:
-            err_msg: Reason, for people.
+            err_msg: Human-readable reason.
 
         Raises:
             LeaseLostError: See `report_batch_done`.
@@ -150,19 +150,19 @@ class ShardingClient(ShardReader):
         return self._epoch
 
     def get_shard_checkpoint(self) -> str:
-        """Return what is done of the data set, as JSON for `restore_shard_from_checkpoint`."""
+        """Return the progress of the data set, as JSON for `restore_shard_from_checkpoint`."""
         progress = base64.b64encode(self._client.progress(self.dataset)).decode()
         return json.dumps({"dataset_name": self.dataset, "progress": progress})
 
     def restore_shard_from_checkpoint(self, shard_checkpoint: str) -> None:
-        """Put the data set back to where it was, for all workers; shards that any of them has are given again.
+        """Reset the data set to earlier progress, for all workers; shards that any of them has are handed out again.
 
         Args:
-            shard_checkpoint: What `get_shard_checkpoint` returned.
+            shard_checkpoint: The result of `get_shard_checkpoint`.
 
         Raises:
-            SettingsError: It is another data set's, or not a checkpoint.
-            ProtocolError: Its progress is damaged.
+            SettingsError: It is for a different data set, or not a checkpoint.
+            ProtocolError: Its progress is corrupt.
         """
         try:
             found = json.loads(shard_checkpoint)

@@ -1,4 +1,4 @@
-"""Samples of a job's shards as a data set for PyTorch's `DataLoader`, with its workers."""
+"""Samples of a job's shards as a data set for PyTorch's `DataLoader` and its workers."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ["ShardDataset"]
 
 
 class ShardDataset(torch.utils.data.IterableDataset[Any]):
-    """Samples of the shards that the master gives to this process. Every worker of a `DataLoader` is a reader.
+    """Samples of the shards that the master gives this process. Every worker of a `DataLoader` is a reader.
 
-    Nothing is opened before the first sample is asked for, and then in the process that asks: each worker makes a
-    channel of its own. A shard is reported done when the sample after its last is asked for. With workers that is when
-    the loader has its samples, not when the training loop has them: if a process is killed, the training may lose
-    `num_workers * prefetch_factor` batches. If each sample must count once, iterate over a `ShardReader` in the
-    training process; data sets of commit="checkpoint" are refused here.
+    Nothing is opened until the first sample is requested, and then in the requesting process: each worker opens its own
+    channel. A shard is reported done when the sample after its last one is requested. With workers, that is when the
+    loader has its samples, not when the training loop has them: if a process is killed, training may lose `num_workers
+    * prefetch_factor` batches. If each sample must count once, iterate over a `ShardReader` in the training process;
+    data sets of commit="checkpoint" are refused here.
 
     A sample that raises an error here fails its shard. An error in code around this data set, such as a `collate_fn` or
-    the training loop, is not seen here: the shard goes back, with no failure counted.
+    the training loop, is not visible here: the shard is requeued, with no failure counted.
 
     Args:
         job: Name of the job.
         dataset: Name of the data set at the master.
-        store: URL of the Store in which the job's masters compete. Default: the one that the environment names.
+        store: URL of the Store in which the job's masters compete. Default: from the environment.
         endpoint: `host:port` of the master, instead of a Store.
-        timeout_s: Seconds to wait for a master that is away.
-        credentials: Certificates and tokens. Default: those that the environment names.
-        prefetch: Shards that each reader keeps at hand.
+        timeout_s: Seconds to wait for an unreachable master.
+        credentials: Certificates and tokens. Default: from the environment.
+        prefetch: Shards that each reader prefetches.
         samples: See `ShardReader`.
-        holder: Prefix of the name that people see; the host, the process and the worker's number follow.
+        holder: Prefix of the displayed name; the host, the process and the worker's number follow.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
         Raises:
             SettingsError: The data set has commit="checkpoint".
             PoisonedShardsError: At the end, if shards were given up.
-            NoMasterError: The master was away for `timeout_s`.
-            Exception: Code of yours that makes the samples raised it. The shard is reported as failed.
+            NoMasterError: The master was unreachable for `timeout_s`.
+            Exception: Your code that makes the samples raised it. The shard is reported as failed.
         """
         worker = torch.utils.data.get_worker_info()
         host = socket.gethostname()
@@ -87,7 +87,7 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
             for sample in reader.samples():
                 if reader.by_checkpoint:
                     raise SettingsError(
-                        f'{self._dataset} has commit="checkpoint": its shards are done when a checkpoint holds the '
+                        f'{self._dataset} has commit="checkpoint": its shards are done when a checkpoint contains the '
                         "reader's position, and a ShardDataset has none. Iterate over a ShardReader in the training "
                         'process, or create the data set with commit="report"'
                     )
@@ -95,10 +95,10 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
 
 
 def _has_sibling_shards(client: MasterClient, dataset: str, loader: str) -> bool:
-    """Whether other workers of the loader have shards.
+    """Return whether other workers of the loader have shards.
 
     A loader takes batches from its workers in turn. If a worker waited for shards that its siblings have, the loader
-    would never ask the siblings. So it ends, and they go on without it.
+    would never ask the siblings. So it ends, and they continue without it.
     """
     datasets = client.status()["datasets"]
     holders = [holder for found in datasets if found["name"] == dataset for holder in found["holders"]]

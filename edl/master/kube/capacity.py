@@ -1,8 +1,8 @@
-"""Idle capacity of a cluster: nodes and pods as JSON -> `ClusterCapacity`, which says how many of a pod would fit.
+"""Idle capacity of a cluster: nodes and pods as JSON -> `ClusterCapacity`, which counts how many equal pods would fit.
 
-Amounts are whole thousandths, so that sums are exact and comparisons cheap: Kubernetes schedules by nothing smaller (a
+Amounts are whole thousandths, so that sums are exact and comparisons cheap: Kubernetes schedules in no smaller unit (a
 CPU's `1m`). `CapacityWatch` follows nodes and pods, and needs the read-only ClusterRole `edl-capacity` (list and watch
-of both); all else is pure. Without the role capacity is unknown. The log says so once, and the watch retries every few
+both); all else is pure. Without the role, capacity is unknown. The log says so once, and the watch retries every few
 seconds, so a role added later is noticed. Who gets idle capacity is decided in `edl.master.scaling.arbitration`.
 """
 
@@ -32,18 +32,18 @@ Amounts = Mapping[str, int]
 """Resource name -> thousandths."""
 
 ONE: Final = 1000
-"""A whole one of a resource."""
+"""One whole unit of a resource."""
 PODS: Final = "pods"
-"""The resource of which every pod takes one without a request."""
+"""The resource of which every pod takes one without requesting it."""
 
 
 def parse_allocatable(quantities: Mapping[str, Any]) -> Amounts:
-    """Return the amounts of a node, rounded down; ValueError if a quantity is invalid."""
+    """Return a node's amounts, rounded down; ValueError if a quantity is invalid."""
     return {name: math.floor(parse_quantity(value) * ONE) for name, value in quantities.items()}
 
 
 def parse_requests(resources: Mapping[str, Any]) -> dict[str, int]:
-    """Return a container's requests, rounded up; a limit without a request is a request. ValueError as above."""
+    """Return a container's requests, rounded up; a limit without a request counts as one. ValueError as above."""
     asked = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
     return {name: math.ceil(parse_quantity(value) * ONE) for name, value in asked.items()}
 
@@ -57,8 +57,8 @@ def add_amounts(total: dict[str, int], more: Amounts, sign: int = 1) -> None:
 def pod_requests(spec: Mapping[str, Any]) -> Amounts:
     """Return the requests of a pod as the scheduler counts them; ValueError if a quantity is invalid.
 
-    Containers and sidecars (init containers that are restarted for ever) run together; other init containers run one
-    after another before, together with the sidecars that have started. So a pod needs the larger of the two, and the
+    Containers and sidecars (init containers that are restarted for ever) run together; other init containers run before
+    them, one after another, beside the sidecars already started. So a pod needs the larger of the two, plus the
     overhead of its runtime class. Pod-level resources in `spec.resources` replace the sum:
     https://kubernetes.io/docs/concepts/workloads/pods/init-containers/#resource-sharing-within-containers.
     """
@@ -87,7 +87,7 @@ def _raise_to(amounts: dict[str, int], other: Amounts) -> None:
 
 
 _REPELLING: Final = frozenset({"NoSchedule", "NoExecute"})
-"""Effects that keep a pod away; `PreferNoSchedule` only makes a node less liked."""
+"""Effects that keep a pod away; `PreferNoSchedule` is only a preference."""
 
 
 def _is_tolerated(taint: Mapping[str, Any], toleration: Mapping[str, Any]) -> bool:
@@ -102,7 +102,7 @@ def _is_tolerated(taint: Mapping[str, Any], toleration: Mapping[str, Any]) -> bo
 
 @dataclass(frozen=True)
 class PlacementRules:
-    """Where a pod may run, by its spec; `terms` are those of its required node affinity, of which any is enough."""
+    """Where a pod may run, by its spec; `terms` are those of its required node affinity, of which one must match."""
 
     selector: Mapping[str, str]
     terms: tuple[Mapping[str, Any], ...] | None
@@ -129,7 +129,7 @@ class PlacementRules:
 
 
 def _is_met(term: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> bool:
-    """Return whether all requirements of a term are met; a term without any matches no node."""
+    """Return whether all requirements of a term are met; an empty term matches no node."""
     expressions, fields = term.get("matchExpressions") or (), term.get("matchFields") or ()
     if not expressions and not fields:
         return False
@@ -139,13 +139,13 @@ def _is_met(term: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> bo
 
 
 def _holds(rule: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Return whether a requirement holds; one with an operator that is not known does not."""
+    """Return whether a requirement holds; one with an unknown operator does not."""
     check = _OPERATORS.get(rule.get("operator", ""))
     return check is not None and check(labels.get(rule.get("key", "")), rule.get("values") or [])
 
 
 def _compare(value: str | None, values: list[str]) -> int | None:
-    """Return the sign of a label's number less the rule's; None where either is none."""
+    """Return the sign of a label's number minus the rule's; None if either is not a number."""
     try:
         difference = int(value or "") - int(values[0])
     except (ValueError, IndexError):
@@ -166,7 +166,7 @@ _OPERATORS: Final[Mapping[str, Callable[[str | None, list[str]], bool]]] = {
 
 @dataclass(frozen=True)
 class NodeCapacity:
-    """A node; `usable` if new pods can start there at all: it is ready, not cordoned, and not being deleted."""
+    """A node; `usable` if new pods can start on it: it is ready, not cordoned, and not being deleted."""
 
     name: str
     allocatable: Amounts
@@ -192,7 +192,7 @@ class NodeCapacity:
 
 
 _ENDED: Final = frozenset({"Succeeded", "Failed"})
-"""Phases in which a pod holds nothing."""
+"""Phases in which a pod holds no resources."""
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def refuse_shapes() -> Iterator[None]:
     try:
         yield
     except (AttributeError, TypeError) as exc:
-        raise ValueError(f"a field is not what the API has there: {exc}") from exc
+        raise ValueError(f"a field does not match the API: {exc}") from exc
 
 
 @dataclass(frozen=True)
@@ -209,12 +209,12 @@ class PodClaim:
     """The resources that a pod holds or waits for.
 
     Attributes:
-        nominated_node: where the scheduler makes room for it; empty for nowhere.
-        priority: None before admission has written it.
-        created: as the API has it; earlier texts are earlier times.
+        nominated_node: node on which the scheduler makes room for it; empty for none.
+        priority: None before admission sets it.
+        created: in the API's format; earlier texts are earlier times.
         ended: its containers have ended for good, and it holds nothing.
-        deleting: with a node it holds its resources until it is gone; without one it waits for nothing.
-        gated: the scheduler does not look at it yet.
+        deleting: with a node, it holds its resources until it is gone; without one, it waits for nothing.
+        gated: the scheduler does not consider it yet.
     """
 
     uid: str
@@ -261,7 +261,7 @@ class PodClaim:
 
     @property
     def waits(self) -> bool:
-        """Whether the scheduler looks for a node for it."""
+        """Whether the scheduler is looking for a node for it."""
         return not (self.node or self.ended or self.deleting or self.gated)
 
     @cached_property
@@ -277,13 +277,13 @@ GPU: Final = "nvidia.com/gpu"
 class ClusterCapacity:
     """A cluster's nodes and pods at a moment. Immutable.
 
-    A node's free amount is its allocatable amount, less the requests of pods that are on it and have not ended (a pod
-    that is being deleted counts until it is gone), less those of pods that the scheduler has nominated for the node.
-    Other waiting pods come first as well, by priority and age: each takes the first node with room that it may run on.
-    A pod that fits nowhere takes nothing.
+    A node's free amount is its allocatable amount, minus the requests of pods on it that have not ended (a pod being
+    deleted counts until it is gone), minus those of pods that the scheduler has nominated for the node. Other waiting
+    pods also take precedence, by priority and age: each takes the first node with room that it may run on. A pod that
+    fits nowhere takes nothing.
 
-    Not modelled, so that a pod may wait although it fits here: affinity and spreading among pods, host ports, volumes
-    that are bound to nodes, devices claimed by DRA, quotas, resources that are resized in place, and preemption.
+    Not modelled, so a pod may wait although it fits here: affinity and spreading among pods, host ports, volumes bound
+    to nodes, devices claimed by DRA, quotas, in-place resizing of resources, and preemption.
     """
 
     def __init__(self, nodes: Iterable[NodeCapacity], pods: Iterable[PodClaim]) -> None:
@@ -314,12 +314,12 @@ class ClusterCapacity:
         return ClusterCapacity(self._nodes.values(), [pod for pod in self._pods.values() if pod.uid not in uids])
 
     def shows(self, uid: str, node: str) -> bool:
-        """Whether a pod is known here, on that node; otherwise this is older than the pod."""
+        """Whether a pod is known here, on that node; otherwise this capacity is older than the pod."""
         pod = self._pods.get(uid)
         return pod is not None and (not node or pod.node == node)
 
     def count_fitting(self, pod: Mapping[str, Any] | PodClaim, *, ignored: Collection[str] = ()) -> int:
-        """Return how many pods like this could start now, after all pods that wait, but for those `ignored` by uid.
+        """Return how many pods like this could start now, after all waiting pods except those `ignored` by uid.
 
         Raises:
             ValueError: a quantity or a field is invalid.
@@ -332,8 +332,8 @@ class ClusterCapacity:
     def list_devices(self, is_lent: Callable[[PodClaim], bool], resource: str = GPU) -> dict[str, int]:
         """Return how many devices of each usable node jobs can share.
 
-        Idle devices count, and those of lent pods: workers, among which an arbiter shares, and teachers, which give
-        back what they borrowed. Devices for which another pod waits do not.
+        Idle devices count, and those of lent pods: workers, whose GPUs an arbiter shares, and teachers, which return
+        borrowed ones. Devices for which another pod waits do not count.
         """
         held: dict[str, dict[str, int]] = {name: {} for name in self._nodes}
         for pod in self._pods.values():
@@ -356,7 +356,7 @@ class ClusterCapacity:
     def _free(
         self, comes_first: Callable[[PodClaim], bool], held: Mapping[str, Amounts] | None = None
     ) -> dict[str, dict[str, int]]:
-        """Return what is left of each node after the waiting pods that come first."""
+        """Return what is left of each node after the waiting pods that take precedence."""
         held = self._held if held is None else held
         free = {name: dict(node.allocatable) for name, node in self._nodes.items()}
         for name in free:
@@ -364,7 +364,7 @@ class ClusterCapacity:
         for pod in self._nominated:
             if comes_first(pod):
                 add_amounts(free[pod.nominated_node], pod.requests, -1)
-        hopeless: set[str] = set()  # of many pods alike, as those of a job, the first that fits nowhere speaks for all
+        hopeless: set[str] = set()  # of equal pods, such as a job's, the first that fits nowhere decides for all
         for pod in self._waiting:
             if pod.shape in hopeless or not comes_first(pod):
                 continue
@@ -378,25 +378,25 @@ class ClusterCapacity:
 
 
 def _comes_first(pod: PodClaim, claim: PodClaim) -> bool:
-    """Return whether a waiting pod is served before the claim, which waits from now on: all but those below it."""
+    """Return whether a waiting pod is served before the claim, which is the newest: all but those of lower priority."""
     return pod.priority is None or claim.priority is None or pod.priority >= claim.priority
 
 
 def _count_of(requests: Amounts, free: Amounts) -> int:
-    """Return how many pods with these requests there is room for."""
+    """Return how many pods with these requests fit."""
     return max(0, min((free.get(name, 0) // amount for name, amount in requests.items()), default=0))
 
 
 _KEPT_S: Final = 60.0
-"""How long the last capacity counts while the API server does not answer. After that, access was probably withdrawn,
+"""How long the last capacity is valid while the API server does not answer. After that, access was probably withdrawn,
 and capacity is unknown."""
 
 
 class CapacityWatch:
     """Follows nodes and pods of the cluster, until it is closed.
 
-    In a watch's thread, `on_change` is called when capacity may have changed, and `on_pod` with each event of a pod, as
-    `KubeWatch` has it.
+    In a watch's thread, `on_change` is called when capacity may have changed, and `on_pod` with each pod event, as in
+    `KubeWatch`.
     """
 
     def __init__(
@@ -420,11 +420,11 @@ class CapacityWatch:
 
     @property
     def reason(self) -> str:
-        """Why capacity is unknown or old; empty if it is known."""
+        """Why capacity is unknown or stale; empty if it is current."""
         return self._node_watch.stale or self._pod_watch.stale
 
     def current(self) -> ClusterCapacity | None:
-        """Return the capacity, rebuilt if something has changed; None if it is unknown."""
+        """Return the capacity, rebuilt after changes; None if it is unknown."""
         with self._lock:
             if not (self._nodes.known and self._pods.known):
                 return None
@@ -462,20 +462,20 @@ class CapacityWatch:
             before, self._reason = self._reason, self.reason
         if self._reason != before:
             what = f"is not known: {self._reason}" if self._reason else "is known"
-            logger.info("what is idle in the cluster %s", what)
+            logger.info("idle capacity of the cluster %s", what)
         self._on_change()
 
 
 class _Parsed(Generic[T]):
-    """Objects of a watch, each read once: what cannot be read is left out."""
+    """Objects of a watch, each parsed once; unreadable ones are skipped."""
 
     def __init__(self, parse: Callable[[Object], T]) -> None:
         self._parse = parse
         self.found: dict[str, T] = {}
-        self.known = False  # taken from the watch, which has listed them a moment before
+        self.known = False  # whether the watch has listed its objects
 
     def take(self, change: str, obj: Object | None, watch: KubeWatch) -> bool:
-        """Take an event; return whether it changes anything, which a node's heartbeat does not."""
+        """Take an event; return whether it changes anything; a node's heartbeat does not."""
         if obj is None:
             self.known = True
             self.found = {}
@@ -492,7 +492,7 @@ class _Parsed(Generic[T]):
         try:
             self.found[_uid(obj)] = self._parse(obj)
         except ValueError as exc:
-            logger.warning("%s is left out: %s", (obj.get("metadata") or {}).get("name"), exc)
+            logger.warning("%s is skipped: %s", (obj.get("metadata") or {}).get("name"), exc)
 
 
 def _uid(obj: Object) -> str:

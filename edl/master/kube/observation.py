@@ -1,4 +1,4 @@
-"""The input and output of a planner: an `OwnerObservation`, and a `Plan` with the conditions that it writes.
+"""The input and output of a planner: an `OwnerObservation`, and a `Plan` with its conditions.
 
 A planner knows only what is in the observation; only the `Reconciler` carries plans out.
 """
@@ -28,9 +28,9 @@ class Condition:
 def write_conditions(
     before: Sequence[Mapping[str, Any]], conditions: Sequence[Condition], generation: int, now_s: float
 ) -> list[dict[str, Any]]:
-    """Return conditions as `status.conditions` has them. A transition time is kept where the status stays the same.
+    """Return conditions for `status.conditions`. A transition time is kept if the status is unchanged.
 
-    Conditions of `before` that are not named in `conditions` are left out.
+    Conditions of `before` that are missing from `conditions` are dropped.
     """
     former = {str(found.get("type")): found for found in before if isinstance(found, Mapping)}
     written = []
@@ -43,7 +43,7 @@ def write_conditions(
                 "type": condition.type,
                 "status": status,
                 "reason": condition.reason,
-                # Never empty: Kubernetes 1.20 makes null of an empty text in a status that was not there before.
+                # Never empty: Kubernetes 1.20 turns an empty text in a new status into null.
                 "message": condition.message or condition.reason,
                 "lastTransitionTime": since or format_time(now_s),
                 "observedGeneration": generation,
@@ -53,7 +53,7 @@ def write_conditions(
 
 
 def find_condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """Return a condition of a status; empty if it is not there."""
+    """Return a condition of a status; empty if it is missing."""
     conditions = status.get("conditions")
     for found in conditions if isinstance(conditions, list) else []:
         if isinstance(found, Mapping) and found.get("type") == kind:
@@ -63,7 +63,7 @@ def find_condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class PodDeletion:
-    """A pod to delete; another pod of that name stays. `grace_period_s` is None for the pod's own."""
+    """A pod to delete; a different pod of that name is kept. `grace_period_s` is None for the pod's own."""
 
     name: str
     uid: str
@@ -73,7 +73,7 @@ class PodDeletion:
 
 @dataclass(frozen=True)
 class EventNote:
-    """An event for `kubectl describe`; the same event again is counted, not repeated. `pod` is one it is also about."""
+    """An event for `kubectl describe`; repeated events are counted. `pod` is a pod that it is also about."""
 
     type: str
     reason: str
@@ -85,17 +85,17 @@ class EventNote:
 class Plan:
     """What to do about a resource, in the order of the attributes.
 
-    `status` comes first: the outcome of a pod is recorded before the pod goes, so that an operator that is killed in
-    between never forgets why the pod ended, or uses a number twice. Events are shown once the status is written.
+    `status` comes first: the outcome of a pod is recorded before the pod is deleted, so that an operator that is killed
+    in between never forgets why the pod ended, or uses a number twice. Events are shown once the status is written.
 
     Attributes:
-        status: the whole of it; None removes a field.
+        status: the whole status; None removes a field.
         remove: other objects to delete: type and name.
-        apply: other objects as they should be, by server-side apply.
-        create: pods to make; a pod of the resource with that name is as good.
+        apply: other objects to write by server-side apply.
+        create: pods to create; an existing pod of the resource with that name is fine.
         scale_target: replicas for the pool's `scaleTargetRef`; None leaves them unchanged.
         delete_owner: delete the resource itself, `ttlSecondsAfterFinished` after its end.
-        requeue_s: seconds after which to look again in any case; None for never.
+        requeue_s: seconds until the next reconciliation in any case; None for never.
     """
 
     status: Object
@@ -111,7 +111,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class WorkProgress:
-    """How much of a job is done in percent, and seconds that the rest takes, by its master; None if unknown."""
+    """Percentage of a job's work that is done, and seconds for the rest, by its master; None if unknown."""
 
     percentage: int | None = None
     remaining_s: int | None = None
@@ -119,11 +119,11 @@ class WorkProgress:
 
 @dataclass(frozen=True)
 class StoreAnswer:
-    """What a store says about a resource. Reasons are empty if they do not apply.
+    """A store's answer about a resource. Reasons are empty if they do not apply.
 
     Attributes:
-        wanted: useful members; None if unknown. While the store is away, the last answer.
-        stale: why the store's answers are old.
+        wanted: useful number of members; None if unknown. While the store is unreachable, the last answer.
+        stale: why the store's answers are stale.
         refused: why the store is not asked at all.
         unreachable: why the store has not answered for half a minute.
         silent: the store answers, but nobody has written how many are wanted for ten minutes.
@@ -139,7 +139,7 @@ class StoreAnswer:
 
 @dataclass(frozen=True)
 class ScaleTarget:
-    """The Deployment, or the like, that a pool scales. `/scale` does not say how many replicas are ready."""
+    """The Deployment, or similar, that a pool scales. `/scale` does not say how many replicas are ready."""
 
     type: ResourceType
     name: str
@@ -149,7 +149,7 @@ class ScaleTarget:
 
 @dataclass(frozen=True)
 class OwnerObservation:
-    """What is known about a resource at one moment.
+    """The state of a resource at one moment.
 
     Attributes:
         now_s: Unix time.
@@ -158,8 +158,8 @@ class OwnerObservation:
         capacity: idle capacity of the cluster; None if the operator may not see it.
         allocation: workers that arbitration gives this job; None if it takes no part.
         starts_after: job that has waited so long that this one must not start before it; empty for none.
-        service_holder: pool of another namespace that holds this pool's service; empty for none.
-        target: object that `scaleTargetRef` names; None if there is none.
+        service_holder: pool in another namespace that holds this pool's service; empty for none.
+        target: object named by `scaleTargetRef`; None if it does not exist.
     """
 
     now_s: float = 0.0

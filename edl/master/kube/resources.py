@@ -1,8 +1,8 @@
-"""`ElasticJob` and `TeacherPool` as frozen dataclasses, read from the API server's objects; or why they are refused.
+"""Parses `ElasticJob` and `TeacherPool` objects into frozen dataclasses, or says why they are refused.
 
 The CRD's schema checks types and ranges when a resource is written. They are checked here too, because `edl submit`
 shows the same messages before it writes anything, and because a cluster may have an older CRD. Problems are collected,
-so that one look tells all of them.
+so that all are shown at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from edl.quoting import shown
 T = TypeVar("T")
 
 _MOST_COUNT: Final = 2**31 - 1
-"""Of format `int32`."""
+"""The maximum of format `int32`."""
 _EXPECTED: Final[Mapping[type, str]] = {
     str: "must be a string",
     bool: "must be true or false",
@@ -36,7 +36,7 @@ class SpecProblem:
 
 
 class FieldReader:
-    """Reads fields of an object, and collects their problems. `path` is how messages name the object, as `spec`."""
+    """Reads fields of an object, and collects their problems. `path` names the object in messages, such as `spec`."""
 
     def __init__(self, value: object, path: str, problems: list[SpecProblem] | None = None) -> None:
         self.path = path
@@ -46,17 +46,17 @@ class FieldReader:
             self.refuse("InvalidField", "", value, _EXPECTED[dict])
 
     def refuse(self, reason: str, name: str, value: object, what: str) -> None:
-        """Add a problem with a field; an empty name is the object itself."""
+        """Add a problem with a field; an empty name means the object itself."""
         where = f"{self.path}.{name}" if name else self.path
         given = "missing" if value is None else shown(repr(value))
         self.problems.append(SpecProblem(reason, f"{where} is {given}: {what}"))
 
     def has(self, name: str) -> bool:
-        """Whether a field is there and not null."""
+        """Whether a field is present and not null."""
         return self._fields.get(name) is not None
 
     def read(self, name: str, default: T) -> T:
-        """Return a field of the default's type; the default if it is missing or wrong."""
+        """Return a field of the default's type; the default if it is missing or invalid."""
         value = self._fields.get(name)
         if value is None or type(value) is type(default):
             return default if value is None else value
@@ -64,7 +64,7 @@ class FieldReader:
         return default
 
     def read_count(self, name: str, default: T, least: int = 0, most: int = _MOST_COUNT) -> int | T:
-        """Return a whole number; the default if it is missing or wrong."""
+        """Return a whole number; the default if it is missing or invalid."""
         value = self._fields.get(name)
         if value is None or (type(value) is int and least <= value <= most):
             return default if value is None else value
@@ -73,7 +73,7 @@ class FieldReader:
         return default
 
     def read_texts(self, name: str) -> tuple[str, ...]:
-        """Return a list of texts; empty if it is missing or wrong."""
+        """Return a list of strings; empty if it is missing or invalid."""
         value = self._fields.get(name) or []
         if isinstance(value, list) and all(isinstance(part, str) for part in value):
             return tuple(value)
@@ -81,12 +81,12 @@ class FieldReader:
         return ()
 
     def open(self, name: str) -> FieldReader:
-        """Return a reader of an object within this one; a missing object is an empty one."""
+        """Return a reader of a nested object; a missing object counts as empty."""
         value = self._fields.get(name)
         return FieldReader({} if value is None else value, f"{self.path}.{name}", self.problems)
 
     def open_list(self, name: str) -> list[FieldReader]:
-        """Return readers of a list of objects; empty if it is missing or wrong."""
+        """Return readers of a list of objects; empty if it is missing or invalid."""
         value = self._fields.get(name) or []
         if isinstance(value, list):
             path = f"{self.path}.{name}"
@@ -96,7 +96,7 @@ class FieldReader:
 
 
 MOST_MEMBERS: Final = 1000
-"""Members of one resource. The status remembers each of them, and etcd takes 1.5 MB of an object."""
+"""Most members of one resource. The status has a record of each, and etcd limits objects to 1.5 MB."""
 _LONGEST_NAME: Final = 63
 """A label's value has at most 63 characters, and members carry the owner's name as a label."""
 _DNS_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -109,12 +109,12 @@ class MemberOwner:
     Attributes:
         generation: counts changes of `spec`.
         created_s: Unix time of its creation.
-        min_replicas: members that it starts with, and never shrinks below.
-        replicas: what `/scale` wrote, ignored if `scaling` is `auto`; None if nothing did, or if it is the default.
+        min_replicas: number of members that it starts with, and never shrinks below.
+        replicas: the value from `/scale`, ignored if `scaling` is `auto`; None if unset or the default.
         scaling: `auto` if EDL decides the number of members, `external` if only `/scale` does.
-        grace_period_s: seconds a member has to end.
+        grace_period_s: seconds that a member has to end.
         template: its pod template, unchanged.
-        status: the status that was written last.
+        status: the status as last written.
     """
 
     resource_type: ClassVar[ResourceType] = ELASTIC_JOBS
@@ -139,14 +139,14 @@ class MemberOwner:
 
     @property
     def key(self) -> str:
-        """Its name in work queues and logs, as `kubectl` takes it: `elasticjobs/NAMESPACE/NAME`."""
+        """Its name in work queues and logs: `elasticjobs/NAMESPACE/NAME`."""
         return f"{self.resource_type.plural}/{self.namespace}/{self.name}"
 
 
 def _read_owner(
     resource: Mapping[str, Any], spec: FieldReader, *, default_store: str, default_min: int, default_grace_period_s: int
 ) -> dict[str, Any]:
-    """Return the arguments of `MemberOwner`. All metadata but the name is the API server's own, and not checked."""
+    """Return the arguments of `MemberOwner`. All metadata except the name is the API server's, and not checked."""
     found = resource.get("metadata")
     metadata: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
     name = str(metadata.get("name") or "")
@@ -158,7 +158,7 @@ def _read_owner(
     if least > most:
         spec.refuse("MinAboveMax", "minReplicas", least, f"above spec.maxReplicas, {most}: lower it, or raise that")
     replicas = spec.read_count("replicas", None)
-    if replicas == default_min:  # the CRD's default, without which `/scale` would be an error; counts as the minimum
+    if replicas == default_min:  # the CRD's default, without which `/scale` would fail; counts as the minimum
         replicas = None
     scaling = spec.read("scaling", "auto")
     if scaling not in ("auto", "external"):
@@ -177,7 +177,7 @@ def _read_owner(
         "replicas": replicas,
         "scaling": scaling,
         "suspend": spec.read("suspend", False),
-        "store": f"{scheme.lower()}{colon}{rest}",  # as the code compares it; `urlsplit` takes any case
+        "store": f"{scheme.lower()}{colon}{rest}",  # as the code compares it; `urlsplit` accepts any case
         "priority_class_name": spec.read("priorityClassName", ""),
         "queue": spec.read("queue", ""),
         "grace_period_s": spec.read_count("gracePeriodSeconds", default_grace_period_s),
@@ -187,7 +187,7 @@ def _read_owner(
 
 
 def _check_template(spec: FieldReader, arguments: str) -> None:
-    """Add what is wrong with the pod template, which the CRD's schema leaves open."""
+    """Add problems of the pod template, which the CRD's schema does not check."""
     if not spec.has("template"):
         spec.refuse("NoTemplate", "template", None, "give a pod template whose first container has the image")
         return
@@ -209,12 +209,12 @@ def _check_template(spec: FieldReader, arguments: str) -> None:
 
 
 _UID_CHARS: Final = 8
-"""Characters of a UID in a job's id: 16**8 values, enough to tell jobs of one name apart that follow one another."""
+"""Characters of a UID in a job's id: 16**8 values, enough to distinguish successive jobs of the same name."""
 
 
 @dataclass(frozen=True)
 class MasterSpec:
-    """The job's master, a pod of its own; `args` follow `edl master JOB` in its command line."""
+    """The job's master, in a separate pod; `args` follow `edl master JOB` in its command line."""
 
     enabled: bool = False
     args: tuple[str, ...] = ()
@@ -225,8 +225,8 @@ class ElasticJob(MemberOwner):
     """A training job of 1 to many workers.
 
     Attributes:
-        run: what follows `edl run` in a worker's command line: options, the script, and its own arguments.
-        ignored_edits: edits of the spec that the present run ignores, and what to do; empty for none.
+        run: arguments after `edl run` in a worker's command line: options, the script, and its arguments.
+        ignored_edits: edits of the spec that the present run ignores, and the remedy; empty for none.
     """
 
     resource_type: ClassVar[ResourceType] = ELASTIC_JOBS
@@ -240,7 +240,7 @@ class ElasticJob(MemberOwner):
 
     @property
     def job_id(self) -> str:
-        """What `edl status` and the store call the job: two jobs of one name that follow one another are not one."""
+        """The job's id in `edl status` and the store; successive jobs of the same name have different ids."""
         return f"{self.name}-{self.uid[:_UID_CHARS]}"
 
     @property
@@ -249,9 +249,9 @@ class ElasticJob(MemberOwner):
         return bool(self.status.get("startTime"))
 
     def pin_run(self) -> ElasticJob:
-        """Return the job with the store and checkpoint that its run began with, as its status has them.
+        """Return the job with the store and checkpoint that its run started with, from its status.
 
-        Workers that meet in another store would be a second world of the same job, writing to the same checkpoint.
+        Workers that meet in a different store would be a second world of the same job, writing to the same checkpoint.
         """
         store, checkpoint = self.status.get("store"), self.status.get("checkpoint")
         store = store if isinstance(store, str) and store else self.store
@@ -263,17 +263,17 @@ class ElasticJob(MemberOwner):
             edits.append(f"checkpoint {shown(self.checkpoint or 'none')} in place of {shown(checkpoint or 'none')}")
         if not edits:
             return self
-        text = f"not taken while pods of the job run: {', '.join(edits)}; suspend the job, and resume it without pods"
+        text = f"not applied while pods of the job run: {', '.join(edits)}; suspend the job, and resume it without pods"
         return replace(self, store=store, checkpoint=checkpoint, ignored_edits=text)
 
 
 def parse_elastic_job(resource: Mapping[str, Any], default_store: str = "") -> ElasticJob | tuple[SpecProblem, ...]:
-    """Return the job of a resource, or why it is refused, the most important reason first."""
+    """Parse an ElasticJob; return the job, or why it is refused, the most important reason first."""
     spec = FieldReader(resource.get("spec"), "spec")
     common = _read_owner(resource, spec, default_store=default_store, default_min=1, default_grace_period_s=30)
     run = spec.read_texts("run")
     if not run:
-        spec.refuse("EmptyRun", "run", list(run), 'write what follows `edl run`, such as ["train.py", "--lr", "0.1"]')
+        spec.refuse("EmptyRun", "run", list(run), 'set arguments of `edl run`, such as ["train.py", "--lr", "0.1"]')
     if common["min_replicas"] < 1:
         spec.refuse("InvalidField", "minReplicas", common["min_replicas"], "a job needs 1 worker or more")
     if not common["store"] and not (common["status"].get("startTime") and common["status"].get("store")):
@@ -293,7 +293,7 @@ def parse_elastic_job(resource: Mapping[str, Any], default_store: str = "") -> E
 
 @dataclass(frozen=True)
 class ScaleTargetRef:
-    """The object that a pool scales in place of pods of its own; only its `/scale` is touched."""
+    """The object that a pool scales instead of its own pods; only its `/scale` is changed."""
 
     api_version: str
     kind: str
@@ -305,7 +305,7 @@ class TeacherPool(MemberOwner):
     """Teachers of a service.
 
     Attributes:
-        serve: what follows `edl serve` in a teacher's command line.
+        serve: arguments after `edl serve` in a teacher's command line.
         probe_s: how long a pending teacher may wait for a node while idle capacity is unknown.
     """
 
@@ -320,7 +320,7 @@ class TeacherPool(MemberOwner):
 
 
 def parse_teacher_pool(resource: Mapping[str, Any], default_store: str = "") -> TeacherPool | tuple[SpecProblem, ...]:
-    """Return the pool of a resource, or why it is refused, the most important reason first."""
+    """Parse a TeacherPool; return the pool, or why it is refused, the most important reason first."""
     spec = FieldReader(resource.get("spec"), "spec")
     common = _read_owner(resource, spec, default_store=default_store, default_min=0, default_grace_period_s=10)
     common["priority_class_name"] = common["priority_class_name"] or "edl-teacher"
@@ -330,11 +330,11 @@ def parse_teacher_pool(resource: Mapping[str, Any], default_store: str = "") -> 
         target = _read_target(spec)
         for name in ("template", "serve"):
             if spec.has(name):
-                what = "spec.scaleTargetRef names pods that exist: remove either"
+                what = "spec.scaleTargetRef names existing pods: remove one of the two"
                 spec.refuse("TemplateBesideTarget", name, None, what)
     else:
         if not serve:
-            spec.refuse("EmptyServe", "serve", list(serve), 'write what follows `edl serve`, such as ["model.py:load"]')
+            spec.refuse("EmptyServe", "serve", list(serve), 'set arguments of `edl serve`, such as ["model.py:load"]')
         _check_template(spec, "serve")
     if not common["store"]:
         spec.refuse("NoStore", "store", None, "name the pool's store, or start the operator with --store")
@@ -349,7 +349,7 @@ def parse_teacher_pool(resource: Mapping[str, Any], default_store: str = "") -> 
 
 
 def _read_target(spec: FieldReader) -> ScaleTargetRef:
-    """Read `scaleTargetRef`; `KubeClient` refuses names that would lead to another path of the API."""
+    """Read `scaleTargetRef`; `KubeClient` refuses names that would lead to a different path of the API."""
     target = spec.open("scaleTargetRef")
     values = {name: target.read(name, "") for name in ("apiVersion", "kind", "name")}
     for name, example in zip(values, ("apps/v1", "Deployment", "triton"), strict=True):

@@ -1,6 +1,6 @@
-"""How many teachers and workers a job needs, which job gets what, and who is started again: pure functions.
+"""How many teachers and workers a job needs, which job gets which GPUs, and what is restarted: pure functions.
 
-`advisor` alone has a clock and a Store. What does not belong here: Kubernetes' API, and acting on a decision.
+Only `advisor` has a clock and a Store. What does not belong here: Kubernetes' API, and carrying out decisions.
 """
 
 __all__: list[str] = []

@@ -1,11 +1,11 @@
 """`ScalingAdvisor`: the loop that reads loads, decides, and writes how many teachers and workers are wanted.
 
 A Store's advisors elect a leader (the election `advisor`), which writes `wanted/teachers/SERVICE`; the others stand by,
-and warn if they were given other bounds, which have no effect then. How many workers a job wants is written by the
-advisor that is given a function for it: the advisor of that job's master, while that leads.
+and warn if they were given different bounds, which then have no effect. The number of workers that a job wants is
+written by the advisor that has a function for it: the one of that job's master, while the master leads.
 
-It only says how many are wanted: an operator, or a person, starts and ends teachers. `teachers` and `workers` decide;
-`edl.load_reporting` has the figures.
+It only says how many are wanted: an operator, or a person, starts and ends teachers. `teachers` and `workers` make the
+decisions; `edl.load_reporting` provides the figures.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from edl.quoting import shown
 logger = logging.getLogger(__name__)
 
 _ELECTION = "advisor"
-_MOST_DECISIONS = 20  # that a record keeps: what a person looks back at, some kilobytes
+_MOST_DECISIONS = 20  # kept in a record, for people: a few kilobytes
 _LAST_RETRY_S = 10.0
-"""Between attempts while the Store is away: it is asked again soon after it is back."""
+"""Time between attempts while the Store is unreachable."""
 _COMPARE_S = 10.0
-"""How often an advisor that stands by looks at the bounds of the one that leads."""
+"""How often a standby advisor checks the leader's bounds."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class AdvisorSettings:
     """Settings of an advisor. Durations in seconds."""
 
     teachers: TeacherScalingSettings = field(default_factory=TeacherScalingSettings)
-    interval_s: float = 2.0  # between two looks at all loads
+    interval_s: float = 2.0  # between two readings of all loads
     refresh_s: float = 5.0
-    """After which a record is written again that says nothing new, so that others see that the advisor lives; its
-    reason and figures are as old at most."""
-    ttl_s: float = 10.0  # after which another advisor leads if the leader was lost
+    """After this time an unchanged record is rewritten, so that others see that the advisor is alive; this is also the
+    maximum age of its reason and figures."""
+    ttl_s: float = 10.0  # after which another advisor leads if the leader is lost
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class WorkerAdvice:
 
 
 class ScalingAdvisor:
-    """Writes how many teachers and workers are wanted, in a thread of its own, until it is closed.
+    """Writes how many teachers and workers are wanted, in its own thread, until it is closed.
 
-    A Store that is away is logged once and asked again; what was wanted last stays.
+    An unreachable Store is logged once and retried; the last numbers remain.
 
     Args:
-        store: Store where loads are published and what is wanted is written; stays open when this is closed.
-        settings: What decisions go by; None for the defaults.
-        workers: Returns how many workers a job should have, or None if that cannot be told yet; called in the thread.
-            None for an advisor of teachers only.
+        store: Store where loads are published and results are written; it stays open when this is closed.
+        settings: Settings of the decisions; None for the defaults.
+        workers: Returns how many workers a job should have, or None if that is unknown yet; called in the thread. None
+            for an advisor of teachers only.
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class ScalingAdvisor:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this advisor decides about teachers now."""
+        """Whether this advisor currently decides about teachers."""
         return self._election.is_leader
 
     def wanted(self) -> dict[str, dict[str, Any]]:
-        """Return what this advisor has written last, by key in the Store. From any thread."""
+        """Return the records that this advisor wrote last, by key in the Store. Callable from any thread."""
         found = [*list(self._services.values()), *list(self._jobs.values())]
         return {wanted.key: dict(wanted.record) for wanted in found if wanted.record}
 
     def close(self) -> None:
-        """Step down, and end the thread; what is wanted stays in the Store. Does nothing in a forked child."""
+        """Step down, and end the thread; the records stay in the Store. Does nothing in a forked child."""
         if os.getpid() == self._pid:
             self._loop.close()
             self._election.close()
@@ -126,12 +126,12 @@ class ScalingAdvisor:
             if self._election.is_leader:
                 self._advise_teachers()
             else:
-                self._services = {}  # another leader may decide otherwise in the meantime
+                self._services = {}  # another leader may decide differently in the meantime
                 self._compare_bounds()
             self._advise_workers()
         except DiscoveryError as exc:
             if not self._backoff.failures:
-                logger.warning("loads cannot be read, and what is wanted stays as it is: %s", exc)
+                logger.warning("loads cannot be read, and the wanted numbers stay as they are: %s", exc)
             return self._backoff.next_wait_s()
         except ClosedError:
             return None
@@ -161,10 +161,10 @@ class ScalingAdvisor:
                 continue
             figures = {"demand": observation.demand, "rate": observation.rate}
             self._write(service, decision.count, decision.before, load.live + load.starting, decision.reason, figures)
-            service.state = state  # only now: a decision that could not be written is made again
+            service.state = state  # only now: a decision that could not be written is repeated
 
     def _compare_bounds(self) -> None:
-        """Say once of each advisor that leads with other bounds that this one's have no effect."""
+        """Log once per leader with different bounds that this advisor's bounds have no effect."""
         now_s = time.monotonic()
         if now_s < self._compare_at_s:
             return
@@ -187,7 +187,7 @@ class ScalingAdvisor:
         )
 
     def _restore(self, kind: WantedKind, name: str) -> _Wanted:
-        """Go on from what another advisor wrote, unless it is older than any window."""
+        """Continue from another advisor's record, unless it is older than any window."""
         found = read_wanted(self._store, kind, name)
         if found is None or time.time() - found["time"] > self._settings.teachers.down_s:
             return _Wanted(kind, name, {}, TeacherScalingState(), time.monotonic())
@@ -196,7 +196,7 @@ class ScalingAdvisor:
     def _advise_workers(self) -> None:
         advice = self._workers() if self._workers is not None else None
         if advice is None:
-            self._jobs.clear()  # another master's advisor may write meanwhile
+            self._jobs.clear()  # another master's advisor may write in the meantime
             return
         wanted = self._jobs.get(advice.job)
         if wanted is None:

@@ -1,9 +1,8 @@
-"""What jobs ask of a cluster, what workers are worth to them, and the plan that an arbitration works on.
+"""Jobs' requests to a cluster, the value of workers to them, and the plan that an arbitration works on.
 
-Jobs and nodes are numbers here, in the order that decides between equals. A worker goes to a node with the fewest free
-GPUs that suffice (best fit), of these to the first. Nodes with equally many free GPUs share a bucket, so that this
-takes no search. A bucket is a heap from which a node is removed only when it comes up: its number of free GPUs tells
-whether it still belongs there.
+Jobs and nodes are numbers here, in the order that breaks ties. A worker goes to the first node with the fewest free
+GPUs that suffice (best fit). Nodes with the same number of free GPUs share a bucket, so this takes no search. A bucket
+is a heap with lazy removal: a node's number of free GPUs tells whether it still belongs there.
 """
 
 from __future__ import annotations
@@ -17,48 +16,48 @@ from typing import Final
 from edl.master.scaling.workers import ThroughputModel, compute_realloc_factor
 
 _NO_WORKERS: Final = 0.5
-"""A job without workers counts as if it had this many, since the logarithm of nothing is not finite: its first worker
-is worth what a second is worth in a job that scales perfectly. With less, jobs whose minimum is 0 would take their
-first worker before any other job may grow."""
+"""A job without workers counts as if it had this many, since log 0 is not finite: its first worker is worth as much as
+the second one of a job that scales perfectly. With less, jobs whose minimum is 0 would take their first worker before
+any other job may grow."""
 _LINEAR: Final = ThroughputModel(1.0, 0.0)
 
 
 @dataclass(frozen=True)
 class ArbitrationSettings:
-    """What arbitration among jobs goes by."""
+    """Settings of arbitration among jobs."""
 
     horizon_s: float = 1800.0
-    """No gain is counted further ahead, since by then other jobs have come and gone; also how long a job is assumed to
-    go on that does not say how much is left."""
+    """No gain is counted further ahead, since by then the mix of jobs has changed; also the assumed remaining time of a
+    job that does not report any."""
     patience_s: float | None = 3600.0
-    """Once a job has waited this long, no later job is started before it. Until then its share is not idle: it is lent
-    to jobs that can give it back. None for never."""
+    """Once a job has waited this long, no later job starts before it. Until then its share is not idle: it is lent to
+    jobs that can give it back. None for never."""
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A job, and what it can use. Durations in seconds."""
+    """A job, and the resources that it can use. Durations in seconds."""
 
-    name: str  # unlike all others
+    name: str  # unique
     min_workers: int  # with fewer it does not run; 0 for borrowers such as teachers
-    max_workers: int  # it cannot use more (now: `edl.master.scaling.workers` says how many)
+    max_workers: int  # it cannot use more now (see `edl.master.scaling.workers`)
     gpus: int = 1  # of a worker, all on one node
     priority: int = 0  # pending minima are served from the highest, surplus is reclaimed from the lowest
-    submitted_s: float = 0.0  # when it came: older jobs first, among those of one priority
-    weight: float = 1.0  # what its speedup counts, relative to others'
+    submitted_s: float = 0.0  # time of submission: older jobs first within a priority
+    weight: float = 1.0  # weight of its speedup, relative to others'
     model: ThroughputModel = _LINEAR
-    remaining: float | None = None  # what is left to do, in the unit of `model`'s rates; None if unknown
-    pause_s: float = 30.0  # that a change of its size costs
-    age_s: float = math.inf  # that it has run
+    remaining: float | None = None  # remaining work, in the unit of `model`'s rates; None if unknown
+    pause_s: float = 30.0  # cost of a change of its size
+    age_s: float = math.inf  # how long it has run
     moves: int = 0  # how often its size was changed
-    waited_s: float = 0.0  # for its minimum, without a break
+    waited_s: float = 0.0  # for its minimum, without interruption
 
 
 class _JobValue:
-    """What numbers of workers are worth to a job: weight x log T(n), less what a move costs.
+    """Value of worker counts to a job: weight x log T(n), minus the cost of a move.
 
-    With W left to do, n workers need W / T(n) seconds, and after a move W / T(n') + C. The logarithm of the quotient of
-    the two is the job's speedup by the move, pause and all::
+    With remaining work W, n workers need W / T(n) seconds, and after a move W / T(n') + C. The logarithm of their
+    quotient is the job's log-speedup by the move, including the pause::
 
         log T(n') - log T(n) - log(1 + C / R),  R = W / T(n')
 
@@ -73,7 +72,7 @@ class _JobValue:
         self._pause_s = request.pause_s
         self._remaining = math.inf if request.remaining is None else max(0.0, request.remaining)
         self._horizon_s = settings.horizon_s
-        self._gains: dict[tuple[int, int], float] = {}  # an arbitration asks for each again and again
+        self._gains: dict[tuple[int, int], float] = {}  # an arbitration needs each of them many times
         factor = 1.0
         if math.isfinite(request.age_s):
             factor = compute_realloc_factor(request.age_s, request.moves, request.pause_s)
@@ -85,7 +84,7 @@ class _JobValue:
         return self._weight * math.log(size / (self._a + self._b * size))
 
     def compute_move_cost(self, workers: int) -> float:
-        """Return what a move to n' costs, weight x (log(1 + C / R) - log REALLOC_FACTOR), infinite at a job's end."""
+        """Return the cost of a move to n', weight x (log(1 + C / R) - log REALLOC_FACTOR); infinite at a job's end."""
         if self._pause_s == 0:
             return 0.0
         size = workers or _NO_WORKERS
@@ -94,10 +93,10 @@ class _JobValue:
         return self._weight * (cost + self._damping)
 
     def compute_gain(self, workers: int, more: int) -> float:
-        """Return what n' = `more` workers are worth above n to a job that pauses anyway.
+        """Return the gain from n' = `more` workers over n for a job that pauses anyway.
 
-        The pause is a larger part of what is left where that takes less time: what it costs more with n' than with n is
-        deducted, unless it can never pay.
+        The pause weighs more if less time is left: the extra cost with n' over that with n is deducted, unless it can
+        never pay off.
         """
         found = self._gains.get((workers, more))
         if found is None:
@@ -109,9 +108,9 @@ class _JobValue:
         return found
 
     def find_worthwhile_size(self, workers: int, most: int) -> int | None:
-        """Return the smallest n' above n whose gain exceeds the cost of the move; None if up to `most` there is none.
+        """Return the smallest n' above n, up to `most`, whose gain exceeds the cost of the move; None if there is none.
 
-        The gain less the cost only grows with n', so that a bisection finds it.
+        Gain minus cost only grows with n', so bisection finds it.
         """
         if most <= workers or not self._is_worthwhile(workers, most):
             return None
@@ -129,18 +128,18 @@ class _JobValue:
 
 
 class AllocationPlan:
-    """An allocation in the making. A job that has moved in a pass pays for no further pause in it: it stops once."""
+    """An allocation being built. A job moved several times in a pass is charged for one pause: it stops only once."""
 
     def __init__(
         self, requests: Sequence[JobRequest], settings: ArbitrationSettings, capacities: Sequence[int]
     ) -> None:
-        self.requests = requests  # in the order that decides between equals
+        self.requests = requests  # in the order that breaks ties
         self.settings = settings
         self.gpus = [request.gpus for request in requests]
         self.workers = [0] * len(requests)
         self.of_job: list[dict[int, int]] = [{} for _ in requests]  # node -> workers
         self.on_node: list[dict[int, int]] = [{} for _ in capacities]  # job -> workers
-        self.free = list(capacities)  # below 0 where workers use more than there is, which is mended first of all
+        self.free = list(capacities)  # below 0 if workers use more than exists, which is fixed first
         self.free_gpus = sum(capacities)
         self.steps = 0
         self.exhausted = False  # whether a step was refused
@@ -149,16 +148,16 @@ class AllocationPlan:
         self._values = [_JobValue(request, settings) for request in requests]
         self._buckets: list[list[int]] = [[] for _ in range(max(capacities, default=0) + 1)]
         for node, free in enumerate(capacities):
-            self._buckets[free].append(node)  # ascending, so a heap already
+            self._buckets[free].append(node)  # ascending, so already a heap
         self._log: list[tuple[int, int, int]] = []
         self._surplus = -1, 0
 
     def begin_pass(self) -> None:
-        """Count every job as not yet moved."""
+        """Mark every job as not yet moved."""
         self._moved = [False] * len(self.requests)
 
     def add_workers(self, job: int, node: int, count: int = 1) -> None:
-        """Put workers of a job on a node, or take them from it where `count` is below 0."""
+        """Put workers of a job on a node, or take them away if `count` is negative."""
         for counts, key in ((self.of_job[job], node), (self.on_node[node], job)):
             left = counts.get(key, 0) + count
             if left:
@@ -174,7 +173,7 @@ class AllocationPlan:
         self._log.append((job, node, count))
 
     def mark(self) -> int:
-        """Return where the log of changes stands, for `undo_to`."""
+        """Return the position in the log of changes, for `undo_to`."""
         return len(self._log)
 
     def undo_to(self, mark: int) -> None:
@@ -195,7 +194,7 @@ class AllocationPlan:
         return None
 
     def can_place(self, workers: int) -> bool:
-        """Whether this many steps are left: a decision places at most as many workers as there are GPUs."""
+        """Whether this many steps are left: a decision places at most one worker per GPU."""
         fits = self.steps + workers <= self._most_steps
         self.exhausted = self.exhausted or not fits
         return fits
@@ -224,23 +223,23 @@ class AllocationPlan:
         return self._surplus[1]
 
     def compute_gain(self, job: int, more: int = 1) -> float:
-        """Return what `more` additional workers are worth to a job that pauses anyway."""
+        """Return the gain from `more` additional workers for a job that pauses anyway."""
         now = self.workers[job]
         return self._values[job].compute_gain(now, now + more)
 
     def compute_pause(self, job: int) -> float:
-        """Return what the pause costs that the move of a job brings; 0 for a job that moves anyway."""
+        """Return the cost of the pause for moving a job; 0 for a job that moves anyway."""
         return 0.0 if self._moved[job] else self._values[job].compute_move_cost(self.workers[job])
 
     def find_worthwhile_growth(self, job: int) -> int | None:
-        """Return how many more workers on free GPUs it takes for a job's gain to exceed its pause; None if too many."""
+        """Return how many more workers on free GPUs make a job's gain exceed its pause; None if too many."""
         now, request = self.workers[job], self.requests[job]
         most = min(request.max_workers, now + self.free_gpus // request.gpus)
         size = self._values[job].find_worthwhile_size(now, most)
         return None if size is None else size - now
 
     def price_worker(self, job: int, count: int = 1) -> float:
-        """Return what the `count`-th worker costs that a job with surplus gives; its pause comes with the first."""
+        """Return the cost of the `count`-th worker given up by a job with surplus; the first includes the pause."""
         left = self.workers[job] - count
         loss = self._values[job].compute_gain(left, left + 1)
         return loss + self.compute_pause(job) if count == 1 else loss
@@ -248,20 +247,20 @@ class AllocationPlan:
     def choose_victims(
         self, node: int, needed: int, allowed: Sequence[bool], limit: float | None = None
     ) -> list[int] | None:
-        """Choose workers of a node until `needed` GPUs are free: of least cost, or of the lowest priority first.
+        """Choose workers of a node until `needed` GPUs are free, by cost or by priority, the lowest first.
 
-        Between equals, the youngest job gives.
+        Ties go to the youngest job.
 
         Args:
             node: Where GPUs are needed.
-            needed: How many more than are free.
-            allowed: Whether its surplus may be taken, by job.
-            limit: What the workers must cost less than. None where surplus goes whatever it costs: then by priority,
-                within one by cost, which is infinite for a job whose pause can never pay, such as at its end.
+            needed: GPUs needed beyond the free ones.
+            allowed: Whether each job's surplus may be taken.
+            limit: Upper bound (exclusive) of the workers' cost. None to take surplus whatever it costs: then by
+                priority, then by cost, which is infinite for a job whose pause can never pay off, such as at its end.
 
         Returns:
-            The jobs, in the order in which they give a worker, named once for each; None if surplus of less than the
-            limit does not suffice.
+            The jobs, in the order in which they give up a worker, once per worker; None if surplus below the limit does
+            not suffice.
         """
         gpus, requests, on_node = self.gpus, self.requests, self.on_node[node]
         offers: list[tuple[int, float, int, int]] = []
@@ -286,7 +285,7 @@ class AllocationPlan:
             if count < min(on_node[job], self.get_surplus(job)):
                 price = self.price_worker(job, count + 1) / gpus[job]
                 heapq.heappush(offers, (level, price, number, count + 1))
-        if needed < 0 and len(victims) > 1:  # an earlier choice may be unnecessary, now that a larger worker goes
+        if needed < 0 and len(victims) > 1:  # an earlier choice may be unnecessary after a larger worker
             for job in sorted(victims, key=lambda victim: (limit is None and -requests[victim].priority, gpus[victim])):
                 if needed + gpus[job] <= 0:
                     victims.remove(job)
@@ -294,7 +293,7 @@ class AllocationPlan:
         return victims if limit is None or self._price_victims(victims) < limit else None
 
     def _price_victims(self, victims: Sequence[int]) -> float:
-        """Return what jobs lose that give these workers, pauses included."""
+        """Return the loss of the jobs that give up these workers, pauses included."""
         total, counts = 0.0, dict[int, int]()
         for job in victims:
             counts[job] = counts.get(job, 0) + 1

@@ -1,18 +1,18 @@
-"""Shares GPUs among jobs: a pure function from nodes, jobs and their workers' places to where workers should be.
+"""Shares GPUs among jobs: a pure function from nodes, jobs and current placements to the desired placements.
 
-A decision is made in passes over one plan, each of three steps, until a pass changes nothing.
+A decision takes passes over one plan, each with three steps, until a pass changes nothing.
 
 1. Pending minima, by priority, then age, on free GPUs and on surplus, which is reclaimed from the lowest priority
-   upwards. (Surplus is what a job has above its minimum.)
+   upwards. (Surplus is the workers above a job's minimum.)
 2. Free GPUs, one worker at a time, to the largest weighted gain in log-speedup for each GPU, until none fits. T is
-   concave, and so is log T, also less what a pause costs: the gains of a job only fall, so that taking the largest each
-   time is the best there is for workers of one size (Fox, "Discrete optimization via marginal analysis", Management
-   Science 13, 1966). The sum of log-speedups is what proportional fairness makes largest (Kelly, 1997), and what
-   Pollux's power mean of speedups (OSDI 2021, section 4.2) becomes for p -> 0.
-3. Workers from jobs that lose little to jobs that gain much, wherever the difference exceeds both pauses.
+   concave, and so is log T, even minus the cost of a pause: a job's gains only fall, so taking the largest each time is
+   optimal for workers of one size (Fox, "Discrete optimization via marginal analysis", Management Science 13, 1966).
+   Proportional fairness maximizes the sum of log-speedups (Kelly, 1997), which is also the limit of Pollux's power mean
+   of speedups (OSDI 2021, section 4.2) for p -> 0.
+3. Workers from jobs that lose little to jobs that gain much, if the difference exceeds the cost of both pauses.
 
-Every move gains more than it costs, so that passes end. The last pass changes nothing, and neither would another
-decision: the arbiter run on its own result moves nothing. `edl.master.scaling.workers` decides how many workers a job
+Every move gains more than it costs, so the passes end. The last pass changes nothing, and neither would another
+decision: run on its own result, the arbiter moves nothing. `edl.master.scaling.workers` decides how many workers a job
 can use at all.
 """
 
@@ -26,21 +26,21 @@ from typing import Final
 from edl.master.scaling.allocation_plan import AllocationPlan, ArbitrationSettings, JobRequest
 
 _MAX_NODES_EXAMINED: Final = 30_000
-"""Nodes that an exchange looks at in a pass, some 10 us each. Where workers are of one size the first node does, and no
-pass looks at more nodes than it moves workers; jobs whose workers need whole nodes would look at all of them."""
+"""Most nodes that an exchange checks in a pass, about 10 us each. If all workers have one size, the first node
+suffices, and a pass checks no more nodes than it moves workers; workers of whole nodes would need a check of all."""
 _LEAST_DIFFERENCE: Final = 1e-9
-"""A gain that exceeds a loss by less is rounding: it could be found again in the other direction, and again."""
+"""A gain that exceeds a loss by less than this is rounding: it could be found in the other direction, over and over."""
 
 
 @dataclass(frozen=True)
 class Allocation:
     """Where every job's workers should be."""
 
-    placements: Mapping[str, Mapping[str, int]]  # job -> node -> workers, without those that have none
-    pending: tuple[str, ...]  # jobs that wait for their minimum, in the order in which they are served
-    steps: int  # workers that were placed on the way, at most as many as there are GPUs
-    settled: bool  # nothing more would be moved from here; False if the steps were used up before
-    held_back: Mapping[str, str]  # pending job that has no workers -> the job that has waited so long, to start first
+    placements: Mapping[str, Mapping[str, int]]  # job -> node -> workers, without empty entries
+    pending: tuple[str, ...]  # jobs that wait for their minimum, in the order of service
+    steps: int  # workers placed on the way, at most as many as there are GPUs
+    settled: bool  # another decision would move nothing; False if the steps ran out before
+    held_back: Mapping[str, str]  # pending job without workers -> the long-waiting job that starts first
 
     def count_workers(self, job: str) -> int:
         """Return how many workers a job has."""
@@ -53,14 +53,14 @@ def arbitrate(
     placements: Mapping[str, Mapping[str, int]],
     settings: ArbitrationSettings | None = None,
 ) -> Allocation:
-    """Decide which job has how many workers on which node.
+    """Decide how many workers each job has on each node.
 
     Args:
-        nodes: Name -> GPUs that jobs may use there.
-        jobs: All of them, whether they have workers or not.
-        placements: Job -> node -> workers that it has now; nodes that are not in `nodes` are lost, and jobs that are
-            not in `jobs` have ended.
-        settings: What the decision goes by; None for the defaults.
+        nodes: Name -> GPUs that jobs may use on the node.
+        jobs: All jobs, with or without workers.
+        placements: Job -> node -> current workers; nodes missing from `nodes` are lost, and jobs missing from `jobs`
+            have ended.
+        settings: Settings of the decision; None for the defaults.
     """
     requests = sorted(jobs, key=lambda job: (-job.priority, job.submitted_s, job.name))
     names = sorted(nodes)
@@ -82,9 +82,9 @@ def arbitrate(
         and request.waited_s >= patience_s
         and _could_ever_fit(plan, job)
     ]
-    settled = False  # each pass but two places a worker, and there are as many as GPUs to place
+    settled = False  # every pass but two places a worker, and there are at most as many as GPUs
     while not settled:
-        # Only a pass that every job enters unmoved, as it would another decision, shows that this would change nothing.
+        # Only a pass that every job enters unmoved, as in another decision, shows that that would change nothing.
         fresh = not any(plan.has_moved(job) for job in range(len(requests)))
         served = _admit_pending_jobs(plan, former, impatient)
         grown = _grow_jobs(plan)
@@ -107,11 +107,11 @@ def arbitrate(
 
 
 def _release_impossible_workers(plan: AllocationPlan) -> list[dict[int, int]]:
-    """Take workers from nodes that have fewer GPUs than are used, and from jobs that have too many or too few.
+    """Take workers from nodes with fewer GPUs than are used, and from jobs with too many or too few workers.
 
     A node gives up surplus of the lowest priority first, then minima of the lowest priority, the youngest first. A job
-    that is left with fewer workers than its minimum loses all: it waits with the others, and has its old places back
-    if it is served. Returned are these places, by job: node -> workers.
+    left with fewer workers than its minimum loses all: it waits with the others, and gets its old places back if it is
+    served. Return these places, by job: node -> workers.
     """
 
     def rank(job: int) -> tuple[bool, float, float, int]:
@@ -136,17 +136,16 @@ def _release_impossible_workers(plan: AllocationPlan) -> list[dict[int, int]]:
 
 
 def _admit_pending_jobs(plan: AllocationPlan, former: Sequence[Mapping[int, int]], impatient: Collection[int]) -> bool:
-    """Give every waiting job its minimum that gets it, all of it or nothing; return whether a job was served.
+    """Give waiting jobs their minimum, all of it or nothing; return whether a job was served.
 
-    No job is brought below its minimum. A job that does not fit is passed over, unless it has waited so long that
-    nothing which comes after it may start before it. A job that has lost some of its workers has its `former` places
-    back where they are free.
+    No job falls below its minimum. A job that does not fit is passed over, unless it has waited so long that no later
+    job may start before it. A job that has lost some of its workers gets its `former` places back where they are free.
     """
     waiting = [job for job in range(len(plan.requests)) if plan.is_waiting(job)]
     waiting.sort(key=lambda job: (-plan.requests[job].priority, plan.requests[job].submitted_s, job))
-    refused: list[tuple[int, int]] = []  # gpus, workers: a job that is at least as large in both does not fit either
+    refused: list[tuple[int, int]] = []  # gpus, workers: a job at least as large in both does not fit either
     served = blocked = False
-    # Surplus only shrinks while jobs are served, so that the search for workers of one size goes on where it stopped.
+    # Surplus only shrinks while jobs are served, so the search for workers of one size continues where it stopped.
     searches: dict[int, Iterator[tuple[int, list[int]]]] = {}
     for job in waiting:
         request = plan.requests[job]
@@ -164,7 +163,7 @@ def _admit_pending_jobs(plan: AllocationPlan, former: Sequence[Mapping[int, int]
 def _admit(
     plan: AllocationPlan, job: int, former: Mapping[int, int], searches: dict[int, Iterator[tuple[int, list[int]]]]
 ) -> bool:
-    """Place a job's minimum, or nothing."""
+    """Place a job's whole minimum, or nothing."""
     request = plan.requests[job]
     lacking = request.min_workers * request.gpus - plan.free_gpus
     if lacking > 0 and plan.count_surplus_gpus() < lacking:
@@ -199,9 +198,9 @@ def _admit(
 
 
 def _search_surplus(plan: AllocationPlan, gpus: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield nodes where surplus makes room for a worker, and the jobs that give workers there.
+    """Yield nodes where surplus makes room for a worker, and the jobs that give up workers there.
 
-    Surplus of higher priority is taken only where lower has none. A node comes again for as long as it has surplus.
+    Surplus of higher priority is taken only if lower priorities have none. A node is repeated while it has surplus.
     """
     allowed = [False] * len(plan.requests)
     givers = sorted(
@@ -225,7 +224,7 @@ def _search_surplus(plan: AllocationPlan, gpus: int) -> Iterator[tuple[int, list
 
 
 def _could_ever_fit(plan: AllocationPlan, job: int) -> bool:
-    """Whether a job would fit into the empty cluster; a job that would not delays no other."""
+    """Whether a job would fit into the empty cluster; one that would not delays no other job."""
     request = plan.requests[job]
     slots = 0
     for node, free in enumerate(plan.free):
@@ -239,8 +238,8 @@ def _could_ever_fit(plan: AllocationPlan, job: int) -> bool:
 def _grow_jobs(plan: AllocationPlan) -> bool:
     """Hand out free GPUs; return whether a worker was placed.
 
-    The first workers of a job that has not moved yet come together: as many as it takes for their gain to exceed the
-    pause. If they do not fit, it stays as it is.
+    A job that has not moved yet gets its first workers together: as many as it takes for their gain to exceed the
+    pause. If they do not fit, the job is unchanged.
     """
     if plan.free_gpus == 0:
         return False
@@ -250,7 +249,7 @@ def _grow_jobs(plan: AllocationPlan) -> bool:
     widest = max(plan.free)
     while offers and plan.free_gpus:
         _, job, count = heapq.heappop(offers)
-        # A node for `widest` GPUs was not found before, so it is not now: nothing is freed here.
+        # No node for `widest` GPUs was found before, so none will be now: nothing is freed here.
         if plan.gpus[job] > widest:
             continue
         mark, left = plan.mark(), count
@@ -271,7 +270,7 @@ def _grow_jobs(plan: AllocationPlan) -> bool:
 
 
 def _offer(plan: AllocationPlan, job: int) -> tuple[float, int, int] | None:
-    """Return what a job's next workers are worth per GPU, if it may have any: (minus gain, job, workers)."""
+    """Return the gain per GPU of a job's next workers, if it may have any: (minus gain, job, workers)."""
     if plan.workers[job] >= plan.requests[job].max_workers or plan.is_waiting(job):
         return None
     count = 1 if plan.has_moved(job) else plan.find_worthwhile_growth(job)
@@ -284,13 +283,13 @@ def _offer(plan: AllocationPlan, job: int) -> tuple[float, int, int] | None:
 def _exchange_workers(plan: AllocationPlan) -> bool:
     """Move workers between jobs, one at a time, the largest gain first; return whether a worker was moved.
 
-    It ends when no move gains more than it costs. The sum of the jobs' values grows with every move, so that none is
-    ever taken back.
+    It ends when no move gains more than it costs. The sum of the jobs' values grows with every move, so no move is ever
+    undone.
     """
     surplus = _SurplusJobs(plan)
     receivers = [(-bid / plan.gpus[job], job) for job in range(len(plan.requests)) if (bid := _bid(plan, job)) > 0]
     heapq.heapify(receivers)
-    refused: set[int] = set()  # sizes of workers for which a larger bid than those that are left was refused
+    refused: set[int] = set()  # worker sizes for which a bid larger than the remaining ones was refused
     exchanged = False
     while receivers:
         _, job = heapq.heappop(receivers)
@@ -320,17 +319,16 @@ def _exchange_workers(plan: AllocationPlan) -> bool:
 
 
 def _bid(plan: AllocationPlan, job: int) -> float:
-    """Return what one more worker is worth to a job, its own pause paid; 0 if it may not have one."""
+    """Return a job's gain from one more worker, minus its own pause; 0 if it may not have one."""
     if plan.workers[job] >= plan.requests[job].max_workers or plan.is_waiting(job):
         return 0.0
     return plan.compute_gain(job) - plan.compute_pause(job)
 
 
 class _SurplusJobs:
-    """Jobs with surplus, by what one worker less costs them per GPU; a queue for each size of wanted workers.
+    """Jobs with surplus, by the cost per GPU of losing a worker; one queue per size of requested workers.
 
-    A node without room for workers of one size is not looked at for that size again in this pass: bids for it only
-    fall.
+    A node without room for workers of one size is not checked again for that size in this pass: bids for it only fall.
     """
 
     def __init__(self, plan: AllocationPlan) -> None:
@@ -364,11 +362,11 @@ class _SurplusJobs:
         self._allowed[receiver] = False
         while queue and found is None:
             price, job = queue[0]
-            # A whole worker is given even where less is needed, and none that comes later is cheaper for a GPU.
+            # A whole worker is given even if less is needed, and later ones are no cheaper per GPU.
             if price >= bid:
                 break
             if self._prices.get(job) != price:
-                heapq.heappop(queue)  # its price has changed, and it is in the queue again
+                heapq.heappop(queue)  # its price has changed, and it was queued again
                 continue
             if job == receiver:
                 own = heapq.heappop(queue)
@@ -382,7 +380,7 @@ class _SurplusJobs:
         return found
 
     def _search_nodes(self, job: int, size: int, bid: float) -> tuple[int, list[int]] | None:
-        """Look at the nodes where a job has workers."""
+        """Search the nodes where a job has workers."""
         plan = self._plan
         if self._prices[job] * plan.gpus[job] >= bid:
             return None

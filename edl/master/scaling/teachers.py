@@ -1,4 +1,4 @@
-"""How many teachers a service should have: what its load asks for, and when the wanted number moves.
+"""How many teachers a service should have: the number that its load requires, and when the wanted number changes.
 
 With d the demand of all students and mu the rate of a teacher (`edl.load_reporting`), the number that keeps teachers at
 a utilization u is
@@ -6,18 +6,16 @@ a utilization u is
     N* = ceil(sum d / (u mu))
 
 which is DS2's rule (Kalavri et al., "Three steps is all you need: fast, accurate, automatic scaling decisions for
-distributed streaming dataflows", OSDI 2018): true rates, measured by the time at work, give the number in one step,
-without trying.
+distributed streaming dataflows", OSDI 2018): true rates, measured over busy time, give the number in one step, without
+search.
 
-Between the loads at which the number moves up or down lies a band in which nothing moves, and a move down waits for the
-largest N* of a long window: the tolerance and the stabilization window of Kubernetes' HorizontalPodAutoscaler. What
-moves is the number that is wanted, not the number that is there: a teacher that is wanted and has not come yet counts,
-as one that starts does, so that no teacher is asked for twice. A step up is judged once its teachers are ready, and is
-taken back if it gained too little.
+Between the loads at which the number moves up or down is a band in which nothing moves, and a move down waits for the
+largest N* of a long window, like the tolerance and the stabilization window of Kubernetes' HorizontalPodAutoscaler. The
+wanted number moves, not the present one: a wanted teacher counts before it exists and while it starts, so no teacher is
+requested twice. A step up is judged once its teachers are ready, and is undone if it gained too little.
 
-From any state, constant d and mu lead to three moves at most: a step that is taken back, a step up or down, and none
-after it. Where students wait nearly all the time, d is little more than noise over next to nothing, and the number is
-doubled at most until they do not.
+From any state, constant d and mu lead to three moves at most: a step, its reversal, and a step up or down. If students
+wait nearly all the time, d is mostly noise, and the number is at most doubled until they do not.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ from edl.load_reporting import ServiceLoad
 _ROUNDING = 1e-9
 """Share by which a quotient or a change may exceed a limit through rounding alone."""
 _RECENT_SHARE = 1 / 3
-"""The last part of the time that a demand has to be high, whose largest N* the number moves to. A single look may be
-low by noise, which another step would follow; and the first looks may be high by what a student asks ahead."""
+"""The last part of the time for which demand must be high; the number moves to the largest N* in it. A single reading
+may be low by noise, which would need another step, and the first ones may be high because students prefetch."""
 _NO_TIMES: Mapping[str, Any] = {
     "high_since_s": None,
     "high_recent": (),
@@ -42,7 +40,7 @@ _NO_TIMES: Mapping[str, Any] = {
     "low_since_s": None,
     "low_most": 0,
 }
-"""Fields of a state in which no time is counted."""
+"""Fields of a state in which no timer runs."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +48,26 @@ class TeacherScalingSettings:
     """Settings of the decision about teachers. Durations in seconds.
 
     Raises:
-        SettingsError: the shares leave no band between a move up and a move down, or a value is out of range.
+        SettingsError: the shares leave no band between moves up and moves down, or a value is out of range.
     """
 
-    utilization: float = 0.8  # u, the share of teachers' time in which they compute once there are N* of them
-    up_above: float = 0.9  # more are wanted where the demand is above this share of what they can compute
+    utilization: float = 0.8  # u, the share of time that N* teachers spend computing
+    up_above: float = 0.9  # scale up if demand is above this share of their capacity
     up_s: float = 15.0  # for at least this long
-    down_below: float = 0.7  # fewer are wanted where it is below this share of what one teacher less can compute
+    down_below: float = 0.7  # scale down if it is below this share of the capacity of one teacher less
     down_s: float = 300.0  # for at least this long
-    least_busy_share: float = 0.05  # the demand of a student that is busy for less of its time is noise,
+    least_busy_share: float = 0.05  # the demand of a student that is busy for a smaller share of its time is noise,
     most_growth: float = 2.0  # and then the number of teachers grows by this factor at most
-    least_gain: float = 0.2  # a step up that gains less than this share of the rows that it should is taken back
+    least_gain: float = 0.2  # a step up that gains less than this share of the expected rows is undone
     rates_s: float = 15.0
-    """Time over which rates are taken, and for which they still hold what was before a change. While they fall, the
-    window of a move down starts again."""
-    judge_s: float = 30.0  # from when a step's teachers are ready until it is judged; longer than `rates_s`
-    least_expected: float = 0.15  # a step is judged if it should gain this share of the demand: less is within noise
-    retry_s: float = 60.0  # a step that was taken back is tried again after this time, then after twice that, ...,
+    """Window of the rates, for which they still include the time before a change. While they fall, the window of a move
+    down restarts."""
+    judge_s: float = 30.0  # from the readiness of a step's teachers until it is judged; longer than `rates_s`
+    least_expected: float = 0.15  # a step is judged if its expected gain is this share of the demand: less is noise
+    retry_s: float = 60.0  # an undone step is retried after this time, then after twice that, ...,
     most_retry_s: float = 3600.0  # and at least this often;
-    changed_share: float = 0.2  # sooner, where demand or rate have changed by this share
-    gap_s: float = 30.0  # after this long without an observation all times start again
+    changed_share: float = 0.2  # sooner, if demand or rate have changed by this share
+    gap_s: float = 30.0  # after this long without an observation all timers restart
     least: int = 1  # wanted in any case
     most: int | None = None  # wanted at most; None for no limit
 
@@ -95,20 +93,20 @@ class TeacherScalingSettings:
 
 @dataclass(frozen=True)
 class TeacherObservation:
-    """A service when its number of teachers is decided. Rates are in rows per second."""
+    """A service's state for the decision about its teachers. Rates are in rows per second."""
 
-    now_s: float  # of a monotonic clock
+    now_s: float  # on a monotonic clock
     live: int  # teachers that are ready
-    starting: int  # teachers that will be
+    starting: int  # teachers that are starting
     demand: float  # sum of d
     rate: float | None  # mu
-    rows_per_s: float  # that are computed
-    least_busy_share: float = 1.0  # the smallest share of its time that a student does not wait
-    complete: bool = True  # every student's demand is known: one that waits and can ask for nothing has none
+    rows_per_s: float  # rows that teachers compute
+    least_busy_share: float = 1.0  # the smallest share of its time in which a student does not wait
+    complete: bool = True  # every student's demand is known: one that waits and cannot request anything has none
 
 
 def observe_teachers(load: ServiceLoad, now_s: float) -> TeacherObservation:
-    """Return a service's load as the decision takes it."""
+    """Return a service's load as input for the decision."""
     computed = sum(teacher.rows_per_s or 0.0 for teacher in load.teachers)
     return TeacherObservation(
         now_s=now_s,
@@ -123,11 +121,11 @@ def observe_teachers(load: ServiceLoad, now_s: float) -> TeacherObservation:
 
 
 def required_teachers(observation: TeacherObservation, settings: TeacherScalingSettings | None = None) -> int | None:
-    """Return N*, the number of teachers that would do now, whatever `least` and `most` of the settings are.
+    """Return N*, the number of teachers that would suffice now, regardless of `least` and `most` of the settings.
 
     Returns:
-        N*, at most `most_growth` times the teachers that are ready where students wait nearly all the time; None if
-        there is a demand, and no teacher's rate is known.
+        N*, limited to `most_growth` times the ready teachers if students wait nearly all the time; None if there is
+        demand but no teacher's rate is known.
     """
     settings = settings or TeacherScalingSettings()
     if not observation.demand:
@@ -147,16 +145,16 @@ class ScalingStep:
 
     before: int
     count: int
-    rows_per_s: float  # that were computed before
+    rows_per_s: float  # computed before the step
     ready_since_s: float | None = None  # None while not all of its teachers are ready
 
 
 @dataclass(frozen=True)
 class StepPenalty:
-    """A step up that gained too little and was taken back, with the demand and the rate of then."""
+    """A step up that gained too little and was undone, with the demand and the rate at that time."""
 
-    until_s: float  # no step up is made before
-    failures: int  # steps in a row that were taken back
+    until_s: float  # no step up before this time
+    failures: int  # consecutive undone steps
     demand: float
     rate: float
 
@@ -166,11 +164,11 @@ class TeacherScalingState:
     """The state from one decision to the next."""
 
     wanted: int | None = None
-    at_s: float | None = None  # when it was made
-    high_since_s: float | None = None  # since when the demand is above the band
-    high_recent: tuple[tuple[float, int], ...] = ()  # when and what N* was lately, while it is
-    low_began_s: float | None = None  # since when the demand is below the band
-    low_since_s: float | None = None  # the same, counted from when the rates had stopped to fall
+    at_s: float | None = None  # time of the last decision
+    high_since_s: float | None = None  # since when demand is above the band
+    high_recent: tuple[tuple[float, int], ...] = ()  # recent times and N*, while demand is high
+    low_began_s: float | None = None  # since when demand is below the band
+    low_since_s: float | None = None  # the same, counted from when the rates stopped falling
     low_most: int = 0  # the largest N* since then
     step: ScalingStep | None = None
     penalty: StepPenalty | None = None
@@ -178,7 +176,7 @@ class TeacherScalingState:
 
 @dataclass(frozen=True)
 class TeacherDecision:
-    """How many teachers are wanted, how many were wanted before, and why, in a line for a person."""
+    """How many teachers are wanted, how many were wanted before, and the reason in one line."""
 
     count: int
     before: int
@@ -188,12 +186,12 @@ class TeacherDecision:
 def decide_teachers(
     state: TeacherScalingState, observation: TeacherObservation, settings: TeacherScalingSettings | None = None
 ) -> tuple[TeacherScalingState, TeacherDecision]:
-    """Decide how many teachers a service should have. To be called every few seconds.
+    """Decide how many teachers a service should have. Call it every few seconds.
 
     Args:
-        state: As the decision before returned it; `TeacherScalingState()` at first.
-        observation: What is known of the service.
-        settings: What the decision goes by; None for the defaults.
+        state: As returned by the previous decision; `TeacherScalingState()` at first.
+        observation: The service's present state.
+        settings: Settings of the decision; None for the defaults.
 
     Returns:
         The state for the next decision, and this decision.
@@ -204,7 +202,7 @@ def decide_teachers(
 
 
 class _Decider:
-    """One decision in the making: `state` becomes what the next one remembers."""
+    """Computes one decision: `state` becomes the next one's input."""
 
     def __init__(
         self, state: TeacherScalingState, observation: TeacherObservation, settings: TeacherScalingSettings
@@ -213,7 +211,7 @@ class _Decider:
         self.before = settings.clamp(observation.live + observation.starting) if state.wanted is None else state.wanted
         self._seen = observation
         self._settings = settings
-        self._rate = observation.rate or 0.0  # without a demand the rate plays no part
+        self._rate = observation.rate or 0.0  # without demand the rate does not matter
 
     def decide(self) -> tuple[int, str]:
         """Return how many teachers are wanted, and why."""
@@ -235,7 +233,7 @@ class _Decider:
         self.state = replace(self.state, **fields)
 
     def _follow_clock(self) -> None:
-        """Start all times again after a gap without observations, in which the load is not known."""
+        """Restart all timers after a gap without observations, in which the load is unknown."""
         at_s, now_s, step = self.state.at_s, self._seen.now_s, self.state.step
         if at_s is not None and 0 <= now_s - at_s <= self._settings.gap_s:
             self._change(at_s=now_s)
@@ -243,16 +241,16 @@ class _Decider:
             self._change(at_s=now_s, **_NO_TIMES, step=step and replace(step, ready_since_s=None))
 
     def _decide_blindly(self) -> tuple[int, str]:
-        """Decide without a demand or a rate: a first teacher is the only way to learn more."""
+        """Decide without known demand or rate: only a first teacher can provide them."""
         self._change(**_NO_TIMES)
         if not self.before:
             return 1, "students wait without a teacher"
         if not self._seen.demand:
-            return self.before, "students wait, and can ask for nothing"
+            return self.before, "students wait, and cannot request anything"
         return self.before, "no teacher's rate is known yet"
 
     def _lift_penalty(self) -> None:
-        """Forget steps that were taken back under another demand or rate."""
+        """Forget steps that were undone at a different demand or rate."""
         penalty, share = self.state.penalty, self._settings.changed_share * (1 + _ROUNDING)
         if penalty is not None and (
             abs(self._seen.demand - penalty.demand) > share * penalty.demand
@@ -261,7 +259,7 @@ class _Decider:
             self._change(penalty=None)
 
     def _take_step_back(self) -> str:
-        """Take back a step up whose teachers are ready for a while and gained too little; return why."""
+        """Undo a step up whose teachers have been ready for a while and gained too little; return why."""
         step, seen, settings = self.state.step, self._seen, self._settings
         if step is None:
             return ""
@@ -291,7 +289,7 @@ class _Decider:
         )
 
     def _watch_band(self, required: int) -> None:
-        """Note since when the demand lies above or below the band."""
+        """Record since when demand is above or below the band."""
         now_s, demand, settings = self._seen.now_s, self._seen.demand, self._settings
         since_s: float | None = None
         recent: tuple[tuple[float, int], ...] = ()
@@ -323,7 +321,7 @@ class _Decider:
         if self.state.penalty is not None and seen.now_s < self.state.penalty.until_s:
             left_s = self.state.penalty.until_s - seen.now_s
             return self.before, f"{count} would do, but more teachers gained too little: tried again in {left_s:,.0f} s"
-        if step is not None and step.count == self.before:  # not judged yet: both steps are judged together
+        if step is not None and step.count == self.before:  # not judged yet: judge both steps together
             step = replace(step, count=count, ready_since_s=None)
         else:
             step = ScalingStep(self.before, count, seen.rows_per_s)
@@ -345,7 +343,7 @@ class _Decider:
         return count, f"students {asked}; for {self._settings.down_s:,.0f} s no more than {count} would have done"
 
     def _describe_rest(self) -> str:
-        """Return why nothing is moved."""
+        """Return why the number stays."""
         now_s, demand, state, settings = self._seen.now_s, self._seen.demand, self.state, self._settings
         wanted = self.before
         if not demand and not self._rate:

@@ -1,16 +1,16 @@
-"""Why a worker's process or pod ended, and what is done about it: pure functions.
+"""Why a worker's process or pod ended, and what to do about it: pure functions.
 
-No single source tells why. An exit code of 137 is a SIGKILL by anybody; Kubernetes says `OOMKilled` only where the
+No single source tells why. An exit code of 137 is a SIGKILL from anyone; Kubernetes says `OOMKilled` only if the
 container's first process died of it; a lost node says nothing at all. So `find_termination_cause` weighs the evidence,
-the most specific first: what the agent found out about its hardware, then memory, then what became of the pod and its
-node, and only then exit codes and signals.
+the most specific first: the agent's findings about its hardware, then memory, then the fate of the pod and its node,
+and only then exit codes and signals.
 
-`decide_relaunch` looks the cause, and how many times in a row it happened, up in one table. It is about pods that have
-ended; `edl run` has restarted its workers within the pod before. In a row of the table the cheapest action comes first,
-and what helps a cause comes at once (more memory, another node). Whatever fails this often in a row gets an end, except
-where the cluster took the place: that is not the job's fault and may go on for days.
+`decide_relaunch` looks up the cause, and how many times in a row it happened, in one table. It handles pods that have
+ended; before that, `edl run` has restarted its workers in the pod. In each table row, the cheapest action comes first,
+but a known remedy comes at once (more memory, another node). After the last action the job stops, unless the cluster
+took the place: that is not the job's fault and may go on for days.
 
-The agent writes exit codes and messages in `edl.collective.agent.ending`, not imported here; a test compares the two.
+The agent's exit codes and messages are in `edl.collective.agent.ending`, not imported here; a test compares the two.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from enum import Enum
 from typing import Any, Final
 
 _SIGNAL_BASE: Final = 128
-"""A shell's and Kubernetes' exit code of a process that a signal killed is this and the signal's number."""
+"""For a process killed by a signal, shells and Kubernetes report this plus the signal's number as exit code."""
 _LAST_SIGNAL: Final = 64  # SIGRTMAX on Linux: larger exit codes are a program's own, such as 255
-_MAX_EXIT_CODE: Final = 255  # of a process; an agent wrote nothing larger
-_MAX_KILLS: Final = 2**63  # a kernel's counter has 64 bits
+_MAX_EXIT_CODE: Final = 255  # of a process; agents write nothing larger
+_MAX_KILLS: Final = 2**63  # kernel counters have 64 bits
 
-# What `edl run` ends with.
+# Exit codes of `edl run`.
 _EXIT_FAULTY_NODE: Final = 69  # EX_UNAVAILABLE
 _EXIT_NOT_STORED: Final = 74  # EX_IOERR
 _EXIT_TRY_AGAIN: Final = 75  # EX_TEMPFAIL
@@ -39,19 +39,19 @@ class TerminationCause(Enum):
     """Why a worker's process or pod ended."""
 
     SUCCEEDED = "succeeded"
-    USER_ERROR = "user_error"  # the script raised, or ended with a code of its own
-    OUT_OF_MEMORY = "out_of_memory"  # the kernel killed it, or a process of its own, at its own limit of memory
+    USER_ERROR = "user_error"  # the script raised, or exited with its own code
+    OUT_OF_MEMORY = "out_of_memory"  # the kernel killed it, or a child process, at its memory limit
     KILLED = "killed"  # by SIGKILL from an unknown sender
     CRASHED = "crashed"  # in native code, such as SIGSEGV, SIGBUS or SIGABRT
     PEER_LOST = "peer_lost"  # it lost contact with another worker; the cause is elsewhere
-    PREEMPTED = "preempted"  # it made room for something more important, or was asked to leave (SIGTERM)
-    EVICTED = "evicted"  # the node had too little of something, and the kubelet chose this pod, or refused it
-    NODE_LOST = "node_lost"  # the node is gone, or no longer answers
+    PREEMPTED = "preempted"  # it made room for something more important, or was asked to end (SIGTERM)
+    EVICTED = "evicted"  # the node lacked a resource, and the kubelet evicted this pod, or refused it
+    NODE_LOST = "node_lost"  # the node is gone, or does not answer
     HARDWARE = "hardware"  # a GPU of the node is broken, or the node failed the check before joining
     UNCLEAR_FAULT = "unclear_fault"  # an illegal operation on a GPU: the kernel's own error, or the GPU's
     LAUNCH_FAILED = "launch_failed"  # the container never ran: its image, command, volume or configuration is missing
-    QUORUM_MISSED = "quorum_missed"  # too few nodes came within the deadline
-    NOT_STORED = "not_stored"  # the script ended well, but its last state did not get to storage
+    QUORUM_MISSED = "quorum_missed"  # too few nodes joined within the deadline
+    NOT_STORED = "not_stored"  # the script succeeded, but its last state was not stored
     UNKNOWN = "unknown"
 
 
@@ -61,23 +61,23 @@ class TerminationReport:
 
     exit_code: int | None = None
     """Exit code of the process or container; a signal is negative as in Python, or above 128 as in Kubernetes."""
-    signal: int = 0  # that killed it, if a source says so apart from the exit code; 0 for none
+    signal: int = 0  # that killed it, if a source other than the exit code says so; 0 for none
     oom_kills: int | None = None
-    """Growth of its cgroup's counter `oom_kill` (`edl.cgroups`) since its present processes started. Counted from
-    further back, a kill that the job survived would look like the cause."""
-    agent_cause: str = ""  # what the agent says of its workers: a value of `edl.collective`'s `ExitCause`
+    """Growth of its cgroup's counter `oom_kill` (`edl.cgroups`) since its present processes started. If counted from
+    earlier, a kill that the job survived would look like the cause."""
+    agent_cause: str = ""  # the agent's verdict on its workers: a value of `edl.collective`'s `ExitCause`
     pod_phase: str = ""  # `status.phase`
     pod_reason: str = ""  # `status.reason`, such as `Evicted`
     container_reason: str = ""  # of its terminated or waiting state, such as `OOMKilled` or `ErrImagePull`
     conditions: tuple[str, ...] = ()  # reasons of the pod's conditions that are true, such as `PreemptionByScheduler`
     events: tuple[str, ...] = ()  # reasons of the pod's and its node's events since it started, such as `Preempted`
     node_ready: bool | None = None  # whether its node answers
-    message: str = ""  # the traceback, or what else the user should read
+    message: str = ""  # the traceback, or other text for the user
 
 
 @dataclass(frozen=True)
 class TerminationVerdict:
-    """Why a worker ended, and what tells so, in a line for a person."""
+    """Why a worker ended, and the evidence in one line."""
 
     cause: TerminationCause
     evidence: str
@@ -91,14 +91,14 @@ _BY_AGENT: Final[Mapping[str, TerminationCause]] = {
     "unclear": TerminationCause.UNCLEAR_FAULT,
     "missing": TerminationCause.UNCLEAR_FAULT,
 }
-"""The words of `edl.collective.agent.health.failures.ExitCause`; a test compares the two."""
+"""The values of `edl.collective.agent.health.failures.ExitCause`; a test compares the two."""
 
-# Reasons that Kubernetes gives. Of conditions and pods: https://kubernetes.io/docs/concepts/workloads/pods/disruptions/
-# and k8s.io/api/core/v1; of events: pkg/kubelet/events and the scheduler and the controllers of nodes and taints.
+# Reasons from Kubernetes. For conditions and pods: https://kubernetes.io/docs/concepts/workloads/pods/disruptions/ and
+# k8s.io/api/core/v1; for events: pkg/kubelet/events, the scheduler, and the node and taint controllers.
 _EVICTED: Final = frozenset(
     {
         *("Evicted", "TerminationByKubelet"),
-        # Refused by the kubelet when it came to its node, as after a restart: pkg/kubelet/lifecycle and cm/admission.
+        # Refused by the kubelet on admission, as after a restart: pkg/kubelet/lifecycle and cm/admission.
         *("UnexpectedAdmissionError", "NodeAffinity", "NodePorts", "TopologyAffinityError", "AdmissionFailed"),
     }
 )
@@ -118,12 +118,12 @@ _BY_REASON: Final[Mapping[TerminationCause, frozenset[str]]] = {
             *("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError"),
             *("CreateContainerConfigError", "CreateContainerError", "ContainerCannotRun"),
             *("StartError", "RunContainerError", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"),
-            "InitContainerFailed",  # not of Kubernetes, whose pod only says that it has failed
+            "InitContainerFailed",  # not from Kubernetes, whose pod only says that it has failed
         }
     ),
 }
-"""In the order in which a pod's status is believed."""
-_NO_ROOM_PREFIX: Final = "OutOf"  # and a resource: OutOfcpu, OutOfnvidia.com/gpu
+"""In the order of trust in a pod's status."""
+_NO_ROOM_PREFIX: Final = "OutOf"  # plus a resource: OutOfcpu, OutOfnvidia.com/gpu
 _CRASHES: Final = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 )
@@ -135,7 +135,7 @@ def find_termination_cause(report: TerminationReport) -> TerminationVerdict:
     number, code = _read_exit(report)
     if code == 0 and not number:
         return TerminationVerdict(TerminationCause.SUCCEEDED, "exit code 0")
-    if code == _EXIT_NOT_STORED:  # the job's end as well, which no later loss of the pod makes untrue
+    if code == _EXIT_NOT_STORED:  # also the job's end, which a later loss of the pod does not change
         return TerminationVerdict(TerminationCause.NOT_STORED, f"exit code {code}")
     return (
         _find_by_hardware(report, code)
@@ -146,7 +146,7 @@ def find_termination_cause(report: TerminationReport) -> TerminationVerdict:
 
 
 def _read_exit(report: TerminationReport) -> tuple[int, int | None]:
-    """Return the signal that ended the worker, 0 for none, and its exit code, None where there is none."""
+    """Return the signal that ended the worker, 0 for none, and its exit code, None if there is none."""
     code = report.exit_code
     if report.signal:
         return report.signal, None
@@ -158,7 +158,7 @@ def _read_exit(report: TerminationReport) -> tuple[int, int | None]:
 
 
 def _find_by_hardware(report: TerminationReport, code: int | None) -> TerminationVerdict | None:
-    """Return what the agent found out about the node, which no later loss of the pod makes untrue."""
+    """Return the agent's finding about the node, which a later loss of the pod does not change."""
     if report.agent_cause == "hardware":
         return TerminationVerdict(TerminationCause.HARDWARE, "the agent found a broken GPU")
     if code == _EXIT_FAULTY_NODE:
@@ -169,7 +169,7 @@ def _find_by_hardware(report: TerminationReport, code: int | None) -> Terminatio
 def _find_by_memory(report: TerminationReport, number: int) -> TerminationVerdict | None:
     if report.container_reason == "OOMKilled":
         return TerminationVerdict(TerminationCause.OUT_OF_MEMORY, "the container's status says OOMKilled")
-    # A node short of memory evicts by SIGTERM first; where it kills, the counter grows as well, and the pod says so.
+    # A node short of memory evicts by SIGTERM first; if it kills, the counter grows too, and the pod says so.
     if report.oom_kills and not ({report.pod_reason, *report.conditions} & _EVICTED):
         what = f"its cgroup counts {report.oom_kills} oom_kill" + (f" beside signal {number}" if number else "")
         return TerminationVerdict(TerminationCause.OUT_OF_MEMORY, what)
@@ -177,9 +177,9 @@ def _find_by_memory(report: TerminationReport, number: int) -> TerminationVerdic
 
 
 def _find_by_pod(report: TerminationReport, code: int | None, number: int) -> TerminationVerdict | None:
-    """Return what became of the pod: of reasons in its status first, of events only where its end fits them.
+    """Return the pod's fate: first by reasons in its status, then by events, but only if its end fits them.
 
-    Events outlive what they tell of: a node may have been away for a moment long before the script raised.
+    Events outlive their causes: a node may have been unreachable for a moment long before the script raised.
     """
     status = {report.pod_reason, report.container_reason, *report.conditions}
     for cause, reasons in _BY_REASON.items():
@@ -202,8 +202,8 @@ def _find_by_pod(report: TerminationReport, code: int | None, number: int) -> Te
 def _find_by_exit(report: TerminationReport, code: int | None, number: int) -> TerminationVerdict:
     if code == _EXIT_TRY_AGAIN:
         return TerminationVerdict(TerminationCause.QUORUM_MISSED, f"exit code {code}")
-    # If a signal ended the process, the agent may speak of an earlier end, which the job survived and which must not
-    # stop it. A lost peer and an unclear fault end a process by SIGABRT as well.
+    # If a signal ended the process, the agent's message may be about an earlier end, which the job survived and which
+    # must not stop it. A lost peer and an unclear fault also end a process by SIGABRT.
     believed = not number or (report.agent_cause == "killed" and number not in _CRASHES | _LEAVING)
     believed = believed or (report.agent_cause in ("contact", "unclear", "missing") and number not in _LEAVING)
     if report.agent_cause in _BY_AGENT and believed:
@@ -220,15 +220,15 @@ def _find_by_exit(report: TerminationReport, code: int | None, number: int) -> T
         return TerminationVerdict(TerminationCause.USER_ERROR, f"exit code {code}")
     if report.pod_phase == "Succeeded":
         return TerminationVerdict(TerminationCause.SUCCEEDED, "the pod's phase is Succeeded")
-    return TerminationVerdict(TerminationCause.UNKNOWN, "nothing is known of its end")
+    return TerminationVerdict(TerminationCause.UNKNOWN, "no information about its end")
 
 
 def parse_termination_message(text: str) -> TerminationReport:
-    """Return what a termination message says.
+    """Parse a termination message.
 
-    The text is `message` of the container's terminated state. A program of the user's may write the same file, and
-    Kubernetes may put the log's end there (`FallbackToLogsOnError`): other text is only a message for people, from
-    which nothing follows. The caller adds what the pod's status says, whose exit code is the better witness.
+    The text is `message` of the container's terminated state. The user's program may write the same file, and
+    Kubernetes may put the end of the log there (`FallbackToLogsOnError`): any other text is only a message for people.
+    The caller adds the pod's status, whose exit code is more reliable.
     """
     try:
         values = json.loads(text)
@@ -251,17 +251,17 @@ def _read_count(values: dict[str, Any], name: str, largest: int) -> int | None:
 
 
 MEMORY_STEP: Final = 1.5
-"""Each time the memory grows by this factor. Three steps are 3.4 times the request, beyond which it is a leak rather
-than a wrong estimate; with 2, the third step would be 8 times, which few nodes have."""
-_FIRST_DELAY_S: Final = 10.0  # before a second new pod; doubled each time, as the kubelet's CrashLoopBackOff
-_MAX_DELAY_S: Final = 300.0  # where the kubelet's CrashLoopBackOff ends as well
+"""Memory grows by this factor each time. Three steps give 3.4 times the request; a need beyond that is a leak rather
+than a wrong estimate. With 2, the third step would be 8 times, which few nodes have."""
+_FIRST_DELAY_S: Final = 10.0  # before a second new pod; doubled each time, like the kubelet's CrashLoopBackOff
+_MAX_DELAY_S: Final = 300.0  # also the limit of the kubelet's CrashLoopBackOff
 
 
 class RelaunchAction(Enum):
     """An action after a worker's end."""
 
-    NOTHING = "nothing"  # it did what it had to
-    NEW_POD = "new process or pod"  # another pod, or on a bare machine another agent process, wherever
+    NOTHING = "nothing"  # it did its work
+    NEW_POD = "new process or pod"  # another pod, or on a bare machine another agent process, on any node
     MORE_MEMORY = "new pod with more memory"
     ELSEWHERE = "new pod on another node"
     STOP = "stop with the error"  # the job ends, and shows the user's error
@@ -269,7 +269,7 @@ class RelaunchAction(Enum):
 
 @dataclass(frozen=True)
 class RelaunchRule:
-    """An action, and how many times in a row it is tried; None for without end."""
+    """An action, and how many times in a row it is tried; None for no limit."""
 
     action: RelaunchAction
     times: int | None = None
@@ -300,10 +300,10 @@ RELAUNCH_TABLE: Final[Mapping[TerminationCause, tuple[RelaunchRule, ...]]] = {
     TerminationCause.UNCLEAR_FAULT: (RelaunchRule(_NEW, 1), RelaunchRule(_ELSEWHERE, 1)),
     TerminationCause.LAUNCH_FAILED: (RelaunchRule(_NEW, 3),),
     TerminationCause.QUORUM_MISSED: (RelaunchRule(_NEW),),
-    TerminationCause.NOT_STORED: (),  # another pod would find the job done, and nothing to store
+    TerminationCause.NOT_STORED: (),  # another pod would find the job done and nothing to store
     TerminationCause.UNKNOWN: (RelaunchRule(_NEW, 3),),
 }
-"""Actions that are tried, in this order, before the job stops. `edl run` also restarts ten times without progress."""
+"""Actions to try, in this order, before the job stops. `edl run` also restarts up to ten times without progress."""
 
 
 def decide_relaunch(
@@ -311,14 +311,14 @@ def decide_relaunch(
 ) -> RelaunchDecision:
     """Decide the action after a worker's end.
 
-    `count` is how many times in a row it ended so without progress between, this one included: 1 or more.
+    `count` is how many times in a row it ended with this cause without progress, including this time: 1 or more.
     """
     left = count
     for rule in table[cause]:
         if rule.times is None or left <= rule.times:
             if rule.action is not RelaunchAction.NEW_POD or left == 1:
                 return RelaunchDecision(rule.action)
-            doublings = min(left - 2, 16)  # far beyond the longest delay, and small enough for a float
+            doublings = min(left - 2, 16)  # far beyond the longest delay, but small enough for a float
             return RelaunchDecision(rule.action, min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**doublings))
         left -= rule.times
     return RelaunchDecision(RelaunchAction.STOP)

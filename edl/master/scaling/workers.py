@@ -1,26 +1,25 @@
-"""How many workers a job can make use of: it moves to n' where what it gains exceeds what the move costs.
+"""How many workers a job can use: it moves to n' if the gain exceeds the cost of the move.
 
-**Throughput.** A step of n workers takes a + b n seconds for n samples' worth of work, in units of a sample a worker:
-`a` is what a worker does alone, `b` what every further worker adds to all (synchronisation). So T(n) = n / (a + b n),
-and n / T is a straight line in n: weighted least squares on what the job itself has shown has a closed solution. `a`
-and `b` are at least 0. With b = 0 throughput grows in proportion to n, with a = 0 it does not grow at all, and it is
-concave between, which `edl.master.scaling.arbitration` relies on.
+**Throughput.** A step of n workers takes a + b n seconds for n samples, one per worker: `a` is the time of a worker
+alone, `b` the time that each worker adds to all (synchronization). So T(n) = n / (a + b n), and n / T is linear in n:
+weighted least squares on the job's own measurements has a closed-form solution. `a` and `b` are at least 0. With b = 0
+throughput grows in proportion to n, with a = 0 it does not grow at all; in between it is concave, which
+`edl.master.scaling.arbitration` relies on.
 
-**The decision.** With W left to do, n' workers need R = W / T(n') seconds, and the present n need R T(n') / T(n). The
-move saves the difference, and costs a pause of C seconds, so n' is better exactly where (T(n') / T(n) - 1) R > C. As W
-shrinks no n' is better: nothing grows near its end. Workers are given back where they do too little: below
-`min_efficiency` of what they would do alone.
+**The decision.** With remaining work W, n' workers need R = W / T(n') seconds, and the present n need R T(n') / T(n).
+The move saves the difference, and costs a pause of C seconds, so n' is better if and only if (T(n') / T(n) - 1) R > C.
+As W shrinks, no n' is better: no job grows near its end. Workers are given back if their efficiency is below
+`min_efficiency` of a single worker's.
 
 From Pollux (Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021) come
-two things, and only these. The first is the damping of its section 4.2, by which the speedup of a changed allocation is
-multiplied::
+exactly two things. The first is the damping factor of its section 4.2 for the speedup of a changed allocation::
 
     REALLOC_FACTOR = (age - moves C) / (age + C)
 
-It assumes that the job goes on moving as often as it did so far: a job that has moved often does not move again so
-soon. Here it multiplies T(n'). The second is the exploration of section 4.1: an untried size is predicted by the
-fitted line, or by perfect scaling if only one size is known, but only up to twice the largest size that was tried. So
-unknown sizes are explored a step at a time, and the present size is measured before the next step.
+It assumes that the job keeps moving as often as so far: a job that has moved often does not move again so soon. Here it
+multiplies T(n'). The second is the exploration of section 4.1: an untried size is predicted by the fitted line, or by
+perfect scaling if only one size is known, but only up to twice the largest tried size. So unknown sizes are explored
+one step at a time, and the present size is measured before the next step.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from types import MappingProxyType
 from typing import Any, Final
 
 _FORGOTTEN: Final = 1e-3
-"""A size whose weight fell below this is no longer known: ten half-lives after a single sample. Kept longer, a rate of
-another epoch, data set or machine would still bend the line where only two sizes are known."""
+"""A size whose weight fell below this is forgotten: ten half-lives after a single sample. Kept longer, a rate from
+another epoch, data set or machine would still bend the line if only two sizes are known."""
 _WINDOW_S: Final = 600.0
-"""The longest time over which the rate of what is done is taken: enough for shards that take minutes."""
+"""The longest time over which the rate of done work is taken: enough for shards that take minutes."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,14 @@ class ThroughputModel:
 
     def __post_init__(self) -> None:
         if not (self.a >= 0 and self.b >= 0 and 0 < self.a + self.b < math.inf):
-            raise ValueError(f"a and b are at least 0, finite and not both 0; these are {self.a} and {self.b}")
+            raise ValueError(f"a and b must be at least 0, finite and not both 0, not {self.a} and {self.b}")
 
     def predict_rate(self, workers: float) -> float:
         """Return T(n), in samples per second, of n > 0 workers."""
         return workers / (self.a + self.b * workers)
 
     def compute_efficiency(self, workers: float) -> float:
-        """Return T(n) / (n T(1)): 1 where a worker does as much beside n - 1 others as alone."""
+        """Return T(n) / (n T(1)): 1 if a worker does as much beside n - 1 others as alone."""
         return (self.a + self.b) / (self.a + self.b * workers)
 
 
@@ -65,13 +64,13 @@ class SizeRecord:
 
     mean: float  # weighted mean of n / T, in seconds per sample and worker
     weight: float  # sum of its samples' weights, as of `at_s`
-    samples: int  # in a row since the job came to this size
-    at_s: float  # when the last was taken
+    samples: int  # consecutive, since the job has this size
+    at_s: float  # time of the last one
 
 
 @dataclass(frozen=True)
 class ThroughputHistory:
-    """A job's rates by its number of workers. A sample counts half after `half_life_s`."""
+    """A job's rates by its number of workers. A sample's weight halves every `half_life_s`."""
 
     half_life_s: float = 3600.0
     sizes: Mapping[int, SizeRecord] = field(default_factory=lambda: MappingProxyType({}))
@@ -79,8 +78,8 @@ class ThroughputHistory:
     def record_rate(self, workers: int, rate: float, now_s: float) -> ThroughputHistory:
         """Return the history with one more sample: `rate` per second of the whole job, without its pauses.
 
-        It is unchanged by a rate that says nothing of T: 0, or not finite. A time before the last sample's counts as
-        that one.
+        Rates that say nothing about T (0 or not finite) are ignored. A time before the last sample's counts as that
+        time.
         """
         if workers < 1 or not (0 < rate < math.inf) or not math.isfinite(now_s):
             return self
@@ -95,13 +94,13 @@ class ThroughputHistory:
         }
         before = sizes.get(workers)
         old = self.weigh(before, latest_s) if before else 0.0
-        # The mean of two numbers in this form lies between them whatever the rounding, which a sum's quotient need not.
+        # In this form the mean of two numbers lies between them despite rounding; a quotient of sums may not.
         merged = mean if before is None else before.mean + (mean - before.mean) / (old + 1.0)
         sizes[workers] = SizeRecord(merged, old + 1.0, (before.samples if before else 0) + 1, latest_s)
         return ThroughputHistory(self.half_life_s, MappingProxyType(sizes))
 
     def weigh(self, record: SizeRecord, now_s: float) -> float:
-        """Return what a size's samples weigh now."""
+        """Return the current weight of a size's samples."""
         return float(record.weight * 0.5 ** (max(0.0, now_s - record.at_s) / self.half_life_s))
 
     def list_known_sizes(self, now_s: float) -> list[int]:
@@ -112,7 +111,7 @@ class ThroughputHistory:
 def fit_throughput(history: ThroughputHistory, now_s: float) -> ThroughputModel | None:
     """Fit a and b by weighted least squares on n / T = a + b n, with a and b at least 0; None without any sample.
 
-    If a job ran with one size only, b is 0: the most hopeful line through that size, as Pollux's prior for untried
+    If a job ran with one size only, b is 0: the most optimistic line through that size, like Pollux's prior for untried
     sizes (OSDI 2021, section 4.1, "Prior-driven exploration").
     """
     sizes = history.list_known_sizes(now_s)
@@ -127,7 +126,7 @@ def fit_throughput(history: ThroughputHistory, now_s: float) -> ThroughputModel 
     slope = math.fsum(weights[size] * (size - center) * (records[size].mean - level) for size in sizes)
     b = slope / spread if len(sizes) > 1 else 0.0
     a = level - b * center
-    if b <= 0:  # on the border of what is allowed, the best is the best line without b
+    if b <= 0:  # on the boundary, the best fit is the best line without b
         return ThroughputModel(level, 0.0)
     if a <= 0:
         squares = math.fsum(weights[size] * size**2 for size in sizes)
@@ -136,20 +135,20 @@ def fit_throughput(history: ThroughputHistory, now_s: float) -> ThroughputModel 
 
 
 class WorkLeft:
-    """Remembers how much of a job's data was done, and tells when all will be, at the rate of the present size."""
+    """Tracks how much of a job's data is done, and estimates when all will be, at the rate of the present size."""
 
     def __init__(self) -> None:
         self._looks: dict[str, deque[tuple[float, float]]] = {}
         self._rates: dict[str, float] = {}
 
     def resize(self) -> None:
-        """Start rates again, as the job's size has changed; the last one counts until there is another."""
+        """Restart rates after a change of the job's size; the last one counts until there is a new one."""
         self._looks.clear()
 
     def look(self, datasets: Sequence[Mapping[str, Any]], now_s: float) -> float | None:
-        """Note what is done, and return the seconds until all data sets of a master's report are done.
+        """Record the progress, and return the seconds until all data sets of a master's report are done.
 
-        None without any data set, or if one has no end yet or no rate so far.
+        None without data sets, or if one is still growing or has no rate yet.
         """
         times = [self._look(dataset, now_s) for dataset in datasets]
         known = [time_s for time_s in times if time_s is not None]
@@ -162,7 +161,7 @@ class WorkLeft:
         rate = self._note(name, done, now_s) or read_number(dataset.get("units_per_s")) or self._rates.get(name)
         units, epochs = dataset.get("units"), read_number(dataset.get("epochs"))
         if units is None or not epochs:
-            return None  # it grows, or is gone through again and again
+            return None  # it grows, or is read without end
         left = max(0.0, read_number(units) * epochs - done)
         if not left:
             return 0.0
@@ -174,7 +173,7 @@ class WorkLeft:
     def _note(self, name: str, done: float, now_s: float) -> float:
         looks = self._looks.setdefault(name, deque())
         if looks and done < looks[-1][1]:
-            looks.clear()  # it was put back
+            looks.clear()  # it was reset
         looks.append((now_s, done))
         while len(looks) > 2 and looks[1][0] <= now_s - _WINDOW_S:
             looks.popleft()
@@ -183,7 +182,7 @@ class WorkLeft:
 
 
 def read_number(value: object) -> float:
-    """Return a figure of a report, which anyone may have written to the Store; 0 for what is none."""
+    """Return a number from a report, which anyone may have written to the Store; 0 if it is not one."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return 0.0
     return float(value) if 0 <= value <= 1e18 else 0.0
@@ -193,35 +192,35 @@ def read_number(value: object) -> float:
 class WorkerScalingSettings:
     """Settings of the decision about workers."""
 
-    min_samples: int = 3  # rates that must have been measured at the present size before the next move
+    min_samples: int = 3  # rates to measure at the present size before the next move
     horizon_s: float = 3600.0
-    """How long a job is assumed to go on that does not say how much is left. No gain is counted further ahead either,
-    since by then other jobs will have come and gone."""
+    """Assumed remaining time of a job that does not report any. No gain is counted further ahead either, since by then
+    the mix of jobs will have changed."""
     min_efficiency: float = 0.35
-    """T(n) / (n T(1)) below which a worker is of too little use: the lower end of the band in which AdaptDL's scheduler
-    keeps a cluster (`_min_util` of `adaptdl_sched/policy/pollux.py`)."""
-    efficiency_band: float = 0.25  # given back only below `min_efficiency` less this share: noise moves nothing
-    explore_factor: float = 2.0  # the next size that may be tried, by the largest that was; at least one worker more
+    """T(n) / (n T(1)) below which a worker is not worth its place: the lower end of the band in which AdaptDL's
+    scheduler keeps a cluster (`_min_util` of `adaptdl_sched/policy/pollux.py`)."""
+    efficiency_band: float = 0.25  # given back only below `min_efficiency` minus this share: noise moves none
+    explore_factor: float = 2.0  # next size to try, relative to the largest tried one; at least one worker more
 
 
 @dataclass(frozen=True)
 class WorkerObservation:
-    """A job when its number of workers is decided. Durations in seconds."""
+    """A job's state for the decision about its workers. Durations in seconds."""
 
-    workers: int  # n, how many it has now
+    workers: int  # n, its present number
     min_workers: int
     max_workers: int
     history: ThroughputHistory = field(default_factory=ThroughputHistory)
-    now_s: float = 0.0  # of the clock of `history`
-    remaining: float | None = None  # W, what is left to do, in the unit of the rates; None if unknown
-    pause_s: float = 30.0  # C, the measured time without a step that a change of its size costs
+    now_s: float = 0.0  # on the clock of `history`
+    remaining: float | None = None  # W, the remaining work, in the unit of the rates; None if unknown
+    pause_s: float = 30.0  # C, the measured time without a step for a change of its size
     age_s: float = 0.0
     moves: int = 0  # how often its size was changed
 
 
 @dataclass(frozen=True)
 class WorkerDecision:
-    """How many workers a job should have, why, in a line for a person, and T(n) as fitted if anything was measured."""
+    """How many workers a job should have, the reason in one line, and the fitted T(n) if anything was measured."""
 
     count: int
     reason: str
@@ -229,7 +228,7 @@ class WorkerDecision:
 
 
 def compute_realloc_factor(age_s: float, moves: int, pause_s: float) -> float:
-    """Return Pollux's REALLOC_FACTOR, from 0 to 1: what share of its time a job makes steps if it goes on moving so."""
+    """Return Pollux's REALLOC_FACTOR, 0 to 1: the share of time in which a job makes steps if it keeps moving so."""
     if pause_s <= 0:
         return 1.0
     return max(0.0, age_s - moves * pause_s) / (age_s + pause_s)
@@ -244,7 +243,7 @@ def decide_workers(observation: WorkerObservation, settings: WorkerScalingSettin
     settings = settings or WorkerScalingSettings()
     now, low, high = observation.workers, observation.min_workers, observation.max_workers
     if not 1 <= low <= high:
-        raise ValueError(f"a job has from 1 to any number of workers, not from {low} to {high}")
+        raise ValueError(f"expected 1 <= min_workers <= max_workers, not {low} and {high}")
     model = fit_throughput(observation.history, observation.now_s)
     if not low <= now <= high:
         count = min(max(now, low), high)
@@ -257,7 +256,7 @@ def decide_workers(observation: WorkerObservation, settings: WorkerScalingSettin
     efficient = _find_efficient_size(model, settings.min_efficiency) if len(known) > 1 else math.inf
     threshold = settings.min_efficiency * (1 - settings.efficiency_band)
     if len(known) > 1 and now > low and model.compute_efficiency(now) < threshold:
-        least = max(low, min(known) - 1)  # below what was tried, the line says little
+        least = max(low, min(known) - 1)  # below tried sizes, the line says little
         return _give_back(observation, settings, model, max(least, min(now - 1, int(efficient))))
     reach = max(max(known) + 1, int(max(known) * settings.explore_factor))
     return _grow(observation, settings, model, int(min(high, efficient, reach)))
@@ -266,13 +265,13 @@ def decide_workers(observation: WorkerObservation, settings: WorkerScalingSettin
 def _grow(
     observation: WorkerObservation, settings: WorkerScalingSettings, model: ThroughputModel, reach: int
 ) -> WorkerDecision:
-    """Return `reach`, the largest useful number of workers, if the move there is worth its pause.
+    """Return `reach`, the largest useful number of workers, if moving there is worth the pause.
 
-    T only grows with n, so the largest useful size is also the one that saves most.
+    T only grows with n, so the largest useful size also saves most.
     """
     now, pause_s = observation.workers, observation.pause_s
     if reach <= now:
-        limit = f"{now} is the most it takes" if now >= observation.max_workers else "more would be of too little use"
+        limit = f"{now} is the most it takes" if now >= observation.max_workers else "more would help too little"
         return WorkerDecision(now, f"{now}: {limit}", model)
     factor = compute_realloc_factor(observation.age_s, observation.moves, pause_s)
     ratio = factor * model.predict_rate(reach) / model.predict_rate(now)
@@ -280,7 +279,7 @@ def _grow(
     saved_s = (ratio - 1) * left_s
     left = f"{left_s:.0f} s left"
     if observation.remaining is None:
-        left = f"the rest is unknown, and assumed to take {left_s:.0f} s"
+        left = f"the remaining time is unknown, assumed {left_s:.0f} s"
     text = f"T({reach})/T({now}) = {ratio:.3g}, damped by {factor:.3g}; {left}: saves {max(0.0, saved_s):.0f} s"
     if saved_s > pause_s:
         return WorkerDecision(reach, f"{now} -> {reach}: {text} for a pause of {pause_s:.3g} s", model)
@@ -290,7 +289,7 @@ def _grow(
 def _give_back(
     observation: WorkerObservation, settings: WorkerScalingSettings, model: ThroughputModel, count: int
 ) -> WorkerDecision:
-    """Return `count`, with which each worker does enough again, unless the job is about to end."""
+    """Return `count`, at which workers are efficient enough again, unless the job is about to end."""
     now = observation.workers
     efficiency = f"a worker of {now} does {model.compute_efficiency(now):.0%} of what it would alone"
     if _remaining_s(observation, settings, model, now) <= observation.pause_s:
@@ -301,7 +300,7 @@ def _give_back(
 def _remaining_s(
     observation: WorkerObservation, settings: WorkerScalingSettings, model: ThroughputModel, workers: int
 ) -> float:
-    """Return R, the seconds that are left with this many workers, at most the horizon."""
+    """Return R, the seconds left with this many workers, at most the horizon."""
     if observation.remaining is None:
         return settings.horizon_s
     return min(settings.horizon_s, max(0.0, observation.remaining) / model.predict_rate(workers))
@@ -311,5 +310,5 @@ def _find_efficient_size(model: ThroughputModel, least: float) -> float:
     """Return the largest n with T(n) / (n T(1)) of at least `least`: where a + b n reaches (a + b) / least."""
     if model.b == 0:
         return math.inf
-    rounding = 1e-9  # where it is a whole number
+    rounding = 1e-9  # in case it is a whole number
     return max(1.0, ((model.a + model.b) / least - model.a) / model.b + rounding)

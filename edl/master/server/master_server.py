@@ -1,11 +1,11 @@
-"""A candidate for the place of a job's master: leads while it may, and stands by otherwise.
+"""A candidate for a job's master: leads while it may, and stands by otherwise.
 
-All candidates of a job compete in the Store. The one that is elected takes over the journal, which fences the master
-before it, replays it, and answers workers until it is stopped, the journal fails, or another candidate leads. Its place
-in the Store may end while the Store is away; it goes on, because no other can journal anything without fencing it.
+All candidates of a job compete in the Store. The elected one takes over the journal, which fences the previous master,
+replays it, and answers workers until it is stopped, the journal fails, or another candidate leads. Its candidacy may
+expire while the Store is unreachable; it continues, because no other master can journal anything without fencing it.
 
-A leader's report stays in the Store when it has ended, so that the next one knows whether it has the right journal, and
-can say why it takes over.
+A leader's report remains in the Store after the leader has ended, so that the next one can check that it has the right
+journal, and can say why it takes over.
 """
 
 from __future__ import annotations
@@ -66,52 +66,52 @@ from edl.settings import Credentials, DiscoverySettings
 logger = logging.getLogger(__name__)
 
 _START_S: Final = 10.0
-"""How long it may take to listen: milliseconds, and seconds on a machine that swaps."""
+"""Timeout of the start of listening: it takes milliseconds, and seconds on a machine that swaps."""
 _STOP_S: Final = 0.2
-"""How long calls under way may take to end; clients ask the next master."""
+"""How long calls in flight may take to end; clients ask the next master."""
 _LOOK_S: Final = 0.05
-"""How often a candidate looks whether it leads. A look does not ask the Store."""
+"""How often a candidate checks whether it leads. A check does not ask the Store."""
 _RIVAL_S: Final = 1.0
 """How often a candidate that does not lead asks the Store who does."""
 _RETRY_S: Final = (0.5, 5.0)
-"""The first and the longest wait before the journal in a Store that is away is loaded again."""
+"""First and longest wait before reloading the journal from an unreachable Store."""
 _FENCED_LEASES: Final = 20
-"""A leader that loses its journal takes it back, but only once in this many leases: the master that took it may be
+"""A leader that loses its journal takes it back, but only once per this many leases: the master that took it may be
 dead. A live master, in another Store, takes it again within two leases."""
 _IN_STORE: Final = "store"
 _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
-    ("grpc.so_reuseport", 0),  # a second server at the same port would get half of the connections
+    ("grpc.so_reuseport", 0),  # a second server on the same port would get half of the connections
     ("grpc.max_receive_message_length", MESSAGE_NBYTES),
     ("grpc.max_send_message_length", MESSAGE_NBYTES),
-    ("grpc.keepalive_time_ms", 10_000),  # a host that vanished must not hold its stream
+    ("grpc.keepalive_time_ms", 10_000),  # a vanished host must not keep its stream
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # clients ping every 10 s
     ("grpc.http2.max_ping_strikes", 0),
 )
 _AGE_MS: Final = 3_600_000
-"""With TLS or tokens, a connection of this age is replaced, so that new certificates and tokens count."""
+"""With TLS or tokens, connections of this age are replaced, so that new certificates and tokens take effect."""
 _BUCKETS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""Seconds of a commit: a disk takes a millisecond, and a Store of several hosts up to its deadline of 5 s."""
+"""Buckets of commit times in seconds: a disk takes 1 ms, a Store of several hosts up to its deadline of 5 s."""
 _FLUSH_S: Final = 2.0
-"""How long a master that ends waits for a report to reach the Store."""
+"""How long an ending master waits for a report to reach the Store."""
 _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "*", "")
 
 
 @dataclass(frozen=True)
 class MasterSettings:
-    """How a master runs.
+    """Settings of a master.
 
     Attributes:
-        store: URL of the Store in which masters of the job compete, and workers find the leader. Default: the one that
-            the environment names.
-        journal: Where the state is kept: `sqlite:///absolute/path`, or `store:` for the Store itself. Only with
-            `store:` can a master on another host take over.
-        host: Address to listen at; `::` or `0.0.0.0` for all addresses of this host.
-        port: Port to listen at; 0 for any.
-        lease_s: Seconds after which another master takes over from a leader that was lost.
-        begin_anew: Start the job again, with an empty journal or another one than before. When this master begins to
-            lead, it sets aside the file of a journal that is there.
-        retry_poisoned: Put poisoned shards back when this master begins to lead.
+        store: URL of the Store in which masters of the job compete, and workers find the leader. Default: from the
+            environment.
+        journal: Where the state is kept: `sqlite:///absolute/path`, or `store:` for the Store itself. A master on
+            another host can take over only with `store:`.
+        host: Address to listen on; `::` or `0.0.0.0` for all addresses of this host.
+        port: Port to listen on; 0 for any.
+        lease_s: Seconds after which another master takes over from a lost leader.
+        begin_anew: Start the job over, with an empty or different journal. When this master begins to lead, it sets
+            aside an existing journal file.
+        retry_poisoned: Requeue poisoned shards when this master begins to lead.
         credentials: Certificates and tokens to serve with.
     """
 
@@ -126,25 +126,25 @@ class MasterSettings:
 
 
 class MasterServer(Resource):
-    """A candidate in threads of its own: never blocks its caller, and goes on until it is closed or has failed.
+    """A candidate in threads of its own: never blocks its caller, and runs until it is closed or fails.
 
     Args:
         job: Name of the job.
         settings: Settings of this candidate.
-        datasets: Specifications by name, which the leader creates; equal ones may be there. If one of the same name is
-            other data, `failure` is a ConflictError that says what differs.
-        metrics: Where the master registers its own metrics. Default: a new registry.
+        datasets: Specifications by name, which the leader creates; equal ones may exist. If an existing data set of the
+            same name differs, `failure` is a ConflictError that says how.
+        metrics: Registry for the master's own metrics. Default: a new one.
 
     Raises:
         SettingsError: The address, the credentials, the Store's URL or a specification cannot be used.
         DiscoveryError: Another program listens there, or the Store's file cannot be opened.
 
     Attributes:
-        endpoint: Where this candidate listens.
-        failure: Why this candidate has ended though it was not closed; None until then.
-        done: Whether all data sets are, no shard being left but poisoned ones, and no reader has a session.
-        rival: Where the leader is, as far as known, while this candidate stands by.
-        metrics: Prometheus metrics that only the master itself knows.
+        endpoint: Address at which this candidate listens.
+        failure: Why this candidate ended without being closed; None until then.
+        done: Whether all data sets are done, with only poisoned shards left, and no reader has a session.
+        rival: Address of the leader, if known, while this candidate stands by.
+        metrics: Prometheus metrics that only the master itself can measure.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class MasterServer(Resource):
         self.metrics: Final = CollectorRegistry() if metrics is None else metrics
         self._commits = Histogram(
             "edl_master_journal_commit_seconds",
-            "How long it took to journal a group of commands.",
+            "Time to journal a group of commands.",
             registry=self.metrics,
             buckets=_BUCKETS,
         )
@@ -184,13 +184,13 @@ class MasterServer(Resource):
         self._address.check_free()
         self._url = DiscoverySettings.of(settings.store).url
         self._store: Store = self._own(open_store(self._url, credentials=settings.credentials))
-        self._overwrites = settings.begin_anew  # a report of a later term, which came from another journal
+        self._overwrites = settings.begin_anew  # a report of a later term, written with another journal
         self._newest: dict[str, Any] | None = None  # the report that waits to be written
         self._writing: Future[None] | None = None
         self._store_is_away = False
         self._thread = self._own(BackgroundLoop("edl-master", self._run, self._interrupt))
         if not self._started.wait(_START_S):
-            self.failure = DiscoveryError(f"the master at {self._address.endpoint} did not start in {_START_S:g} s")
+            self.failure = DiscoveryError(f"the master at {self._address.endpoint} did not start within {_START_S:g} s")
         if self.failure is not None:
             self.close()
             raise self.failure
@@ -231,7 +231,7 @@ class MasterServer(Resource):
         return self.done
 
     def status(self) -> dict[str, Any]:
-        """Return what was shown last, as `master_reports/JOB` has it; empty before this candidate has led."""
+        """Return the latest report, as in `master_reports/JOB`; empty before this candidate has led."""
         return self._shown
 
     def _halt(self) -> None:
@@ -266,7 +266,7 @@ class MasterServer(Resource):
         try:
             port = listen(server, self._address.endpoint, self._files)
         except RuntimeError as exc:
-            raise SettingsError(f"a master cannot listen at {self._address.endpoint}: {exc}") from exc
+            raise SettingsError(f"a master cannot listen on {self._address.endpoint}: {exc}") from exc
         await server.start()
         try:
             self.endpoint = shown_endpoint(self.settings.host, port, self._url)
@@ -276,7 +276,7 @@ class MasterServer(Resource):
             try:
                 await self._campaign(election)
             finally:
-                # A process that goes on without its master, as a labelling worker does, must let others lead.
+                # A process that continues without its master, such as a labelling worker, must let others lead.
                 await asyncio.wrap_future(start_call("edl-master-step-down", election.close))
         finally:
             self._servicer.stand_by("it ends")
@@ -307,7 +307,7 @@ class MasterServer(Resource):
                 continue
             self._servicer.stand_by(str(failure))
             if isinstance(failure, LeaseLostError):
-                # A master that took over sees to the journal a moment after this one's place in the Store has ended.
+                # A new master opens the journal a moment after this one's candidacy in the Store has expired.
                 if election.is_leader and not await self._sleep(self.settings.lease_s) and election.is_leader:
                     before, fenced_at = fenced_at, time.monotonic()
                     if fenced_at - before < _FENCED_LEASES * self.settings.lease_s:
@@ -319,7 +319,7 @@ class MasterServer(Resource):
                         "another master began to lead job %r and stopped; this one goes on: %s", self.job, failure
                     )
                 continue
-            # A master that stands still in the middle of a commit holds its file until it goes on, or is killed.
+            # A master that is paused in the middle of a commit keeps its file locked until it resumes, or is killed.
             busy = isinstance(failure, JournalError) and failure.busy
             if not isinstance(failure, DiscoveryError) and not busy and self._journal_name != _IN_STORE:
                 raise failure
@@ -341,7 +341,7 @@ class MasterServer(Resource):
                 book = ShardBook.restore(snapshot) if snapshot is not None else ShardBook()
                 for record in records:
                     book.apply(messages.Command.FromString(record))
-                book.events.clear()  # the master of that time has told them
+                book.events.clear()  # the master of that time has logged them
                 last = None if self.settings.begin_anew else read_report(self._store, self.job)
                 check_continued(last, number, self._journal_name)
                 check_data(book, self._datasets)
@@ -373,7 +373,7 @@ class MasterServer(Resource):
                 raise term.failure from exc
             raise
         logger.info(
-            "this master leads job %r from now on, at %s: term %d, data sets %s",
+            "this master now leads job %r, at %s: term %d, data sets %s",
             *(self.job, self.endpoint, number, sorted(book.datasets)),
         )
         return term
@@ -410,7 +410,7 @@ class MasterServer(Resource):
             logger.warning("job %r: another master leads, and this one stands by", self.job)
 
     def _show(self, term: Term) -> None:
-        """Bring the report up to date."""
+        """Update the report."""
         report = self._status(term)
         self.done = _is_done(term)
         if self.done:
@@ -431,7 +431,7 @@ class MasterServer(Resource):
             self._writing = start_call("edl-master-report", self._write_reports)
 
     def _write_reports(self) -> None:
-        """Write the newest report into the Store, in a thread; if the Store is away, the next report is tried."""
+        """Write the newest report to the Store, in a thread; if the Store is unreachable, the next report is tried."""
         key = report_key(self.job)
         while (report := self._newest) is not None:
             self._newest = None
@@ -467,7 +467,7 @@ class MasterServer(Resource):
         }
 
     async def _leader(self, election: Election) -> dict[str, Any] | None:
-        """Ask the Store which master leads; None if none does, or the Store is away."""
+        """Ask the Store which master leads; None if none does, or the Store is unreachable."""
         try:
             value = await asyncio.wrap_future(start_call("edl-master-rival", election.leader))
             found = json.loads(value or b"null")
@@ -476,13 +476,13 @@ class MasterServer(Resource):
         return found if isinstance(found, dict) else None
 
     def _check_rival(self, leader: Mapping[str, Any] | None) -> None:
-        """Raise SettingsError if this master could not go on with what the leader has journalled."""
+        """Raise SettingsError if this master could not continue from the leader's journal."""
         if leader is None or leader.get("endpoint") == self.endpoint:
             return
         endpoint, host, journal = (str(leader.get(name, "")) for name in ("endpoint", "host", "journal"))
         if endpoint != self.rival:
             self.rival = endpoint
-            then = ", and starts the job again when that one has ended" if self._anew else ""
+            then = ", and starts the job over when that one has ended" if self._anew else ""
             logger.info("job %r is led by the master at %s; this one stands by%s", self.job, endpoint, then)
         if journal != self._journal_name:
             raise SettingsError(
@@ -496,7 +496,7 @@ class MasterServer(Resource):
             )
 
     async def _sleep(self, seconds: float) -> bool:
-        """Wait, until this is stopped; return whether it is."""
+        """Wait until this master is stopped; return whether it is."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._stop.wait(), seconds)
         return self._stop.is_set()
@@ -508,7 +508,7 @@ def _is_done(term: Term) -> bool:
 
 
 def shown_endpoint(host: str, port: int, store_url: str) -> str:
-    """Return where workers reach a master that listens at `host` and `port`."""
+    """Return the address at which workers reach a master that listens on `host` and `port`."""
     if host in _ALL_ADDRESSES:
         host = outward_address(server for server, _ in servers_of(store_url))
     return ListenAddress(host, port).endpoint
@@ -521,30 +521,30 @@ def _term(value: bytes) -> int:
         return 0
 
 
-# --- What a master takes from the one before it: `last` is that one's report. ---
+# --- What a master takes from its predecessor: `last` is that one's report. ---
 
 
 def check_continued(last: Mapping[str, Any] | None, term: int, journal: str) -> None:
-    """Raise SettingsError if the job was led with another journal, which gave a term that is not below `term`."""
+    """Raise SettingsError if the job was led with another journal, whose last term is not below `term`."""
     if last is None or not isinstance(last.get("term"), int) or last["term"] < term:
         return
     raise SettingsError(
         f"what is done of job {last.get('job')!r} is in another journal, {last.get('journal')} of host "
-        f"{last.get('host')}, not in {journal}: start the master with that one; or pass --new to start the job again"
+        f"{last.get('host')}, not in {journal}: start the master with that one; or pass --new to start the job over"
     )
 
 
 def check_data(book: ShardBook, datasets: Mapping[str, messages.DatasetSpec]) -> None:
-    """Raise ConflictError if `book` has other data under a name, or has cut them otherwise."""
+    """Raise ConflictError if `book` has different data under a name, or cuts them differently."""
     for name, asked in datasets.items():
         if name not in book.datasets:
             continue
         present, spec = book.datasets[name].describe().spec, check_spec(name, asked)
         if not same_data(present, spec):
             raise ConflictError(
-                f"data set {name} of this job is another: {describe_difference(present, spec)}. To go on with it, start"
+                f"data set {name} of this job differs: {describe_difference(present, spec)}. To continue with it, start"
                 " the master as before, or without data (--data); for other data choose another name for the data set"
-                " (--name) or for the job, or start again (--new), which forgets what is done"
+                " (--name) or for the job, or start over (--new), which discards all progress"
             )
 
 
@@ -553,7 +553,7 @@ def takeover_cause(last: Mapping[str, Any] | None, endpoint: str) -> str:
     if last is None:
         return "the master before it left no report"
     if last.get("endpoint") == endpoint:
-        return "another master took its journal, or the journal was away"
+        return "another master took its journal, or the journal was unreachable"
     ends = {"done": "had ended, with everything done", "stopped": "was stopped, or had lost its journal"}
-    end = ends.get(str(last.get("state")), "ended without a word: killed, or cut off from the Store")
+    end = ends.get(str(last.get("state")), "ended without notice: killed, or cut off from the Store")
     return shown(f"the one at {last.get('endpoint')} on {last.get('host')} {end}")

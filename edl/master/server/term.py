@@ -1,16 +1,16 @@
-"""A term of a leading master: the state, its journal, the clocks of its sessions, the calls of workers, the report.
+"""A term of a leading master: the state, its journal, session clocks, workers' calls, the report.
 
-Commands get an order in the event loop, where they are applied to the book at once. A thread journals them in groups:
-what comes while a commit is under way is the next group. Nothing is answered before the journal has it, a refusal
-neither: its reason may be a command that the journal does not have yet.
+Commands are ordered by the event loop, which applies them to the book at once. A thread journals them in groups:
+commands that arrive during a commit form the next group. Nothing is answered before it is in the journal, not even a
+refusal: its reason may be a command that is not in the journal yet.
 
-Clocks are here and not in the book, so what has expired becomes a command as well.
+Clocks are kept here, not in the book, so an expiry becomes a command as well.
 
 `master.proto` is the table of calls: a method whose request is a kind of `Command` is applied to the book of shards,
 `Next` is a stream of such requests, and every other method reads.
 
-Once a second the leading master writes a report into the Store, as JSON: `edl status`, the dashboard and late workers
-read it.
+Once a second the leading master writes a report to the Store, as JSON, for `edl status`, the dashboard and late
+workers.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ from edl.quoting import did_you_mean
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
-"""How often a leader looks for what has expired."""
+"""How often a leader checks for expiries."""
 PAUSE_S: Final = 1.0
-"""A look this late means that the process stood still, and did not read what workers sent. So a pause counts for no
-more than this."""
+"""A check this late means that the process was paused and did not read workers' messages, so a pause counts for no more
+than this."""
 _IDLE_S: Final = 3600.0
-"""How long the committing thread waits unless it is woken: it always is."""
+"""Longest wait of the committing thread; it is always woken sooner."""
 _GROUP: Final = 512
-"""Most commands in a commit: with more, the first of them would wait too long."""
+"""Most commands per commit: with more, the first of them would wait too long."""
 _SNAPSHOT_NBYTES: Final = 32 << 20
-"""Bytes of commands after which a snapshot replaces them: seconds of work to replay."""
+"""Bytes of commands after which a snapshot replaces them: replaying them takes seconds."""
 _COMMAND_NBYTES: Final = 320
-"""Bytes that each command counts beside its own: 100,000 small ones take as long to replay as 32 MB of large ones."""
+"""Bytes added for each command: 100,000 small ones take as long to replay as 32 MB of large ones."""
 _EVENTS: Final = 50
-"""Events that are shown; older ones are in the log."""
+"""Most events shown; older ones are in the log."""
 _WINDOW_S: Final = 15.0
 """Rates are averages over this time: a shard may take seconds."""
 _NBYTES: Final = 200_000
-"""Largest report: a value of the Store may have 256 KiB."""
+"""Largest report: a value in the Store may take 256 KiB."""
 _HOLDERS: Final = 200
-"""Most holders listed of a data set, the busiest first."""
+"""Most holders listed per data set, the busiest first."""
 
 
 class LeaseClock:
-    """Knows which sessions have been silent for too long. Stands still while the process does."""
+    """Tracks which sessions have been silent for too long. Stops while the process is paused."""
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
         self._seen = monotonic()
         self._now = 0.0
         self._heard: dict[str, float] = {}
-        self._silent: set[str] = set()  # whose leases have ended since they were heard
+        self._silent: set[str] = set()  # whose leases have ended since they were last heard
 
     def hear(self, session: str) -> None:
         """Note a sign of life of a session."""
@@ -75,15 +75,15 @@ class LeaseClock:
         self._silent.discard(session)
 
     def silence_s(self, session: str) -> float:
-        """Return for how long a session was silent, as of the last look."""
+        """Return how long a session had been silent at the last check."""
         return self._now - self._heard.get(session, self._now)
 
     def due(self, limits: Mapping[str, tuple[float, float]]) -> tuple[list[str], list[str]]:
-        """Advance; return sessions whose leases have ended since the last look, and sessions that have ended.
+        """Advance; return sessions whose leases have ended since the last check, and sessions that have ended.
 
-        `limits` has the live sessions, with the seconds that each may be silent before its leases end, and before it
-        ends itself. A session is first heard when it is first seen here: gRPC cancels the call of a worker that died,
-        so it may be open though `open_session` did not return.
+        `limits` maps each live session to the seconds of silence after which its leases end, and after which it ends
+        itself. A session counts as heard when it first appears here: gRPC cancels the call of a worker that died, so a
+        session may be open although `open_session` did not return.
         """
         at = self._monotonic()
         self._now += min(at - self._seen, PAUSE_S)
@@ -103,7 +103,7 @@ class LeaseClock:
 
 
 class _Entry(NamedTuple):
-    """Something for the committing thread to do, and who waits for it."""
+    """A task of the committing thread, and the future that waits for it."""
 
     answered: asyncio.Future[None]
     record: bytes | None = None
@@ -111,11 +111,11 @@ class _Entry(NamedTuple):
 
 
 class Term:
-    """Takes commands as long as the journal does. For the thread of the event loop that made it.
+    """Accepts commands as long as the journal does. Use it only in the thread of the event loop that created it.
 
-    Term `number` came from `journal`, which `close` closes; `book` is the state as the journal has it. When the journal
-    cannot be written, `failure` says why, `ended` is set, and nothing is answered from then on. `observe` gets the
-    seconds of each commit, in the committing thread. `replayed` commands of the journal are in no snapshot.
+    `journal` assigned the term's `number`, and `close` closes it; `book` is the state in the journal. If a write to the
+    journal fails, `failure` says why, `ended` is set, and nothing is answered from then on. `observe` is called with
+    the seconds of each commit, in the committing thread. `replayed` commands of the journal are in no snapshot.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Term:
         """Apply a command; return the book's answer once the journal has the command.
 
         An EDLError of the book is a refusal, which has changed nothing. After a ClosedError (the journal cannot be
-        written, or this is closed) it is unknown what became of the command.
+        written, or this term is closed) the fate of the command is unknown.
         """
         self._check()
         command.time_ms = round(time.time() * 1000)
@@ -157,7 +157,7 @@ class Term:
         except EDLError:
             await self.settled()  # the reason may be a command that the journal does not have yet
             raise
-        if self.book.version == before:  # a request that came again
+        if self.book.version == before:  # a repeated request
             await self.settled()
             return answer
         record = command.SerializeToString()
@@ -169,26 +169,26 @@ class Term:
         return answer
 
     async def settled(self) -> None:
-        """Wait until the journal has all that was applied until now; ClosedError as for `submit`."""
+        """Wait until the journal has everything applied so far; ClosedError as for `submit`."""
         self._check()
         await self._append()
 
     def take_snapshot(self) -> None:
-        """Have a snapshot of the present state replace the records before it."""
+        """Replace the records so far with a snapshot of the present state."""
         self._since_snapshot = 0
         self._snapshot_coming = True
         self._append(snapshot=self.book.snapshot())
 
     async def open_session(self, request: messages.OpenSession) -> messages.NextReply:
-        """Open a session, or go on with it; return the number of its last request, and its leases."""
+        """Open or resume a session; return the number of its last request, and its leases."""
         reply: messages.NextReply = await self.submit(messages.Command(open_session=request))
         self.clock.hear(request.session)
         return reply
 
     async def turn(self, turn: messages.Turn) -> messages.NextReply:
-        """Take a session's reports, and give it shards. A turn with the number 0 is only a sign of life.
+        """Take a session's reports, and give it shards. A turn with the number 0 is only a heartbeat.
 
-        The answer must not be changed.
+        The caller must not change the reply.
         """
         self.clock.hear(turn.session)
         if turn.request == 0:
@@ -199,7 +199,7 @@ class Term:
         return reply
 
     async def tick(self) -> None:
-        """Expire what was not renewed, and note what has happened."""
+        """Expire whatever was not renewed, and record the events."""
         specs = {session: info.dataset.spec for session, info in self.book.sessions.items()}
         silent, over = self.clock.due({session: (spec.lease_s, spec.session_s) for session, spec in specs.items()})
         leases = [lease for session in silent for lease in self.book.sessions[session].leases]
@@ -215,7 +215,7 @@ class Term:
         self.events.append({"time": round(time.time(), 3), "kind": kind, "text": text, "cause": cause})
 
     async def close(self, why: str) -> None:
-        """Stop answering, and close the journal. What waits gets a ClosedError."""
+        """Stop answering, and close the journal. Pending commands get a ClosedError."""
         self._end(ClosedError(why))
 
         def close() -> None:
@@ -260,7 +260,7 @@ class Term:
     # --- In the committing thread. ---
 
     def _commit(self) -> float | None:
-        """Write what waits, in order, until nothing waits."""
+        """Write pending entries, in order, until none is left."""
         while self._why_closed is None:
             group: list[_Entry] = []
             with contextlib.suppress(IndexError):  # nothing more waits
@@ -291,7 +291,7 @@ def _refuse(group: list[_Entry], why: BaseException) -> None:
     for entry in group:
         if not entry.answered.done():
             entry.answered.set_exception(ClosedError(f"this master ends: {why}"))
-            entry.answered.exception()  # a call that was cancelled never asks for it
+            entry.answered.exception()  # a cancelled call never retrieves it
 
 
 # --- Calls of workers. ---
@@ -304,9 +304,9 @@ _FIELDS: Final[dict[str, str]] = {
 
 
 class MasterServicer:
-    """Answers while `term` is set, and refuses with UNAVAILABLE while it is None, because this master stands by.
+    """Answers calls while `term` is set; refuses them with UNAVAILABLE while it is None, because this master stands by.
 
-    `status` returns what `GetStatus` answers.
+    `status` returns the reply to `GetStatus`.
     """
 
     def __init__(self, job: str, status: Callable[[Term], dict[str, Any]]) -> None:
@@ -314,17 +314,17 @@ class MasterServicer:
         self._status = status
         self.term: Term | None = None
         self._why = "it has just been started"
-        self._streams: dict[asyncio.Task[Any], str] = {}  # and the session that each has opened last
+        self._streams: dict[asyncio.Task[Any], str] = {}  # and the session that each opened last
 
     def stand_by(self, why: str) -> None:
-        """Refuse calls from now on, and end streams, so that their workers look for the next master at once."""
+        """Refuse calls from now on, and end streams, so that workers look for the next master at once."""
         self.term = None
         self._why = why
         for stream in self._streams:
             stream.cancel()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Return the methods for gRPC's server."""
+        """Return the method handlers for gRPC's server."""
         handlers: dict[str, Any] = {}
         for method in _COMMAND.file.services_by_name[SERVICE.rpartition(".")[2]].methods:
             request, reply = (getattr(messages, kind.name) for kind in (method.input_type, method.output_type))
@@ -353,7 +353,7 @@ class MasterServicer:
                     term.clock.hear(request.session)
                 answer = await term.submit(messages.Command(**{field: request}))
             if field == "restore_progress":
-                # So that readers whose sessions were ended drop what they have at hand at once.
+                # So that readers whose sessions were ended drop their prefetched shards at once.
                 for stream, session in self._streams.items():
                     if session and session not in term.book.sessions:
                         stream.cancel()
@@ -361,7 +361,7 @@ class MasterServicer:
         return reply()
 
     def _read(self, method: str, term: Term, request: Any) -> Any:
-        """Answer a call that changes nothing."""
+        """Answer a read-only call."""
         if method == "Hello":
             return messages.HelloReply(format=FORMAT, job=self._job, term=term.number)
         if method == "GetStatus":
@@ -377,7 +377,7 @@ class MasterServicer:
         return messages.Progress(progress=dataset.progress())
 
     async def _next(self, requests: AsyncIterator[messages.NextRequest], context: Any) -> None:
-        """Answer the turns of a session, in their order. A stream may have several sessions, one after the other."""
+        """Answer the turns of a session, in order. A stream may carry several sessions, one after the other."""
         stream = asyncio.current_task()
         assert stream is not None
         self._streams[stream] = ""
@@ -406,7 +406,7 @@ class MasterServicer:
 
 @contextlib.contextmanager
 def _refusing(context: Any) -> Iterator[None]:
-    """Turn errors into gRPC's. Not by `context.abort`: its error would hold on to the server until it is collected."""
+    """Translate errors to gRPC's, not by `context.abort`: its error would keep the server alive until collected."""
     try:
         yield
     except EDLError as exc:
@@ -419,18 +419,18 @@ def _refusing(context: Any) -> Iterator[None]:
 
 
 class UnitRates:
-    """Growth of totals per second, each under a data set and a session of it; "" is the data set itself."""
+    """Growth of totals per second, keyed by data set and session; "" is the data set itself."""
 
     def __init__(self) -> None:
         self._looks: dict[tuple[str, str], deque[tuple[float, float]]] = {}
 
     def look(self, totals: Mapping[tuple[str, str], float], now_s: float) -> dict[tuple[str, str], float]:
-        """Note totals; return by how much each grows a second. It forgets the totals that it is not given again."""
+        """Note totals; return by how much each grows per second. Totals that are not passed again are forgotten."""
         self._looks = {key: self._looks.get(key, deque()) for key in totals}
         rates: dict[tuple[str, str], float] = {}
         for key, looks in self._looks.items():
             if looks and totals[key] < looks[-1][1]:
-                looks.clear()  # it was put back
+                looks.clear()  # it was reset
             looks.append((now_s, totals[key]))
             while len(looks) > 2 and looks[1][0] <= now_s - _WINDOW_S:
                 looks.popleft()
@@ -442,7 +442,7 @@ class UnitRates:
 def describe_datasets(
     statuses: Sequence[dict[str, Any]], rates: UnitRates, now_s: float, silence_s: Callable[[str], float]
 ) -> list[dict[str, Any]]:
-    """Return what is shown of data sets: `DatasetShards.status` with rates, and each holder's seconds of silence."""
+    """Return the report of data sets: `DatasetShards.status` with rates, and each holder's seconds of silence."""
     totals = {(status["name"], ""): status["units_done"] for status in statuses}
     totals |= {
         (status["name"], holder["session"]): holder["units_done"] for status in statuses for holder in status["holders"]
@@ -467,7 +467,7 @@ def describe_datasets(
 
 
 def encode_report(report: dict[str, Any]) -> bytes:
-    """Return the report as JSON for the Store, without its longest parts if it is too long."""
+    """Return the report as JSON for the Store, without its longest parts if it is too large."""
     for holders, poisoned in ((_HOLDERS, None), (20, 10), (0, 0)):
         for dataset in report["datasets"]:
             dataset.update(holders=dataset["holders"][:holders], poisoned=dataset["poisoned"][:poisoned])

@@ -1,7 +1,7 @@
-"""Which shard of a data set is whose: a book that nothing but commands changes, and that replaying them makes again.
+"""Shard ownership of data sets: a book that only commands change, so that replaying them rebuilds it.
 
-What does not belong here: clocks, threads, sockets, files, and what a shard's units are (`edl.datasets`). A
-server decides what has expired, and says so in a command; a journal keeps the commands (`edl.master.journal`).
+What does not belong here: clocks, threads, sockets, files, and the contents of a shard's units (`edl.datasets`). A
+server decides what has expired, and issues a command for it; a journal keeps the commands (`edl.master.journal`).
 """
 
 from __future__ import annotations

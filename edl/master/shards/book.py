@@ -1,10 +1,10 @@
-"""All data sets of a job and their readers: a state that nothing but commands changes.
+"""All data sets of a job and their readers: a state that only commands change.
 
-A command is a message that a worker sent, or that the master made of its clocks. The book has no clock, no chance and
-no other input, so the same commands make the same book, to the byte of its snapshot: a master that replays the journal
-is where the last one was.
+A command is a message from a worker, or one that the master derives from its clocks. The book has no clock, no
+randomness and no other input, so the same commands give the same book, down to the bytes of its snapshot: a master that
+replays the journal reaches the last one's state.
 
-A new command is a kind of `Command` in master.proto and a method of `ShardBook` of the field's name.
+A new command needs a kind of `Command` in master.proto and a method of `ShardBook` named after the field.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ from edl.quoting import shown
 
 _SNAPSHOT: Final = b"EDL book\0"
 _MOST_WANTED: Final = 10_000
-"""Shards in a turn, wanted or reported: a reply of some 300 KB, and a turn of 20 ms in which all others wait."""
+"""Most shards requested or reported per turn: a reply of about 300 KB, and 20 ms during which all other turns wait."""
 _MOST_EVENTS: Final = 1000
-"""Events kept: a replay of commands, which takes none of them out, must not grow by them."""
+"""Most events kept: a replay of commands, which removes none, must not accumulate them."""
 _MOST_ENDED: Final = 1024
-"""Sessions, and leases, whose end is remembered: late reports come within minutes. All are in a snapshot, 100 KB."""
+"""Ended sessions, and leases, to remember: late reports arrive within minutes. All are in a snapshot, 100 KB."""
 _MOST_EXPLAINED: Final = 20
-"""Refused reports of a turn that say who has the shard now: with ten thousand leases a search takes a millisecond."""
+"""Refused reports per turn that name the shard's current holder: with ten thousand leases, a search takes 1 ms."""
 _WAIT_S: Final = 0.5
-"""After how long a reader that got nothing asks again. It adds up to this to the wait for another's last shard, and a
-thousand readers that wait cost 2,000 turns a second."""
+"""Interval at which a reader that got nothing asks again. It adds up to this much to the wait for another reader's last
+shard, and a thousand waiting readers cost 2,000 turns a second."""
 
 
 class ShardBook:
     """The shards of a job's data sets. A command that raises has changed nothing. Not thread-safe.
 
-    - Every shard is leased to one session at a time, and done once, unless a reader goes back to an earlier mark.
-    - A report is taken from the session that has the lease, by its id and term, and otherwise refused with the reason.
-    - An epoch's shards are given as soon as nothing of the epoch before is left to give, while others may still work on
-      that: a straggler does not stop others, and neither does a reader that waits to make a mark. Ranges of an older
-      epoch that come back are given first.
+    - Every shard is leased to one session at a time, and done once unless a reader goes back to an earlier mark.
+    - A report is accepted from the session that holds the lease, by its id and term, and otherwise refused with a
+      reason.
+    - An epoch's shards are leased once the previous epoch has none left to lease, even if some are in progress: neither
+      a straggler nor a reader yet to make a mark stops others. Returned ranges of older epochs are leased first.
 
     Attributes:
         term: Term of the present master; 0 before the first.
-        version: Counts commands that changed anything. Not part of a snapshot.
+        version: Number of commands that changed anything. Not part of a snapshot.
         datasets: Data sets by name, in the order of their creation. Only commands change them.
         sessions: Live sessions by id. Only commands change them.
-        events: The last thousand things that people want to know, each with its kind (`ended`, `poisoned`, `restored`,
-            `resumed`, `retried` or `session_ended`), the data set, what happened, and why. Others take them out.
+        events: The last thousand events for people, each with its kind (`ended`, `poisoned`, `restored`, `resumed`,
+            `retried` or `session_ended`), the data set, what happened, and why. The caller removes them.
     """
 
     def __init__(self) -> None:
         self.term = 0
         self.version = 0
-        self._time_ms = 0  # when the master took the command under way, for people
+        self._time_ms = 0  # when the master received the current command, for people
         self._last_lease = 0
         self.datasets: dict[str, DatasetShards] = {}
         self.sessions: dict[str, ReaderSession] = {}
         self._leases: dict[int, ShardLease] = {}
-        self._ended_sessions: dict[str, str] = {}  # and why; the oldest first
-        self._ended_leases: dict[int, master.EndedLease] = {}  # without a report; the oldest first
+        self._ended_sessions: dict[str, str] = {}  # id -> why; the oldest first
+        self._ended_leases: dict[int, master.EndedLease] = {}  # ended without a report; the oldest first
         self.events: deque[tuple[str, str, str, str]] = deque(maxlen=_MOST_EVENTS)
 
     def snapshot(self) -> bytes:
@@ -85,7 +85,7 @@ class ShardBook:
 
     @staticmethod
     def restore(data: bytes) -> ShardBook:
-        """Return the book of a snapshot; ProtocolError if the bytes are something else, damaged or newer."""
+        """Return the book of a snapshot; ProtocolError if the bytes are no snapshot, damaged or newer."""
         message = open_envelope(_SNAPSHOT, "snapshot of a book of shards", data, master.BookState)
         book = ShardBook()
         book.term = message.term
@@ -102,11 +102,11 @@ class ShardBook:
     # --- Commands. ---
 
     def apply(self, command: master.Command) -> Any:
-        """Apply a command, as it came or as the journal has it; return the answer, which must not be changed.
+        """Apply a command, new or from the journal; return the reply, which must not be changed.
 
-        Commands of the master itself have no answer. A refusal is a SettingsError (malformed, or it names an unknown
-        data set or session), ConflictError (another has the name, number or mark), LeaseLostError (the session has
-        ended) or ProtocolError (it holds progress that is damaged).
+        Commands of the master itself have no reply. A refusal is a SettingsError (malformed, or it names an unknown
+        data set or session), ConflictError (the name, number or mark is taken), LeaseLostError (the session has ended)
+        or ProtocolError (it contains damaged progress).
         """
         kind = command.WhichOneof("kind")
         if kind is None:
@@ -116,9 +116,9 @@ class ShardBook:
         return applier(getattr(command, kind))
 
     def turn(self, turn: master.Turn) -> master.NextReply:
-        """Apply a reader's reports, and give it what it wants. Its cost does not depend on the data set's size.
+        """Apply a reader's reports, and lease it shards. The cost does not depend on the data set's size.
 
-        The answer is kept: it is given again if the turn is repeated.
+        The reply is kept and returned again if the turn is repeated.
         """
         session = self._session(turn.session)
         if session.reply is not None and turn.request == session.last_request:
@@ -126,7 +126,7 @@ class ShardBook:
         if turn.request != session.last_request + 1:
             raise ConflictError(
                 f"turn {turn.request} of session {session.id}: the last was {session.last_request}, and a session has"
-                " a single turn under way"
+                " one turn at a time"
             )
         _check_turn(turn, session)
         dataset = session.dataset
@@ -174,7 +174,7 @@ class ShardBook:
             self.version += 1
         elif not is_same_spec(present.spec, spec):
             raise ConflictError(
-                f"data set {command.dataset} is there with another specification:"
+                f"data set {command.dataset} exists with a different specification:"
                 f" {describe_difference(present.spec, spec)}"
             )
         return present.describe()
@@ -184,8 +184,8 @@ class ShardBook:
         repeated = command.units == cursor.units and dataset.index[-1:] == [command.index]
         if command.HasField("known") and command.index and command.known != cursor.units and not repeated:
             raise ConflictError(
-                f"data set {dataset.name} has {cursor.units} units, and a follower that knew of {command.known} adds to"
-                " them: another one follows it as well. End one of the two"
+                f"data set {dataset.name} has {cursor.units} units, and a follower that knew of {command.known} extends"
+                " it: another follower extends it too. Stop one of the two"
             )
         if command.units > cursor.units:
             if cursor.ended:
@@ -224,8 +224,8 @@ class ShardBook:
             self.version += 1
         elif session.dataset is not dataset or session.holder != command.holder:
             raise ConflictError(
-                f"session {session.id} is {shown(session.holder)}'s, for data set {session.dataset.name}: a session has"
-                " a random name"
+                f"session {session.id} belongs to {shown(session.holder)}, for data set {session.dataset.name}: use"
+                " a random session id"
             )
         leases = [lease.message() for lease in session.leases.values()]
         return master.NextReply(leases=leases, last_request=session.last_request, epoch=dataset.cursor.epoch)
@@ -237,7 +237,7 @@ class ShardBook:
                 continue
             reason = f"lease of {lease.session.holder} expired"
             if lease.session.dataset.by_checkpoint:
-                # Its reader's state may hold units of it, which are another's now: the whole reader goes back.
+                # Its reader's state may include units of it, which now belong to another: the whole reader goes back.
                 self._end_session(lease.session, reason, expired=True)
             else:
                 self._end_lease(lease, reason, expired=True)
@@ -265,7 +265,7 @@ class ShardBook:
         history, index = found
         if (live := dataset.sessions.get(history.session)) is not None:
             # A reader that ends on purpose closes its session. One that crashes with the same shard again and again
-            # comes back before its session expires: if it did not count, the shard would never be given up.
+            # returns before its session expires: if that did not count as a failure, the shard would never be given up.
             reason = f"{live.holder} was lost; {session.holder} resumed it in session {session.id}"
             self._end_session(live, reason, expired=True)
         parts = dataset.resume(session, history, index)
@@ -273,8 +273,8 @@ class ShardBook:
         self._grant(session, parts, granted)
         reply = master.ResumeReply(leases=granted.leases)
         session.resume = (command, reply)
-        text = f"{session.holder} goes on at mark {command.mark}, with {len(parts)} open shards"
-        self._add_event("resumed", dataset, text, f"{session.holder} was started with a state that was saved")
+        text = f"{session.holder} resumes at mark {command.mark}, with {len(parts)} open shards"
+        self._add_event("resumed", dataset, text, f"{session.holder} was started with a saved state")
         self.version += 1
         return reply
 
@@ -290,7 +290,7 @@ class ShardBook:
         dataset = self._dataset(command.dataset)
         count = dataset.retry(frozenset(command.shards))
         if count:
-            self._add_event("retried", dataset, f"{count} poisoned shards wait again", "a user asked for it")
+            self._add_event("retried", dataset, f"{count} poisoned shards are requeued", "a user requested it")
             self.version += 1
         return master.RetryPoisonedReply(shards=count)
 
@@ -301,7 +301,7 @@ class ShardBook:
             self._end_session(session, "the data set's progress was replaced")
         self.datasets[dataset.name] = restored
         text = "its progress was replaced; all readers start again"
-        self._add_event("restored", restored, text, "a user sent progress that was saved before")
+        self._add_event("restored", restored, text, "a user sent saved progress")
         self.version += 1
         return restored.describe()
 
@@ -310,7 +310,7 @@ class ShardBook:
     def _stream(self, name: str) -> tuple[DatasetShards, UnitCursor]:
         dataset = self._dataset(name)
         if not dataset.cursor.is_stream:
-            raise SettingsError(f"data set {name} has {dataset.cursor.units} units: only a source without an end grows")
+            raise SettingsError(f"data set {name} has {dataset.cursor.units} units: only an endless source grows")
         return dataset, dataset.cursor
 
     def _dataset(self, name: str) -> DatasetShards:
@@ -333,7 +333,7 @@ class ShardBook:
     def _pop_lease(
         self, session: ReaderSession, lease_id: int, term: int, reply: master.NextReply
     ) -> ShardLease | None:
-        """Take a lease from its session, if it is the session's; otherwise refuse the report."""
+        """Take a lease from its session; if the session does not hold it, refuse the report."""
         lease = session.leases.get(lease_id)
         if lease is None or lease.term != term:
             reason = self._why_refused(lease_id, search=len(reply.refused) < _MOST_EXPLAINED)
@@ -350,10 +350,10 @@ class ShardBook:
     def _why_refused(self, lease_id: int, *, search: bool) -> str:
         lease = self._leases.get(lease_id)
         if lease is not None:
-            return f"it is of {lease.session.holder}, in term {lease.term}"
+            return f"it belongs to {lease.session.holder}, in term {lease.term}"
         ended = self._ended_leases.get(lease_id)
         if ended is None:
-            return "it was reported before, ended long ago, or was never given"
+            return "it was already reported, ended long ago, or was never granted"
         dataset, key = self.datasets[ended.dataset], (ended.epoch, ended.shard)
         if key in dataset.poisoned:
             return f"{ended.reason}; the shard is poisoned"
@@ -380,7 +380,7 @@ class ShardBook:
             failures = dataset.failures[lease.epoch, lease.shard]
             last = failures[-1]
             text = f"shard {lease.shard} of epoch {lease.epoch} is given up after {len(failures)} failures"
-            self._add_event("poisoned", dataset, text, f"the last of {last.holder}: {last.reason}")
+            self._add_event("poisoned", dataset, text, f"the last one at {last.holder}: {last.reason}")
 
     def _end_lease(self, lease: ShardLease, reason: str, *, expired: bool) -> None:
         """End a lease without a report."""
@@ -396,7 +396,7 @@ class ShardBook:
             dataset.give_back(lease)
 
     def _end_session(self, session: ReaderSession, reason: str, *, expired: bool = False, keep: bool = False) -> None:
-        """End a session: its leases go back, and without `keep` what no mark covers."""
+        """End a session: its leases are requeued, and without `keep` also units that no mark covers."""
         dataset = session.dataset
         for lease in list(session.leases.values()):
             self._end_lease(lease, reason, expired=expired)
@@ -404,7 +404,7 @@ class ShardBook:
         del self.sessions[session.id]
         last = dataset.end_session(session, keep=keep)
         if last is not None:
-            words += f". What it reported after its last mark, {last}, went back: resume at a mark that was saved"
+            words += f". Units reported after its last mark, {last}, were requeued: resume at a saved mark"
         _remember(self._ended_sessions, session.id, words)
         self._add_event("session_ended", dataset, f"the session of {session.holder} has ended", reason)
 
@@ -413,12 +413,10 @@ class ShardBook:
 
 
 def _check_turn(turn: master.Turn, session: ReaderSession) -> None:
-    """Raise SettingsError for a turn that no reader sends."""
+    """Raise SettingsError for a malformed turn."""
     reports = len(turn.done) + len(turn.failed) + len(turn.returned)
     if not 0 <= turn.want <= _MOST_WANTED or reports > _MOST_WANTED:
-        raise SettingsError(
-            f"a turn wants {turn.want} shards and reports {reports}: 0 to {_MOST_WANTED:,} are possible"
-        )
+        raise SettingsError(f"a turn requests {turn.want} shards and reports {reports}: must be 0 to {_MOST_WANTED:,}")
     if len(turn.done) != len(turn.done_terms):
         raise SettingsError(f"a turn reports {len(turn.done)} leases with {len(turn.done_terms)} terms")
     reported = [(part.lease.id, part.units) for part in turn.returned]
@@ -426,7 +424,7 @@ def _check_turn(turn: master.Turn, session: ReaderSession) -> None:
     for lease_id, units in reported:
         lease = session.leases.get(lease_id)
         if units < 0 or (lease is not None and lease.start + units > lease.stop):
-            raise SettingsError(f"a turn reports {units} units of lease {lease_id}, which cannot be")
+            raise SettingsError(f"a turn reports {units} units of lease {lease_id}, which is impossible")
 
 
 def _remember(records: dict[Any, Any], key: object, value: object) -> None:

@@ -1,13 +1,13 @@
-"""A data set: what was never given of it, what came back, what was given up, who reads it, and all that as messages.
+"""A data set's state: units not handed out, returned and given up, its readers, and all of this as messages.
 
-A shard that was not given yet, or is done, is recorded nowhere: the cursor stands before or behind it, and nothing else
-names it. So a million shards cost what a thousand do.
+A shard that was not handed out yet, or is done, has no record of its own: only the cursor's position tells which. So a
+million shards cost as much as a thousand.
 
-Readers of a data set with commit="checkpoint" make marks, and what a mark covers is done. A reader's history has its
-last marks with what was consumed between them, so that a new session can go back to one: what came after is undone.
+Readers of a data set with commit="checkpoint" make marks, and units covered by a mark are done. A reader's history
+contains its last marks and the units consumed between them, so a new session can go back to one.
 
-Snapshots of the book, and the progress of a data set, which users keep beside a checkpoint, are read again later,
-perhaps by another version of EDL. So they begin with what they are and their format, and end with a checksum.
+Snapshots of the book, and a data set's progress, which users keep with a checkpoint, may be read by a different version
+of EDL. So they start with their type and format, and end with a checksum.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from edl.quoting import shown
 M = TypeVar("M", bound=Message)
 
 _FORMAT: Final = 1
-"""Format of what is inside an envelope. Another version of EDL may refuse it, but never misreads it."""
+"""Format of an envelope's contents. A different version of EDL may refuse it, but never misreads it."""
 _CHECKSUM_NBYTES: Final = 4  # a CRC-32
 _PROGRESS: Final = b"EDL progress\0"
 _MARKS_KEPT: Final = 16
-"""Marks of a reader. A job keeps a few checkpoints; each mark holds what was consumed since the mark before."""
+"""Most marks of a reader. A job keeps a few checkpoints; each mark lists the units consumed since the last."""
 _MOST_REASON: Final = 300
-"""Characters of a failure's reason. A million poisoned shards must fit into memory."""
+"""Most characters of a failure's reason: a million poisoned shards must fit into memory."""
 _MOST_HISTORIES: Final = 1000
-"""Histories of readers that ended: more than a job has. A reader that is forgotten cannot be resumed."""
+"""Most histories of ended readers: more than a job has. A forgotten reader cannot be resumed."""
 _MOST_POISONED: Final = 50
-"""Poisoned shards shown with their reasons: a page of them; all are counted. A report must stay below 200 KB."""
+"""Most poisoned shards shown with their reasons; all are counted. A report must stay below 200 KB."""
 _MOST_HOLDERS: Final = 500
-"""Sessions shown; some 100 bytes of JSON each."""
+"""Most sessions shown; about 100 bytes of JSON each."""
 
 
 def seal(magic: bytes, message: Message) -> bytes:
-    """Return a message as bytes that begin with `magic`, which says what they are."""
+    """Return a message as bytes that start with `magic`, which identifies their type."""
     body = magic + bytes([_FORMAT]) + message.SerializeToString(deterministic=True)
     return body + zlib.crc32(body).to_bytes(_CHECKSUM_NBYTES, "big")
 
 
 def open_envelope(magic: bytes, what: str, data: bytes, kind: type[M]) -> M:
-    """Return the message of type `kind` in bytes that `seal` made; else ProtocolError, in which `what` names them."""
+    """Return the message of type `kind` in bytes from `seal`, or raise ProtocolError, in which `what` names them."""
     if data[: len(magic)] != magic:
         raise ProtocolError(f"{len(data):,} bytes are not a {what}")
     body, checksum = data[:-_CHECKSUM_NBYTES], data[-_CHECKSUM_NBYTES:]
@@ -76,10 +76,10 @@ def open_envelope(magic: bytes, what: str, data: bytes, kind: type[M]) -> M:
 
 @dataclass(slots=True, eq=False)
 class ShardLease:
-    """A range [start, stop) of a shard that a session has."""
+    """A range [start, stop) of a shard, leased to a session."""
 
-    id: int  # never given twice
-    term: int  # of the master that gave it
+    id: int  # never reused
+    term: int  # of the master that granted it
     session: ReaderSession
     epoch: int
     shard: int
@@ -88,7 +88,7 @@ class ShardLease:
     marked: int  # units before it are covered by a mark of the reader; `start` until there is one
 
     def message(self) -> master.Lease:
-        """Return it as it goes over the wire."""
+        """Return it as a wire message."""
         return master.Lease(
             id=self.id, term=self.term, epoch=self.epoch, shard=self.shard, start=self.start, stop=self.stop
         )
@@ -100,31 +100,31 @@ class ShardLease:
 
 @dataclass(slots=True, eq=False)
 class ReaderSession:
-    """A reader's life, from its opening to its end."""
+    """A reader's session, from opening to end."""
 
     id: str  # random
     holder: str  # the name that people see
     dataset: DatasetShards
     last_request: int = 0
-    reply: master.NextReply | None = None  # to the last request
-    leases: dict[int, ShardLease] = field(default_factory=dict)  # by id, in the order in which they were given
+    reply: master.NextReply | None = None  # reply to the last request
+    leases: dict[int, ShardLease] = field(default_factory=dict)  # by id, in the order in which they were granted
     units_done: int = 0
     resume: tuple[master.Resume, master.ResumeReply] | None = None
 
     def open_parts(self) -> list[master.ShardRange]:
-        """Return what it has and has not consumed."""
+        """Return the parts that it has leased and not consumed."""
         leases = self.leases.values()
         return [lease.part(lease.marked, lease.stop) for lease in leases if lease.marked < lease.stop]
 
 
 @dataclass(slots=True)
 class ReaderHistory:
-    """The ranges that a reader consumed, through all its sessions, as far back as it may go."""
+    """The ranges that a reader consumed in all its sessions, as far back as it may go."""
 
     session: str  # the latest
     holder: str  # the name that people see
-    marks: deque[master.MarkState]  # the last ones; their numbers grow, from 0 for the beginning
-    pending: list[master.ShardRange] = field(default_factory=list)  # since the last mark; goes back with the session
+    marks: deque[master.MarkState]  # the last ones; their numbers increase, from 0 for the beginning
+    pending: list[master.ShardRange] = field(default_factory=list)  # since the last mark; requeued with the session
 
     @property
     def is_fresh(self) -> bool:
@@ -134,14 +134,14 @@ class ReaderHistory:
 
 @dataclass(eq=False)
 class DatasetShards:
-    """A data set's shards. Only `retry`, `mark`, `find_mark` and `at_progress` ask whether the command was right."""
+    """A data set's shards. Only `retry`, `mark`, `find_mark` and `at_progress` validate the command."""
 
     name: str
     spec: master.DatasetSpec  # with defaults filled in; `index` as it was at the creation
-    cursor: UnitCursor  # what was never given
-    index: list[bytes] = field(default_factory=list)  # parts that were added to the specification's
+    cursor: UnitCursor  # units not handed out yet
+    index: list[bytes] = field(default_factory=list)  # parts added to the specification's
     returned: ReturnedRanges = field(default_factory=ReturnedRanges)
-    poisoned: dict[ShardKey, list[Bounds]] = field(default_factory=dict)  # ranges that were given up
+    poisoned: dict[ShardKey, list[Bounds]] = field(default_factory=dict)  # ranges given up
     failures: dict[ShardKey, list[master.FailureState]] = field(default_factory=dict)  # of shards that are not done
     sessions: dict[str, ReaderSession] = field(default_factory=dict)  # live ones
     histories: dict[str, ReaderHistory] = field(default_factory=dict)  # by the latest session; the oldest first
@@ -150,17 +150,17 @@ class DatasetShards:
 
     @property
     def by_checkpoint(self) -> bool:
-        """Whether what is reported is done only when a mark covers it."""
+        """Whether reported units are done only when a mark covers them."""
         return self.spec.commit == master.COMMIT_CHECKPOINT
 
     @property
     def is_finished(self) -> bool:
-        """Whether there is nothing to give and no reader has anything; shards that were given up do not count."""
+        """Whether nothing is left to hand out and no reader has anything; shards given up do not count."""
         return not self.leased and not self.returned and self.cursor.at_end
 
     @property
     def is_done(self) -> bool:
-        """Whether there is also nothing that was reported and no mark covers."""
+        """Whether also every reported unit is covered by a mark."""
         return self.is_finished and not self.provisional_units
 
     @property
@@ -173,7 +173,7 @@ class DatasetShards:
         return [part for history in histories for part in history.pending]
 
     def describe(self, *, index: bool = True) -> master.DatasetReply:
-        """Return what a reader needs to know. Without the index where each line of a growing source would copy it."""
+        """Return what a reader needs to know; without the index where each line of a growing source would copy it."""
         reply = master.DatasetReply(dataset=self.name, spec=self.spec, units=self.cursor.units, ended=self.cursor.ended)
         if not index:
             reply.spec.ClearField("index")
@@ -182,9 +182,9 @@ class DatasetShards:
         return reply
 
     def status(self) -> dict[str, Any]:
-        """Return what people see: counts, the poisoned shards with the reasons, and who reads it; fit for JSON.
+        """Return the status for people, as plain values: counts, the poisoned shards with reasons, and the readers.
 
-        A shard with parts in several states counts as poisoned before doing before todo. Takes some milliseconds with
+        A shard with parts in several states counts as poisoned, else doing, else todo. Takes a few milliseconds with
         ten thousand leases.
         """
         spec, cursor = self.spec, self.cursor
@@ -237,7 +237,7 @@ class DatasetShards:
             ],
         }
 
-    # --- What is given, and what comes back. ---
+    # --- Shards handed out and returned. ---
 
     def open_session(self, name: str, holder: str) -> ReaderSession:
         """Add a new reader."""
@@ -255,7 +255,7 @@ class DatasetShards:
             at_risk = any(self._is_at_risk((lease.epoch, lease.shard)) for lease in session.leases.values())
 
         def may_take(key: ShardKey) -> bool:
-            """Give one shard at a time that the next failure gives up: of several, all would go with the guilty one."""
+            """Hand out only one shard at risk of being given up: several would be given up with the guilty one."""
             nonlocal at_risk
             if not self._is_at_risk(key):
                 return True
@@ -263,7 +263,7 @@ class DatasetShards:
             return not refused
 
         def may_retry(key: ShardKey) -> bool:
-            """Keep a shard from the holder that failed it: a broken machine alone should not have it given up."""
+            """Withhold a shard from the holder that failed it: one broken machine should not get it given up."""
             failures = self.failures.get(key)
             return (alone or not failures or failures[-1].holder != session.holder) and may_take(key)
 
@@ -283,7 +283,7 @@ class DatasetShards:
         return failures is not None and len(failures) >= self.spec.max_failures - 1
 
     def finish(self, lease: ShardLease, stop: int) -> None:
-        """Count the units of a lease up to `stop` as done. The caller sees to the rest."""
+        """Count the units of a lease up to `stop` as done. The caller handles the rest."""
         if stop <= lease.marked:
             return
         self.units_done += stop - lease.marked
@@ -293,12 +293,12 @@ class DatasetShards:
         lease.marked = stop
 
     def give_back(self, lease: ShardLease) -> None:
-        """Have the rest of a lease wait for another holder."""
+        """Requeue the rest of a lease."""
         if lease.marked < lease.stop:
             self.returned.add((lease.epoch, lease.shard), lease.marked, lease.stop)
 
     def fail(self, lease: ShardLease, reason: str, time_ms: int, *, late: bool) -> bool:
-        """Count a failure of the rest of a lease, which goes back (a `late` one behind all others) or is given up.
+        """Count a failure of the rest of a lease, which is requeued (a `late` one after all others) or given up.
 
         Return whether it was given up.
         """
@@ -306,7 +306,7 @@ class DatasetShards:
             return False
         key = (lease.epoch, lease.shard)
         failures = self.failures.setdefault(key, [])
-        reason = shown(reason, _MOST_REASON) or "no reason was given"
+        reason = shown(reason, _MOST_REASON) or "no reason given"
         failures.append(master.FailureState(holder=lease.session.holder, reason=reason, time_ms=time_ms))
         if len(failures) < self.spec.max_failures:
             self.returned.add(key, lease.marked, lease.stop, late=late and not self.cursor.is_stream)
@@ -316,13 +316,13 @@ class DatasetShards:
         return True
 
     def _undo(self, parts: Iterable[master.ShardRange]) -> None:
-        """Have ranges wait again that were done."""
+        """Requeue ranges that were done."""
         for part in parts:
             self.returned.add((part.epoch, part.shard), part.start, part.stop)
             self.units_done -= part.stop - part.start
 
     def retry(self, shards: frozenset[int]) -> int:
-        """Have `shards` of every epoch, or all if there are none, wait again that were given up; return their number.
+        """Requeue given-up `shards` of every epoch, or all if `shards` is empty; return their number.
 
         ConflictError if one of them was not given up.
         """
@@ -338,17 +338,17 @@ class DatasetShards:
     # --- Marks, of data sets with commit="checkpoint". ---
 
     def mark(self, session: ReaderSession, command: master.Mark) -> bool:
-        """Cover what a session has reported, and parts of what it has, by a mark; return False for a repeated one."""
+        """Cover a session's reported units, and parts of its leases, by a mark; return False for a repeated one."""
         if not self.by_checkpoint:
             raise SettingsError(
-                f"data set {self.name} commits by reports: create it with commit='checkpoint' for marks"
+                f"data set {self.name} commits by reports: create it with commit='checkpoint' to use marks"
             )
         history = self.histories[session.id]
         last = history.marks[-1]
         if (last.session, last.mark) == (session.id, command.mark) and last.mark:
             return False
         if command.mark <= last.mark:
-            raise ConflictError(f"mark {command.mark} of session {session.id}: {last.mark} was made, and marks grow")
+            raise ConflictError(f"mark {command.mark} of session {session.id}: must be above {last.mark}")
         _check_parts(session, command)
         for part in command.partial:
             lease = session.leases[part.lease.id]
@@ -361,13 +361,13 @@ class DatasetShards:
         return True
 
     def find_mark(self, session: ReaderSession, command: master.Resume) -> tuple[ReaderHistory, int] | None:
-        """Return the history that a new session resumes, and the index of the mark in it. Changes nothing.
+        """Return the history that a new session resumes, and the index of its mark. Changes nothing.
 
-        The result is None for the beginning of a holder that has never read.
+        Return None for the beginning of a holder that has never read.
         """
         if session.dataset is not self or not self.by_checkpoint:
             raise SettingsError(
-                f"data set {self.name}: session {session.id} reads another, or what is reported there is done at once"
+                f"data set {self.name}: session {session.id} reads a different one, or it has commit='report'"
             )
         if session.leases or session.last_request or not self.histories[session.id].is_fresh:
             raise ConflictError(f"session {session.id} has begun to read: resume in a new one")
@@ -377,31 +377,31 @@ class DatasetShards:
             return None
         if history is None:
             raise SettingsError(
-                f"nothing is kept of {name}: it never read data set {self.name}, or ended too long ago."
+                f"no history of {name}: it never read data set {self.name}, or ended too long ago."
                 " Restore the data set's progress, or read without resuming"
             )
         kept = [mark.mark for mark in history.marks]
         index = kept.index(command.mark) if command.mark in kept else None
-        # The beginning, mark 0, is of whichever session.
+        # The beginning, mark 0, belongs to any session.
         if index is None or (command.mark and command.of_session not in ("", history.marks[index].session)):
             raise SettingsError(
-                f"mark {command.mark} of {name} is not kept: those of its history, the last {_MARKS_KEPT}, are"
-                f" {', '.join(map(str, kept))}, and marks after one that was resumed are dropped. Load a checkpoint"
+                f"mark {command.mark} of {name} is not kept: its last {_MARKS_KEPT} marks are"
+                f" {', '.join(map(str, kept))}, and marks after a resumed one are dropped. Load a checkpoint"
                 " with one of them, or restore the data set's progress"
             )
         live = self.sessions.get(history.session)
         if live is not None and command.of_session != live.id:
             raise ConflictError(
-                f"{shown(live.holder)} continues {name} in session {live.id}, which is live: it ends when it is closed,"
-                f" or is silent for {self.spec.session_s:g} s"
+                f"{shown(live.holder)} continues {name} in session {live.id}, which is live until it is closed"
+                f" or silent for {self.spec.session_s:g} s"
             )
         return history, index
 
     def _find_history(self, session: str, holder: str, asking: str) -> ReaderHistory | None:
-        """Return the history that `session` is part of, or without one the newest of `holder`; None if none is kept.
+        """Return the history of `session`, or if it is empty the newest one of `holder`; None if none is kept.
 
-        The own history of the session that is `asking` does not count. A holder's session that ended before it marked
-        anything does not hide earlier ones.
+        The history of the session that is `asking` does not count. A holder's session that ended before its first mark
+        does not hide earlier ones.
         """
         for history in reversed(self.histories.values()):
             if history.session == asking:
@@ -414,10 +414,10 @@ class DatasetShards:
         return None
 
     def resume(self, session: ReaderSession, history: ReaderHistory, index: int) -> list[UnitRange]:
-        """Give a history to a session, and undo what came after a mark; return what was in hand at that mark."""
+        """Give a history to a session, and undo everything after a mark; return the open ranges at that mark."""
         while len(history.marks) > index + 1:
             self._undo(history.marks.pop().consumed)
-        self._undo(history.pending)  # of a session that was closed and kept it
+        self._undo(history.pending)  # of a closed session that kept it
         history.pending = []
         self.histories.pop(history.session, None)
         history.session, history.holder = session.id, session.holder
@@ -429,7 +429,7 @@ class DatasetShards:
         ]
 
     def end_session(self, session: ReaderSession, *, keep: bool) -> int | None:
-        """Take a reader out that has no lease; without `keep`, what no mark covers goes back. Return its last mark."""
+        """Remove a reader without leases; without `keep`, requeue units that no mark covers. Return its last mark."""
         history = self.histories.pop(session.id, None)
         del self.sessions[session.id]
         if history is None:
@@ -437,7 +437,7 @@ class DatasetShards:
         if not keep:
             self._undo(history.pending)
             history.pending = []
-        self.histories[session.id] = history  # the newest of those that ended
+        self.histories[session.id] = history  # the newest of the ended ones
         spare = len(self.histories) - len(self.sessions) - _MOST_HISTORIES
         for ended in [name for name in self.histories if name not in self.sessions][: max(spare, 0)]:
             del self.histories[ended]
@@ -446,7 +446,7 @@ class DatasetShards:
     # --- As messages. ---
 
     def message(self) -> master.DatasetState:
-        """Return it with its readers, for `of_message`."""
+        """Return the data set with its readers, for `of_message`."""
         cursor = self.cursor
         return master.DatasetState(
             dataset=self.name,
@@ -518,7 +518,7 @@ class DatasetShards:
         return dataset
 
     def progress(self) -> bytes:
-        """Return what is done, for `at_progress`. What readers have, and what no mark covers, is not."""
+        """Return the done units, for `at_progress`: without leased ones, and without those that no mark covers."""
         open_parts = [part for session in self.sessions.values() for part in session.open_parts()]
         state = master.ProgressState(
             spec=self.spec,
@@ -531,18 +531,18 @@ class DatasetShards:
         return seal(_PROGRESS, state)
 
     def at_progress(self, data: bytes) -> DatasetShards:
-        """Return the data set as it was when `progress` looked, without readers; a growing source is as large as now.
+        """Return the data set as of the call of `progress`, without readers; a growing source keeps its present size.
 
-        ProtocolError if the bytes are something else, damaged, or impossible for this data set; ConflictError if they
-        are of another specification, or of a source that has not grown that far here.
+        ProtocolError if the bytes are not progress, damaged, or impossible for this data set; ConflictError if they are
+        for a different specification, or for a source that has not grown that far here.
         """
         state = open_envelope(_PROGRESS, "progress of a data set", data, master.ProgressState)
         if not is_same_spec(state.spec, self.spec):
-            raise ConflictError(f"data set {self.name}: the progress is of a data set with another specification")
+            raise ConflictError(f"data set {self.name}: the progress is of a data set with a different specification")
         now, size = self.cursor, self.spec.shard_size
         if now.is_stream and state.position > now.units:
             raise ConflictError(
-                f"data set {self.name} has {now.units} units so far, and the progress is at {state.position}: extend"
+                f"data set {self.name} has {now.units} units so far, but the progress is at {state.position}: extend"
                 " its index first"
             )
         cursor = UnitCursor(
@@ -562,7 +562,7 @@ class DatasetShards:
         return restored
 
     def _shard_messages(self, more: Iterable[master.ShardRange]) -> list[master.ShardState]:
-        """Return the shards that are not untouched, leased or done, sorted; `more` ranges count as returned."""
+        """Return all shards except untouched, leased and done ones, sorted; `more` ranges count as returned."""
         shards: dict[ShardKey, master.ShardState] = {}
 
         def of(key: ShardKey) -> master.ShardState:

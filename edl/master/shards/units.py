@@ -1,4 +1,4 @@
-"""A data set's specification, and which of its units are given next: what came back, and the rest of an order."""
+"""A data set's specification, and which of its units are next: returned ones, and the rest of an epoch's order."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ Bounds: TypeAlias = tuple[int, int]
 """The first unit, and the unit after the last."""
 
 _MOST_NAME: Final = 200
-"""Characters of a name: those of keys of a store, where names end up, have 512 in all."""
+"""Most characters of a name: names become part of a store's keys, which have at most 512 in total."""
 MOST_UNITS: Final = 2**62
-"""Units of a data set: sums of two such numbers are still 64-bit ones."""
+"""Most units of a data set: the sum of two such numbers still fits into 64 bits."""
 _MOST_SHARDS: Final = 2**40
-"""Shards of an epoch: a permutation of this many is computed, and tested."""
+"""Most shards of an epoch: permutations of this size are tested."""
 _MOST_SECONDS: Final = 30 * 86_400.0
-"""Longest lease: a month without a sign of life is forever."""
+"""Longest lease: a month without a heartbeat is forever."""
 _MOST_PASSES: Final = 20
-"""How often a failed shard is kept from the holder that failed it while others are there: about ten seconds of turns of
-a holder that finds nothing else. Without a limit, a live holder that asks for nothing would stop everything."""
+"""How often a failed shard is withheld from the holder that failed it while there are other holders: about ten seconds
+of turns if it finds nothing else. Without a limit, a live holder that requests nothing would stop everything."""
 _MOST_LOOKS: Final = 64
-"""Failed shards that are looked at for one that this holder may have; more would let a turn's cost grow with them."""
+"""Failed shards searched for one that this holder may have; without a limit, a turn's cost would grow with them."""
 _CHUNK: Final = 1024
-"""Positions that are computed together: numpy's cost of a call is spread over them, and the first waits 0.2 ms."""
+"""Positions computed together, to spread numpy's cost per call; the first one waits 0.2 ms."""
 
 
 # --- Specifications. ---
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise SettingsError unless a name can be shown and stored; `what` has the name, for the error."""
+    """Raise SettingsError unless a name can be shown and stored; `what` describes it in the error."""
     if not name or len(name) > _MOST_NAME or not name.isprintable():
-        raise SettingsError(f"{what} {quote(name)}: 1 to {_MOST_NAME} printable characters are possible")
+        raise SettingsError(f"{what} {quote(name)}: must be 1 to {_MOST_NAME} printable characters")
 
 
 def check_spec(name: str, spec: master.DatasetSpec) -> master.DatasetSpec:
@@ -55,24 +55,24 @@ def check_spec(name: str, spec: master.DatasetSpec) -> master.DatasetSpec:
     bounded = spec.HasField("units")
     shards = spec.units // max(spec.shard_size, 1)
     problems = {
-        "kind: a name is needed": not spec.kind or len(spec.kind) > _MOST_NAME or not spec.kind.isprintable(),
-        f"units={spec.units}: 0 to 2**62 are possible": not 0 <= spec.units <= MOST_UNITS,
-        f"shard_size={spec.shard_size}: 1 to 2**62 are possible": not 1 <= spec.shard_size <= MOST_UNITS,
-        f"shards of {spec.shard_size} make {shards:,} of {spec.units:,} units; at most {_MOST_SHARDS:,} are possible": (
+        "kind: needs a name": not spec.kind or len(spec.kind) > _MOST_NAME or not spec.kind.isprintable(),
+        f"units={spec.units}: must be 0 to 2**62": not 0 <= spec.units <= MOST_UNITS,
+        f"shard_size={spec.shard_size}: must be 1 to 2**62": not 1 <= spec.shard_size <= MOST_UNITS,
+        f"shards of {spec.shard_size} make {shards:,} of {spec.units:,} units; the maximum is {_MOST_SHARDS:,}": (
             shards >= _MOST_SHARDS
         ),
-        f"epochs={spec.epochs}: 0 or more are possible": spec.epochs < 0,
-        f"max_failures={spec.max_failures}: 1 or more are possible": spec.max_failures < 0,
-        f"commit={spec.commit}: not known": spec.commit not in (master.COMMIT_REPORT, master.COMMIT_CHECKPOINT),
-        "a source without an end is neither shuffled nor read several times": not bounded
+        f"epochs={spec.epochs}: must be 0 or more": spec.epochs < 0,
+        f"max_failures={spec.max_failures}: must be 1 or more": spec.max_failures < 0,
+        f"commit={spec.commit}: unknown": spec.commit not in (master.COMMIT_REPORT, master.COMMIT_CHECKPOINT),
+        "an endless source is neither shuffled nor read several times": not bounded
         and (spec.shuffle or spec.epochs > 1),
-        f"flush_s={spec.flush_s}: needs a source without an end, and seconds from 0 on": not (
+        f"flush_s={spec.flush_s}: needs an endless source, and 0 or more seconds": not (
             0 <= spec.flush_s < math.inf and (spec.flush_s == 0 or not bounded)
         ),
     }
     for name_s in ("lease_s", "session_s"):
         value = getattr(checked, name_s)
-        problems[f"{name_s}={value}: 0.1 to {_MOST_SECONDS:.0f} are possible"] = not 0.1 <= value <= _MOST_SECONDS
+        problems[f"{name_s}={value}: must be 0.1 to {_MOST_SECONDS:.0f}"] = not 0.1 <= value <= _MOST_SECONDS
     for problem, found in problems.items():
         if found:
             raise SettingsError(f"data set {shown(name)}: {problem}")
@@ -80,12 +80,12 @@ def check_spec(name: str, spec: master.DatasetSpec) -> master.DatasetSpec:
 
 
 def is_same_spec(first: master.DatasetSpec, second: master.DatasetSpec) -> bool:
-    """Whether two specifications, their defaults filled in, are equal."""
+    """Return whether two specifications are equal, with their defaults filled in."""
     return first.SerializeToString(deterministic=True) == second.SerializeToString(deterministic=True)
 
 
 def describe_difference(present: master.DatasetSpec, other: master.DatasetSpec) -> str:
-    """Return in words how two specifications differ, the present one's value first; of an index only that it does."""
+    """Describe how two specifications differ, the present one's value first; of an index, only the fact."""
     if present.kind != other.kind or present.location != other.location:
         places = [shown(f"{spec.kind}:{spec.location}", 200) for spec in (present, other)]
         return f"location is {places[0]} and not {places[1]}"
@@ -99,7 +99,7 @@ def describe_difference(present: master.DatasetSpec, other: master.DatasetSpec) 
     return ", ".join(fields) or "its files, or what is in them, have changed since it was created"
 
 
-# --- What came back. ---
+# --- Returned units. ---
 
 
 class UnitRange(NamedTuple):
@@ -112,7 +112,7 @@ class UnitRange(NamedTuple):
 
 
 def join_bounds(parts: list[Bounds], start: int, stop: int) -> None:
-    """Add a range to sorted ranges that do not touch, and keep them so."""
+    """Add a range to sorted ranges that do not touch, and keep them sorted and apart."""
     kept: list[Bounds] = []
     for part in parts:
         if part[1] < start or part[0] > stop:
@@ -125,7 +125,7 @@ def join_bounds(parts: list[Bounds], start: int, stop: int) -> None:
 
 @dataclass
 class _Returned:
-    """A shard's ranges that wait, sorted; `late` if all others come first, `passed` as `_MOST_PASSES` says."""
+    """A shard's waiting ranges, sorted; `late` if all others come first; `passed` counts towards `_MOST_PASSES`."""
 
     late: bool = False
     passed: int = 0
@@ -133,15 +133,15 @@ class _Returned:
 
 
 class ReturnedRanges:
-    """Ranges that were given and came back: the oldest epoch's first, in it by number, and failed ones at the end.
+    """Returned ranges: the oldest epoch first, by number within an epoch, and failed ones at the end.
 
-    Its answers depend on its contents, never on the order in which they came: a book that was restored from a snapshot
+    Its results depend on its contents, never on the order in which they were added: a book restored from a snapshot
     behaves like the original.
     """
 
     def __init__(self) -> None:
         self._shards: dict[ShardKey, _Returned] = {}
-        # Beside `_shards`, which alone counts: a heap may name shards that are gone, or are in the other heap now.
+        # Only `_shards` is authoritative: a heap may name shards that are gone, or now in the other heap.
         self._early: list[ShardKey] = []
         self._late: list[ShardKey] = []
 
@@ -152,13 +152,13 @@ class ReturnedRanges:
         return key in self._shards
 
     def __iter__(self) -> Iterator[tuple[ShardKey, list[Bounds], bool, int]]:
-        """Yield every shard with its ranges, whether it is late, and how often it was passed over; sorted."""
+        """Yield every shard, sorted, with its ranges, whether it is late, and how often it was passed over."""
         for key in sorted(self._shards):
             entry = self._shards[key]
             yield key, entry.parts, entry.late, entry.passed
 
     def add(self, key: ShardKey, start: int, stop: int, *, late: bool = False, passed: int = 0) -> None:
-        """Have a range wait; a `late` one until nothing else is left, since it has failed."""
+        """Add a range; a `late` one has failed, and waits until nothing else is left."""
         entry = self._shards.setdefault(key, _Returned())
         entry.late = entry.late or late
         entry.passed = max(entry.passed, passed)
@@ -166,7 +166,7 @@ class ReturnedRanges:
         heapq.heappush(self._late if entry.late else self._early, key)
 
     def take(self, most: int, may_take: Callable[[ShardKey], bool], *, late: bool = False) -> list[UnitRange]:
-        """Take out ranges, of late shards or of others, if `may_take` says yes; a late one also after too many noes."""
+        """Remove and return ranges, of late shards or others, that `may_take` allows, or has refused too often."""
         heap = self._late if late else self._early
         taken: list[UnitRange] = []
         kept: set[ShardKey] = set()
@@ -188,7 +188,7 @@ class ReturnedRanges:
         return taken
 
     def cut(self, key: ShardKey, start: int, stop: int) -> list[Bounds]:
-        """Take out what waits of [start, stop) of a shard, and return it."""
+        """Remove and return the waiting parts of [start, stop) of a shard."""
         entry = self._shards.get(key)
         if entry is None:
             return []
@@ -207,14 +207,14 @@ class ReturnedRanges:
         return found
 
 
-# --- What was never given. ---
+# --- Units not handed out yet. ---
 
 
 class UnitCursor:
-    """A position in the order of an epoch; all before it was given. Each epoch of shuffled shards has another order.
+    """A position in the order of an epoch; everything before it was handed out. Each shuffled epoch has its own order.
 
-    It counts shards; in a source that grows it counts units. Such a source has one epoch, and its shards are in order,
-    and whole until it ends or is flushed.
+    It counts shards, or units if the source grows. A growing source has one epoch; its shards are in order, and full
+    until it ends or is flushed.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class UnitCursor:
         self._chunk_shards: list[int] = []
 
     def _end(self) -> int:
-        """Return the position at which nothing is left to give for now."""
+        """Return the position at which nothing is left to hand out for now."""
         if not self.is_stream:
             return -(-self.units // self._size)
         return self.units if self.ended else max(self.flushed, self.units // self._size * self._size)
@@ -267,7 +267,7 @@ class UnitCursor:
         return taken
 
     def _next_shards(self, most: int, end: int) -> list[int]:
-        """Return up to `most` shards from the position on; there may be fewer, but not none before the `end`."""
+        """Return up to `most` shards from the position; there may be fewer, but at least one before the `end`."""
         if self._order is None:
             return list(range(self.position, min(self.position + most, end)))
         chunk, offset = divmod(self.position, _CHUNK)
@@ -277,7 +277,7 @@ class UnitCursor:
         return self._chunk_shards[offset : offset + most]
 
     def begin_epoch(self) -> bool:
-        """Begin the next epoch if all of this one was given and there is a next one; return whether it was begun."""
+        """Begin the next epoch if this one is handed out and there is a next one; return whether it has begun."""
         if self.is_stream or self.position < self._end() or self.at_end:
             return False
         self.epoch += 1
@@ -287,20 +287,20 @@ class UnitCursor:
 
     @property
     def at_end(self) -> bool:
-        """Whether nothing will follow. An empty data set has one epoch."""
+        """Whether nothing more will follow. An empty data set has one epoch."""
         is_last = not self.units or 0 < self._epochs <= self.epoch + 1
         return self.ended and is_last and self.position >= self._end()
 
     @property
     def is_possible(self) -> bool:
-        """Whether the position can have been reached; it may come from a file."""
+        """Whether the position is reachable; it may come from a file."""
         end = self.units if self.is_stream else self._end()
         return 0 <= self.position <= end and 0 <= self.epoch < (self._epochs or self.epoch + 1)
 
     def shards(self) -> tuple[int, int, int | None]:
-        """Return how many shards of this epoch were given or begun, how many could follow now, and a begun one.
+        """Return how many shards of this epoch were handed out or begun, how many could follow now, and a begun one.
 
-        A shard that a flush has cut is begun, if it has grown since.
+        A shard that a flush has cut counts as begun if it has grown since.
         """
         end = self._end()
         if not self.is_stream:

@@ -208,7 +208,7 @@ def test_two_followers_of_a_folder(tmp_path: Path) -> None:
     first.follow_once()
     (tmp_path / "a").write_bytes(b"x")
     second.finish()
-    with pytest.raises(ConflictError, match=r"has 1 units, and a follower that knew of 0.*another one follows it"):
+    with pytest.raises(ConflictError, match=r"has 1 units, and a follower that knew of 0.*another follower extends it"):
         second.follow_once()
     third.finish()
     third.start()

@@ -81,7 +81,7 @@ def test_poisoned_shards_come_back_live(start: Start, client: MasterClient) -> N
     reader.report_failed(next(reader), "bad")
     for other, words in ((("--data", "range:7"), "--data is"), ((*DATA, "--session", "40"), "--session is 30.0")):
         code, _, err = finish(start("--retry-poisoned", *other))
-        assert (code, f"another specification: {words}" in err) == (1, True), err
+        assert (code, f"a different specification: {words}" in err) == (1, True), err
     code, out, err = finish(start("--retry-poisoned"))
     assert code == 0, err
     assert "data: 1 shards put back" in out

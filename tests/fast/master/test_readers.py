@@ -525,6 +525,6 @@ def test_garbage_is_no_position(led: Lead, read: Read, state: Any) -> None:
     garbage = saved | state if isinstance(state, dict) else state
     with pytest.raises(SettingsError, match="is not the position of a ShardReader"):
         reader.load_state_dict(garbage)
-    with pytest.raises(SettingsError, match="nothing is kept of"):
+    with pytest.raises(SettingsError, match="no history of"):
         reader.load_state_dict(saved | {"session": "another"})
     reader.load_state_dict(saved)

@@ -1,8 +1,8 @@
-"""ElasticJobs: which workers come and go, what their pods run, and what a job's status says. Pure functions.
+"""ElasticJobs: which workers to add and remove, what their pods run, and a job's status. Pure functions.
 
-A job starts with its minimum at once and grows by the room that appears; it ends when a worker has done all there is to
-do, or with an error that does not pass by itself. Elsewhere: how many workers are useful
-(`edl.master.scaling`), what is idle (`edl.master.kube.capacity`), and calls of the API (`edl.master.kube.operator`).
+A job starts with its minimum at once and grows as room appears; it ends when a worker has finished all work, or with a
+permanent error. Elsewhere: how many workers are useful (`edl.master.scaling`), idle capacity
+(`edl.master.kube.capacity`), and calls of the API (`edl.master.kube.operator`).
 """
 
 from edl.master.kube.jobs.launches import shares_cluster

@@ -1,7 +1,7 @@
 """The objects of a job: pods of workers (`edl run`) and of its master, its PodDisruptionBudget, and its PodGroup.
 
-The budget leaves the job the workers that it needs when nodes are drained. Labels, annotations and the PodGroup tell
-other schedulers to start the job's minimum all at once:
+The budget protects the job's minimum of workers when nodes are drained. Labels, annotations and the PodGroup tell other
+schedulers to start the job's minimum all at once:
 
 - Kueue: https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/ (labels of plain pods and of pod groups)
 - Volcano: https://volcano.sh/en/docs/podgroup/
@@ -22,8 +22,8 @@ from edl.master.kube.members.records import MemberRecord
 from edl.master.kube.resources import ElasticJob
 
 GROWTH_CLASS: Final = "edl-growth"
-"""The WorkloadPriorityClass of workers beyond the minimum: below that of groups, which Kueue serves first."""
-_MAX_NAME_CHARS: Final = 63  # a label's value, which a group's name is for Kueue; a budget's name may be longer
+"""The WorkloadPriorityClass of workers above the minimum: below that of groups, which Kueue serves first."""
+_MAX_NAME_CHARS: Final = 63  # a label value, as which Kueue uses a group's name; a budget's name may be longer
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ _SCHEDULERS: Final[Mapping[str, _GangScheduler]] = {
         ResourceType("scheduling.run.ai", "v2alpha2", "podgroups", "PodGroup"),
         group_annotation="pod-group-name",
         queue_label="kai.scheduler/queue",
-        # The group is the operator's: KAI's own grouper would make one for each pod.
+        # The operator creates the group: KAI's own grouper would create one per pod.
         annotations=(("kai.scheduler/skip-podgrouper", "true"),),
     ),
 }
@@ -62,7 +62,7 @@ def starts_as_gang(job: ElasticJob) -> bool:
 
 
 def build_gang_labels(job: ElasticJob, index: int | None) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the labels and annotations by which a pod belongs to its group."""
+    """Return the labels and annotations that assign a pod to its group."""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     scheduler = _SCHEDULERS.get(_get_scheduler_name(job))
@@ -116,19 +116,19 @@ def _get_scheduler_name(job: ElasticJob) -> str:
 WORKER: Final = "worker"
 MASTER: Final = "master"
 _SAVING_SHARE: Final = 0.8
-"""Share of a pod's grace period that workers have to end; the agent needs the rest to say why it ended."""
+"""Share of a pod's grace period that workers have to end; the agent needs the rest to report why it ended."""
 _MOST_NODES: Final = 10_000
-"""More than any job has. The operator alone makes workers, so each has its place; with `maxReplicas` here, workers that
-run would refuse those that come after it was raised. The first world waits a second for more."""
+"""More than any job has. Only the operator creates workers, so each has its place; with `maxReplicas` here, running
+workers would refuse new ones after it was raised. The first world waits a second for more."""
 _TAKEOVER_S: Final = 45
-"""Where the store is a pod of the cluster: workers go on without it for 0.8 of that, which covers a pod that takes 30 s
-to start again elsewhere. In return, new workers wait that long if all workers of the job died without a word."""
+"""If the store is a pod of the cluster: workers continue without it for 0.8 of this, which covers a pod that takes 30 s
+to restart elsewhere. In return, new workers wait this long if all workers of the job died without notice."""
 _MASTER_RESOURCES: Final[dict[str, Any]] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
-"""A master holds the state of shards, not data: with the workers' resources it would take a GPU."""
+"""A master holds the state of shards, not data; with the workers' resources it would take a GPU."""
 
 
 def build_worker_launch(job: ElasticJob, index: int, record: MemberRecord) -> MemberLaunch:
-    """Return the launch of a worker's pod; options in `spec.run` come last, so that they win."""
+    """Return the launch of a worker's pod; options in `spec.run` come last, so they take precedence."""
     args = ["run", "--rdzv-id", job.job_id, "--store", job.store, "--nnodes", f"{job.min_replicas}:{_MOST_NODES}"]
     args += ["--local-addr", POD_ADDRESS, "--leave-on-oom"]
     args += ["--grace-period", str(max(1, int(job.grace_period_s * _SAVING_SHARE)))]
@@ -149,7 +149,7 @@ def build_worker_launch(job: ElasticJob, index: int, record: MemberRecord) -> Me
 
 
 def build_master_launch(job: ElasticJob, record: MemberRecord) -> MemberLaunch:
-    """Return the launch of the master's pod. Its journal is in the store, so that its successor goes on anywhere."""
+    """Return the launch of the master's pod. Its journal is in the store, so a successor can continue on any node."""
     args = ["master", job.job_id, "--store", job.store, "--journal", "store:", "--host", POD_ADDRESS]
     labels, annotations = build_gang_labels(job, None)
     return MemberLaunch(
@@ -166,7 +166,7 @@ def build_master_launch(job: ElasticJob, record: MemberRecord) -> MemberLaunch:
 
 
 def build_disruption_budget(job: ElasticJob) -> tuple[ResourceType, Object]:
-    """Return a job's PodDisruptionBudget; the client fills in the API's version, which depends on the server."""
+    """Return a job's PodDisruptionBudget; the client fills in the API version, which depends on the server."""
     return POD_DISRUPTION_BUDGETS, {
         "kind": POD_DISRUPTION_BUDGETS.kind,
         "metadata": {

@@ -1,7 +1,7 @@
 """`plan_job`: decides what to do about an ElasticJob, from an observation of one moment. Pure.
 
-The target lies within the job's bounds. The minimum is made at once, and a worker that ended comes back at once if its
-place is still its own. Beyond that the job grows into idle room. When it shrinks, the newest workers go first.
+The target is within the job's bounds. The minimum is created at once, and a worker that ended is replaced at once if
+its place is still its own. Above that, the job grows into idle room. It shrinks from the newest worker.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ from edl.master.kube.resources import ElasticJob
 from edl.master.scaling.terminations import TerminationCause
 
 PROBE_S: Final = 20.0
-"""A worker beyond the minimum that no node takes within this time is removed: others may wait for the same room."""
+"""A worker above the minimum that no node takes within this time is removed: others may wait for the same room."""
 _GIVING_S: Final = 60.0
-"""Extra time where the arbiter has given it room: the present holder has a grace period to leave it."""
+"""Extra time if the arbiter has assigned it room: the present holder has a grace period to leave it."""
 _MOST_CREATED: Final = 100
-"""Pods that a look makes at most: others wait for their look, and the API server for its turn."""
+"""Most pods created per reconciliation, so that other resources and the API server get their turn."""
 _NEXT_CREATED_S: Final = 0.5
-"""After so long the next are made."""
+"""After this time the next ones are created."""
 _MOST_BACKOFF_S: Final = 300.0
-"""As in the relaunch table: what waits longer is forgotten by people."""
+"""As in the relaunch table: people forget whatever waits longer."""
 
 
 def find_target(job: ElasticJob, observation: OwnerObservation) -> int:
-    """Return how many workers are wanted, from the job's minimum to its maximum."""
+    """Return how many workers are wanted, between the job's minimum and maximum."""
 
     def clamp(count: int) -> int:
         return max(job.min_replicas, min(job.max_replicas, count))
@@ -76,7 +76,7 @@ def find_target(job: ElasticJob, observation: OwnerObservation) -> int:
         return clamp(job.min_replicas if job.replicas is None else job.replicas)
     if observation.store.wanted is not None:
         useful = clamp(observation.store.wanted)
-    elif observation.store.stale:  # what is useful is not known now, which is no reason to change anything
+    elif observation.store.stale:  # the useful number is unknown now, which is no reason to change anything
         before = job.status.get("wantedReplicas")
         useful = clamp(before if isinstance(before, int) else job.min_replicas)
     else:
@@ -85,17 +85,17 @@ def find_target(job: ElasticJob, observation: OwnerObservation) -> int:
 
 
 def _size_workers(draft: JobDraft) -> None:
-    """Decide which workers stay, go and come.
+    """Decide which workers to keep, remove and add.
 
-    Beyond its minimum a job grows by as many workers as fit, if that is known or the arbiter has given them; else by a
-    single worker that waits for a node, and is removed if there is none.
+    Above its minimum, a job grows by as many workers as fit, if that is known or the arbiter has assigned them; else by
+    a single worker that waits for a node, and is removed if there is none.
     """
     job, observation, now_s = draft.job, draft.observation, draft.observation.now_s
     workers = {key: pod for key, pod in draft.review.current.items() if pod.role == WORKER}
     gang = starts_as_gang(job)
     draft.target = find_target(job, observation)
     if observation.starts_after and not any(pod.scheduled for pod in workers.values()):
-        draft.target = 0  # the scheduler would give the GPUs that become free to pods of this job
+        draft.target = 0  # the scheduler would give the freed GPUs to pods of this job
     ranked = sorted(workers, key=lambda key: _rank(workers[key], gang))
     kept, draft.shrunk = ranked[: draft.target], ranked[draft.target :]
     patience_s = PROBE_S if observation.allocation is None else PROBE_S + _GIVING_S
@@ -123,14 +123,14 @@ def _size_workers(draft: JobDraft) -> None:
 
 
 def _rank(pod: MemberPod, gang: bool) -> tuple[float, ...]:
-    """Return a sort key: the last worker goes first. A gang's minimum are its first indices."""
+    """Return a sort key: the last worker is removed first. A gang's minimum are its first indices."""
     if gang:
         return (pod.index,)
     return (not pod.scheduled, not pod.ready, pod.created_s, pod.index)
 
 
 def _find_indices(draft: JobDraft) -> None:
-    """Find the indices whose pods are made now, and the members that wait for their time."""
+    """Find the indices whose pods are to be created now, and the members that must wait."""
     job, observation, records = draft.job, draft.observation, draft.records
     growth: list[int] = []
     kept = {pod.key for pod in draft.workers}
@@ -155,10 +155,10 @@ def _find_indices(draft: JobDraft) -> None:
 
 
 def _order_indices(job: ElasticJob, records: Mapping[str, MemberRecord], now_s: float) -> Iterator[int]:
-    """Yield indices of workers in the order in which they are filled: first those whose pods have just ended.
+    """Yield indices of workers in the order to fill them: first those whose pods have just ended.
 
-    Such a worker has its place; an index that is free because the job shrank is growth, which waits for room. A gang's
-    minimum are its first indices, so they come in order.
+    Such a worker has its place; an index that is free because the job shrank counts as growth, which waits for room. A
+    gang's minimum are its first indices, so they are filled in order.
     """
     back: list[int] = []
     if not starts_as_gang(job):
@@ -171,15 +171,15 @@ def _order_indices(job: ElasticJob, records: Mapping[str, MemberRecord], now_s: 
 def _count_growth(draft: JobDraft, growth: list[int]) -> int:
     job, observation = draft.job, draft.observation
     if observation.allocation is not None:
-        return len(growth)  # the arbiter has counted the room, and what teachers give back
+        return len(growth)  # the arbiter has counted the room, including what teachers return
     if observation.capacity is None or starts_as_gang(job):
         return 1
     record = draft.records.get(f"{WORKER}-{growth[0]}", MemberRecord())
     try:
         fitting = observation.capacity.count_fitting(build_member_pod(job, build_worker_launch(job, growth[0], record)))
     except ValueError:
-        return 1  # not as the API has it: the API server refuses the pod in its own words
-    # A number that was asked for is tried; a job that only takes what is idle waits until something is.
+        return 1  # malformed: the API server refuses the pod with its own message
+    # A requested number is tried; a job that only takes idle capacity waits until there is some.
     return max(fitting, 1 if job.scaling == "external" else 0)
 
 
@@ -191,24 +191,24 @@ def _back_off(record: MemberRecord, now_s: float) -> MemberRecord:
 
 
 _ENDING_S: Final = 60.0
-"""After a worker has ended the job, the others have so long to end by themselves, or their grace period if that is
-longer: their last states are stored in that time."""
+"""After a worker has ended the job, the others have this long to end by themselves, or their grace period if that is
+longer: they store their last states in that time."""
 _MOST_NOTES: Final = 5
-"""Ends of members that have an event each; more at once have a single one."""
+"""Most ends of members that get an event each; more at once share a single one."""
 _MOST_EVENT_CHARS: Final = 900
-"""Characters of an event's message: the API takes 1,024 bytes, and its recorder cuts the end, a traceback's point."""
+"""Most characters of an event's message: the API takes 1,024 bytes, and its recorder cuts off a traceback's end."""
 _START_LOOK_S: Final = 30.0
-"""After so long workers that do not start are looked at again: a volume or secret that is missing changes no pod."""
+"""Interval for rechecking workers that do not start: a missing volume or secret changes no pod."""
 
 
 def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
-    """Decide what to do about a job. At rest that is nothing, and the status is as it was."""
+    """Decide what to do about a job. At rest, nothing changes, not even the status."""
     if job.deleting:
-        return Plan(status=dict(job.status))  # pods go with their owner
+        return Plan(status=dict(job.status))  # pods are deleted with their owner
     if phase := find_final_phase(job):
         return _plan_finished(job, phase, observation)
     if not job.started and any(not pod.finished for pod in observation.pods):
-        job = job.pin_run()  # it was suspended, and pods of its last run are still about
+        job = job.pin_run()  # it was suspended, and pods of its last run still exist
     progress = observation.store.progress.percentage if observation.store.progress is not None else None
     before = read_member_records(job.status)
     review = review_members(before, observation.pods, observation.now_s, progress)
@@ -260,7 +260,7 @@ def _plan_running(draft: JobDraft) -> Plan:
 
 
 def _make_master(draft: JobDraft) -> list[Object]:
-    """Return the master's pod if it should be made now: it is replaced as soon as it dies."""
+    """Return the master's pod if it should be created now: it is replaced as soon as it dies."""
     key, now_s = f"{MASTER}-0", draft.observation.now_s
     record = draft.records.setdefault(key, MemberRecord())
     if key in draft.review.current or record.ended:
@@ -272,7 +272,7 @@ def _make_master(draft: JobDraft) -> list[Object]:
 
 
 def _plan_ending(draft: JobDraft, completion: Completion) -> Plan:
-    """Wait for the workers that run, release the others, and end: well if all last states are stored."""
+    """Wait for running workers, release the others, and end: successfully if all last states are stored."""
     winner = completion.key
     end_s = completion.seen_s + max(_ENDING_S, float(draft.job.grace_period_s))
     late = draft.observation.now_s >= end_s
@@ -301,7 +301,7 @@ def _plan_failed(draft: JobDraft, failure: JobFailure) -> Plan:
 
 
 def _cut_middle(text: str) -> str:
-    """Return a text that fits into an event: its first line, and the end of a traceback."""
+    """Shorten a text to fit into an event: its first line, and the end of a traceback."""
     if len(text) <= _MOST_EVENT_CHARS:
         return text
     head = text.partition("\n")[0][: _MOST_EVENT_CHARS // 3]
@@ -309,7 +309,7 @@ def _cut_middle(text: str) -> str:
 
 
 def _plan_suspended(draft: JobDraft) -> Plan:
-    """Release all pods. Members' records stay, but no member keeps its place."""
+    """Release all pods. Members' records remain, but no member keeps its place."""
     draft.suspended = True
     for pod in draft.review.current.values():
         draft.release(pod, "the job is suspended")
@@ -320,7 +320,7 @@ def _plan_suspended(draft: JobDraft) -> Plan:
 
 
 def _build_last_plan(draft: JobDraft) -> Plan:
-    """Return the plan of a job that makes no pods: those that are live and not waited for are deleted."""
+    """Return the plan of a job that creates no pods: live ones that it does not wait for are deleted."""
     job, pods, running, status = draft.job, draft.observation.pods, bool(draft.workers), write_job_status(draft)
     going = {pod.name for pod in list_superseded(draft.records, pods)}
     if not running:
@@ -336,7 +336,7 @@ def _build_last_plan(draft: JobDraft) -> Plan:
 
 
 def _keep_ended(pods: tuple[MemberPod, ...], records: Mapping[str, MemberRecord]) -> set[str]:
-    """Return the names of ended pods that stay for their logs: of members that ended for good."""
+    """Return the names of ended pods kept for their logs: those of members that ended for good."""
     return {
         pod.name
         for pod in pods
@@ -346,7 +346,7 @@ def _keep_ended(pods: tuple[MemberPod, ...], records: Mapping[str, MemberRecord]
 
 
 def _plan_finished(job: ElasticJob, phase: str, observation: OwnerObservation) -> Plan:
-    """Delete what still runs of a job that has ended before, and the job itself when its time is over."""
+    """Delete running pods of a job that has already ended, and the job itself when its TTL is over."""
     live = tuple(pod for pod in observation.pods if pod.live)
     status = write_finished_status(job, phase, sum(pod.role == WORKER for pod in live))
     requeue_s = _get_ttl_s(job, status, observation.now_s)
@@ -362,7 +362,7 @@ def _plan_finished(job: ElasticJob, phase: str, observation: OwnerObservation) -
 
 
 def _get_ttl_s(job: ElasticJob, status: Mapping[str, object], now_s: float) -> float | None:
-    """Return in how many seconds a job that has ended is deleted; None for never."""
+    """Return in how many seconds an ended job is deleted; None for never."""
     completed_s = read_time(status.get("completionTime"))
     if job.ttl_seconds_after_finished is None or completed_s is None:
         return None
@@ -375,7 +375,7 @@ def _list_removals(job: ElasticJob) -> tuple[tuple[ResourceType, str], ...]:
 
 
 def _note_outcomes(draft: JobDraft) -> None:
-    """Note each end that was counted, or of many at once the number of each cause."""
+    """Add an event for each counted end, or for many at once the number per cause."""
     outcomes = draft.review.outcomes
     workers = {key: outcome for key, outcome in outcomes.items() if key.startswith(f"{WORKER}-")}
     if len(workers) > _MOST_NOTES:
@@ -392,7 +392,7 @@ def _note_outcomes(draft: JobDraft) -> None:
             _note_outcome(draft, "MasterEnded", key, outcome)
     out_of_memory = any(outcome.verdict.cause is TerminationCause.OUT_OF_MEMORY for outcome in outcomes.values())
     if out_of_memory and not has_memory_quantity(draft.job):
-        text = "spec.template sets no memory for its container: set resources.limits.memory, which is then raised"
+        text = "spec.template sets no memory for its container: set resources.limits.memory, so that it can be raised"
         draft.note("MemoryNotSet", text, warning=True)
 
 
@@ -406,7 +406,7 @@ def _note_outcome(draft: JobDraft, reason: str, key: str, outcome: MemberOutcome
 
 
 def _note_changes(draft: JobDraft) -> None:
-    """Note the changes of the plan for people: workers that come and go."""
+    """Add events for the plan's changes: added and removed workers."""
     job, status = draft.job, draft.job.status
     if job.scaling == "auto" and job.replicas is not None and status.get("observedGeneration") != job.generation:
         draft.note("ScaleIgnored", f"spec.replicas is {job.replicas}, but spec.scaling is auto", warning=True)
@@ -421,11 +421,11 @@ def _note_changes(draft: JobDraft) -> None:
         draft.note("Resumed", "spec.suspend is false again")
         grown = []
     elif get_started_s(job) is None:
-        draft.note("Started", f"{len(draft.create)} workers are made; {draft.target} are wanted")
+        draft.note("Started", f"{len(draft.create)} workers are created; {draft.target} are wanted")
         grown = []
     if grown:
-        draft.note("Growing", f"{len(draft.workers)} workers, and {len(grown)} are made; {draft.target} are wanted")
+        draft.note("Growing", f"{len(draft.workers)} workers, and {len(grown)} are created; {draft.target} are wanted")
     if draft.shrunk:
         draft.note("Shrinking", f"{len(draft.shrunk)} workers are removed; {draft.target} are wanted")
     for key in draft.homeless:
-        draft.note("NoRoom", f"no node takes {key}: it is removed, and tried again later")
+        draft.note("NoRoom", f"no node takes {key}: it is removed, and retried later")

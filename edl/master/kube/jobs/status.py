@@ -1,7 +1,6 @@
 """Whether a job has ended, and its status: counts, phase, conditions and progress.
 
-A job ends by a worker's success, a failure that does not pass by itself, or its deadline. Nothing in the status changes
-by time alone.
+A job ends by a worker's success, a permanent failure, or its deadline. Nothing in the status changes with time alone.
 """
 
 from __future__ import annotations
@@ -48,29 +47,29 @@ FAILURE_REASONS: Final[Mapping[TerminationCause, str]] = {
     TerminationCause.NOT_STORED: "NotStored",
     TerminationCause.UNKNOWN: "UnknownEnd",
 }
-"""Reasons of the condition `Failed`, by the cause that ended the job. Other causes never end a job."""
+"""Reasons for the condition `Failed`, by the cause that ended the job. Other causes never end a job."""
 
 FAILURE_ADVICE: Final[Mapping[str, str]] = {
-    "UserError": "mend the script, delete the job and submit it again",
-    "OutOfMemory": "ask for more memory in spec.template, or find what leaks",
-    "Killed": "find out what kills it: `kubectl describe pod`, and the kernel's log of its node",
-    "Crashed": "look for a library, driver or image that does not fit: native code crashed on two nodes",
-    "PeerLost": "look at the network between the nodes, and at the other workers' logs",
-    "Evicted": "ask for the memory and ephemeral storage that it uses, so that it goes where they are",
-    "HardwareFault": "look at the GPUs of the nodes named in status.members; several nodes failed",
+    "UserError": "fix the script, delete the job and submit it again",
+    "OutOfMemory": "ask for more memory in spec.template, or find the leak",
+    "Killed": "find out what kills it: `kubectl describe pod`, and the kernel log of its node",
+    "Crashed": "look for an incompatible library, driver or image: native code crashed on two nodes",
+    "PeerLost": "check the network between the nodes, and the other workers' logs",
+    "Evicted": "request the memory and ephemeral storage that it uses, so that it gets a node that has them",
+    "HardwareFault": "check the GPUs of the nodes named in status.members; several nodes failed",
     "UnclearFault": "run the script with CUDA_LAUNCH_BLOCKING=1: a kernel failed on two nodes",
-    "LaunchFailed": "mend the image, volume, secret or init container that the message names",
-    "NotStored": "look at the storage of spec.checkpoint: the last state did not get there",
-    "UnknownEnd": "look at the node's kubelet: nothing tells why the pod ended",
+    "LaunchFailed": "fix the image, volume, secret or init container that the message names",
+    "NotStored": "check the storage of spec.checkpoint: the last state was not stored there",
+    "UnknownEnd": "check the node's kubelet: there is no information about why the pod ended",
     "DeadlineExceeded": "raise spec.activeDeadlineSeconds, or give it more workers",
 }
-"""What to do about each reason of the condition `Failed`."""
+"""Advice for each reason of the condition `Failed`."""
 _EXIT_POISONED: Final = 3
-"""What `edl master` ends with where shards were given up: the job has its result, without these."""
+"""Exit code of `edl master` if shards were given up: the job has its result, without these."""
 _SUCCEEDED: Final = TerminationCause.SUCCEEDED.value
 _NOT_STORED: Final = TerminationCause.NOT_STORED.value
 _LAST_STEPS: Final = (_SUCCEEDED, _NOT_STORED)
-"""Causes of a worker's end with which the script has ended, and the job with it."""
+"""Causes that mean that the script has ended, and the job with it."""
 _DEADLINE: Final = "DeadlineExceeded"
 
 
@@ -89,8 +88,8 @@ class Completion:
 
     Attributes:
         key: the worker that was the first to end.
-        seen_s: when the operator first saw a worker's end, because nodes' clocks may be minutes off. Unix time.
-        failure: why the job has failed nevertheless, because a worker's last state is not stored; None if all are.
+        seen_s: when the operator first saw a worker's end (nodes' clocks may be minutes off). Unix time.
+        failure: why the job has failed nevertheless: a worker's last state is not stored; None if all are.
     """
 
     key: str
@@ -101,10 +100,10 @@ class Completion:
 def note_last_steps(
     before: Mapping[str, MemberRecord], records: Mapping[str, MemberRecord], pods: Iterable[MemberPod], now_s: float
 ) -> dict[str, MemberRecord]:
-    """Return records with the ends of workers that did the last step while they were asked to leave.
+    """Return records with the ends of workers that did the last step after they were asked to end.
 
-    Such an end is not recorded otherwise, since another try has the worker's place. A last state that is not stored
-    stays so, however well the other try ends, which found the job done.
+    Such an end is not recorded otherwise, since a new attempt has the worker's place. If its last state was not stored,
+    that holds even if the new attempt, which finds the job done, succeeds.
     """
     after = dict(records)
     for key, record in before.items():
@@ -121,7 +120,7 @@ def note_last_steps(
         later = verdict.cause is TerminationCause.SUCCEEDED and counted > pod.try_number
         if verdict.cause.value in _LAST_STEPS and not known and not later:
             end = MemberEnd(
-                # What is counted of a later try, such as one that found the job done, stays counted.
+                # Ends of a later attempt, such as one that found the job done, stay counted.
                 try_number=max(pod.try_number, counted),
                 cause=verdict.cause.value,
                 evidence=verdict.evidence,
@@ -137,9 +136,9 @@ def note_last_steps(
 
 
 def find_completion(records: Mapping[str, MemberRecord], messages: Mapping[str, str]) -> Completion | None:
-    """Return the end of the job's work; None while it goes on.
+    """Return the end of the job's work; None while it continues.
 
-    `messages` has the whole message of a member's end by its key, where that is known.
+    `messages` maps a member's key to the whole message of its end, if known.
     """
     ends = sorted(
         (end.time_s, key, end)
@@ -156,10 +155,9 @@ def find_completion(records: Mapping[str, MemberRecord], messages: Mapping[str, 
 
 
 def find_final_phase(job: ElasticJob) -> str:
-    """Return `Succeeded` or `Failed` of a job that has ended, which nothing changes; empty if it goes on.
+    """Return `Succeeded` or `Failed` for a job that has ended, which is final; empty if it continues.
 
-    A condition says so, and what is recorded of the members' ends bears it out: a status
-    written by hand ends no job.
+    A condition says so, and the recorded ends of members confirm it: a status written by hand ends no job.
     """
     records = read_member_records(job.status)
     completion = find_completion(records, {})
@@ -217,30 +215,30 @@ def _describe(key: str, end: MemberEnd, text: str) -> JobFailure:
 
 
 _LAUNCHING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
-"""Why a container waits that is being started."""
+"""Reasons for which a starting container waits."""
 _ESTIMATE_STEP: Final = 0.1
-"""Share by which an estimate must change to be written again: each write goes to everyone who watches the job."""
+"""Share by which an estimate must change to be rewritten: each write notifies everyone who watches the job."""
 
 
 SOON_S: Final = 0.5
-"""The least time after which a plan asks for another look: times in statuses have whole seconds."""
+"""The shortest time after which a plan requests a requeue: times in statuses have whole seconds."""
 
 
 @dataclass
 class JobDraft:
-    """A job's plan in the making: the planner fills it, and its status is written from it.
+    """A job's plan being built: the planner fills it, and its status is written from it.
 
     Attributes:
         target: workers that are wanted.
-        workers: live pods of the newest tries that stay.
-        create: indices of workers whose pods are made now.
-        waiting: keys of workers that are made later -> when, Unix time.
-        shrunk: keys of workers that go because fewer are wanted.
-        homeless: keys of workers beyond the minimum that go because no node takes them.
+        workers: live pods of the newest attempts that stay.
+        create: indices of workers whose pods are created now.
+        waiting: keys of workers to create later -> when, Unix time.
+        shrunk: keys of workers to remove because fewer are wanted.
+        homeless: keys of workers above the minimum to remove because no node takes them.
         ending: how the job is ending; empty if it is not.
         succeeded: the worker that ended the job, once all others have ended.
-        times: when the decision changes by time alone, Unix time.
-        reasons: name of a pod -> why it goes.
+        times: when the decision changes with time alone, Unix time.
+        reasons: name of a pod -> why it is removed.
     """
 
     job: ElasticJob
@@ -276,7 +274,7 @@ class JobDraft:
         self.events.append(EventNote("Warning" if warning else "Normal", reason, message, pod))
 
     def release(self, pod: MemberPod, reason: str) -> None:
-        """Let a pod go by the job's own will: another try takes its place, so that any operator deletes it."""
+        """Release a pod at the job's own will: a new attempt takes its place, so that any operator deletes it."""
         if not self.records[pod.key].is_superseded(pod):
             self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
         self.reasons[pod.name] = reason
@@ -288,18 +286,18 @@ class JobDraft:
         )
 
     def get_requeue_s(self) -> float | None:
-        """Return in how many seconds time alone changes the decision; None if it does not."""
+        """Return in how many seconds the decision changes with time alone; None if it does not."""
         now_s = self.observation.now_s
         times = [time_s for time_s in self.times if time_s > now_s]
         return max(SOON_S, min(times) - now_s) if times else None
 
 
 def find_waiting_since_s(job: ElasticJob, pods: Iterable[MemberPod]) -> float | None:
-    """Return since when a job waits for GPUs of its minimum, Unix time; None if it does not, or that is not recorded.
+    """Return since when a job has waited for GPUs of its minimum, Unix time; None if it does not, or if unrecorded.
 
-    It waits if all pods of its minimum are there, and the scheduler wants GPUs for one: a job that waits for a quota, a
-    volume or a repaired script holds no other back. The condition `Scheduled` tells since when. A job that was
-    suspended meanwhile waits from its new start, and no job has waited for longer than it exists.
+    It waits if all pods of its minimum exist, and the scheduler lacks GPUs for one: a job that waits for a quota, a
+    volume or a fixed script holds no other back. The condition `Scheduled` tells since when. A job that was suspended
+    in between waits from its new start, and no job has waited for longer than it exists.
     """
     workers = [pod for pod in pods if pod.role == WORKER and pod.live]
     if len(workers) < job.min_replicas or sum(pod.scheduled for pod in workers) >= job.min_replicas:
@@ -314,12 +312,12 @@ def find_waiting_since_s(job: ElasticJob, pods: Iterable[MemberPod]) -> float | 
 
 
 def get_started_s(job: ElasticJob) -> float | None:
-    """Return the start of a job's present run, Unix time; None before, and while it is suspended."""
+    """Return the start of a job's present run, Unix time; None before it, and while suspended."""
     return read_time(job.status.get("startTime"))
 
 
 def write_finished_status(job: ElasticJob, phase: str, workers: int) -> Object:
-    """Return the status of a job that ended earlier, with counts of what still runs."""
+    """Return the status of a job that ended earlier, with counts of pods that still run."""
     counts = {"replicas": workers, "readyReplicas": 0, "wantedReplicas": 0}
     return {**job.status, "observedGeneration": job.generation, "phase": phase, **counts}
 
@@ -363,7 +361,7 @@ def write_job_status(draft: JobDraft) -> Object:
 
 
 _VANISHING: Final = ("startTime", "completionTime", "ignoredEdits", "formerSpec")
-"""Fields that come and go: a suspended job has no start, as in `batch/v1`. Earlier operators wrote the last one."""
+"""Fields that are removed if empty: a suspended job has no start, as in `batch/v1`. The last one is obsolete."""
 
 
 def _find_phase(draft: JobDraft) -> str:
@@ -384,7 +382,7 @@ def _describe_accepted(draft: JobDraft) -> Condition:
         return Condition("Accepted", True, "StoreNotAllowed", observation.store.refused)
     if observation.store.unreachable:
         return Condition("Accepted", True, "StoreUnreachable", observation.store.unreachable)
-    return Condition("Accepted", True, "Valid", "the spec can be worked on")
+    return Condition("Accepted", True, "Valid", "the spec is valid")
 
 
 def _describe_scheduled(draft: JobDraft) -> Condition:
@@ -398,7 +396,7 @@ def _describe_scheduled(draft: JobDraft) -> Condition:
     if draft.suspended:
         return build(False, "Suspended", "spec.suspend is true")
     if observation.starts_after and not draft.target:
-        text = f"{observation.starts_after} has waited for its workers for so long that it starts first"
+        text = f"{observation.starts_after} has waited so long for its workers that it starts first"
         return build(False, "WaitingForTurn", text)
     count = sum(pod.scheduled for pod in draft.workers)
     refused = next((pod for pod in draft.workers if pod.pending and pod.unschedulable), None)
@@ -447,13 +445,13 @@ def _describe_waiting(draft: JobDraft) -> str:
     why = f": it ended, {end.cause.replace('_', ' ')} ({end.evidence})" if end is not None else ""
     if end is not None and (lines := end.message.strip().splitlines()):
         why += f": {lines[-1].strip()}"
-    others = f"; {len(waiting) - 1} others wait as well" if len(waiting) > 1 else ""
-    return f"{key} is made again at {format_time(waiting[key])}{why}{others}"
+    others = f"; {len(waiting) - 1} others wait too" if len(waiting) > 1 else ""
+    return f"{key} is restarted at {format_time(waiting[key])}{why}{others}"
 
 
 def _describe_suspended(draft: JobDraft) -> Condition:
     if draft.suspended:
-        return Condition("Suspended", True, "SuspendRequested", "spec.suspend is true: `edl resume` goes on")
+        return Condition("Suspended", True, "SuspendRequested", "spec.suspend is true: `edl resume` continues the job")
     return Condition("Suspended", False, "NotSuspended", "spec.suspend is false")
 
 
@@ -462,7 +460,7 @@ def _describe_complete(draft: JobDraft) -> Condition:
         return Condition("Complete", False, "JobFailed", "the job has failed")
     if draft.succeeded:
         return Condition("Complete", True, "WorkersSucceeded", f"{draft.succeeded} has ended the job")
-    return Condition("Complete", False, "NotFinished", draft.ending or "the job goes on")
+    return Condition("Complete", False, "NotFinished", draft.ending or "the job is running")
 
 
 def _describe_failed(draft: JobDraft) -> Condition:
@@ -484,7 +482,7 @@ def _write_message(conditions: list[Condition], draft: JobDraft) -> str:
 
 
 def _write_progress(status: Object, before: Mapping[str, Any], progress: WorkProgress | None, succeeded: bool) -> None:
-    """Write the progress; figures that are unknown now stay as they were."""
+    """Write the progress; figures that are unknown now keep their last values."""
     if succeeded:
         if "progressPercentage" in before or progress is not None:
             status["progressPercentage"] = 100

@@ -1,4 +1,4 @@
-"""EDL turns idle GPUs into soft labels.
+"""EDL makes soft labels on idle GPUs.
 
 Subpackages, from the bottom up (a layer imports only those before it; `import-linter` holds this):
 

@@ -1,12 +1,12 @@
-"""Command lines: options and values that all of EDL's commands parse in the same way.
+"""Shared options and value types of EDL's commands.
 
-`CommandParser` is argparse's parser with four differences. Wrong usage raises `SettingsError`, which `edl` prints in a
-line. An unknown option is answered with the nearest known one. Options are not abbreviated, since a new option could
-change what an abbreviation means. `--help` shows what most people need and fits a screen; `--help-all` adds the groups
-made by `add_advanced_group`.
+`CommandParser` is argparse's parser with four differences. Wrong usage raises `SettingsError`, which `edl` prints on
+one line. The error for an unknown option suggests the nearest known one. Options cannot be abbreviated, since a new
+option could change what an abbreviation means. `--help` shows the most used options and fits on a screen; `--help-all`
+adds the groups made by `add_advanced_group`.
 
-Options that several commands have are declared here once: the store, TLS and tokens, the log. So are the types of their
-values: a duration with its unit, a port. Every command imports this module, so it imports nothing slow.
+Options that several commands share are declared here: the store, TLS and tokens, the log. So are the types of their
+values, such as durations and ports. Every command imports this module, so it imports nothing slow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from edl.quoting import did_you_mean, quote
 STORE_URLS: Final = "sqlite:///path, edl://host:port, consul://host:port or etcd://host:port"
 _DURATION: Final = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)\s*(?P<unit>us|ms|s|m|min|h)")
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_TLS_TITLE: Final = "TLS and tokens (docs/security.md); files are read again when they change"
+_TLS_TITLE: Final = "TLS and tokens (docs/security.md); files are reread on change"
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -58,7 +58,7 @@ class CommandParser(argparse.ArgumentParser):
         return group
 
     def add_store_option(self, meaning: str = "") -> None:
-        """Add `--store`, which is also called `--discovery`. `meaning` says what the command looks for there."""
+        """Add `--store`, with the alias `--discovery`. `meaning` says what the command uses the store for."""
         self.add_argument(
             "--store",
             "--discovery",
@@ -67,22 +67,23 @@ class CommandParser(argparse.ArgumentParser):
             action=Once,
             same_again=True,
             remedy="a command uses one store",
-            help=f"{meaning}{': ' if meaning else ''}{STORE_URLS} (default: EDL_DISCOVERY, or your file)",
+            help=f"{meaning}{': ' if meaning else ''}{STORE_URLS} (default: EDL_DISCOVERY, else your SQLite file)",
         )
 
     def add_credentials(self, role: Literal["client", "server"], others: str, more: str = "") -> None:
-        """Add the options of which `Credentials.of_options` takes the values. See `credential_options`."""
+        """Add the options that `Credentials.of_options` reads. See `credential_options`."""
         add = self.add_advanced_group(_TLS_TITLE + more).add_argument
         for name, text in credential_options(role, others).items():
             flag = name == "allow-insecure-tokens"
-            how: dict[str, Any] = {"action": "store_true", "default": None} if flag else {"metavar": "FILE"}
+            metavar = "NAME" if name == "tls-server-name" else "FILE"
+            how: dict[str, Any] = {"action": "store_true", "default": None} if flag else {"metavar": metavar}
             add(f"--{name}", help=text, **how)
 
     def add_log_options(self) -> None:
         """Add `--log-format` and `--verbose`."""
         add = self.add_advanced_group("log").add_argument
         add("--log-format", choices=("text", "json"), default="text", help="format on standard error (default: text)")
-        add("--verbose", action="store_true", help="log debug lines as well")
+        add("--verbose", action="store_true", help="also log debug lines")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments as argparse does.
@@ -110,13 +111,13 @@ class CommandParser(argparse.ArgumentParser):
         raise SettingsError(re.sub(r"^argument ([^:\s]+): ", lambda found: f"{self._typed_name(found[1])} ", message))
 
     def _typed_name(self, names: str) -> str:
-        """Return the name that the user typed, or the first long one, of an option's names with slashes between."""
+        """Return which of an option's slash-separated names the user typed, else the first long one."""
         parts, given = names.split("/"), {word.partition("=")[0] for word in self._given}
         typed = [part for part in parts if part in given] + [part for part in parts if part.startswith("--")]
         return typed[0] if typed else names
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is not among an option's choices, as argparse does, with the nearest one."""
+        """Refuse a value that is not among an option's choices, as argparse does, and suggest the nearest one."""
         if action.choices is not None and value not in action.choices:
             hint = did_you_mean(str(value), map(str, action.choices))
             known = ", ".join(map(str, action.choices))
@@ -144,7 +145,7 @@ class CommandParser(argparse.ArgumentParser):
             self._action_groups = groups
 
     def _hint(self, name: str) -> str:
-        """Return the end of a message about an unknown option: what was probably meant; empty if nothing is near."""
+        """Return a hint at the option that was probably meant; empty if none is similar."""
         return did_you_mean(name, self._names())
 
     def _names(self) -> list[str]:
@@ -162,7 +163,7 @@ class _HelpAll(argparse.Action):
 
 
 class Once(argparse.Action):
-    """An option of which the last value would win if it were given twice, and the user would not hear of it.
+    """Refuse a second value of an option, where argparse would silently use the last one.
 
     Args:
         remedy: What to do instead, for the error.
@@ -175,10 +176,10 @@ class Once(argparse.Action):
         self._same_again = same_again
 
     def __call__(self, _parser: object, options: argparse.Namespace, text: Any, option: str | None = None) -> None:
-        """Set the value, unless another was given before."""
+        """Set the value; raise SettingsError if a different one was given before."""
         before = getattr(options, self.dest)
         if before not in (None, self.default) and not (self._same_again and before == text):
-            raise SettingsError(f"{option} {text}: {before} was given before; {self._remedy}")
+            raise SettingsError(f"{option} {text}: {before} was already given; {self._remedy}")
         setattr(options, self.dest, text)
 
 
@@ -186,23 +187,23 @@ def credential_options(role: Literal["client", "server"], others: str) -> dict[s
     """Return the options for TLS and tokens, by name, with their help.
 
     Args:
-        role: Whether the command asks others, or listens itself.
-        others: Word for those at the other end, such as "teachers" or "browsers".
+        role: Whether the command connects to peers, or accepts their connections.
+        others: Word for the peers, such as "teachers" or "browsers".
     """
     if role == "client":
         return {
-            "tls-ca": f"speak TLS, with {others} of these CAs; or system (EDL_TLS_CA)",
-            "tls-server-name": "name that their certificates must hold, not the host (EDL_TLS_SERVER_NAME)",
-            "tls-cert": f"certificate to show to {others}: mutual TLS (EDL_TLS_CERT)",
+            "tls-ca": f"use TLS; CAs to trust for {others}, or system (EDL_TLS_CA)",
+            "tls-server-name": "name to expect in certificates instead of the host (EDL_TLS_SERVER_NAME)",
+            "tls-cert": f"certificate to present to {others}: mutual TLS (EDL_TLS_CERT)",
             "tls-key": "its private key, PEM, readable by owner and group only (EDL_TLS_KEY)",
             "token-file": f"send the first token of this file to {others} (EDL_TOKEN_FILE)",
             "allow-insecure-tokens": "send tokens without TLS beyond this host (EDL_ALLOW_INSECURE_TOKENS)",
         }
     return {
-        "tls-cert": f"certificate of this server, PEM: {others} speak TLS to it",
+        "tls-cert": f"this server's certificate, PEM; {others} connect over TLS",
         "tls-key": "its private key, PEM, readable by owner and group only",
-        "tls-ca": f"mutual TLS: accept only {others} with a certificate of these CAs",
-        "token-file": f"accept only {others} with a token of this file: a line each, 16 characters or more",
+        "tls-ca": f"mutual TLS: accept only {others} with a certificate from these CAs",
+        "token-file": f"accept only {others} with a token from this file: one per line, 16 characters or more",
         "allow-insecure-tokens": "accept tokens without TLS from other hosts, for example behind a proxy with TLS",
     }
 
@@ -225,12 +226,12 @@ def parse_duration(text: str, *, unit: bool = False) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf or (unit and text.strip() != "0"):
-        raise ValueError("expected a duration with its unit, as in 5ms, 2s, 1.5m")
+        raise ValueError("expected a duration with a unit, such as 5ms, 2s, 1.5m")
     return seconds
 
 
 def duration(least_s: float = 0.0, most_s: float = math.inf, *, zero: bool = False) -> Callable[[str], float]:
-    """Return a type of option values: a duration within these bounds, above 0 unless `zero` allows that."""
+    """Return an option type: a duration within these bounds, above 0 unless `zero` allows 0."""
 
     def parse(text: str) -> float:
         try:
@@ -247,14 +248,14 @@ def duration(least_s: float = 0.0, most_s: float = math.inf, *, zero: bool = Fal
 
 
 def port(text: str) -> int:
-    """Return a port to listen on; 0 stands for a free one."""
+    """Return a port to listen on; 0 means any free port."""
     if not (text.isascii() and text.isdecimal() and int(text) <= 65535):
         raise argparse.ArgumentTypeError(f"{text}: expected a port from 0 to 65535")
     return int(text)
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a type of option values: a whole number that is not below `least`."""
+    """Return an option type: a whole number of at least `least`."""
 
     def parse(text: str) -> int:
         try:
@@ -269,5 +270,5 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def split_names(text: str) -> list[str]:
-    """Return the parts of a list with commas."""
+    """Split a comma-separated list."""
     return [part.strip() for part in text.split(",") if part.strip()]

@@ -27,7 +27,7 @@ from edl.settings import read
 __all__ = ["main"]
 
 _INTRODUCTION = """\
-EDL turns idle GPUs into soft labels. Teachers serve a model and register
+EDL makes soft labels on idle GPUs. Teachers serve a model and register
 themselves. Students find the teachers that are live and pull soft labels from
 them while they train. Teachers may join, leave or die at any moment: every
 sample still gets its label, once and in order."""
@@ -35,7 +35,7 @@ sample still gets its label, once and in order."""
 _FIRST_STEPS = """\
 First steps (discovery is a SQLite file on this machine: no server to install):
   edl demo
-      all of it in about two minutes, on handwritten digits
+      a two-minute tour, on handwritten digits
   edl serve --callable mymodel.py:predict --input "image:fp32[1,8,8]" --service digits
       a teacher: any Python function over numpy arrays; start as many as you like
   edl teachers --watch
@@ -49,13 +49,13 @@ Then, in the student's program:
 
 Elastic students:
   edl run --nnodes 1:4 --nproc-per-node 2 --rdzv-id my-job train.py
-      torchrun's options; workers and nodes may come, go or die, and training goes on
+      torchrun's options; workers and nodes may come, go or die; training continues
   edl status my-job
       shows the members of the job, and where its time goes
 
 Across machines, give every command and program the same store:
   edl store --file store.sqlite
-      serves one, unless you have Consul or etcd
+      serves one; not needed with Consul or etcd
   --store edl://HOST:29400 (or consul://HOST:8500), or EDL_DISCOVERY in the environment"""
 
 _USAGE = "usage: edl [--version] [--help] COMMAND [ARGUMENT ...]"
@@ -65,28 +65,28 @@ EXIT_FAILED, EXIT_USAGE, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_TRY_AGAIN = 1,
 
 _GROUP = "edl.commands"
 _COMMANDS = {
-    "demo": ("edl.cli.demo", "Teachers that come, go and die, and students that never notice"),
+    "demo": ("edl.cli.demo", "Students that keep training while teachers come, go and die"),
     "serve": ("", "Serves a model to students as a teacher"),
-    "register": ("", "Puts a running Triton, vLLM or other KServe v2 server into discovery"),
-    "proxy": ("edl.cli.servers:proxy", "Elastic teachers for trainers that know a single vLLM's URL"),
-    "teachers": ("edl.cli.teachers", "The teachers that are live, once or as the list changes"),
-    "store": ("edl.cli.servers:store", "Serves a store to other hosts, where teachers and jobs meet"),
+    "register": ("", "Registers a running Triton, vLLM or other KServe v2 server"),
+    "proxy": ("edl.cli.servers:proxy", "Elastic teachers for trainers that accept one vLLM URL"),
+    "teachers": ("edl.cli.teachers", "Lists live teachers, once or as the list changes"),
+    "store": ("edl.cli.servers:store", "Serves a store for teachers and jobs on other hosts"),
     "label": ("edl.cli.label", "Soft labels for a whole data set, ahead of time"),
-    "master": ("edl.cli.master", "Hands a job's data out to its workers, shard by shard, and loses none"),
-    "train": ("edl.cli.train", "A trained model from a model definition and a Parquet file, in one command"),
-    "run": ("edl.collective.agent.command_line.cli", "Starts or joins an elastic training job: torchrun's options"),
+    "master": ("edl.cli.master", "Hands out a job's data to its workers in shards, without losing any"),
+    "train": ("edl.cli.train", "Trains a model from a model definition and a Parquet file, in one command"),
+    "run": ("edl.collective.agent.command_line.cli", "Starts or joins an elastic job, with torchrun's options"),
     "status": ("edl.cli.status", "A job's members, progress and lost time; on Kubernetes also what it waits for"),
-    "report": ("edl.cli.report", "A picture of a job: what its nodes did when, how far it got, and the goodput"),
-    "dashboard": ("edl.cli.servers:dashboard", "A page in the browser with all jobs, teachers and shards of a store"),
-    "bench": ("edl.cli.bench", "How fast a student can be fed, measured here and now"),
-    "submit": ("edl.cli.kube.submit", "Starts an elastic job on Kubernetes, with teachers if wanted"),
-    "jobs": ("edl.cli.kube.workloads:jobs", "Jobs and pools of a Kubernetes cluster"),
+    "report": ("edl.cli.report", "Draws a job: what its nodes did and when, its progress, and its goodput"),
+    "dashboard": ("edl.cli.servers:dashboard", "A web page with all jobs, teachers and shards in a store"),
+    "bench": ("edl.cli.bench", "Measures how fast labels reach a student here"),
+    "submit": ("edl.cli.kube.submit", "Starts an elastic job on Kubernetes, optionally with teachers"),
+    "jobs": ("edl.cli.kube.workloads:jobs", "Jobs and pools in a Kubernetes cluster"),
     "logs": ("edl.cli.kube.logs", "The logs of a job's or pool's members on Kubernetes"),
-    "scale": ("edl.cli.kube.workloads:scale", "Sets how many workers a job has, or teachers a pool; `auto` undoes it"),
-    "suspend": ("edl.cli.kube.workloads:suspend", "Ends the pods of jobs and pools, which `edl resume` starts again"),
-    "resume": ("edl.cli.kube.workloads:resume", "Starts the pods of suspended jobs and pools again"),
-    "delete": ("edl.cli.kube.workloads:delete", "Deletes jobs and pools on Kubernetes; asks nothing"),
-    "operator": ("edl.cli.servers:operator", "Runs ElasticJobs and TeacherPools of a Kubernetes cluster"),
+    "scale": ("edl.cli.kube.workloads:scale", "Sets the number of workers or teachers; `auto` undoes it"),
+    "suspend": ("edl.cli.kube.workloads:suspend", "Stops the pods of jobs and pools; `edl resume` restarts them"),
+    "resume": ("edl.cli.kube.workloads:resume", "Restarts the pods of suspended jobs and pools"),
+    "delete": ("edl.cli.kube.workloads:delete", "Deletes jobs and pools on Kubernetes without asking"),
+    "operator": ("edl.cli.servers:operator", "Runs ElasticJobs and TeacherPools in a Kubernetes cluster"),
 }
 """Name -> target and summary, in the order in which a new user meets them; without a target, it is an entry point."""
 

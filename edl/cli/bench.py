@@ -23,13 +23,13 @@ from edl.testing import LocalTeacher
 
 _DESCRIPTION = """\
 Asks teachers for the labels of random inputs as fast as the reader can, and prints rows per second, how long a batch
-takes from the source into the training loop, and its cost in processor time. Without --teachers it starts one
-whose model costs nothing: the figure is then what EDL itself can carry on this machine."""
+takes from the source to the training loop, and the CPU time it uses. Without --teachers it starts one with a no-op
+model: the figure is then the limit of EDL itself on this machine."""
 
 _EXAMPLES = """\
 examples:
   edl bench reader
-      EDL itself, with images uint8 [3, 224, 224] in batches of 32
+      EDL itself, with uint8 images [3, 224, 224] in batches of 32
   edl bench reader --shape 128 --dtype int32 --batch 256
       other inputs
   edl bench reader --teachers digits --input image --shape 1,8,8 --dtype float32 --output logits
@@ -52,10 +52,10 @@ def main(argv: Sequence[str]) -> int:
     add("--input", default="image", metavar="NAME", help="the model's input (default: %(default)s)")
     add("--output", default="logits", metavar="NAME", help="the model's output (default: %(default)s)")
     add("--shape", default="3,224,224", help="shape of one row (default: %(default)s)")
-    add("--dtype", default="uint8", help="numpy's name of its type (default: %(default)s)")
-    add("--batch", type=at_least(1), default=32, metavar="ROWS", help="rows of a request (default: %(default)s)")
+    add("--dtype", default="uint8", help="the input's numpy type (default: %(default)s)")
+    add("--batch", type=at_least(1), default=32, metavar="ROWS", help="rows per request (default: %(default)s)")
     add("--time", "--seconds", type=duration(0, 3600), default=5.0, help="how long to measure (default: 5s)")
-    add("--local", type=at_least(1), default=1, metavar="N", help="teachers to start without --teachers")
+    add("--local", type=at_least(1), default=1, metavar="N", help="teachers to start if none are given")
     add("--json", action="store_true", help="print JSON")
     parser.add_credentials("client", "teachers")
     options = parser.parse_args(argv)

@@ -33,10 +33,10 @@ from edl.settings import Credentials
 _DESCRIPTION = """\
 Asks teachers for the soft labels of a whole data set and writes them to a folder. A student that reads them with
 SoftLabelCache(path=FOLDER), or with load_labels(FOLDER), needs no teachers. If the command is stopped or killed, run it
-again: it continues where it was.
+again: it resumes where it was.
 
 With --job NAME, the same command on several machines shares the run: each takes shards of rows, and you may kill or
-start any of them at any moment. They need one store (--store) and nothing else: each of them can be the master."""
+start any of them at any moment. They need only a common store (--store): any of them can be the master."""
 
 _EXAMPLES = """\
 examples:
@@ -55,10 +55,10 @@ more examples:
       the 50 largest logits of each row, and the mass of the rest, for a loss at temperature 2
   edl label corpus.jsonl --service lm --inputs ids=input_ids --ids id --outputs logprobs --top-k 64 --output labels
       sequences of tokens for a language model; each line is like {"id": "a-1", "input_ids": [5, 3, 9]}. A .parquet
-      file has them as columns, with input_ids as lists. Row t of the labels is the prediction of token t + 1
+      file has them as columns, with input_ids as lists. Row t of the labels predicts token t + 1
   edl label corpus.npz --service lm --inputs ids=tokens --offsets begins --outputs logprobs --top-k 64 --output labels
-      "tokens" has the tokens of all sequences in a row, and "begins" the position of each sequence's first token,
-      followed by the number of all tokens: 0, 4, 6, 11 for three sequences of 4, 2 and 5 tokens"""
+      "tokens" holds the tokens of all sequences back to back; "begins" holds each sequence's first position, then the
+      total number of tokens: 0, 4, 6, 11 for three sequences of 4, 2 and 5 tokens"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -120,7 +120,7 @@ def parser() -> CommandParser:
     add("--output", required=True, metavar="FOLDER", help="folder for the labels; created if missing")
     add("--ids", metavar="KEY", help="name of the samples' ids in DATA (default: a row's position is its id)")
     add("--top-k", type=int, metavar="K", help="keep only the K largest logits, and the mass of the rest")
-    add("--temperature", type=float, default=1.0, metavar="T", help="the student's, for --top-k (default: 1)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="student's temperature, for --top-k (default: 1)")
     add("--dtype", choices=("float16", "float32"), help="type of floating-point outputs (default: the teachers')")
     found.add_store_option("where teachers and the processes of a job meet")
     add = found.add_argument_group("teachers (default: those of EDL_SERVICE or EDL_TEACHERS)").add_argument
@@ -136,22 +136,22 @@ def parser() -> CommandParser:
     add("--timeout", type=duration(), default=60.0, metavar="TIME", help=wait)
     add = found.add_advanced_group("more about the data and the labels").add_argument
     add("--dataset", default="", metavar="TAG", help="tag to tell data sets and augmentations in one folder apart")
-    add("--relabel", action="store_true", help="label all rows again if FOLDER has labels of other data than DATA")
-    add("--offsets", metavar="KEY", help="sequences (docs/tokens.md): array of an .npz file with where each one begins")
-    add("--sequences", action="store_true", help="each sample of a function is a sequence [tokens] of its own length")
-    batch = "rows of a request, or sequences to read at a time into requests of 2,048 tokens (default: 32)"
+    add("--relabel", action="store_true", help="relabel all rows if FOLDER has labels for data other than DATA")
+    add("--offsets", metavar="KEY", help="sequences (docs/tokens.md): .npz array with each one's start position")
+    add("--sequences", action="store_true", help="function samples are sequences [tokens] of varying length")
+    batch = "rows per request, or sequences to read at once for requests of 2,048 tokens (default: 32)"
     add("--batch", type=at_least(1), default=32, metavar="ROWS", help=batch)
     add("--workers", type=int, default=0, metavar="N", help="processes that load samples of a Dataset (default: 0)")
     title = "more about many machines; the first process of a job decides on --shard and --worker-timeout"
     add = found.add_advanced_group(title).add_argument
     add("--shard", type=at_least(1), metavar="ROWS", help="rows that a process takes at a time (default: 32 to 1024)")
-    silence = "time of silence after which others get the shards of a process (default: 10s)"
+    silence = "silence after which a process's shards go to others (default: 10s)"
     add("--worker-timeout", type=duration(1), default=10.0, metavar="TIME", help=silence)
     host = "address to listen on as a master (default: all addresses, or 127.0.0.1 if the store is a file)"
     add("--host", metavar="ADDRESS", help=host)
-    no_check = "accept rows that differ from those of other processes, as decoders may; their number is still compared"
+    no_check = "accept rows that differ between processes, as decoded data may; the row count is still compared"
     add("--no-data-check", action="store_true", help=no_check)
-    add("--retry-poisoned", action="store_true", help="try rows again that no process could label")
+    add("--retry-poisoned", action="store_true", help="retry rows that no process could label")
     found.add_credentials("client", "teachers")
     return found
 

@@ -55,9 +55,9 @@ _OPTION_OF: Final = {
 """The option that sets a field of the data set's specification."""
 
 _DESCRIPTION = """\
-Hands out the data of a job to its workers in shards, each to a single worker at a time. It writes down what it does
-before it answers: kill it, or any worker, at any moment, start it again, and no sample is lost or done twice. Workers
-(ShardReader, ShardDataset, edl label --job) find it in the store, and wait while it is away.
+Hands out the data of a job to its workers in shards, each to a single worker at a time. It journals each action before
+it answers: you can kill and restart it, or any worker, at any moment, and no sample is lost or done twice. Workers
+(ShardReader, ShardDataset, edl label --job) find it in the store, and wait while it is down.
 
 It ends when all of its data sets are done: with exit code 0, or 3 if shards were given up after repeated failures
 (`edl status JOB` says why, `--retry-poisoned` puts them back). The same command continues where an earlier one was
@@ -69,13 +69,13 @@ examples:
   edl master labels --data lines:/data/corpus.txt --shard-size 1000
       a text file, 1,000 lines per shard; workers on this machine use ShardReader(MasterClient("labels"), "data")
   edl master train --data 'parquet:/data/part-*.parquet' --epochs 3 --shuffle --seed 7
-      a table, three times, with its shards in another order each time
+      three passes over a table, each with its shards in a new order
   edl master train --store consul://10.0.0.7:8500 --host :: --data range:1000000 --shard-size 64
       for workers on other hosts; the same command on another host starts a second master, which takes over
   edl master stream --data follow:/var/log/events.jsonl --end-marker /var/log/events.end
-      a file that grows, until the second file exists
+      a growing file, until the second file exists
   edl master labels --retry-poisoned
-      tries again what was given up"""
+      retries shards given up"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -201,9 +201,9 @@ def _parser() -> CommandParser:
     parser.add_store_option("where workers find the master")
     add("--host", default="127.0.0.1", help="address to listen on; :: for all (default: 127.0.0.1)")
     add("--stay", action="store_true", help="keep running when all is done: workers may create more data sets")
-    add("--new", action="store_true", help="start the job again: set the present journal aside")
-    add("--retry-poisoned", action="store_true", help="try shards again that were given up")
-    add = parser.add_argument_group("data (or workers create data sets: MasterClient.create_dataset)").add_argument
+    add("--new", action="store_true", help="start the job over: set the current journal aside")
+    add("--retry-poisoned", action="store_true", help="retry shards that were given up")
+    add = parser.add_argument_group("data (workers can create it too: MasterClient.create_dataset)").add_argument
     add(
         "--data",
         metavar="SPEC",
@@ -212,7 +212,7 @@ def _parser() -> CommandParser:
         help="range:N, lines:PATH, csv:PATH, parquet:PATH, files:PATTERN, follow:PATH, …",
     )
     add("--shard-size", type=int, metavar="N", help="samples, lines, rows or files per shard (default: the kind's)")
-    add("--epochs", type=int, default=1, metavar="N", help="passes over the data; 0 for no end (default: 1)")
+    add("--epochs", type=int, default=1, metavar="N", help="passes over the data; 0: no limit (default: 1)")
     add("--shuffle", action="store_true", help="shuffle the shards of each epoch")
     add = parser.add_advanced_group("more about the data").add_argument
     add("--name", default="data", help="name of the data set in the job (default: data)")
@@ -220,7 +220,7 @@ def _parser() -> CommandParser:
     add("--end-after", type=duration(), metavar="TIME", help="treat the stream as ended after this much silence")
     add("--seed", type=int, default=0, metavar="N", help="shuffle seed (default: 0)")
     add("--max-failures", type=int, default=3, metavar="N", help="give a shard up after N failures (default: 3)")
-    silence = "a worker is lost after this much silence (default: 30s)"
+    silence = "silence before a worker counts as lost (default: 30s)"
     add("--session", type=duration(0.1, 30 * 86400), default=30.0, metavar="TIME", help=silence)
     counts = "when a shard counts as done: when reported, or when a reader's state_dict() covers it (default: report)"
     add("--commit", choices=("report", "checkpoint"), default="report", help=counts)
@@ -236,12 +236,12 @@ def _parser() -> CommandParser:
     add("--http-host", default="127.0.0.1", metavar="HOST", help="address of the page (default: 127.0.0.1)")
     takeover = "time after which a standby takes over (default: 5s)"
     add("--lease", type=duration(0.5, 86400), default=5.0, metavar="TIME", help=takeover)
-    title = "advice on how many teachers and workers are wanted (docs/scaling.md); none is started or ended here"
+    title = "advice on how many teachers and workers are wanted (docs/scaling.md); nothing is started or stopped here"
     add = parser.add_advanced_group(title).add_argument
-    add("--min-teachers", type=int, default=1, metavar="N", help="of each service of the store (default: 1)")
-    add("--max-teachers", type=int, metavar="N", help="of each service of the store (default: no limit)")
-    add("--min-workers", type=int, default=1, metavar="N", help="of the job that `edl run` runs under JOB (default: 1)")
-    add("--max-workers", type=int, metavar="N", help="of that job (default: no advice about workers)")
+    add("--min-teachers", type=int, default=1, metavar="N", help="minimum per service in the store (default: 1)")
+    add("--max-teachers", type=int, metavar="N", help="maximum per service in the store (default: no limit)")
+    add("--min-workers", type=int, default=1, metavar="N", help="minimum for JOB under `edl run` (default: 1)")
+    add("--max-workers", type=int, metavar="N", help="maximum for JOB (default: no advice about workers)")
     add("--no-advice", action="store_true", help="give no advice")
     parser.add_credentials("client", "workers")
     parser.add_log_options()

@@ -66,14 +66,14 @@ _WIDTH = 120
 _FORMATS: Final = (".png", ".svg", ".pdf")
 
 _DESCRIPTION = """\
-Draws an elastic job from its ledger, while it runs or after it ended: a row of states for each node, what happened
-when, and the goodput: the part of the wall-clock time that went into steps which were finished once and not lost. In
-the terminal each column shows what most of its time was used for; the file shows all of it, and the steps over time."""
+Draws an elastic job from its ledger, during or after the run: a row of states for each node, what happened when, and
+the goodput (the share of wall-clock time spent on steps that were finished once and not lost). In the terminal, each
+column shows only what took most of its time; the file shows everything, and the steps over time."""
 
 _EXAMPLES = """\
 examples:
   edl report myjob                        in the terminal
-  edl report myjob --out myjob.png        a picture as well (.png, .svg or .pdf)
+  edl report myjob --out myjob.png        also a picture (.png, .svg or .pdf)
   edl report myjob --store consul://10.0.0.7:8500"""
 
 

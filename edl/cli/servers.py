@@ -59,16 +59,16 @@ def _server_credentials(options: object, *, environ: bool) -> Credentials:
 
 _STORE = """\
 Serves a store for teachers, students and jobs on any number of hosts, and runs in the foreground until SIGTERM or
-Ctrl-C. Everything is in one SQLite file. A server that is started again with its file continues where it stopped; with
-an empty file it is filled again within seconds, as teachers and jobs register again. A second server of the same file
-is refused. In Kubernetes, the Helm chart runs this (docs/kubernetes-operators.md)."""
+Ctrl-C. Everything is in one SQLite file. A server restarted with its file continues where it stopped; an empty file
+is refilled within seconds as teachers and jobs register again. A second server on the same file is refused. In
+Kubernetes, the Helm chart runs this (docs/kubernetes-operators.md)."""
 
 _STORE_EXAMPLES = """\
 examples:
   edl store --file /var/lib/edl/store.sqlite
-      at port 29400 of all addresses; elsewhere: EDL_DISCOVERY=edl://HOST:29400, or --store edl://HOST:29400
+      on port 29400 of all addresses; clients: EDL_DISCOVERY=edl://HOST:29400, or --store edl://HOST:29400
   edl store --file store.sqlite --tls-ca ca.pem --tls-cert cert.pem --tls-key key.pem
-      only for processes with a certificate of that CA (EDL_TLS_CA, EDL_TLS_CERT and EDL_TLS_KEY there)"""
+      only for processes with that CA's certificate (set EDL_TLS_CA, EDL_TLS_CERT and EDL_TLS_KEY there)"""
 
 _MOST_NBYTES: Final = 256 << 20
 """Largest size of all values together. They lie in a file on disk; an agent's store lies in memory and takes less."""
@@ -81,7 +81,7 @@ def store(argv: Sequence[str]) -> int:
     add("--file", required=True, metavar="PATH", help="SQLite file with everything; created if missing")
     add("--host", default="::", help="IP address to listen on (default: ::, all addresses of this host)")
     add("--port", type=port, default=_STORE_PORT, help=f"port to listen on; 0 for any (default: {_STORE_PORT})")
-    parser.add_credentials("server", "processes", " (or EDL_TLS_CA, EDL_TLS_CERT, EDL_TLS_KEY, EDL_TOKEN_FILE)")
+    parser.add_credentials("server", "processes", " (defaults: EDL_TLS_CA, EDL_TLS_CERT, EDL_TLS_KEY, EDL_TOKEN_FILE)")
     parser.add_log_options()
     options = parser.parse_args(argv)
     log_to_stderr("edl store", verbose=options.verbose, log_format=options.log_format)
@@ -171,22 +171,22 @@ def _alone(path: Path) -> Iterator[None]:
 _DASHBOARD = """\
 Serves a page with everything that a store knows: jobs with their members, goodput and throughput over time, teachers
 and their students, how many of them are wanted and why, the shards of masters, and what happened, with its cause.
-It only reads; any number of browsers cost the store one look a second, and none where no page is open."""
+It is read-only: one store read a second for any number of browsers, none if no page is open."""
 
 _DASHBOARD_EXAMPLES = """\
 examples:
-  edl dashboard --open                      the default store (a SQLite file of yours), and the browser on it
+  edl dashboard --open                      the default store (your SQLite file), opened in the browser
   edl dashboard --store consul://10.0.0.7:8500
   edl dashboard --kube research             with the jobs and pools of that namespace of the kubeconfig's cluster
   ssh -L 8650:localhost:8650 HOST           then http://localhost:8650 shows the page that runs on HOST
   edl dashboard --host 0.0.0.0 --token-file tokens --tls-cert cert.pem --tls-key key.pem
-                                            for others, too; a file of tokens that only you can read:
+                                            for others too, with a token file that only you can read:
                                             (umask 077; openssl rand -hex 32 > tokens)
   curl -s localhost:8650/api/state | jq .   what the page shows, for programs
 
-It listens on 127.0.0.1, which only this machine reaches. On another --host everybody who reaches the port sees the
-page unless --token-file is given. /metrics is for Prometheus, /healthz for probes; docs/dashboard.md has a
-dashboard for Grafana, and what each metric means."""
+It listens on 127.0.0.1, reachable only from this machine. With another --host, anyone who reaches the port sees the
+page unless --token-file is given. /metrics is for Prometheus, /healthz for probes; docs/dashboard.md has a Grafana
+dashboard and explains each metric."""
 
 _KUBE_TIMEOUT_S = 3.0
 """Timeout of the API server: reading the store waits for it."""
@@ -206,8 +206,8 @@ def dashboard(argv: Sequence[str]) -> int:
         const="",
         default=[],
         metavar="NAMESPACE",
-        help="show jobs and pools of a Kubernetes cluster as well: of this namespace, or of the context's (in a pod: "
-        "of its own); repeatable",
+        help="also show jobs and pools in a Kubernetes cluster: in this namespace, or the context's (in a pod, its "
+        "own); repeatable",
     )
     add_kubeconfig_options(add)
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
@@ -249,18 +249,17 @@ def _add_allowed_hosts(parser: CommandParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="answer requests under this name as well. Without tokens, only addresses, localhost and this machine's "
-        "name are answered, so that no other site can read along (DNS rebinding); repeatable",
+        help="also answer requests to this name. Without tokens, only requests to IP addresses, localhost and this "
+        "machine's name are answered, to prevent DNS rebinding; repeatable",
     )
 
 
 # --- edl proxy ---
 
 _PROXY = """\
-Answers as a vLLM does that is asked for the log-probabilities of prompts, with all live teachers
-of one or several services behind it: language models of `edl serve --hf` and `edl register vllm://`. A trainer
-that is configured with one teacher's URL (TRL, Axolotl, ms-swift, ...) gets teachers that come,
-go and die by changing that URL. Nothing is generated."""
+Acts like a vLLM server that returns prompt log-probabilities, backed by all live teachers of one or more services:
+language models from `edl serve --hf` and `edl register vllm://`. To give a trainer with a single teacher URL (TRL,
+Axolotl, ms-swift, ...) teachers that come, go and die, change that URL. It generates no text."""
 
 _PROXY_EXAMPLES = """\
 examples:
@@ -273,14 +272,14 @@ examples:
        -d '{"prompt": [[3, 1, 4, 1, 5]], "max_tokens": 1, "prompt_logprobs": 5}'"""
 
 _PROXY_DETAILS = """\
-POST /v1/completions takes prompts as token ids with prompt_logprobs up to --top-k, and max_tokens 0
-or 1. Teachers of `edl serve --hf` take any temperature; engines take 1 (0 means 1). With several
-services, "model" or the URL (/NAME/v1/completions) chooses one. /health is 200 while each service
-has a live teacher (/NAME/health: that one), /livez while this process lives; /metrics is for
-Prometheus. While no teacher is live, a request waits --teacher-timeout, then the answer is 503.
+POST /v1/completions takes prompts as token ids with prompt_logprobs up to --top-k, and max_tokens 0 or 1. Teachers of
+`edl serve --hf` take any temperature; engines take 1 (0 means 1). With several services, "model" or the URL
+(/NAME/v1/completions) chooses one. /health returns 200 while every service has a live teacher (/NAME/health: that
+service), /livez while this process runs; /metrics is for Prometheus. While no teacher is live, a request waits for
+--teacher-timeout, then gets a 503.
 
-Start one for each trainer, or one for all. At SIGTERM it refuses new requests and answers those
-under way (--drain). Exit codes: 0 ended, 1 not everything was answered in time, 2 wrong usage."""
+Start one for each trainer, or one for all. On SIGTERM it refuses new requests and answers pending ones (--drain).
+Exit codes: 0 ended, 1 not everything was answered in time, 2 wrong usage."""
 
 _EXIT_CUT = 1  # not everything was answered in time, as `edl serve` has it
 
@@ -289,7 +288,7 @@ def proxy(argv: Sequence[str]) -> int:
     """Run `edl proxy`."""
     parser = CommandParser("edl proxy", _PROXY, _PROXY_EXAMPLES, _PROXY_DETAILS)
     add = parser.add_argument
-    named = "the teachers' service, or host:port of teachers, separated by commas; NAME is the model's for clients"
+    named = "the teachers' service, or host:port of teachers, separated by commas; NAME is what clients call it"
     add("services", nargs="+", metavar="[NAME=]SERVICE", help=named)
     parser.add_store_option("where teachers register")
     add("--model", metavar="NAME", default="", help="the same as NAME=, for one service")
@@ -301,11 +300,11 @@ def proxy(argv: Sequence[str]) -> int:
     add("--teacher-timeout", type=duration(), default=60.0, metavar="TIME", help=wait)
     add("--drain", type=duration(), default=30.0, metavar="TIME", help="time to finish after SIGTERM (default: 30s)")
     add("--model-version", "--version", metavar="V", default="", help="use only teachers of this model version")
-    add("--tokenizer", metavar="PATH", default="", help="the student's; teachers with another one are refused")
+    add("--tokenizer", metavar="PATH", default="", help="the student's; teachers with a different one are refused")
     most = "maximum tokens in flight, in total and per request; the excess queues (default: 256 MiB of labels)"
     add("--max-tokens", type=int, metavar="N", help=most)
     _add_allowed_hosts(parser)
-    note = ". What is shown to teachers is in the environment (EDL_TLS_CA, EDL_TOKEN_FILE, ...)"
+    note = ". Credentials for teachers: environment (EDL_TLS_CA, EDL_TOKEN_FILE, ...)"
     parser.add_credentials("server", "clients", note)
     parser.add_log_options()
     options = parser.parse_args(argv)
@@ -355,15 +354,15 @@ def _services_by_name(given: Sequence[str], model: str) -> dict[str, str]:
 # --- edl operator ---
 
 _OPERATOR = """\
-Works on the ElasticJobs and TeacherPools of a cluster: makes their pods, replaces those that end, grows into GPUs that
-are idle, and gives them back. It finds the cluster as kubectl does, or by the service account of the pod that it runs
-in. Normally the chart starts it (serving/kube/chart); on a machine of yours it does the same, with your rights.
+Manages the ElasticJobs and TeacherPools in a cluster: creates their pods, replaces those that end, expands onto idle
+GPUs, and releases them. It finds the cluster as kubectl does, or by the service account of the pod that it runs in.
+Normally the chart starts it (serving/kube/chart); on your own machine it does the same, with your rights.
 
-All that it remembers is in the status of the resources. Kill it at any moment: pods keep running, and the next operator
-continues from there. A second one does no harm. While the API server is away, it waits.
+Its state is all in the resources' status. You can kill it at any moment: pods keep running, and the next operator
+continues from there. A second one does no harm. While the API server is down, it waits.
 
 It needs the CRDs, and the Role edl-operator in each namespace (docs/kubernetes-operators.md). With the ClusterRole
-edl-capacity it sees what is idle before it starts a pod; without it, a pod that waits tells.
+edl-capacity it sees what is idle before it starts a pod; without it, it learns from pending pods.
 
 SIGTERM and Ctrl-C end it: exit code 143 or 130. With --http-port it serves /livez, /readyz and /metrics."""
 
@@ -384,7 +383,7 @@ def operator(argv: Sequence[str]) -> int:
     namespace = "namespace to work on; repeatable (default: the context's, or the pod's own)"
     add("-n", "--namespace", action="append", default=[], metavar="NAME", help=namespace)
     add("-A", "--all-namespaces", action="store_true", help="work on all namespaces")
-    url = "store of resources that name none: edl://host:port, consul://host:port or etcd://host:port"
+    url = "default store for resources: edl://host:port, consul://host:port or etcd://host:port"
     add("--store", "--discovery", dest="store", metavar="URL", default="", help=url)
     allowed = (
         "another store that it may read with its own credentials: SCHEME://HOST:PORT, SCHEME://HOST or SCHEME://; "
@@ -392,7 +391,7 @@ def operator(argv: Sequence[str]) -> int:
     )
     add("--allow-store", action="append", default=[], metavar="PREFIX", help=allowed)
     security = (
-        "what templates of jobs and pools may ask for: what this level of Pod Security allows (default: baseline; "
+        "what job and pool templates may request: what this Pod Security level allows (default: baseline; "
         "privileged allows all, such as hostPath and hostNetwork)"
     )
     add("--pod-security", choices=("baseline", "privileged"), default="baseline", help=security)
@@ -401,11 +400,11 @@ def operator(argv: Sequence[str]) -> int:
     add("--workers", type=at_least(1), default=4, metavar="N", help="resources worked on at once (default: 4)")
     resync = "look at each resource this often even if nothing happens; less often with hundreds (default: 10m)"
     add("--resync", type=duration(), default=600.0, metavar="TIME", help=resync)
-    add("--no-capacity", action="store_true", help="do not look at nodes and all pods, even where that is allowed")
+    add("--no-capacity", action="store_true", help="do not look at nodes or all pods, even if that is allowed")
     add_kubeconfig_options(add)
-    add("--timeout", type=duration(), default=10.0, metavar="TIME", help="timeout of the API server (default: 10s)")
+    add("--timeout", type=duration(), default=10.0, metavar="TIME", help="timeout of API requests (default: 10s)")
     add("--http-port", type=port, metavar="N", help="serve /livez, /readyz and /metrics there; 0 for a free port")
-    add("--http-host", default="127.0.0.1", metavar="HOST", help="address to serve them on (default: 127.0.0.1)")
+    add("--http-host", default="127.0.0.1", metavar="HOST", help="address for --http-port (default: 127.0.0.1)")
     parser.add_log_options()
     options = parser.parse_args(argv)
     log_to_stderr("edl operator", verbose=options.verbose, log_format=options.log_format)

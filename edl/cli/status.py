@@ -96,22 +96,22 @@ _STYLES = {
 }
 
 _DESCRIPTION = """\
-Shows an elastic job: its members with their ranks, how far and how fast they train, the goodput until now (the share
-of the wall-clock time that went into steps which were finished once and not lost), and what happened lately. If the job
-has a master, its shards are shown too, poisoned ones first. A job that the default store does not know is looked for in
-the Kubernetes cluster of the kubeconfig; --kube, --namespace, --context and --kubeconfig look only there. What its
-agents report is read from the store that the job names if that is your own EDL_DISCOVERY, otherwise from --store."""
+Shows an elastic job: its members with their ranks, how far and how fast they train, the goodput so far (the share of
+wall-clock time spent on steps that were finished once and not lost), and what happened lately. If the job has a
+master, its shards are shown too, poisoned ones first. A job unknown to the default store is looked up in the
+kubeconfig's Kubernetes cluster; with --kube, --namespace, --context or --kubeconfig, only there. Its agents' reports
+are read from the job's store if that is your own EDL_DISCOVERY, otherwise from --store."""
 
 _EXAMPLES = """\
 examples:
-  edl status myjob                          once, from the default store (a SQLite file of yours)
-  edl status myjob --watch                  again each second, until the job ends or Ctrl-C
-  edl status myjob --json | jq .goodput     for programs; with --watch one JSON object a line
+  edl status myjob                          once, from the default store (your SQLite file)
+  edl status myjob --watch                  refreshed every second until it ends or Ctrl-C
+  edl status myjob --json | jq .goodput     for programs; --watch: one JSON object per line
   edl status myjob --store consul://10.0.0.7:8500
-  edl status myjob -n research              of a Kubernetes cluster: with conditions, pods, how they ended, and events
-  edl status myjob -n research --store consul://10.0.0.7:8500   its agents' reports are there, and you trust that host
+  edl status myjob -n research              from Kubernetes: with conditions, pods, how they ended, and events
+  edl status myjob -n research --store consul://10.0.0.7:8500   if its agents report there and you trust that host
   edl status pool/digits --kube             a pool of teachers
-  edl status myjob --forget                 remove what the store has of a job that has ended or was given up"""
+  edl status myjob --forget                 delete the records of a job that has ended or was abandoned"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,10 +121,10 @@ def main(argv: Sequence[str]) -> int:
     add("job", metavar="JOB", help="name of the job (`edl run --rdzv-id`)")
     parser.add_store_option()
     add("--events", type=at_least(0), default=10, metavar="N", help="show the last N events (default: 10)")
-    add("--watch", action="store_true", help="show it again every second, until the job ends or Ctrl-C")
+    add("--watch", action="store_true", help="refresh every second until the job ends or Ctrl-C")
     add("--json", action="store_true", help="print JSON")
-    add("--forget", action="store_true", help="remove what the store has of a job without agents and master")
-    add("--kube", action="store_true", help="look in a Kubernetes cluster: NAME, job/NAME or pool/NAME")
+    add("--forget", action="store_true", help="delete the records of a job that has no agents or master")
+    add("--kube", action="store_true", help="look in Kubernetes; JOB is NAME, job/NAME or pool/NAME")
     add_cluster_options(parser)
     options = parser.parse_args(argv)
     if options.kube or options.namespace is not None or options.context or options.kubeconfig:

@@ -17,15 +17,15 @@ from edl.command_line import CommandParser, at_least, split_names
 from edl.errors import SettingsError
 
 _DESCRIPTION = """\
-Trains the network that model() in MODEL.py returns, on the rows of a Parquet file: elastic, with soft labels if you
-name teachers, and with an evaluation after each epoch. The trained model is written to --output."""
+Trains the network that model() in MODEL.py returns on the rows of a Parquet file. It is elastic, uses soft labels if
+you name teachers, and evaluates after each epoch. The trained model is written to --output."""
 
 _EXAMPLES = """\
-model.py, of which only model() is needed:
-  def model():                     a torch.nn.Module (or a Keras model); it gets the columns --inputs, one by one
+model.py (only model() is required):
+  def model():                     a torch.nn.Module (or a Keras model); it gets each --inputs column as an argument
   def loss(outputs, labels):       mean over the rows (default: cross-entropy; squared error if labels are floats).
-                                   With a third parameter, soft, it also gets the teachers' outputs, and is all of
-                                   the loss
+                                   With a third parameter, soft, it gets the teachers' outputs and returns the
+                                   whole loss
   def optimizer(parameters):       default: torch.optim.Adam(parameters)
   def transform(columns):          changes a batch, a dict from column to tensor: shapes, scales, tokens, new columns
   def metrics(outputs, labels):    a dict of means over the rows of --eval (default: loss and accuracy)
@@ -89,7 +89,7 @@ def parser() -> CommandParser:
     add("model", metavar="MODEL.py", help="file with model()")
     add("--data", required=True, metavar="PARQUET", help="file, folder, pattern or URL with the rows to train on")
     add("--eval", metavar="PARQUET", help="rows to evaluate after each epoch")
-    add("--label", metavar="COLUMN", help="what to learn (default: label; nothing if there are only teachers)")
+    add("--label", metavar="COLUMN", help="column to learn (default: label; none if there are only teachers)")
     add(
         "--inputs",
         type=split_names,
@@ -103,7 +103,7 @@ def parser() -> CommandParser:
         type=at_least(1),
         default=64,
         metavar="ROWS",
-        help="rows of an update, over all workers (default: 64)",
+        help="rows per update, across all workers (default: 64)",
     )
     add("--output", default="trained", metavar="FOLDER", help="folder or URL for the model (default: trained)")
     add = found.add_argument_group("teachers").add_argument
@@ -111,17 +111,17 @@ def parser() -> CommandParser:
     add("--alpha", type=float, default=0.9, metavar="A", help="share of the soft loss, from 0 to 1 (default: 0.9)")
     add("--temperature", type=float, default=4.0, metavar="T", help="temperature of the soft loss (default: 4)")
     add = found.add_argument_group("workers").add_argument
-    many = "N: processes here. MIN:MAX: this command is one; each further one joins (default: 1)"
+    many = "N: processes here. MIN:MAX: this command is one worker; more can join (default: 1)"
     add("--workers", default="1", metavar="N", help=many)
-    add("--image", default="", metavar="IMAGE", help="run on Kubernetes, in pods of this image with EDL (edl submit)")
+    add("--image", default="", metavar="IMAGE", help="run on Kubernetes with this image, which has EDL (edl submit)")
     found.add_store_option("where workers and teachers meet")
     add = found.add_advanced_group("more").add_argument
     names = "inputs of the teachers, and their columns (default: --inputs)"
     add("--teacher-inputs", type=split_names, default=[], metavar="NAME[=COLUMN],…", help=names)
     add("--teacher-output", default="logits", metavar="NAME", help="default: logits")
-    add("--micro-batch", type=at_least(1), metavar="ROWS", help="most rows that fit into a worker's memory at once")
-    add("--seed", type=at_least(0), default=0, metavar="N", help="of the weights and the order (default: 0)")
+    add("--micro-batch", type=at_least(1), metavar="ROWS", help="maximum rows that fit in a worker's memory at once")
+    add("--seed", type=at_least(0), default=0, metavar="N", help="seed for weights and order (default: 0)")
     add("--checkpoint", default="", metavar="URL", help="where to store the state, in case all workers are lost")
-    add("--job", default="", metavar="NAME", help="name of the job (default: made of the file and these options)")
-    add("--run", default="", metavar="OPTIONS", help="more options of `edl run`, or with --image of `edl submit`")
+    add("--job", default="", metavar="NAME", help="name of the job (default: derived from the file and options)")
+    add("--run", default="", metavar="OPTIONS", help="more options for `edl run`, or for `edl submit` with --image")
     return found

@@ -59,18 +59,17 @@ _LEAVE_S = 5.0  # time to deregister; after that, the lease expires by itself
 _SIGNAL_LOOK_S = 0.1  # how often the main thread checks for a signal, and so the delay before shutdown starts
 _LONGEST_VERSION = 512  # bytes that a registry accepts
 _DESCRIPTION = """\
-Puts an existing server into discovery: Triton, or anything that speaks KServe v2 over gRPC. It is
-asked over and over whether it is ready, and is in discovery only while it is. Runs until SIGTERM,
-which takes the server out."""
+Registers an existing server: Triton, or anything that speaks KServe v2 over gRPC. It is probed repeatedly and is in
+discovery only while it is ready. Runs until SIGTERM, which unregisters the server."""
 _EXAMPLES = """\
 examples:
   edl register 127.0.0.1:8001 --service resnet50
   edl register triton-0.example:8001 --service bert --capacity 4 --store consul://127.0.0.1:8500
-  edl register 127.0.0.1:8001 --service bert --advertise 10.0.0.9:8001     probed here, reached there
+  edl register 127.0.0.1:8001 --service bert --advertise 10.0.0.9:8001     probe one address, advertise another
   edl register triton.example:8001 --service bert --model bert_fp16 --tls-ca ca.pem --token-file token
   edl register unix:/run/triton.sock --service bert                        students on this machine only
   edl register vllm://127.0.0.1:8000 --service qwen --model-version r1     a language model, with other options:
-  edl register vllm:// --help            (row t of its labels holds the prediction of token t + 1)
+  edl register vllm:// --help            (row t of its labels predicts token t + 1)
 
 exit codes: 0 ended by a signal, 2 wrong usage or settings."""
 
@@ -88,14 +87,14 @@ _GROUPS = (
         "the server",
         (
             Option("service", v.text, "NAME", "students find the server under this name (default: --model)"),
-            Option("model", v.text, "NAME", "the server's name of the model, if not the service's"),
+            Option("model", v.text, "NAME", "the model's name on the server, if not the service's"),
             STORE_OPTION,
-            Option("advertise", v.text, "ENDPOINT", "where students reach the server (default: the endpoint asked)"),
+            Option("advertise", v.text, "ENDPOINT", "where students reach the server (default: ENDPOINT)"),
             Option(
                 "priority",
                 _priority,
                 "LEVEL",
-                "priority of students beside the server's own clients: lowest, default, or a level from 1 on"
+                "students' priority against the server's own clients: lowest, default, or a level from 1 up"
                 " (default: lowest if it has levels)",
             ),
         ),
@@ -105,7 +104,7 @@ _GROUPS = (
         (
             Option("interval", v.duration_s, "TIME", "time between two probes (default 1s)"),
             Option("timeout", v.duration_s, "TIME", "time that a probe may take (default 2s)"),
-            Option("failures", v.count, "N", "probes without an answer before it counts as gone (default 2)"),
+            Option("failures", v.count, "N", "unanswered probes before it counts as gone (default 2)"),
         ),
         advanced=True,
     ),
@@ -114,7 +113,7 @@ _GROUPS = (
     OptionGroup(
         "the process",
         (
-            Option("ready-file", v.text, "PATH", "there while the server is in discovery: JSON of endpoint, port, pid"),
+            Option("ready-file", v.text, "PATH", "JSON kept while the server is in discovery: endpoint, port, pid"),
             Option("exit-with", v.count, "PID", "exit when that process ends"),
             *PROCESS_OPTIONS,
         ),

@@ -35,12 +35,12 @@ more examples:
   edl serve --torch-export resnet50.pt2 --service resnet50 --device cuda:0,cuda:1 --autocast bfloat16
   edl serve --paddle inference/ernie --service ernie
   edl serve --hf models/qwen3-8b --task causal-lm --top-k 64 --max-tokens 8192 --dtype bfloat16 --service qwen3-8b
-      row t holds the prediction of token t + 1, the last row that of what would follow
+      row t predicts token t + 1; the last row predicts the token after the end
   edl serve --config teacher.toml --port 8001
   edl serve --torchscript resnet50.ts --input "image:float32[3,224,224]" --service resnet50 --host 0.0.0.0 \\
             --tls-cert teacher.pem --tls-key teacher.key --tls-ca students-ca.pem      mutual TLS
 
-a config file has the same names as the flags; a flag wins over it:
+a config file uses the same names as the flags, which override it:
   service = "digits"
   factory = "teacher.py:build"      # paths are relative to the current folder
   max-batch = 128

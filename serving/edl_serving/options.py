@@ -92,7 +92,7 @@ def number(raw: Any) -> float:
 def duration_s(raw: Any) -> float:
     """Read a duration with its unit, and return seconds."""
     if isinstance(raw, bool) or not (isinstance(raw, str) or raw == 0):
-        raise ValueError("expected a duration with its unit, as in 5ms, 2s, 1.5m")
+        raise ValueError("expected a duration with a unit, such as 5ms, 2s, 1.5m")
     return parse_duration(str(raw), unit=True)
 
 
@@ -108,7 +108,7 @@ def size_bytes(raw: Any) -> int:
     """Read a size with its unit, and return bytes."""
     match = _SIZE.fullmatch(raw.strip()) if isinstance(raw, str) else None
     if match is None:
-        raise ValueError("expected a size with its unit, as in 512MiB")
+        raise ValueError("expected a size with a unit, such as 512MiB")
     return int(match["number"]) * _BYTES[match["unit"]]
 
 
@@ -202,7 +202,8 @@ def credential_options(role: Literal["client", "server"], others: str) -> tuple[
     found = []
     for name, words in command_line.credential_options(role, others).items():
         flag_ = name == "allow-insecure-tokens"
-        found.append(Option(name, flag if flag_ else text, "" if flag_ else "FILE", words, negative=flag_))
+        metavar = "" if flag_ else "NAME" if name == "tls-server-name" else "FILE"
+        found.append(Option(name, flag if flag_ else text, metavar, words, negative=flag_))
     return (*found, Option("token", no_token, "TEXT", "every user of the host could see it", refused=True))
 
 

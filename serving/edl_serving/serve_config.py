@@ -41,13 +41,13 @@ _MODEL = OptionGroup(
         Option("torchscript", v.text, "FILE", "a model saved by torch.jit.save"),
         Option("torch-export", v.text, "FILE", "a model saved by torch.export.save (.pt2)"),
         Option("paddle", v.text, "PREFIX", "a PaddlePaddle inference model: PREFIX.json or .pdmodel, PREFIX.pdiparams"),
-        Option("hf", v.text, "FOLDER", "a model of transformers: config.json and .safetensors; needs --task"),
+        Option("hf", v.text, "FOLDER", "a transformers model: config.json and .safetensors; needs --task"),
         Option("task", v.text, "TASK", "--hf: causal-lm, masked-lm, feature-extraction or sequence-classification"),
         Option("checkpoint", v.text, "FILE", "weights for --torch-factory: a state_dict (.pt) or .safetensors"),
         Option("option", v.json_or_text, "KEY=VALUE", "argument of the factory; repeatable", pairs=True),
         Option("input", v.text, "SPEC", "an input, name:TYPE[size,size] without the batch; repeatable", many=True),
-        Option("output", v.text, "SPEC", "an output, likewise; found by calling the model if left out", many=True),
-        Option("device", v.text, "DEVICE", "cpu, cuda, cuda:1 or auto (default); several with commas"),
+        Option("output", v.text, "SPEC", "an output, same form; found by calling the model if omitted", many=True),
+        Option("device", v.text, "DEVICE", "cpu, cuda, cuda:1 or auto (default); comma-separated"),
     ),
 )
 _SERVER = OptionGroup(
@@ -56,20 +56,20 @@ _SERVER = OptionGroup(
         Option("service", v.text, "NAME", "students find the model under this name (default: --model)"),
         Option("host", v.text, "ADDRESS", "address to listen on (default 127.0.0.1; 0.0.0.0 for other machines)"),
         Option("port", v.port, "PORT", "TCP port (default 0: any free one)"),
-        Option("max-batch", v.count, "ROWS", "most rows in one call of the model (default 64)"),
-        Option("max-delay", v.duration_s, "TIME", "how long a batch waits for more rows, as in 5ms (default 0)"),
+        Option("max-batch", v.count, "ROWS", "maximum rows per model call (default 64)"),
+        Option("max-delay", v.duration_s, "TIME", "how long a batch waits for more rows, e.g. 5ms (default 0)"),
         Option("metrics-port", v.port, "PORT", "serve /metrics, /livez and /readyz, 0 for any port (default: off)"),
     ),
 )
 _MORE_MODEL = OptionGroup(
     "more about the model",
     (
-        Option("sample", v.text, "FILE", "an .npz file with a batch of each input, to warm the model up with"),
-        Option("threads", v.count, "N", "CPU threads for one call of the model"),
+        Option("sample", v.text, "FILE", "an .npz file with a batch of each input, for the warm-up"),
+        Option("threads", v.count, "N", "CPU threads per model call"),
         Option("autocast", v.text, "DTYPE", "bfloat16 or float16: compute in mixed precision"),
         Option("normalize", v.text, "MEANS/STDS", "imagenet, or m,m,m/s,s,s: turn uint8 images into floats"),
-        Option("top-k", v.count, "K", "--hf: most log-probabilities a token that students may ask for (default 64)"),
-        Option("max-tokens", v.count, "N", "--hf: tokens of a batch, and of the longest sequence (default 8192)"),
+        Option("top-k", v.count, "K", "--hf: maximum log-probabilities per token in a request (default 64)"),
+        Option("max-tokens", v.count, "N", "--hf: maximum tokens in a batch or a sequence (default 8192)"),
         Option("dtype", v.text, "DTYPE", "--hf: float32, bfloat16, float16 or auto (default: the checkpoint's)"),
         Option("packing", v.flag, "", "--hf: pack sequences without padding, if the model allows it", negative=True),
         Option(
@@ -82,26 +82,26 @@ _MORE_SERVER = OptionGroup(
     "more about the server",
     (
         Option("model", v.text, "NAME", "name of the model in requests, if not the service's"),
-        Option("uds", v.text, "PATH", "a Unix socket to listen on as well"),
-        Option("tensor-channel", v.flag, "", "take students' requests over a socket too (default)", negative=True),
+        Option("uds", v.text, "PATH", "also listen on this Unix socket"),
+        Option("tensor-channel", v.flag, "", "also accept students' requests over a socket (default)", negative=True),
         Option("channel-port", v.port, "PORT", "TCP port of that socket (default 0: any free one)"),
         Option("max-queue", v.count, "ROWS", "rows that may wait before requests are refused (default 1024)"),
         Option("max-queue-bytes", v.size_bytes, "SIZE", "bytes that may wait, answers included (default 1GiB)"),
         Option("max-message", v.size_bytes, "SIZE", "largest request (default 512MiB)"),
         Option("max-connections", v.count, "N", "clients with open calls (default 1024)"),
-        Option("max-streams", v.count, "N", "open streams and tensor channels of all clients (default 1024)"),
-        Option("max-calls", v.count, "N", "open calls of one connection (default 1024)"),
-        Option("max-client-bytes", v.size_bytes, "SIZE", "bytes of one client's requests and answers (default 1GiB)"),
+        Option("max-streams", v.count, "N", "open streams and tensor channels, for all clients (default 1024)"),
+        Option("max-calls", v.count, "N", "open calls per connection (default 1024)"),
+        Option("max-client-bytes", v.size_bytes, "SIZE", "bytes of requests and answers per client (default 1GiB)"),
         Option("drain-timeout", v.duration_s, "TIME", "how long SIGTERM waits for requests in flight (default 30s)"),
         Option("linger", v.duration_s, "TIME", "keep serving for this long after draining is announced (default 0.5s)"),
-        Option("check-nan", v.flag, "", "answer an error rather than NaN (default)", negative=True),
+        Option("check-nan", v.flag, "", "return an error instead of NaN (default)", negative=True),
         Option("shared-memory", v.flag, "", "let students on this host use shared memory (default)", negative=True),
         Option("shared-memory-user", v.user, "USER", "accept (copy) this user's shared memory; repeatable", many=True),
-        Option("metrics-host", v.text, "ADDRESS", "address to serve them on (default 127.0.0.1)"),
+        Option("metrics-host", v.text, "ADDRESS", "metrics address (default 127.0.0.1)"),
         Option("canary", v.seconds, "TIME", "run a sample row at this interval; not ready while it fails"),
         Option("canary-timeout", v.seconds, "TIME", "how long that row may take, queueing included (default 30s)"),
-        Option("stall-timeout", v.seconds, "TIME", "/livez fails if a call of the model takes longer (default 30min)"),
-        Option("access-log", v.text, "PATH", "a line of JSON for each request, - for standard output (default: none)"),
+        Option("stall-timeout", v.seconds, "TIME", "/livez fails if a model call takes longer (default 30min)"),
+        Option("access-log", v.text, "PATH", "one JSON line per request; - for standard output (default: none)"),
     ),
     advanced=True,
 )
@@ -109,18 +109,19 @@ STORE_OPTION = Option(
     "store",
     v.text,
     "URL",
-    "sqlite:///path, edl://host:29400, consul://host:8500 or etcd://host:2379 (default: EDL_DISCOVERY, or your file)",
+    "sqlite:///path, edl://host:29400, consul://host:8500 or etcd://host:2379"
+    " (default: EDL_DISCOVERY, else your SQLite file)",
     alias="discovery",
 )
 REGISTRATION_OPTIONS = (
-    Option("ttl", v.duration_s, "TIME", "others see a dead process gone after this long (default: EDL_TTL_S, or 10s)"),
+    Option("ttl", v.duration_s, "TIME", "time until a dead process counts as gone (default: EDL_TTL_S, or 10s)"),
     Option("id", v.text, "NAME", "unique within the service (default: host name and port)"),
-    Option("capacity", v.number, "WEIGHT", "2 takes twice the students of 1 (default 1)"),
+    Option("capacity", v.number, "WEIGHT", "2 takes twice as many students as 1 (default 1)"),
     Option("tag", v.text, "TEXT", "a tag; repeatable", many=True),
     Option("meta", v.text, "KEY=VALUE", "metadata that students can read; repeatable", pairs=True),
     Option("publish-load", v.flag, "", "publish rows and compute time (default; EDL_PUBLISH_LOAD)", negative=True),
 )
-_TLS = "TLS and tokens (docs/security.md); files are read again when they change"
+_TLS = "TLS and tokens (docs/security.md); files are reread on change"
 _CREDENTIALS = OptionGroup(
     _TLS,
     (
@@ -134,17 +135,17 @@ CLIENT_CREDENTIALS = OptionGroup(_TLS, v.credential_options("client", "the serve
 _DISCOVERY = OptionGroup(f"discovery (--store {NO_DISCOVERY} to stay out of it)", (STORE_OPTION,))
 _MORE_DISCOVERY = OptionGroup(
     "more about discovery",
-    (*REGISTRATION_OPTIONS, Option("advertise", v.text, "HOST", "address at which students reach this host")),
+    (*REGISTRATION_OPTIONS, Option("advertise", v.text, "HOST", "address where students reach this host")),
     advanced=True,
 )
 PROCESS_OPTIONS = (
-    Option("log-format", v.log_format, "FORMAT", "text (default), or json: an object a line"),
+    Option("log-format", v.log_format, "FORMAT", "text (default), or json: one object per line"),
     Option("verbose", v.flag, "", "log more", negative=True),
 )
 _PROCESS = OptionGroup(
     "the process",
     (
-        Option("ready-file", v.text, "PATH", "written when ready: JSON of endpoint, port, metrics_port, pid"),
+        Option("ready-file", v.text, "PATH", "JSON written when ready: endpoint, port, metrics_port, pid"),
         Option("exit-with", v.count, "PID", "drain and exit when that process ends"),
         *PROCESS_OPTIONS,
     ),

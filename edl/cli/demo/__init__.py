@@ -23,18 +23,18 @@ Trains a teacher on scikit-learn's handwritten digits, serves it with several `e
 smaller students on its soft labels. Meanwhile one teacher is killed with SIGKILL, a new one joins, and one is drained
 with SIGTERM. For comparison, the same students also learn from the images' own labels alone.
 
-At the end you see how well they all do, that every sample came exactly once with its own label, and how many rows each
-teacher served. A picture has the throughput over time, with the kill, the join and the drain marked. About two minutes
-on two cores.
+At the end you see how well each did, how many rows each teacher served, and that every sample arrived exactly once with
+its own label. A plot shows throughput over time, with the kill, join and drain marked. It takes about two minutes on
+two cores.
 
-The teachers sleep for a while in each batch, so that the little network takes as long as a large one; everything else
+The teachers sleep briefly during each batch so that the small network takes as long as a large one; everything else
 is real: processes, sockets, signals, discovery."""
 
 _EXAMPLES = """\
 examples:
   edl demo                          everything; results in out/demo
   edl demo --quick                  in a third of the time, with fewer seeds and steps
-  edl demo --dashboard              with a page in the browser that shows it all while it runs
+  edl demo --dashboard              with a web page that shows everything live
   edl demo --seeds 10 --out /tmp/d  more students, another folder"""
 
 
@@ -42,12 +42,12 @@ def main(argv: Sequence[str]) -> int:
     """Run `edl demo`."""
     parser = CommandParser("edl demo", _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
-    add("--seeds", type=int, metavar="N", help="students of either kind (default: 5; --quick: 2)")
+    add("--seeds", type=int, metavar="N", help="students of each kind (default: 5; --quick: 2)")
     add("--teachers", type=int, metavar="N", help="processes at the start, 2 or more (default: 3)")
     add("--teacher-ms", type=float, metavar="MS", help="how long a teacher sleeps in each batch (default: 40)")
     add("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where results go (default: out/demo)")
     add("--quick", action="store_true", help="fewer seeds and steps, in a third of the time")
-    add("--dashboard", action="store_true", help="show it on a page in the browser as well")
+    add("--dashboard", action="store_true", help="also show it on a web page")
     options = parser.parse_args(argv)
     _check(options)
 

@@ -28,7 +28,7 @@ class DemoPlan:
 
     Attributes:
         out: folder for the picture, the figures and the teachers' logs.
-        seeds: students of either kind; every seed has its own images, distortions and initial weights.
+        seeds: students of each kind; every seed has its own images, distortions and initial weights.
         steps: optimizer steps of a student.
         rows: images in a step, and in a request to a teacher.
         labelled: images that a seed's students learn from.

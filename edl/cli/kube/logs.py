@@ -494,15 +494,15 @@ class LogFollower:
 # --- The command ---
 
 _DESCRIPTION = """\
-Shows the logs of a job's or pool's members, each line behind its member's name. With -f it continues until the job has
-ended, also in the pods that replace others."""
+Shows the logs of a job's or pool's members, each prefixed by its member's name. With -f it continues until the job
+has ended, including in replacement pods."""
 
 _EXAMPLES = """\
 examples:
-  edl logs first-job                the logs of the present pods
+  edl logs first-job                the logs of the current pods
   edl logs first-job -f --tail 10   continue until the job ends or Ctrl-C
   edl logs first-job --worker 0     a single worker, without prefix
-  edl logs first-job --previous     the pods before the present ones: why did they end?
+  edl logs first-job --previous     the previous pods: why did they end?
   edl logs pool/digits -f"""
 
 
@@ -543,7 +543,7 @@ def main(argv: Sequence[str]) -> int:
     add("-f", "--follow", action="store_true", help="continue until the job has ended, or Ctrl-C")
     add("--worker", type=at_least(0), metavar="N", help="only worker N (of a pool: teacher N), without prefix")
     add("--master", action="store_true", help="only the job's master, without prefix")
-    add("--previous", action="store_true", help="the pods before the present ones")
+    add("--previous", action="store_true", help="the previous pods")
     add("--tail", type=at_least(0), metavar="N", help="only the last N lines of each pod")
     add_cluster_options(parser)
     options = parser.parse_args(argv)

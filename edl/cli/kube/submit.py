@@ -40,9 +40,9 @@ _EXIT_TIMEOUT: Final = 124
 """As `timeout` of coreutils has it."""
 
 _DESCRIPTION = """\
-Makes an ElasticJob, which EDL's operator runs: elastic workers, each `edl run SCRIPT ARGS...` in a pod. A SCRIPT of
-this machine is sent along in a ConfigMap (that file alone, below 700 KB); one that is in the image needs
---script-in-image. --teachers adds a pool of teachers, which grows into idle GPUs."""
+Creates an ElasticJob for EDL's operator: elastic workers, each with `edl run SCRIPT ARGS...` in a pod. A SCRIPT on
+this machine is sent in a ConfigMap (only that file, under 700 KB); one in the image needs --script-in-image.
+--teachers adds a pool of teachers, which grows onto idle GPUs."""
 
 _EXAMPLES = """\
 examples:
@@ -51,7 +51,7 @@ examples:
       --serve 'digits=--torch-factory teacher:make_model --input image:float32[1,8,8]' train.py
   edl submit --image registry/student:1 --workers 2 --follow train.py     with the logs, and the job's exit code
   edl submit --image registry/student:1 --dry-run train.py | kubectl apply -f -
-  edl submit -f job.yaml --wait                                           jobs and pools of a file"""
+  edl submit -f job.yaml --wait                                           jobs and pools from a file"""
 
 _DETAILS = """\
 Options of this command precede SCRIPT; what follows SCRIPT is the script's own. Both are sent as they are typed:
@@ -231,14 +231,14 @@ def _parser(argv: Sequence[str]) -> CommandParser:
     parser.usage = "edl submit [OPTIONS] SCRIPT [ARGS...]\n       edl submit -f FILE [--wait | --follow]"
     add = parser.add_argument
     add("-f", "--file", metavar="FILE", help="jobs and pools in YAML or JSON, instead of SCRIPT; - for standard input")
-    add("--dry-run", action="store_true", help="print YAML for `kubectl apply -f -`, and ask no cluster")
+    add("--dry-run", action="store_true", help="print YAML for `kubectl apply -f -`, and contact no cluster")
     add("--wait", action="store_true", help="return when the job has ended: 0 if it succeeded, 1 if not")
-    add("--follow", action="store_true", help="the same, and show what its workers write")
-    limit = "limit of --wait and --follow: return 124 then; the job keeps running"
+    add("--follow", action="store_true", help="the same, and show the workers' output")
+    limit = "limit for --wait and --follow: return 124; the job keeps running"
     add("--timeout", type=duration(), metavar="TIME", help=limit)
     add = parser.add_argument_group("workers").add_argument
     add("--image", default="", metavar="IMAGE", help="image with Python, edl and what the script imports")
-    add("--name", default="", metavar="NAME", help="name of the job (default: the script's, and six digits)")
+    add("--name", default="", metavar="NAME", help="name of the job (default: the script's plus six digits)")
     add("--workers", default="1", metavar="MIN:MAX", help="pods: begin with MIN, grow to MAX (default: 1)")
     add("--gpus", type=at_least(0), default=0, metavar="N", help="GPUs of each pod (default: 0)")
     add("--cpu", default="", metavar="AMOUNT", help="request of each pod, such as 2 or 500m")
@@ -262,7 +262,7 @@ def _parser(argv: Sequence[str]) -> CommandParser:
         help="a pool of teachers: an existing one (its bounds are set to these, if any are given), or, with --serve, a "
         "new one; the workers' EDL_SERVICE names it if it is the only one; repeatable",
     )
-    add("--serve", action="append", default=[], metavar="SERVICE=ARGS", help="what follows `edl serve` in its pods")
+    add("--serve", action="append", default=[], metavar="SERVICE=ARGS", help="arguments of `edl serve` in its pods")
     add_cluster_options(parser)
     add = parser.add_advanced_group("more about the pods").add_argument
     processes = "processes in each pod (default: one per GPU, or one)"
@@ -270,9 +270,9 @@ def _parser(argv: Sequence[str]) -> CommandParser:
     add("--run", default="", metavar="OPTIONS", help="more options of `edl run`, such as '--max-restarts 3'")
     add("-m", "--module", action="store_true", help="SCRIPT is a module in the image, as for `python -m`")
     add("--script-in-image", action="store_true", help="SCRIPT is a path in the image: send nothing along")
-    add("--command", default="", metavar="WORDS", help="how the image starts edl (default: edl)")
-    add("--template", default="", metavar="FILE", help="a pod template to begin with: volumes, tolerations, ...")
-    add("--queue", default="", metavar="NAME", help="queue of Kueue")
+    add("--command", default="", metavar="WORDS", help="command that starts edl in the image (default: edl)")
+    add("--template", default="", metavar="FILE", help="a pod template to start from: volumes, tolerations, ...")
+    add("--queue", default="", metavar="NAME", help="Kueue queue")
     add("--priority-class", default="", metavar="NAME", help="priority class of the pods")
     add("--teacher-image", default="", metavar="IMAGE", help="image of the teachers (default: --image)")
     add("--teacher-gpus", type=at_least(0), metavar="N", help="GPUs of each teacher (default: --gpus)")

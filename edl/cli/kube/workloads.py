@@ -61,7 +61,7 @@ def add_cluster_options(parser: CommandParser) -> None:
 
 def add_kubeconfig_options(add: Callable[..., object]) -> None:
     """Add the options that say which cluster, and as whom."""
-    add("--context", metavar="NAME", default="", help="of the kubeconfig (default: its current one)")
+    add("--context", metavar="NAME", default="", help="kubeconfig context (default: the current one)")
     file = "(default: KUBECONFIG, the pod's service account, ~/.kube/config)"
     add("--kubeconfig", metavar="FILE", default="", help=file)
 
@@ -150,14 +150,14 @@ def list_pods(client: KubeClient, target: Target) -> list[Object]:
 # --- edl jobs ---
 
 _JOBS = """\
-Shows the jobs (ElasticJob) and pools of teachers (TeacherPool) of a namespace: their phase, how many members are ready
-and wanted and their bounds, how far jobs are, and why something waits. `kubectl get elasticjobs,teacherpools` shows the
-same resources; `edl status JOB` shows all of a job."""
+Shows the jobs (ElasticJob) and pools of teachers (TeacherPool) of a namespace: their phase, how many members are
+ready and wanted, their bounds, their progress, and why they wait. `kubectl get elasticjobs,teacherpools` shows the
+same resources; `edl status JOB` shows one job in full."""
 
 _JOBS_EXAMPLES = """\
 examples:
-  edl jobs                          of the context's namespace
-  edl jobs -A --watch               of all namespaces, again as it changes, until Ctrl-C
+  edl jobs                          in the context's namespace
+  edl jobs -A --watch               in all namespaces, on each change, until Ctrl-C
   edl jobs --json | jq '.jobs[] | select(.phase == "Failed")'"""
 
 
@@ -165,9 +165,9 @@ def jobs(argv: Sequence[str]) -> int:
     """Run `edl jobs`."""
     parser = CommandParser("edl jobs", _JOBS, _JOBS_EXAMPLES)
     add = parser.add_argument
-    add("-A", "--all-namespaces", action="store_true", help="of the whole cluster")
+    add("-A", "--all-namespaces", action="store_true", help="in all namespaces")
     add("-w", "--watch", action="store_true", help="show changes until Ctrl-C")
-    add("--json", action="store_true", help="print JSON; with --watch an object a line")
+    add("--json", action="store_true", help="print JSON; --watch: one object per line")
     add_cluster_options(parser)
     options = parser.parse_args(argv)
 
@@ -196,9 +196,9 @@ def jobs(argv: Sequence[str]) -> int:
 # --- edl scale, suspend, resume ---
 
 _SCALE = """\
-Sets how many workers a job has, or how many teachers a pool has: `scaling: external` and `replicas: N` in its spec, so
-that EDL no longer decides it. `auto` gives the decision back to EDL. `kubectl scale` alone changes `replicas` only,
-which counts only if scaling is external already."""
+Sets how many workers a job or teachers a pool has: writes `scaling: external` and `replicas: N` to its spec, so EDL
+no longer decides the number. `auto` gives the decision back to EDL. `kubectl scale` changes only `replicas`, which
+has no effect unless scaling is already external."""
 
 _SCALE_EXAMPLES = """\
 examples:
@@ -218,8 +218,8 @@ def scale(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("name", metavar="NAME", help="NAME, job/NAME or pool/NAME")
     add("count", metavar="N|auto", help="workers or teachers; auto: let EDL decide")
-    add("--min", type=at_least(0), metavar="N", help="change the minimum as well")
-    add("--max", type=at_least(1), metavar="N", help="change the maximum as well")
+    add("--min", type=at_least(0), metavar="N", help="also change the minimum")
+    add("--max", type=at_least(1), metavar="N", help="also change the maximum")
     add_cluster_options(parser)
     options = parser.parse_args(argv)
     if options.count != "auto" and not (options.count.isascii() and options.count.isdigit() and len(options.count) < 7):
@@ -263,10 +263,10 @@ def scale_patch(target: Target, count: int | None, least: int | None, most: int 
 
 
 _SUSPEND = """\
-Ends all pods of a job or pool within its grace period, so that others have their GPUs. A job with checkpoints continues
+Stops all pods of a job or pool within its grace period, which frees their GPUs. A job with checkpoints continues
 from the last one when it is resumed; teachers drain first."""
 _RESUME = """\
-Lets a suspended job or pool have its pods again. A job continues from its last checkpoint, or begins again if it has
+Restarts the pods of a suspended job or pool. A job continues from its last checkpoint, or begins again if it has
 none."""
 
 
@@ -300,8 +300,8 @@ def _set_suspended(command: str, argv: Sequence[str], suspended: bool, descripti
 # --- edl delete ---
 
 _DELETE = """\
-Deletes jobs and pools, without a question. Kubernetes ends their pods within their grace period and removes what
-belongs to them; what they registered ends with its lease. Checkpoints stay where they are."""
+Deletes jobs and pools without asking. Kubernetes stops their pods within their grace period and removes what
+belongs to them; their registrations expire with their leases. Checkpoints are kept."""
 
 _DELETE_EXAMPLES = """\
 examples:
@@ -314,8 +314,8 @@ def delete(argv: Sequence[str]) -> int:
     parser = CommandParser("edl delete", _DELETE, _DELETE_EXAMPLES)
     add = parser.add_argument
     add("names", nargs="+", metavar="NAME", help="NAME, job/NAME or pool/NAME")
-    add("--wait", action="store_true", help="return when all of it is gone")
-    add("--timeout", type=duration(), default=_WAIT_S, metavar="TIME", help="limit of --wait (default: 2m)")
+    add("--wait", action="store_true", help="return when all are gone")
+    add("--timeout", type=duration(), default=_WAIT_S, metavar="TIME", help="--wait's limit (default: 2m)")
     add_cluster_options(parser)
     options = parser.parse_args(argv)
     with open_cluster(options) as client:

@@ -32,23 +32,23 @@ _QUEUED_BATCHES = 4
 _ENGINE = OptionGroup(
     "the engine",
     (
-        Option("model-version", v.text, "TEXT", "identifies the weights to caches of labels; the engine does not know"),
-        Option("top-k", v.count, "K", "largest number of log-probabilities a token that students get (default 64)"),
+        Option("model-version", v.text, "TEXT", "identifies the weights in label caches; not known to the engine"),
+        Option("top-k", v.count, "K", "maximum log-probabilities per token that students get (default 64)"),
         Option("tokenizer", v.text, "PATH", "the model's tokenizer.json, or its folder: students compare its hash"),
-        Option("engine-model", v.text, "NAME", "the engine's name of the model (default: --service, or its only one)"),
-        Option("max-tokens", v.count, "N", "most tokens in flight in the engine (default 16384)"),
+        Option("engine-model", v.text, "NAME", "the model's name in the engine (default: --service, or its only one)"),
+        Option("max-tokens", v.count, "N", "maximum tokens in flight in the engine (default 16384)"),
     ),
 )
 _MORE_ENGINE = OptionGroup(
     "more about the engine",
     (
-        Option("engine-timeout", v.duration_s, "TIME", "time to answer about a sequence (default 2m)"),
-        Option("engine-wait", v.duration_s, "TIME", "how long to wait for an engine that starts (default 10m)"),
-        Option("engine-ca", v.text, "FILE", "CAs of its certificate, for vllm+https:// (default: the system's)"),
+        Option("engine-timeout", v.duration_s, "TIME", "timeout per sequence (default 2m)"),
+        Option("engine-wait", v.duration_s, "TIME", "how long to wait for a starting engine (default 10m)"),
+        Option("engine-ca", v.text, "FILE", "CAs to trust for the engine, for vllm+https:// (default: the system's)"),
         Option("engine-token-file", v.text, "FILE", "send the first line as a bearer token (vLLM's --api-key)"),
         Option("interval", v.duration_s, "TIME", "time between two health checks of the engine (default 1s)"),
         Option("timeout", v.duration_s, "TIME", "time that a health check may take (default 5s)"),
-        Option("failures", v.count, "N", "health checks without an answer before it counts as gone (default 3)"),
+        Option("failures", v.count, "N", "unanswered health checks before it counts as gone (default 3)"),
     ),
     advanced=True,
 )
@@ -127,10 +127,9 @@ class GatewayConfig(TeacherConfig):
 
 _EXIT_ENGINE = 3  # the same code as when a model fails to warm up in `edl serve`
 _DESCRIPTION = """\
-Makes a teacher of a language model that vLLM or SGLang serves: runs beside the engine, asks it for
-log-probabilities over HTTP, and answers students over KServe v2 as `edl serve` does: row t holds
-the prediction of token t + 1, the last row that of what would follow. It is in discovery while the
-engine is healthy. SIGTERM drains."""
+Turns a language model served by vLLM or SGLang into a teacher: runs beside the engine, asks it for log-probabilities
+over HTTP, and answers students over KServe v2 as `edl serve` does. Row t predicts token t + 1; the last row predicts
+the token after the end. It is in discovery while the engine is healthy. SIGTERM drains it."""
 _EXAMPLES = """\
 examples:
   edl register vllm://127.0.0.1:8000 --service qwen --top-k 64 --tokenizer ./qwen --model-version r1
@@ -138,8 +137,8 @@ examples:
   edl register vllm+https://10.0.0.9:8000 --service qwen --model-version r1 --engine-ca ca.pem \\
                --engine-token-file key"""
 _DETAILS = """\
-vLLM gives 20 log-probabilities a token unless it is started with --max-logprobs 64; with
---enable-scale-out it answers without making text of them, which is faster.
+vLLM returns up to 20 log-probabilities per token unless it is started with --max-logprobs 64; with
+--enable-scale-out it does not convert them to text, which is faster.
 
 exit codes: 0 drained, 1 not everything was answered in time, 2 wrong usage or settings, or an
 engine that cannot be used, 3 the engine failed while the gateway started."""

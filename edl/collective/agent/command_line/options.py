@@ -15,12 +15,10 @@ from edl.command_line import CommandParser, credential_options, duration
 from edl.settings import read
 
 _DESCRIPTION = """\
-Start a training job, or join one: `torchrun`, elastic. Scripts that run under torchrun run
-here unchanged. Nodes may come and go between --nnodes MIN:MAX; with `edl.collective.State`
-and `Checkpointer` a script continues where it was.
+Starts or joins a training job: an elastic `torchrun`. Scripts that run under torchrun run here unchanged. Nodes may
+come and go within --nnodes MIN:MAX; with `edl.collective.State` and `Checkpointer` a script resumes where it was.
 
-In a task of Slurm's `srun`, --nnodes, --nproc-per-node, --rdzv-id and --rdzv-endpoint
-follow from the step (docs/slurm.md)."""
+In a Slurm `srun` task, --nnodes, --nproc-per-node, --rdzv-id and --rdzv-endpoint come from the step (docs/slurm.md)."""
 
 _EXAMPLES = """\
 examples:
@@ -33,10 +31,9 @@ examples:
       --store consul://10.0.0.9:8500 --checkpoint s3://bucket/resnet train.py"""
 
 _DETAILS = """\
-Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 69 this node or a
-GPU of it is faulty, 74 the script's last state could not be stored, 75 too few nodes came in
-time, or the store cannot be reached: try again, 137 too little memory (--leave-on-oom), 143
-this node was asked to leave (SIGTERM) and did.
+Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 69 this node or one of its GPUs is faulty, 74
+the script's last state could not be stored, 75 too few nodes joined in time, or the store cannot be reached: try
+again, 137 too little memory (--leave-on-oom), 143 this node was asked to leave (SIGTERM) and did.
 EDL_TERMINATION_LOG names a file for the reason why the node ended: JSON of at most 4096 bytes."""
 
 _USUAL = {
@@ -58,7 +55,7 @@ def _add_options(parser: CommandParser) -> None:
     )
     add("--store", "--discovery", dest="store", metavar="URL", help=store)
     checkpoint = (
-        "where checkpoints are stored: a folder, s3://..., any URL of fsspec (default: EDL_CHECKPOINT, else in memory)"
+        "where checkpoints are stored: a folder, s3://..., any fsspec URL (default: EDL_CHECKPOINT, else in memory)"
     )
     add("--checkpoint", metavar="URL", help=checkpoint)
     interval = "time between two stored checkpoints (default: 5m)"
@@ -67,37 +64,37 @@ def _add_options(parser: CommandParser) -> None:
     add(
         "--node-check",
         action="store_true",
-        help="before joining, test all GPUs, copies among them and reductions with other waiting nodes, in pairs and "
-        "twice: a faulty node ends with exit code 69",
+        help="before joining, test all GPUs, copies between them, and reductions with other waiting nodes, in pairs "
+        "and twice; a faulty node exits with code 69",
     )
-    readmit = "join although the job leaves this host out since a GPU of it failed: it was reset or replaced"
+    readmit = "rejoin a job that excluded this host for a failed GPU, since reset or replaced"
     add("--readmit", action="store_true", help=readmit)
-    lease = "the others continue without a node that was silent for this long (default: 1.5s)"
+    lease = "the others continue without a node that is silent for this long (default: 1.5s)"
     add("--lease-ttl", metavar="TIME", type=duration(), default=1.5, help=lease)
     add(
         "--hang-after",
         metavar="TIME",
         type=duration(),
         default=300.0,
-        help="workers that report steps, and then none for this long or for 20 usual steps, whichever is longer, show "
-        "their stacks and are started again; those that visibly work have ten times as long, and those that say they "
-        "are busy (Checkpointer.evaluate, busy) as long as they say (default: 5m)",
+        help="workers that stop reporting steps for this long or 20 usual steps, whichever is longer, print their "
+        "stacks and are restarted; those visibly working get ten times as long, and those that say they are busy "
+        "(Checkpointer.evaluate, busy) as long as they say (default: 5m)",
     )
     grace = (
-        "a node that is asked to leave passes the signal on to its workers, once they have saved where they save at "
-        "all, and kills those that have not ended after this long (default: 30s, as torchrun)"
+        "a node asked to leave passes the signal on to its workers, after they have saved if they save at all, and "
+        "kills those still running after this long (default: 30s, like torchrun)"
     )
     add("--grace-period", metavar="TIME", type=duration(), default=30.0, help=grace)
     add(
         "--leave-on-oom",
         action="store_true",
-        help="when the kernel killed a worker of this node because memory ran out (its cgroup counts that), leave with "
-        "exit code 137, for a start with more memory, instead of starting the workers again; the other nodes continue",
+        help="if the kernel kills a worker on this node for lack of memory (counted by its cgroup), exit with code "
+        "137, for a start with more memory, instead of restarting the workers; the other nodes continue",
     )
     rounds = "time for each of the two rounds of the node check (default: 60s)"
     add("--node-check-timeout", metavar="TIME", type=duration(), default=60.0, help=rounds)
     framework = (
-        "what the script trains with; with paddle, workers find the variables that paddle.distributed.launch sets "
+        "what the script trains with; with paddle, workers get the variables that paddle.distributed.launch sets "
         "(default: torch)"
     )
     add("--framework", choices=["torch", "paddle"], default="torch", help=framework)
@@ -105,14 +102,14 @@ def _add_options(parser: CommandParser) -> None:
         "--preload",
         metavar="MODULE[,MODULE]",
         default="",
-        help="modules that are imported once, before workers are forked from that process, besides torch and the "
-        "packages that the script imports first. Name only modules that do the same in each worker: what one draws "
-        "at random when it is imported is the same on all ranks",
+        help="modules to import once, before workers are forked, in addition to torch and the packages that the script "
+        "imports first. Name only modules that behave the same in each worker: random values drawn at import are the "
+        "same on all ranks",
     )
     prewarm = "import nothing ahead of time, neither what the script imports nor what --preload names"
     add("--no-prewarm", action="store_true", help=prewarm)
     add("--log-format", choices=["text", "json"], default="text", help="format on standard error (default: text)")
-    title = "mutual TLS among the agents (docs/security.md); files are read again when they change"
+    title = "mutual TLS among the agents (docs/security.md); files are reread on change"
     add = parser.add_advanced_group(title).add_argument
     for name, words in credential_options("client", "agents").items():
         if name.startswith("tls-"):

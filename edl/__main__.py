@@ -1,4 +1,4 @@
-"""`python -m edl` is `edl`."""
+"""Run `edl` as `python -m edl`."""
 
 from __future__ import annotations
 

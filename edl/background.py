@@ -1,7 +1,7 @@
-"""Threads that run beside their caller: a loop that is woken and closed, and a call whose result is a future.
+"""Background threads: a loop that can be woken and closed, and a call whose result is a future.
 
-Python code starts a thread in either of two ways; both are daemon threads, which never keep a process from ending.
-What does not belong here: event loops (`asyncio`), pools of threads, and what a thread does.
+EDL's Python code starts threads in only these two ways. Both are daemon threads, which never keep a process alive.
+What does not belong here: event loops (`asyncio`), thread pools, and the work of a thread.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 _ERROR_PAUSE_S: Final = 1.0
-"""A pause after an error that was not foreseen: without it, a step that fails at once would take a core."""
+"""Pause after an unexpected error: without it, a step that fails at once would occupy a core."""
 _CLOSE_TIMEOUT_S: Final = 60.0
-"""How long `close` waits for a step under way: longer than any request's own deadline (5 s unless set otherwise)."""
+"""How long `close` waits for a running step: longer than any request's own deadline (5 s by default)."""
 
 
 class BackgroundLoop:
-    """A daemon thread that calls a step again and again, until it is closed.
+    """A daemon thread that calls a step repeatedly until it is closed.
 
-    An exception of the step is logged with its traceback, and the step is called again a second later: leases are to be
-    renewed and changes to be followed after any failure. A step that wants to end the loop returns None.
+    If a step raises, the traceback is logged and the step is called again a second later: leases must be renewed and
+    changes followed after any failure. To end the loop, a step returns None.
 
-    `wake` and `close` hold no lock, so a signal handler or finalizer may call them in the middle of any line, also of
-    `wake` and `close`. A step is never called twice at the same time.
+    `wake` and `close` hold no lock, so a signal handler or finalizer may call them at any point, even during `wake` and
+    `close`. Calls of the step never overlap.
 
     Args:
-        name: of the thread, as debuggers and `threading.enumerate` show it; begins with `edl-`.
-        step: does a piece of work. Returns the seconds to wait before the next call, which `wake` cuts short, or None
-            when there is nothing left to do. A wake during a step makes the next step follow without a wait.
-        interrupt: makes a step that is blocked return soon; `close` calls it, once for every call of `close`.
+        name: name of the thread for debuggers and `threading.enumerate`; begins with `edl-`.
+        step: does a piece of work. Returns the seconds to wait before the next call (`wake` cuts this short), or None
+            when nothing is left to do. After a wake during a step, the next step follows immediately.
+        interrupt: makes a blocked step return soon; every `close` calls it once.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class BackgroundLoop:
 
     @property
     def closing(self) -> bool:
-        """Whether `close` was called; a step that takes long looks at this."""
+        """Whether `close` was called; long steps should check this."""
         return self._closing
 
     def wake(self) -> None:
-        """Call the step now rather than when its wait is over. Returns at once."""
+        """Call the step now instead of after its wait. Returns immediately."""
         self._woken = True
         self._changed.notify()
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> bool:
-        """Call no more steps, and wait for the step under way.
+        """Stop calling the step, and wait for the running call.
 
         Args:
             timeout_s: how long to wait, in seconds. The loop's own thread, which may close it, does not wait.
@@ -85,7 +85,7 @@ class BackgroundLoop:
             timeout_s: how long to wait, in seconds.
 
         Returns:
-            Whether the thread has ended. In a fork of the process, where the thread is not, it has.
+            Whether the thread has ended; True in a forked child, which does not have the thread.
         """
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -95,7 +95,7 @@ class BackgroundLoop:
             try:
                 wait_s = self._step()
             except Exception:
-                logger.exception("%s met an error that was not foreseen, and goes on", self._thread.name)
+                logger.exception("%s: unexpected error; continuing", self._thread.name)
                 wait_s = _ERROR_PAUSE_S
             if wait_s is None:
                 return
@@ -106,24 +106,24 @@ class BackgroundLoop:
 def start_call(name: str, function: Callable[[], R]) -> Future[R]:
     """Call a function in a daemon thread of its own.
 
-    Unlike a `ThreadPoolExecutor`'s, the thread does not keep the process from ending: for calls that may hang, such as
-    calls to a storage that does not answer.
+    Unlike a `ThreadPoolExecutor`'s, the thread does not keep the process alive. Use it for calls that may hang, such as
+    calls to storage that does not respond.
 
     Args:
-        name: of the thread; begins with `edl-`.
+        name: name of the thread; begins with `edl-`.
         function: called without arguments.
 
     Returns:
-        The result, or the exception, which is logged nowhere: a caller that never asks for it does not hear of it. A
-        thread whose errors are not asked for is a `BackgroundLoop`. In an event loop await `asyncio.wrap_future` of it.
+        A future of the result or exception. Exceptions are not logged, so a caller that ignores the future misses
+        them; use a `BackgroundLoop` then. In an event loop, await `asyncio.wrap_future` of it.
     """
     future: Future[R] = Future()
-    future.set_running_or_notify_cancel()  # no more to be cancelled, which would leave no place for the result
+    future.set_running_or_notify_cancel()  # can no longer be cancelled, so the result can be set
 
     def run() -> None:
         try:
             result = function()
-        except BaseException as exc:  # noqa: BLE001 - raised again where the result is asked for
+        except BaseException as exc:  # noqa: BLE001 - raised again by `result`
             future.set_exception(exc)
         else:
             future.set_result(result)

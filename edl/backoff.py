@@ -1,7 +1,7 @@
-"""Waits between attempts that grow: exponential backoff with jitter, as gRPC's between two attempts to connect.
+"""Exponential backoff with jitter, like gRPC's between connection attempts.
 
-What does not belong here: the waiting itself, which an event or a close must be able to cut short, and which errors are
-worth another attempt.
+What does not belong here: the waiting itself, which an event or a close must be able to cut short, and the choice of
+errors that are worth a retry.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 import random
 
 CHANCE = random.SystemRandom()
-"""For waits. The module's own functions belong to the user's program: a draw there, from a thread and at any moment,
-would change what it gets after `random.seed`."""
+"""Random source for waits. The functions of `random` belong to the user's program: a draw from a thread at any moment
+would change its numbers after `random.seed`."""
 
 
 class Backoff:
-    """The next wait of a caller that tries something again and again. Not thread-safe: every caller has its own.
+    """Computes the waits between retries. Not thread-safe: each caller needs its own.
 
     Args:
         first_s: the wait after the first failure, in seconds.
-        last_s: no wait is longer, in seconds.
-        jitter: the share of a wait that is left to chance, 0 to 1: with 0.5 a wait of 2 s takes from 1 to 2 s. Many
-            processes that lose a server at the same moment should not all come back at the same moment.
-        factor: by which a wait exceeds the wait before.
+        last_s: the longest wait, in seconds.
+        jitter: the random share of a wait, 0 to 1: with 0.5 a wait of 2 s takes from 1 to 2 s. Many processes that
+            lose a server at the same moment should not all reconnect at the same moment.
+        factor: the ratio of a wait to the previous one.
     """
 
     def __init__(self, first_s: float, last_s: float, *, jitter: float = 0.0, factor: float = 2.0) -> None:
@@ -30,7 +30,7 @@ class Backoff:
         self._jitter = jitter
         self._factor = factor
         self.failures = 0
-        """Failures in a row, those whose wait is over included."""
+        """Consecutive failures, including those whose wait is over."""
 
     def next_wait_s(self) -> float:
         """Return the seconds to wait before the next attempt, after a failure."""
@@ -40,5 +40,5 @@ class Backoff:
         return wait_s * CHANCE.uniform(1.0 - self._jitter, 1.0)
 
     def reset(self) -> None:
-        """Begin with the first wait again: an attempt succeeded."""
+        """Start again with the first wait, after a successful attempt."""
         self.failures = 0

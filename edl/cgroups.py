@@ -1,7 +1,7 @@
-"""How many processes of this container the kernel has killed for want of memory, in cgroups of version 1 and 2.
+"""Count the processes of this container that the kernel killed for lack of memory, in cgroups of version 1 and 2.
 
-A container's status need not tell: Kubernetes writes `OOMKilled` where the container's first process died of it, and
-the kernel usually kills the largest process, which is a child of the agent. The kernel counts such kills in the
+A container's status may not show them: Kubernetes reports `OOMKilled` only if the container's first process was killed,
+and the kernel usually kills the largest process, which is a child of the agent. The kernel counts such kills in the
 process's own cgroup:
 
 - version 2: `oom_kill` in `memory.events`, with the cgroups below it
@@ -9,7 +9,7 @@ process's own cgroup:
 - version 1: `oom_kill` in `memory.oom_control`, since Linux 4.13, without the cgroups below it
   (https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, "OOM Control").
 
-Both count kills by any cause, so also where the whole machine had no memory left.
+Both count kills of any cause, including those when the whole machine ran out of memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Final
 
 from edl.mounts import unescape
 
-_MIN_MOUNT_FIELDS: Final = 5  # of a line of mountinfo before its dash, up to the mount point: see proc(5)
+_MIN_MOUNT_FIELDS: Final = 5  # in a line of mountinfo before its dash, up to the mount point: see proc(5)
 
 
 def read_oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes of this process's cgroup were killed for want of memory, since the cgroup exists.
+    """Return how many processes in this process's cgroup were killed for lack of memory since it was created.
 
-    `root` is the folder that has `proc` and `sys`. None where the kernel does not tell: no memory cgroup, the root
+    `root` is the folder that contains `proc` and `sys`. None if the kernel does not say: no memory cgroup, the root
     cgroup, or an old kernel.
     """
     path = find_events_file(root)
@@ -39,7 +39,7 @@ def read_oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def find_events_file(root: Path = Path("/")) -> Path | None:
-    """Return the file with the counter `oom_kill` of this process's memory cgroup, None without one that is mounted."""
+    """Return the file with the counter `oom_kill` of this process's memory cgroup, None if none is mounted."""
     try:
         membership = (root / "proc/self/cgroup").read_text("utf-8", "surrogateescape")
         mounts = (root / "proc/self/mountinfo").read_text("utf-8", "surrogateescape")
@@ -53,7 +53,7 @@ def find_events_file(root: Path = Path("/")) -> Path | None:
             paths[2] = path
         elif "memory" in controllers.split(","):
             paths[1] = path
-    # Where both versions are mounted, a controller is in version 1 if it has a line of its own there.
+    # If both versions are mounted, a controller is in version 1 if it has its own line there.
     for version, name in ((1, "memory.oom_control"), (2, "memory.events")):
         if version in paths and (folder := _find_folder(mounts, version, paths[version], root)):
             return folder / name
@@ -61,10 +61,10 @@ def find_events_file(root: Path = Path("/")) -> Path | None:
 
 
 def _find_folder(mounts: str, version: int, path: str, root: Path) -> Path | None:
-    """Return where the cgroup at `path` of its hierarchy is mounted, None where that cannot be told.
+    """Return where the cgroup at `path` in its hierarchy is mounted, None if unknown.
 
-    A container sees its own cgroup, or that of a container around it, mounted as the root of the hierarchy, while the
-    path may be the machine's view of it, or the container's own (`/`). Another cgroup's counter is worse than none.
+    A container sees its own cgroup, or that of an enclosing container, mounted as the root of the hierarchy, while the
+    path may be the machine's view or the container's (`/`). A wrong cgroup's counter would be worse than none.
     """
     for line in mounts.splitlines():
         fields, dash, rest = line.partition(" - ")

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C, for programs that check now and then whether to end, and for those that SIGTERM interrupts."""
+"""SIGTERM and Ctrl-C, for programs that poll for a signal, and for those that SIGTERM interrupts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from types import FrameType
 
 @contextlib.contextmanager
 def collect_signals() -> Iterator[list[int]]:
-    """Collect signals that ask for an end, instead of ending by them; only in the main thread.
+    """Collect SIGTERM and SIGINT instead of ending the process; only in the main thread.
 
-    A handler that does more than this, such as setting an event, may wait for a lock that the code has which it
-    interrupts.
+    A handler that does more, such as setting an event, could deadlock on a lock held by the code that it interrupts.
 
     Yields:
-        Their numbers, in the order in which they came; to be looked at.
+        Numbers of the signals received so far, in order; poll this list.
     """
     caught: list[int] = []
     before = {
@@ -33,7 +32,7 @@ def collect_signals() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Have SIGTERM raise SystemExit in the block, as Ctrl-C raises KeyboardInterrupt; a second one ends the process."""
+    """Make SIGTERM raise SystemExit in the block, as Ctrl-C raises KeyboardInterrupt; a second one ends the process."""
 
     def leave(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)

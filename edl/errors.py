@@ -1,4 +1,4 @@
-"""Every error that EDL raises on purpose, in a tree.
+"""All error classes of EDL, in a tree.
 
 ::
 
@@ -8,7 +8,7 @@
     ├── TemporaryError             the same call may succeed later
     │   ├── DiscoveryError         the registry or store cannot be reached
     │   ├── KubernetesError        the API server of Kubernetes is unreachable, too slow or overloaded
-    │   ├── QuotaExceededError     a quota of the namespace has no room for the object
+    │   ├── QuotaExceededError     a quota of the namespace leaves no room for the object
     │   ├── JournalError           a file that must survive the process cannot be written or read
     │   ├── NoMasterError          no master of a job within `timeout_s` (also a TimeoutError)
     │   ├── NoTeacherError         no live teacher within `teacher_timeout` (also a TimeoutError)
@@ -16,16 +16,16 @@
     └── PermanentError             the same call will fail again
         ├── AccessDeniedError      Kubernetes refuses the credentials, or the request for lack of rights
         ├── ConflictError          another process won a compare-and-set, a lock or a name
-        ├── InvalidObjectError     Kubernetes refuses an object, or does not have its kind
+        ├── InvalidObjectError     Kubernetes refuses an object, or has no such kind
         ├── LeaseLostError         a lease expired before it was renewed
         ├── PoisonedShardsError    shards of a data set were given up after repeated failures
         ├── SourceError            the user's data cannot be read, have changed, or cannot be sent
         ├── RejectedError          teachers refuse the request itself
-        ├── BadOutputError         teachers answer with outputs that cannot be used
+        ├── BadOutputError         teachers return unusable outputs
         └── ProtocolError          bytes or messages that break the wire protocol
 
-A caller usually distinguishes only `TemporaryError` and `PermanentError`; the others say what to do.
-Errors of libraries (grpc, sqlite3, requests) are translated where EDL calls them, with `raise … from`.
+Callers usually distinguish only `TemporaryError` and `PermanentError`; the subclasses name the cause.
+Errors of libraries (grpc, sqlite3, requests) are translated where EDL calls the library, with `raise … from`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = [
 
 
 class EDLError(Exception):
-    """Base of all errors of EDL."""
+    """Base class of all EDL errors."""
 
 
 class SettingsError(EDLError, ValueError):
@@ -72,16 +72,16 @@ class TemporaryError(EDLError):
 
 
 class DiscoveryError(TemporaryError):
-    """The registry or the store did not answer. Never used for "there is nothing"."""
+    """The registry or the store did not respond. Never raised because nothing was found."""
 
 
 class KubernetesError(TemporaryError):
-    """The API server of Kubernetes did not answer: it is unreachable, slow or overloaded. Never used for "none".
+    """The Kubernetes API server did not respond: it is unreachable, slow or overloaded. Never raised for "none".
 
-    Whether a change was made is not known: a caller that goes on looks first.
+    A requested change may or may not have been made: check before continuing.
 
     Attributes:
-        retry_after_s: seconds after which the server wants to be asked again; 0 where it says nothing.
+        retry_after_s: seconds to wait before a retry, as the server asks; 0 if it does not say.
     """
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
@@ -90,16 +90,16 @@ class KubernetesError(TemporaryError):
 
 
 class QuotaExceededError(TemporaryError):
-    """A ResourceQuota of the namespace has no room for the object. Carries the server's words."""
+    """A ResourceQuota of the namespace leaves no room for the object. Contains the server's message."""
 
 
 class JournalError(TemporaryError):
-    """A journal cannot be written or read: its disk is full, its file or store is away. The message says which.
+    """A journal cannot be written or read: the disk is full, or its file or store is gone. The message says which.
 
-    Whether what was written last is there is not known: who wrote it ends, and who comes next reads what is.
+    The last write may or may not have succeeded: the writer stops, and the next process reads what was written.
 
     Attributes:
-        busy: another process holds it, or the store is away: who waits may find it again.
+        busy: another process holds it, or the store is down: a retry may succeed.
     """
 
     def __init__(self, message: str, busy: bool = False) -> None:
@@ -108,7 +108,7 @@ class JournalError(TemporaryError):
 
 
 class NoMasterError(TemporaryError, TimeoutError):
-    """No master of the job answered for as long as the caller waits. The message says what does."""
+    """No master of the job responded within the timeout."""
 
 
 class NoTeacherError(TemporaryError, TimeoutError):
@@ -132,11 +132,11 @@ class PermanentError(EDLError):
 
 
 class AccessDeniedError(PermanentError):
-    """Kubernetes refuses the credentials, or what they ask for. The message names the missing rule of RBAC."""
+    """Kubernetes refuses the credentials or the request. The message names the missing RBAC rule."""
 
 
 class InvalidObjectError(PermanentError):
-    """Kubernetes refuses an object (a field, a policy, a namespace that ends), or does not have its kind."""
+    """Kubernetes refuses an object (a field, a policy, a terminating namespace), or does not know its kind."""
 
 
 class ConflictError(PermanentError):
@@ -144,19 +144,19 @@ class ConflictError(PermanentError):
 
 
 class LeaseLostError(PermanentError):
-    """The lease expired: what was attached to it is gone, and may be another's by now."""
+    """The lease expired: its keys are gone, and may belong to another process by now."""
 
 
 class PoisonedShardsError(PermanentError):
-    """Shards were given up after they failed again and again. `edl status JOB` shows them with their reasons."""
+    """Shards were given up after repeated failures. `edl status JOB` shows them with their reasons."""
 
 
 class SourceError(PermanentError):
-    """The user's data cannot be read, have changed, or are not what was expected. Names the file, or the field."""
+    """The user's data cannot be read, have changed, or are not as expected. The message names the file or field."""
 
 
 class RejectedError(PermanentError):
-    """Teachers refuse a request as invalid. Carries their words."""
+    """Teachers refuse a request as invalid. Contains their message."""
 
 
 class BadOutputError(PermanentError):

@@ -1,11 +1,11 @@
-"""Process 1 of a container, which has duties that no program of EDL's shall know of.
+"""The duties of process 1 in a container, handled apart from EDL's programs.
 
-Linux ignores a signal to process 1 that has no handler, so that SIGTERM to a program that is still importing is lost,
-and a pod takes all of its grace period to end. And every process whose parent has died becomes a child of process 1:
-what a killed worker leaves behind (the workers of a `DataLoader`, say) stays as a zombie until process 1 waits for it.
+Linux ignores signals without a handler in process 1, so a SIGTERM to a program that is still importing is lost, and a
+pod uses its whole grace period to end. And every process whose parent has died becomes a child of process 1: children
+of a killed worker (such as a `DataLoader`'s workers) remain zombies until process 1 waits for them.
 
-A container whose image starts `tini` or another init needs none of this, nor a pod with `shareProcessNamespace`: EDL is
-not process 1 there.
+A container whose image starts `tini` or another init does not need this, nor does a pod with `shareProcessNamespace`:
+EDL is not process 1 there.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ _SYNCHRONOUS = {
     signal.SIGTRAP,
     signal.SIGABRT,
 }
-"""Signals that a fault of this process raises; blocked, they would end it without a trace."""
+"""Signals raised by faults of this process itself; if blocked, they would end it without a traceback."""
 
 
 def run_init() -> int | None:
-    """Fork, if this is process 1: the child goes on, and this process is its init.
+    """Fork if this is process 1: the child continues, and this process becomes its init.
 
-    Init hands signals on to the child and waits for the processes whose parents have died. Call this before there are
-    threads.
+    Init forwards signals to the child and reaps processes whose parents have died. Call this before starting threads.
 
     Returns:
-        None in the child, and where this is not process 1. In process 1 the exit code of the child, which has ended,
-        128 and the signal's number if a signal ended it: to be exited with at once.
+        None in the child, and if this is not process 1. In process 1, the exit code of the child after it has ended
+        (128 plus the signal's number if a signal ended it): exit with it immediately.
     """
     if os.getpid() != 1:
         return None
@@ -51,7 +50,7 @@ def run_init() -> int | None:
                 if pid == child:
                     code = os.waitstatus_to_exitcode(status)
                     return code if code >= 0 else 128 - code
-        elif received.si_code <= 0:  # a process sent it; Ctrl-C of a terminal reaches the child without this process
+        elif received.si_code <= 0:  # sent by a process; a terminal's Ctrl-C reaches the child directly
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, received.si_signo)
 

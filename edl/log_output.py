@@ -1,7 +1,7 @@
 """Log lines of the commands on standard error: text for people, or JSON for log collectors.
 
-The library logs, and only commands write: they call a function of this module, which installs a handler.
-What does not belong here: answers that a command was asked for, which go to standard output.
+The library only logs. Commands call a function of this module, which installs a handler.
+What does not belong here: a command's results, which are written to standard output.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from datetime import datetime, timezone
 
 
 def log_to_stderr(command: str, *, verbose: bool = False, log_format: str = "text") -> None:
-    """Write EDL's log lines to standard error, and other libraries' from warnings on. For commands only.
+    """Write EDL's log lines to standard error, and warnings of other libraries. For commands only.
 
     Args:
-        command: its name, which begins the lines.
-        verbose: write EDL's debug lines, too.
+        command: its name, with which lines begin.
+        verbose: also write EDL's debug lines.
         log_format: "text" or "json".
     """
     handler = logging.StreamHandler(sys.stderr)
@@ -38,8 +38,8 @@ def plain_log_to_stderr(command: str, loggers: Collection[str], log_format: str 
     """Write log lines to standard error within the block, as text without time and level. For commands only.
 
     Args:
-        command: its name, which begins the lines.
-        loggers: the names of the loggers whose lines are written from INFO on; of all others, from warnings on.
+        command: its name, with which lines begin.
+        loggers: names of the loggers whose lines are written from INFO up; others are written from WARNING up.
         log_format: "text" or "json".
     """
     handler = logging.StreamHandler(sys.stderr)
@@ -60,9 +60,9 @@ def plain_log_to_stderr(command: str, loggers: Collection[str], log_format: str 
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a line as a JSON object: time, level, logger, command, message and, of an exception, its stack.
+    """Formats a record as a JSON object: time, level, logger, command, message and, for an exception, its stack.
 
-    What a call gives as `extra=` is in the object under its own names.
+    Fields passed as `extra=` keep their names.
 
     Args:
         command: its name.
@@ -89,11 +89,11 @@ class JsonFormatter(logging.Formatter):
 
 
 _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"asctime", "message", "taskName"}
-"""What every record has; `logging` refuses these names in `extra=`, but for `taskName`, which Python 3.12 adds."""
+"""Attributes of every record; `logging` refuses these names in `extra=`, except `taskName`, which Python 3.12 adds."""
 
 
 class _NamedOrWarning(logging.Filter):
-    """Passes what loggers and those below them log; of others, which may have levels of their own, warnings."""
+    """Passes all records of these loggers and their children, and warnings of others, whatever their levels."""
 
     def __init__(self, loggers: Collection[str]) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _NamedOrWarning(logging.Filter):
 
 
 class _Quiet(logging.Filter):
-    """Names the level only where it matters."""
+    """Names the level only for warnings and errors."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.levelname = "" if record.levelno in (logging.INFO, logging.DEBUG) else f"{record.levelname.lower()}: "

@@ -1,7 +1,7 @@
-"""Allocator settings that keep large buffers from costing a page fault for every 4 KiB.
+"""Allocator settings that prevent a page fault for every 4 KiB of large buffers.
 
-glibc hands every block of some megabytes back to the kernel when it is freed, so a request of that size takes
-thousands of page faults to get it again. Told to keep such blocks, a process reuses them.
+glibc returns every block of some megabytes to the kernel when it is freed, so the next request of that size takes
+thousands of page faults. With these settings, a process keeps and reuses such blocks.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import ctypes
 import platform
 
-# mallopt(3): numbers of its parameters.
+# Parameters of mallopt(3).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # half a heap of glibc's arenas, 64 MiB: a larger one is refused
 _LEAST_THRESHOLD = 128 << 10
-"""glibc's own; with less, a message of ordinary size would cost system calls."""
+"""glibc's default; with less, messages of ordinary size would cost system calls."""
 
 _kept = 0
 
 
 def keep_freed_memory(keep_bytes: int = 512 << 20) -> bool:
-    """Let this process keep up to `keep_bytes` of freed memory, in every arena, for its next large buffers.
+    """Let this process keep up to `keep_bytes` of freed memory per arena for its next large buffers.
 
-    Holds for the whole process, from now on; the largest number that was asked for counts. Does nothing where the C
-    library is not glibc.
+    Applies to the whole process from now on; the largest number of all calls counts. Does nothing unless the C library
+    is glibc.
 
     Returns:
-        Whether the C library took the settings.
+        Whether the C library accepted the settings.
     """
     global _kept
     if platform.libc_ver()[0] != "glibc":
@@ -35,7 +35,7 @@ def keep_freed_memory(keep_bytes: int = 512 << 20) -> bool:
     _kept = keep_bytes
     libc = ctypes.CDLL(None)
     settings = (
-        # What is larger than this threshold is never kept: a request of 19 MB must be below it (9,400 page faults).
+        # Blocks above this threshold are never kept: a request of 19 MB must be below it (9,400 page faults).
         (_M_MMAP_THRESHOLD, min(max(keep_bytes // 4, _LEAST_THRESHOLD), _LARGEST_MMAP_THRESHOLD)),
         (_M_TRIM_THRESHOLD, min(max(keep_bytes, _LEAST_THRESHOLD), 2**31 - 1)),
         (_M_TOP_PAD, min(max(keep_bytes // 8, _LEAST_THRESHOLD), 64 << 20)),

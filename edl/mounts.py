@@ -1,4 +1,4 @@
-"""Which file system a path lies on, and whether other machines may have it too."""
+"""The file system of a path, and whether other machines may share it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 _MOUNTS = Path("/proc/self/mountinfo")
 
-# Kernel modules and FUSE programs through which several machines work on one tree. SQLite's WAL needs memory that all
-# processes share, which none of them has between machines: https://www.sqlite.org/wal.html, "Disadvantages".
-# Not 9p and virtiofs: sandboxes such as gVisor and Kata have their whole, private root on these.
+# Kernel modules and FUSE programs that share one tree between machines. SQLite's WAL needs memory that all processes
+# share, which none of them provides between machines: https://www.sqlite.org/wal.html, "Disadvantages".
+# Not 9p and virtiofs: sandboxes such as gVisor and Kata use these for their whole, private root.
 _SHARED = frozenset(
     {
         *("acfs", "afs", "aufs_nfs", "beegfs", "ceph", "cifs", "coda", "cvfs", "daos", "fhgfs", "gfs", "gfs2"),
@@ -27,7 +27,7 @@ _SHARED_FUSE = frozenset(
 
 
 def read_mounts() -> str:
-    """Return this process's mounts as the kernel lists them; empty where it does not."""
+    """Return this process's mounts as the kernel lists them; empty if unavailable."""
     try:
         return _MOUNTS.read_text("utf-8", "surrogateescape")
     except OSError:
@@ -35,9 +35,9 @@ def read_mounts() -> str:
 
 
 def file_system(path: str, mounts: str) -> str:
-    """Return the type of the file system that `path` lies on, as in `proc(5)`; empty if `mounts` does not say.
+    """Return the type of the file system that contains `path`, as in `proc(5)`; empty if `mounts` does not say.
 
-    The path is absolute, without symbolic links; what it names need not exist. `mounts` has the format of
+    The path is absolute, without symbolic links; it need not exist. `mounts` has the format of
     `/proc/self/mountinfo`.
     """
     best, kind = -1, ""
@@ -48,17 +48,17 @@ def file_system(path: str, mounts: str) -> str:
             continue
         point = unescape(parts[4])
         covers = path == point or path.startswith(point.rstrip("/") + "/")
-        if covers and len(point) >= best:  # of several at one place, the last lies on top
+        if covers and len(point) >= best:  # of several mounts at one place, the last is on top
             best, kind = len(point), rest.split(" ")[0]
     return kind
 
 
 def is_shared(kind: str) -> bool:
-    """Whether machines share file systems of this type."""
+    """Return whether file systems of this type are shared between machines."""
     program = kind.removeprefix("fuse.")
     return kind in _SHARED or (program != kind and program in _SHARED_FUSE)
 
 
 def unescape(text: str) -> str:
-    """Return a path of mountinfo, where characters such as blanks are octal numbers."""
+    """Decode a path from mountinfo, where characters such as blanks are octal escapes."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

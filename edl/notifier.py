@@ -1,7 +1,7 @@
-"""Waits that nothing makes last for ever.
+"""Waits that cannot hang.
 
-For what another thread does: its wake-up may be called anywhere, also in signal handlers and finalizers. And on an
-event loop for a result, until a deadline: a cancellation always ends it.
+`Notifier` waits for another thread, whose wake-up may be called anywhere, even in signal handlers and finalizers.
+`wait_within` waits on an event loop for a result until a deadline, and a cancellation always ends the wait.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 _SIGNAL_POLL_S: Final = 0.5
-"""How long the main thread waits at a stretch. A signal that comes after CPython's last look for signals and before it
-blocks in the lock interrupts nothing: its handler would run when the wait ends, which without it may be never."""
+"""Longest single wait of the main thread. A signal between CPython's last check for signals and the blocking lock call
+interrupts nothing: its handler would run only when the wait ends, which may be never."""
 
 
 class Notifier:
-    """Lets threads wait until a predicate holds, with no lock around the state that it looks at.
+    """Lets threads wait until a predicate holds, with no lock around the state that it reads.
 
-    `threading.Condition` and `threading.Event` have a lock inside. Garbage collection and signals run code of others in
-    the middle of any function, also where that lock is held by the very thread: there `notify` and `set` wait for ever,
-    and with a lock that can be taken again they come between a predicate's look and the wait that follows it, and wake
-    no thread. Here every wait has a lock of its own, known to `notify` *before* the predicate is looked at: the event
-    count of Reed and Kanodia (1979), with a ticket for every wait in place of the count.
+    `threading.Condition` and `threading.Event` contain a lock. Garbage collection and signals can run other code in the
+    middle of any function, even while the same thread holds that lock: there `notify` and `set` would deadlock. With a
+    reentrant lock, they could run between the check of a predicate and the wait that follows, and wake no thread. Here
+    every wait has its own lock, known to `notify` *before* the predicate is checked: the event count of Reed and
+    Kanodia (1979), with a ticket per wait in place of the count.
 
-    Whoever changes the state does so in steps that are atomic by themselves (an attribute, `deque.append`,
-    `set.discard`), and calls `notify` afterwards.
+    Code that changes the state does so in atomic steps (an attribute, `deque.append`, `set.discard`), and then calls
+    `notify`.
     """
 
     def __init__(self) -> None:
@@ -53,29 +53,29 @@ class Notifier:
                 if deadline is not None and left_s <= 0:
                     return False
                 stretch_s = min(left_s, threading.TIMEOUT_MAX)
-                if threading.get_ident() == threading.main_thread().ident:  # only there do handlers run
+                if threading.get_ident() == threading.main_thread().ident:  # handlers run only there
                     stretch_s = min(stretch_s, _SIGNAL_POLL_S) if stretch_s >= 0 else _SIGNAL_POLL_S
                 woken.acquire(timeout=stretch_s)
             finally:
-                with contextlib.suppress(ValueError):  # `notify` has taken it out
+                with contextlib.suppress(ValueError):  # `notify` has removed it
                     self._waits.remove(woken)
 
     def notify(self) -> None:
-        """Have every wait look at its predicate again. Never blocks, and may interrupt itself."""
-        for _ in range(len(self._waits)):  # not those that come back meanwhile: their predicate is looked at first
+        """Make every wait check its predicate again. Never blocks; safe to call from within itself."""
+        for _ in range(len(self._waits)):  # not those added meanwhile: they check first
             try:
                 woken = self._waits[0]
             except IndexError:
                 return
-            # In this order: what interrupts here, and waits for a thread to end, finds that thread's wait and wakes it.
-            with contextlib.suppress(RuntimeError):  # it has done so
+            # In this order: code that interrupts here and waits for a thread still finds and wakes that thread's wait.
+            with contextlib.suppress(RuntimeError):  # already released
                 woken.release()
             with contextlib.suppress(ValueError):
                 self._waits.remove(woken)
 
 
 class ReentrantEvent:
-    """A `threading.Event` that a signal handler may set in the middle of any of its functions."""
+    """A `threading.Event` that a signal handler may set during any of its methods."""
 
     def __init__(self) -> None:
         self._changed = Notifier()
@@ -86,7 +86,7 @@ class ReentrantEvent:
         return self._set
 
     def set(self) -> None:
-        """Let every wait end, now and later."""
+        """End all current and future waits."""
         self._set = True
         self._changed.notify()
 
@@ -96,21 +96,21 @@ class ReentrantEvent:
 
 
 async def wait_within(awaitable: Awaitable[T], timeout_s: float) -> T:
-    """Wait for a result, for so long.
+    """Wait for a result, with a timeout.
 
-    `asyncio.wait_for` loses a cancellation that comes in the moment in which the result is there, before Python 3.12:
-    it returns the result, and a task that goes on from there is cancelled no more, so that whoever waits for its end
-    waits for ever. Here the cancellation wins, and the result is dropped.
+    Before Python 3.12, `asyncio.wait_for` loses a cancellation that arrives together with the result: it returns the
+    result, the task continues uncancelled, and code that waits for the task to end hangs. Here the cancellation wins,
+    and the result is dropped.
 
     Args:
-        awaitable: gives the result; cancelled, and waited for, where the wait ends before.
-        timeout_s: how many seconds to wait.
+        awaitable: gives the result; if the wait ends early, it is cancelled and awaited.
+        timeout_s: seconds to wait.
 
     Returns:
         The result.
 
     Raises:
-        asyncio.TimeoutError: there was no result by then.
+        asyncio.TimeoutError: there was no result in time.
     """
     task = asyncio.ensure_future(awaitable)
     try:
@@ -124,4 +124,4 @@ async def wait_within(awaitable: Awaitable[T], timeout_s: float) -> T:
     try:
         return task.result()
     finally:
-        del task  # an error's traceback leads to this frame
+        del task  # an error's traceback refers to this frame

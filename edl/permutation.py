@@ -1,11 +1,11 @@
-"""The one seeded order of EDL: in which shards are handed out, and in which a reader takes the units of a shard.
+"""Seeded shuffling: the order in which shards are handed out, and in which a reader takes the units of a shard.
 
-An order is a permutation that is computed for the positions that are asked for, and never stored: a Feistel network
-over the smallest power of two that holds the count, with cycle walking for what lies beyond it (J. Black, P. Rogaway,
+An order is a permutation, computed for the requested positions and never stored: a Feistel network over the smallest
+power of two that is at least the count, with cycle walking for values beyond the count (J. Black, P. Rogaway,
 "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Its round function is the finalizer of SplitMix64 (G. Steele,
 D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), its keys come from BLAKE2b. All of it
-is arithmetic of 64-bit integers, so every machine and version has the same order. Generators of NumPy and Python
-promise no such thing.
+is 64-bit integer arithmetic, so the order is the same on every machine and version. The generators of NumPy and Python
+do not guarantee that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy
 from numpy.typing import NDArray
 
 _ROUNDS: Final = 8
-"""Rounds of the network, half of them over either side: fewer leave neighbours recognizable in small domains."""
+"""Rounds of the network, half of them for each side: with fewer, neighbours remain recognizable in small domains."""
 _SHIFTS: Final = (numpy.uint64(30), numpy.uint64(27), numpy.uint64(31))  # SplitMix64's
 _FACTORS: Final = (numpy.uint64(0xBF58476D1CE4E5B9), numpy.uint64(0x94D049BB133111EB))  # SplitMix64's
 
@@ -27,7 +27,7 @@ class Permutation:
 
     Args:
         count: Number of positions, at most 2**62.
-        key: Another key gives another permutation, such as b"SEED/EPOCH".
+        key: Selects the permutation, such as b"SEED/EPOCH".
     """
 
     def __init__(self, count: int, key: bytes) -> None:
@@ -40,7 +40,7 @@ class Permutation:
         self._high = numpy.uint64((1 << bits - bits // 2) - 1)
 
     def values(self, start: int, stop: int) -> list[int]:
-        """Return the numbers at the positions from `start` to before `stop`."""
+        """Return the numbers at the positions from `start` up to, but not including, `stop`."""
         values = self._encipher(numpy.arange(start, stop, dtype=numpy.uint64))
         while len(beyond := numpy.flatnonzero(values >= self._count)):
             values[beyond] = self._encipher(values[beyond])

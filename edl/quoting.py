@@ -1,7 +1,7 @@
-"""Text that others wrote, such as a teacher's words or a registry's names, made fit for a log, an error or a terminal.
+"""Makes foreign text, such as a teacher's message or a registry's names, safe for a log, an error or a terminal.
 
-It could go on for megabytes, begin a line that looks like ours, or move a terminal's cursor. What does not
-belong here: text that programs read, which is JSON.
+Such text could be megabytes long, fake one of our log lines, or move a terminal's cursor. What does not belong here:
+text for programs, which is JSON.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import itertools
 from collections.abc import Collection, Iterable
 
 MOST_CHARS = 500
-"""Of foreign words in one message: a teacher's reason with its model's own words fits; a page of HTML does not."""
+"""Characters of foreign text in a message: a teacher's reason with its model's error fits; a page of HTML does not."""
 _MOST_VALUE = 120
-"""Characters of a value in a message: a shape, a name or a path fits."""
+"""Characters of a value in a message: a shape, name or path fits."""
 _MOST_LISTED = 10
-"""Words in a message: enough to recognize what they are of."""
+"""Words listed in a message: enough to recognize the list."""
 
 
 def clip(text: str, limit: int) -> str:
-    """Leave out the middle of `text` where it is longer than `limit`."""
+    """Leave out the middle of `text` if it is longer than `limit`."""
     if len(text) <= limit:
         return text
     return f"{text[: limit * 2 // 3]} ... {text[-limit // 4 :]}"
 
 
 def shown(text: object, limit: int = MOST_CHARS) -> str:
-    """Escape in `text` what a line of a log cannot have, as `repr` does but without quotes, and clip it.
+    """Escape characters that a log line must not contain, as `repr` does but without quotes, and clip the text.
 
-    That is line breaks, NUL and terminal escapes, and what changes the direction of writing.
+    These are line breaks, NUL, terminal escapes, and characters that change the text direction.
     """
     words = clip(text if isinstance(text, str) else str(text), limit)
     if words.isprintable():
@@ -38,14 +38,14 @@ def shown(text: object, limit: int = MOST_CHARS) -> str:
 
 
 def quote(value: object, limit: int = _MOST_VALUE) -> str:
-    """Write a foreign value as Python does, and never long."""
+    """Return the clipped `repr` of a foreign value."""
     if isinstance(value, (str, bytes)):
         value = value[: 8 * limit]  # before repr, which may be four times as long
     return clip(repr(value), limit)
 
 
 def listed(words: Collection[str], most: int = _MOST_LISTED, separator: str = ", ") -> str:
-    """Write the first of several foreign words, and how many more there are."""
+    """Join the first of several foreign words, and add how many more there are."""
     given = separator.join(shown(word) for word in itertools.islice(words, most))
     return given + (f"{separator}and {len(words) - most} more" if len(words) > most else "")
 
@@ -53,7 +53,7 @@ def listed(words: Collection[str], most: int = _MOST_LISTED, separator: str = ",
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean "x"?` for the end of an error message; empty if no known name is close to `word`.
 
-    Upper and lower case count as equal.
+    Case is ignored.
     """
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), by_lower, n=2, cutoff=0.6)

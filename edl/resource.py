@@ -1,8 +1,8 @@
-"""Objects that own threads and connections: how they close, what a fork may do, and calls that signals may interrupt.
+"""Base classes for objects that own threads and connections, safe against forks and signal handlers.
 
-A signal handler may close an object in the middle of any of its methods, in the very thread that runs the method. So
-nothing here holds a lock while it calls something else, and the main thread, where handlers run, makes no call of a
-library that does: a `CallThread` makes it.
+A signal handler may close an object in the middle of any of its methods, in the same thread that runs the method. So
+nothing here holds a lock while it calls other code, and the main thread, where handlers run, makes no library calls
+that do: a `CallThread` makes them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from edl.errors import ClosedError
 from edl.notifier import Notifier
 
 _CLOSE_S: Final = 10.0
-"""How long to wait for another thread that closes a part. A thread that the part waits for must not wait for ever."""
+"""How long to wait for another thread that closes a part. A thread that the part waits for must not hang."""
 _IDLE_S: Final = 3600.0
-"""How long a `CallThread` waits for a call if nothing wakes it; every call does."""
+"""How long a `CallThread` waits if no call wakes it."""
 
 
 class _Closable(Protocol):
@@ -37,17 +37,17 @@ A = TypeVar("A")
 
 
 class Resource:
-    """Base of everything that is open, until `close` or the end of a `with` block. Closing closes its parts first.
+    """Base of objects that stay open until `close` or the end of a `with` block. Closing one closes its parts first.
 
     A forked child can neither use nor close it: the parent still uses the sockets, locks and database handles. While
     the interpreter shuts down, `close` only sets a flag: daemon threads are frozen by then, perhaps with a lock held,
-    and closing a channel or joining a thread would hang for ever. Leases then end as those of a killed process.
+    and closing a channel or joining a thread would hang. Leases then expire like those of a killed process.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._closed = False
-        self._closers: list[tuple[int, object]] = []  # calls of `close`, with their threads: the first does the work
+        self._closers: list[tuple[int, object]] = []  # calls of `close` and their threads: the first closes
         self._released = threading.Event()
         self._parts: list[_Closable] = []
         self._owner: Resource | None = None
@@ -61,7 +61,7 @@ class Resource:
         self.close()
 
     def _check(self) -> None:
-        """Raise ClosedError unless this is open, in the process that opened it."""
+        """Raise ClosedError if this is closed, or opened by another process."""
         self._check_process()
         if self._closed:
             raise ClosedError(f"{type(self).__name__} is closed")
@@ -72,7 +72,7 @@ class Resource:
             raise ClosedError(f"{type(self).__name__} was opened before a fork: open it again in the child")
 
     def _own(self, part: C) -> C:
-        """Close `part` when this closes."""
+        """Register a part, which `close` will close."""
         if isinstance(part, Resource):
             part._owner = self
         self._parts.append(part)
@@ -106,13 +106,13 @@ class Resource:
             self._owner._disown(self)
 
     def _is_first_closer(self) -> bool:
-        closer = (threading.get_ident(), object())  # atomic, unlike a lock and a note of who holds it
+        closer = (threading.get_ident(), object())  # atomic, unlike a lock plus its holder
         self._closers.append(closer)
         return self._closers[0] is closer
 
     def _wait_released(self) -> None:
-        """Wait for another thread that closes this: its owner's connection must last as long, to give leases up."""
-        if self._closers[0][0] != threading.get_ident():  # this thread may be below, interrupted by a signal handler
+        """Wait for another thread that closes this: it needs its owner's connection to release leases."""
+        if self._closers[0][0] != threading.get_ident():  # else a signal handler interrupted this very close
             self._released.wait(_CLOSE_S)
 
     def _pop_part(self) -> _Closable | None:
@@ -121,28 +121,28 @@ class Resource:
         return None
 
     def _halt(self) -> None:
-        """End what other threads wait for, before the parts are closed."""
+        """End the waits of other threads, before the parts are closed."""
 
     def _release(self) -> None:
-        """Do what is left after the parts are closed."""
+        """Finish closing, after the parts are closed."""
 
 
 class CallThread(Resource):
     """Makes the main thread's calls of libraries that hold locks, such as gRPC, in a thread with this name.
 
     A signal handler that closes a client waits for threads that need the same locks. If the main thread held them
-    below the handler, both would wait for ever.
+    when the handler interrupted it, this would deadlock.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._calls: deque[_Call] = deque()
         self._done = Notifier()
-        # Started here, since starting a thread takes a lock, too.
+        # Started here, since starting a thread also takes a lock.
         self._background = self._own(BackgroundLoop(name, self._work))
 
     def run(self, function: Callable[[], A]) -> A:
-        """Make a call and return its result, or raise its error. Threads other than the main thread make it themselves.
+        """Make a call and return its result, or raise its error. Threads other than the main thread call directly.
 
         Raises:
             ClosedError: this was closed before the call ended.
@@ -158,7 +158,7 @@ class CallThread(Resource):
             try:
                 raise call.failure
             finally:
-                del call  # the error's traceback holds this frame, which would hold the error
+                del call  # the error's traceback refers to this frame, which would refer to the error
         if not call.over:
             raise ClosedError("closed while the main thread waited for an answer")
         answer: A = call.answer

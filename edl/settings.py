@@ -1,8 +1,8 @@
-"""Every setting that can come from the environment, read here and nowhere else.
+"""All settings that can come from the environment, which are read only here.
 
 An argument takes precedence over the environment, the environment over the default. PaddlePaddle EDL's names,
 `PADDLE_DISTILL_*`, are accepted with a `FutureWarning`, because Python shows a `DeprecationWarning` only to the
-program's author, who may not be the person who sets the variables.
+program's author, who may not be the one setting the variables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 T = TypeVar("T")
 
 _LOCAL = Path("/var/tmp")
-"""Of this machine where homes are shared, too, and the same for all sessions and jobs of a user, unlike `/tmp`."""
+"""On this machine even if homes are shared, and the same for all sessions and jobs of a user, unlike `/tmp`."""
 _NAME_A_FILE = "name a local file in EDL_DISCOVERY, sqlite:///PATH"
 
 _ALIASES = {
@@ -65,7 +65,7 @@ def read(name: str, parse: Callable[[str], T], environ: Mapping[str, str] | None
 
 
 def _outside() -> int:
-    """Return the `stacklevel`, in the caller of this, of the first caller outside of EDL."""
+    """Return the `stacklevel`, for the caller of this function, of the first frame outside EDL."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
         level, frame = level + 1, frame.f_back
@@ -89,22 +89,22 @@ def positive_float(text: str) -> float:
 
 
 def is_above_zero(value: object) -> bool:
-    """Whether an argument is a number above zero, which may be infinite. Text, arrays and tensors are not numbers."""
+    """Return whether a value is a number above zero, possibly infinite. Text, arrays and tensors are not numbers."""
     return isinstance(value, numbers.Real) and bool(value > 0)  # type: ignore[operator]
 
 
 def is_count(value: object) -> bool:
-    """Whether an argument is a whole number of at least 1; text, True and 2.0 are not."""
+    """Return whether a value is a whole number of at least 1; text, True and 2.0 are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def is_share(value: object) -> bool:
-    """Whether an argument is a number from 0 to 1."""
+    """Return whether a value is a number from 0 to 1."""
     return isinstance(value, numbers.Real) and bool(0 <= value <= 1)  # type: ignore[operator]
 
 
 def boolean(text: str) -> bool:
-    """Return true for 1, true and yes; False for 0, false and no."""
+    """Return True for 1, true and yes; False for 0, false and no."""
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if text.lower() not in words:
         raise ValueError("must be 1 or 0")
@@ -112,17 +112,17 @@ def boolean(text: str) -> bool:
 
 
 def allows_shared_file(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a SQLite file may be on a shared file system, because only one machine uses it. `EDL_SHARED_FILE`."""
+    """Return whether a SQLite file may be on a shared file system: only one machine uses it (`EDL_SHARED_FILE`)."""
     return bool(read("EDL_SHARED_FILE", boolean, environ))
 
 
 def default_discovery_url() -> str:
-    """Return a SQLite file for all of this user's processes on this machine.
+    """Return the URL of a SQLite file for all of this user's processes on this machine.
 
-    It is in the user's cache folder, or in `/var/tmp/edl-UID` if that is on a file system that machines share.
+    It is in the user's cache folder, or in `/var/tmp/edl-UID` if that folder is on a shared file system.
 
     Raises:
-        SettingsError: another user has that folder.
+        SettingsError: another user owns that folder.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "edl")
     kind = mounts.file_system(os.path.realpath(folder), mounts.read_mounts())
@@ -132,14 +132,14 @@ def default_discovery_url() -> str:
 
 
 def _private_folder(folder: Path) -> Path:
-    """`folder`, which others could have made before where all may write."""
+    """Create `folder`, or check that this user owns it: its parent is writable by everyone."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as exc:
-        raise SettingsError(f"{folder} cannot be made ({exc.strerror}): {_NAME_A_FILE}") from exc
+        raise SettingsError(f"{folder} cannot be created ({exc.strerror}): {_NAME_A_FILE}") from exc
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise SettingsError(f"{folder} is not this user's alone: remove it, or {_NAME_A_FILE}")
+        raise SettingsError(f"{folder} is not private to this user: remove it, or {_NAME_A_FILE}")
     return folder
 
 
@@ -149,7 +149,7 @@ class DiscoverySettings:
 
     Attributes:
         url: `sqlite:///path/to/file`, `edl://host:29400`, `consul://host:8500` or `etcd://host:2379`. `EDL_DISCOVERY`.
-        ttl_s: seconds of silence after which others consider a process gone. `EDL_TTL_S`.
+        ttl_s: seconds of silence after which a process counts as gone. `EDL_TTL_S`.
     """
 
     url: str
@@ -159,7 +159,7 @@ class DiscoverySettings:
     def of(
         cls, url: str | None = None, ttl_s: float | None = None, environ: Mapping[str, str] | None = None
     ) -> DiscoverySettings:
-        """Arguments over the environment over the default."""
+        """Build from arguments, then the environment, then defaults."""
         return cls(
             url=url or read("EDL_DISCOVERY", str, environ) or default_discovery_url(),
             ttl_s=ttl_s or read("EDL_TTL_S", positive_float, environ) or 10.0,
@@ -168,12 +168,12 @@ class DiscoverySettings:
 
 @dataclass(frozen=True)
 class TeacherSettings:
-    """Which teachers a student looks for, if its code does not name them.
+    """Teachers that a student looks for if its code names none.
 
     Attributes:
         discovery: the registry's URL, None if only fixed teachers are named. `EDL_DISCOVERY`.
         service: the service that the teachers register under. `EDL_SERVICE`.
-        endpoints: fixed teachers, as `host:port`. `EDL_TEACHERS`, separated by commas.
+        endpoints: fixed teachers, as `host:port`. `EDL_TEACHERS`, comma-separated.
         max_teachers: largest number of teachers to use, None for no limit. `EDL_MAX_TEACHERS`.
     """
 
@@ -184,7 +184,7 @@ class TeacherSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> TeacherSettings:
-        """Return what the environment says."""
+        """Read the settings from the environment."""
         endpoints = read("EDL_TEACHERS", str, environ) or ""
         return cls(
             discovery=read("EDL_DISCOVERY", str, environ),
@@ -199,7 +199,7 @@ class LoadSettings:
     """How a student or teacher publishes its load.
 
     Attributes:
-        publish: whether it publishes its load at all. `EDL_PUBLISH_LOAD`.
+        publish: whether to publish the load at all. `EDL_PUBLISH_LOAD`.
         interval_s: how often, in seconds, while something changes. `EDL_LOAD_INTERVAL_S`.
         window_s: seconds over which rates are computed. `EDL_LOAD_WINDOW_S`.
         ttl_s: seconds after which the record of a killed process disappears.
@@ -224,10 +224,10 @@ class LoadSettings:
 
     @classmethod
     def of(cls, publish: bool | None = None, environ: Mapping[str, str] | None = None) -> LoadSettings:
-        """Take an argument over the environment over the default.
+        """Build from an argument, then the environment, then the default.
 
         Args:
-            publish: as the attribute; None for what the environment says.
+            publish: as the attribute; None to use the environment.
             environ: used instead of this process's environment.
 
         Returns:
@@ -249,16 +249,16 @@ class LoadSettings:
 
 
 SYSTEM_CA = "system"
-"""In place of a file of CAs: those that the operating system trusts."""
+"""Value of `ca` for the CAs that the operating system trusts."""
 
 
 @dataclass(frozen=True)
 class Credentials:
     """Certificates, keys and tokens of a process, and the CAs that it trusts: paths of files, never their content.
 
-    Students and teachers use the same class. A student uses TLS if `ca` is set, and shows its own certificate (mutual
-    TLS) if `cert` and `key` are set. A teacher uses TLS if `cert` and `key` are set; if `ca` is set too, it accepts
-    only students with a certificate signed by it.
+    Students and teachers use the same class. A student uses TLS if `ca` is set, and presents its own certificate
+    (mutual TLS) if `cert` and `key` are set. A teacher uses TLS if `cert` and `key` are set; if `ca` is set too, it
+    accepts only students with a certificate signed by it.
 
     Attributes:
         ca: PEM file with one or more CAs that sign the other side's certificates, or "system". `EDL_TLS_CA`.
@@ -310,10 +310,10 @@ class Credentials:
         *,
         environ: Mapping[str, str] | None = None,
     ) -> Credentials:
-        """Take arguments over the environment over the default.
+        """Build from arguments, then the environment, then defaults.
 
         Args:
-            ca: as the attribute; None for what the environment says, as with all of these.
+            ca: as the attribute; None to use the environment, as for all of these.
             cert: as the attribute.
             key: as the attribute.
             server_name: as the attribute.
@@ -325,11 +325,11 @@ class Credentials:
             The credentials.
 
         Raises:
-            SettingsError: they do not go together, or `EDL_TOKEN` is set.
+            SettingsError: they cannot be combined, or `EDL_TOKEN` is set.
         """
         if read("EDL_TOKEN", bool, environ):
             raise SettingsError(
-                "EDL_TOKEN is not read, since every child of this process would have the token in its environment: "
+                "EDL_TOKEN is not read, since every child of this process would inherit the token: "
                 "write the token into a file and set EDL_TOKEN_FILE to its path"
             )
         if allow_insecure_tokens is None:
@@ -345,7 +345,7 @@ class Credentials:
 
     @classmethod
     def of_options(cls, given: Mapping[str, Any]) -> Credentials:
-        """Take a command's options over the environment over the default.
+        """Build from a command's options, then the environment, then defaults.
 
         Args:
             given: by name: `tls_ca`, `tls_cert`, `tls_key`, `tls_server_name`, `token_file` and
@@ -355,7 +355,7 @@ class Credentials:
             The credentials.
 
         Raises:
-            SettingsError: they do not go together, or `EDL_TOKEN` is set.
+            SettingsError: they cannot be combined, or `EDL_TOKEN` is set.
         """
         names = ("ca", "cert", "key", "server_name")
         return cls.of(

@@ -1,15 +1,15 @@
-"""A SQLite file that processes of one machine share: opening it safely, transactions, and errors that say what to do.
+"""A SQLite file shared by processes of one machine: safe opening, transactions, and errors that say what to do.
 
 SQLite keeps three files open: the database, its journal (`-wal`) and the memory that connections share (`-shm`). It
-never looks whether they are still there. A process whose `-wal` was removed writes where no other process reads, and
-later processes see an empty database. So a connection remembers the files that it was made to, compares them with those
-at the path (`SqliteFile.change`), and is opened under a lock of the folder (`_opening`).
+never checks that they still exist. A process whose `-wal` was removed writes to a file that no other process reads, and
+later processes see an empty database. So a connection remembers the files that it opened, compares them with those at
+the path (`SqliteFile.change`), and is opened under a lock of the folder (`_opening`).
 
-The file must lie on a local file system: SQLite's locks and shared memory do not work across machines. Containers of a
-machine may share it through a common folder. A process that is stopped (SIGSTOP) in the microseconds in which it writes
-keeps the others from writing until it goes on.
+The file must be on a local file system: SQLite's locks and shared memory do not work across machines. Containers on a
+machine may share it through a common folder. A process that is stopped (SIGSTOP) in the microseconds of a write blocks
+other writers until it continues.
 
-What does not belong here: tables and queries, and what to do when a file was replaced. Each user decides that.
+What does not belong here: tables and queries, and the reaction to a replaced file. Each caller decides that.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from edl.settings import allows_shared_file
 logger = logging.getLogger(__name__)
 
 _MOST_OPENINGS: Final = 10
-"""How often to open a file that is replaced each time."""
+"""Attempts to open a file that is replaced each time."""
 _SIDES: Final = ("-wal", "-shm")
 _LOCK_WAIT_S: Final = 1.0
-"""How long to wait for a process that opens or removes a file: a millisecond, unless that process stands still."""
+"""How long to wait for a process that opens or removes a file, which takes a millisecond unless it is stopped."""
 
 _Inode = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Tables:
-    """What a kind of file contains, and what errors say about it.
+    """The content of a kind of file, and texts for its errors.
 
     Attributes:
-        kind: What messages call the file, before its path.
-        application_id: A number in the file's header that tells EDL's kinds of files apart.
+        kind: Name of the kind in messages, before the path.
+        application_id: A number in the file's header that identifies EDL's kind of file.
         version: Version of the tables. A file with another version is refused.
-        schema: Statements that make the tables, separated by semicolons.
-        error: Makes the error for a failure that may pass, from its message and whether another process has a lock.
-        remedy: What you can do about a file that is damaged, another program's, or another release's.
-        elsewhere: What you can use if the folder is on a file system that machines share.
-        pragmas: Pragmas of every connection.
-        new_pragmas: Pragmas of a new file, before its tables are made.
+        schema: Statements that create the tables, separated by semicolons.
+        error: Builds the error for a temporary failure, from its message and whether another process has a lock.
+        remedy: What to do about a file that is damaged, or of another program or release.
+        elsewhere: What to use if the folder is on a shared file system.
+        pragmas: Pragmas for every connection.
+        new_pragmas: Pragmas for a new file, before its tables are created.
     """
 
     kind: str
@@ -74,17 +74,17 @@ class Tables:
 class SqliteFile:
     """A connection to a file, in WAL mode: readers and the writer do not block each other.
 
-    A forked child never closes the connection, not even at its end.
+    A forked child never closes the connection, not even at exit.
 
     Args:
-        path: Where the file lies. It is made if it is missing, with its folder.
-        tables: What it contains.
+        path: Path of the file. It is created if missing, with its folder.
+        tables: Its content.
         timeout_s: Seconds to wait for other processes' transactions.
-        mode: "rwc", or a mode of SQLite's URIs for a connection that only reads; then nothing is made or compared.
+        mode: "rwc", or a mode of SQLite's URIs for a read-only connection; then nothing is created or compared.
 
     Raises:
-        SettingsError: The file cannot be made or written, is not EDL's, or lies where machines share it.
-        EDLError: What `tables.error` makes, if it is busy or the disk is full.
+        SettingsError: The file cannot be created or written, is not EDL's, or is on a shared file system.
+        EDLError: The error from `tables.error`, if the file is busy or the disk is full.
     """
 
     sqlite: sqlite3.Connection
@@ -96,7 +96,7 @@ class SqliteFile:
         self._pid = os.getpid()
         self._identity: _Identity | None = None
         self._ready = False
-        if mode in ("rwc", "rw"):  # other modes have no file, or one that is not written
+        if mode in ("rwc", "rw"):  # other modes have no file, or only read it
             self._check_place()
         with self.translated():
             if mode == "rwc":
@@ -113,7 +113,7 @@ class SqliteFile:
 
     @property
     def writable(self) -> bool:
-        """Whether it was opened to write."""
+        """Whether it was opened for writing."""
         return self._identity is not None
 
     @classmethod
@@ -125,13 +125,13 @@ class SqliteFile:
 
     @contextlib.contextmanager
     def transaction(self, *, reads: bool = False) -> Iterator[sqlite3.Connection]:
-        """Run a transaction. One that writes has the lock from the start, and checks afterwards where it has written.
+        """Run a transaction. A writing one locks the file from its start, and checks at its end that it is still in place.
 
         Args:
             reads: Whether it only reads: then it never waits for writers.
 
         Raises:
-            EDLError: What `Tables.error` makes, if it fails or the file was removed or replaced.
+            EDLError: The error from `Tables.error`, if it fails or the file was removed or replaced.
         """
         connection = self.sqlite
         with self.translated():
@@ -153,7 +153,7 @@ class SqliteFile:
         """Turn SQLite's errors into EDL's."""
         try:
             yield
-        except (sqlite3.Error, UnicodeError) as exc:  # the last where SQLite quotes text that is damaged
+        except (sqlite3.Error, UnicodeError) as exc:  # UnicodeError if SQLite quotes damaged text
             words = shown(exc)
             is_damaged = type(exc) is sqlite3.DatabaseError or isinstance(exc, UnicodeError) or "malformed" in words
             is_closed = "readonly" in words or "unable to open" in words
@@ -164,22 +164,22 @@ class SqliteFile:
                 words += ": check the permissions of the file and its folder"
             elif is_busy:
                 words += f": another process has been writing for {self._timeout_s:g} s"
-            if not self._ready and (is_damaged or is_closed):  # these do not pass by themselves
+            if not self._ready and (is_damaged or is_closed):  # these are permanent
                 raise SettingsError(f"{self}: {words}") from exc
             raise self._tables.error(f"{self}: {words}", is_busy) from exc
 
     def change(self) -> str | None:
         """Return why the connection can no longer be used; None if nothing has changed.
 
-        Empty if another file took the place of its own; words if the file that is there must not be used any longer.
+        Empty if another file has replaced it; a reason if the existing file must no longer be used.
         """
         return self._identity.change(self.path) if self._identity is not None else None
 
     def discard(self) -> bool:
-        """Remove the files unless another process has; every process sees that the database was replaced.
+        """Remove the files unless another process has; all processes then see that the database was replaced.
 
-        The database goes first: at worst, the process that makes the next one finds a journal and memory without an
-        owner.
+        The database is removed first: at worst, the process that creates the next one finds an orphaned journal and
+        memory.
 
         Raises:
             OSError: They cannot be removed.
@@ -210,8 +210,8 @@ class SqliteFile:
         if not mounts.is_shared(kind):
             return
         what = (
-            f"{self} lies on {kind}, which machines share. SQLite's locks and memory do not reach from one to another:"
-            " each would overwrite what the others write"
+            f"{self} is on {kind}, a shared file system. SQLite's locks and memory do not work between machines:"
+            " each would overwrite the others' changes"
         )
         if not allows_shared_file():
             raise SettingsError(
@@ -219,14 +219,14 @@ class SqliteFile:
             )
         if place not in _warned:
             _warned.add(place)
-            logger.warning("%s. EDL_SHARED_FILE allows it: see that no other machine opens it", what)
+            logger.warning("%s. EDL_SHARED_FILE allows it: make sure that no other machine opens it", what)
 
     def _open(self) -> None:
         for _ in range(_MOST_OPENINGS):
             try:
                 Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             except OSError as exc:
-                raise SettingsError(f"{self}: its folder cannot be made: {exc.strerror}") from exc
+                raise SettingsError(f"{self}: its folder cannot be created: {exc.strerror}") from exc
             with _opening(self.path):
                 before = _Identity.of(self.path).main
                 self._connect("rwc")
@@ -236,12 +236,12 @@ class SqliteFile:
                 except BaseException as exc:
                     self.close()
                     if isinstance(exc, (sqlite3.Error, SettingsError)) and _Identity.of(self.path).main != before:
-                        continue  # the error is about a file that has been replaced
+                        continue  # the error concerns a file that was replaced
                     raise
                 if identity.main == before is not None:
                     self._identity = identity
                     return
-                self.close()  # the file was replaced: which one this connection has is unknown
+                self.close()  # the file was replaced: it is unknown which one is open
         raise self._tables.error(f"{self}: another program replaces it each time it is opened", False)
 
     def _connect(self, mode: str) -> None:
@@ -253,7 +253,7 @@ class SqliteFile:
             check_same_thread=False,
         )
         _open_files.add(weakref.ref(self, _open_files.discard))
-        # Nonsense in one row must not make all others unreadable.
+        # Invalid text in one row must not make the others unreadable.
         self.sqlite.text_factory = lambda text: text.decode("utf-8", "replace")
 
     def _prepare(self) -> None:
@@ -270,7 +270,7 @@ class SqliteFile:
             self.sqlite.execute("COMMIT")
 
     def _use_wal(self) -> None:
-        """Switch to a write-ahead log. Two processes that do this at once may collide, in spite of the timeout."""
+        """Switch to a write-ahead log. Processes that do this at the same time may collide despite the timeout."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -291,7 +291,7 @@ class SqliteFile:
             raise SettingsError(f"{self} is another program's database, not EDL's: {tables.remedy}")
         if version != tables.version:
             raise SettingsError(
-                f"{self} has format {version}, not {tables.version}: another release of EDL made it: {tables.remedy}"
+                f"{self} has format {version}, not {tables.version}: another release of EDL created it: {tables.remedy}"
             )
         return True
 
@@ -310,9 +310,9 @@ class _Identity:
     """The files at a path at one moment.
 
     Attributes:
-        place: Where they lie: SQLite follows links before it adds `-wal` and `-shm`.
-        main: The database; None if it was not there.
-        sides: `-wal` and `-shm`, which are there as long as a connection is open.
+        place: Their real path: SQLite follows links before it adds `-wal` and `-shm`.
+        main: The database; None if it did not exist.
+        sides: `-wal` and `-shm`, which exist as long as a connection is open.
     """
 
     place: str
@@ -321,13 +321,13 @@ class _Identity:
 
     @classmethod
     def of(cls, path: str) -> _Identity:
-        """Return the files that are there now; ask after the connection has read, when SQLite has made all three."""
+        """Return the current files. Call this after the connection has read, when SQLite has created all three."""
         place = os.path.realpath(path)
         return cls(place, _inode(place)[0], tuple(_inode(place + side)[0] for side in _SIDES))
 
     def change(self, path: str) -> str | None:
         sides = [_inode(self.place + side)[0] for side in _SIDES]
-        main, size = _inode(path)  # looked at last: a file that has just taken the place has other sides
+        main, size = _inode(path)  # checked last: a file that has just replaced it has different sides
         if main != self.main or main is None:
             return ""
         if size == 0:
@@ -340,13 +340,13 @@ class _Identity:
 
 @contextlib.contextmanager
 def _opening(path: str) -> Iterator[None]:
-    """Keep other processes from making or removing a file while it is opened; make it if it does not exist.
+    """Keep other processes from creating or removing a file while it is opened; create it if it does not exist.
 
-    SQLite finds the journal and memory by their names, some time after it has opened the database. They may belong to a
-    database that took its place, or was there before it: what SQLite writes there is lost to their owners, and where it
-    starts the memory again, processes that read it are killed (SIGBUS).
+    SQLite finds the journal and memory by name, some time after it has opened the database. They may belong to a later
+    or earlier database at the same path: SQLite's writes there are lost to their owners, and if it resets the memory,
+    processes that read it are killed (SIGBUS).
 
-    If the file cannot be made, SQLite is left to say why.
+    If the file cannot be created, SQLite raises the error.
     """
     place = os.path.realpath(path)
     with contextlib.ExitStack() as held:
@@ -360,7 +360,7 @@ def _opening(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder_lock(place: str) -> Iterator[bool]:
-    """Lock the folder of a file against others that open or remove files; yield False if one takes too long."""
+    """Lock a file's folder against processes that open or remove files; yield False if the lock takes too long."""
     deadline = time.monotonic() + _LOCK_WAIT_S
     folder = os.open(Path(place).parent, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -376,13 +376,13 @@ def _folder_lock(place: str) -> Iterator[bool]:
         try:
             yield True
         finally:
-            fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has the folder open as well
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child forked meanwhile also has the folder open
     finally:
         os.close(folder)
 
 
 def _inode(path: str) -> tuple[_Inode | None, int]:
-    """Return device and inode of a file, and its size; None without a file."""
+    """Return device and inode of a file (None without a file), and its size."""
     try:
         status = os.stat(path)  # noqa: PTH116 - four times a transaction, and pathlib is slow
     except OSError:
@@ -390,12 +390,12 @@ def _inode(path: str) -> tuple[_Inode | None, int]:
     return (status.st_dev, status.st_ino), status.st_size
 
 
-_warned: set[str] = set()  # of files that machines share: each process opens one several times
+_warned: set[str] = set()  # shared files: each process opens one several times
 _open_files: set[weakref.ref[SqliteFile]] = set()
 
 
 def _leak_inherited() -> None:
-    # SQLite forbids even closing a connection in a forked child: it would touch files that the parent works with.
+    # SQLite forbids even closing a connection in a forked child: it would touch files that the parent uses.
     for reference in tuple(_open_files):
         if (file := reference()) is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(file.sqlite))

@@ -1,4 +1,4 @@
-"""The hash of a tokenizer: equal if every id means the same token, so that a teacher's ids are the student's."""
+"""The hash of a tokenizer: equal if every id means the same token, so that teacher and student use the same ids."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from edl.errors import SettingsError
 
 _PREFIX = "sha256:"
 _FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt")
-"""What tokenizers without a tokenizer.json have, by transformers' names; those that are there count together."""
+"""Vocabulary files of tokenizers without a tokenizer.json, by transformers' names; all existing ones are hashed."""
 
 
 def hash_tokenizer(path: str | Path) -> str:
     """Hash a tokenizer.
 
-    Of a `tokenizer.json` it counts which token each id is. How text is normalized, padded or truncated does not: a
-    trainer that saves a tokenizer again changes that, and the ids mean the same. Of a folder without one it is the
-    vocabulary's files that count, and the ids of tokens that were added (`added_tokens.json`, `added_tokens_decoder` of
+    For a `tokenizer.json`, the hash covers the token of each id, but not how text is normalized, padded or truncated: a
+    trainer that saves a tokenizer may change that, while the ids keep their meaning. For a folder without one, it
+    covers the vocabulary files and the ids of added tokens (`added_tokens.json`, `added_tokens_decoder` in
     `tokenizer_config.json`).
 
     Args:
-        path: of a `tokenizer.json` or another tokenizer's file, or of a folder with one, such as a model's.
+        path: a `tokenizer.json` or another tokenizer file, or a folder with one, such as a model's.
 
     Returns:
         "sha256:" and 64 hexadecimal digits.
@@ -49,10 +49,10 @@ def resolve_tokenizer(tokenizer: str | Path) -> str:
     """Return the hash of the tokenizer that a user names.
 
     Args:
-        tokenizer: a path as `hash_tokenizer` takes it, or the hash itself; empty for any tokenizer.
+        tokenizer: a path for `hash_tokenizer`, or the hash itself; empty for any tokenizer.
 
     Returns:
-        The hash, empty for an empty name.
+        The hash; empty for an empty name.
 
     Raises:
         SettingsError: it is neither.
@@ -78,13 +78,13 @@ def _hash_json(path: Path) -> str:
 
 
 def _ids(vocabulary: Any, path: Path) -> dict[str, int]:
-    """Return ids by token; Unigram's vocabulary is a list of [token, score], by id."""
+    """Return ids by token. Unigram's vocabulary is a list of [token, score] in order of ids."""
     try:
         if isinstance(vocabulary, list):
             return {str(entry[0]): number for number, entry in enumerate(vocabulary)}
         return {str(token): int(number) for token, number in vocabulary.items()}
     except (ValueError, TypeError, AttributeError, IndexError) as exc:
-        raise SettingsError(f"tokenizer {str(path)!r}: its vocabulary is of no known kind: {exc}") from exc
+        raise SettingsError(f"tokenizer {str(path)!r}: unknown kind of vocabulary: {exc}") from exc
 
 
 def _canonical(ids: dict[str, int]) -> bytes:
@@ -92,7 +92,7 @@ def _canonical(ids: dict[str, int]) -> bytes:
 
 
 def _added_ids(folder: Path) -> dict[str, int]:
-    """Return ids by token of what was added to the files' vocabulary, where transformers keeps them."""
+    """Return ids by token of added tokens, from the files where transformers keeps them."""
     found: dict[str, int] = {}
     config, added = folder / "tokenizer_config.json", folder / "added_tokens.json"
     path = config

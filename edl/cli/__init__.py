@@ -1,12 +1,12 @@
 """The command line `edl NAME`.
 
-`main` finds the command, runs it, and turns errors into a line and an exit code: 1 for an `EDLError`, 2 for wrong
+`main` finds the command, runs it, and turns errors into one line and an exit code: 1 for an `EDLError`, 2 for wrong
 usage, 75 if the store or Kubernetes does not answer (EX_TEMPFAIL: try again), 130 after Ctrl-C.
 
-The commands are those of a table here, and the entry points of the group `edl.commands` in any installed package. None
-is imported before it is run: some need torch, and `edl --help` should not.
+Commands come from a table here, and from entry points of the group `edl.commands` in any installed package. Each is
+imported only when it runs: some need torch, and `edl --help` should not.
 
-Commands parse, call the library, and print: whatever a program may want to call is in the library.
+Commands only parse, call the library, and print: anything a program may want to call is in the library.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Across machines, give every command and program the same store:
 _USAGE = "usage: edl [--version] [--help] COMMAND [ARGUMENT ...]"
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_TRY_AGAIN = 1, 2, 141, 130, 75
-"""As in a shell: 128 and the signal's number (SIGPIPE, SIGINT); EX_TEMPFAIL of sysexits.h; 2 as argparse has it."""
+"""As in a shell: 128 plus the signal's number (SIGPIPE, SIGINT); EX_TEMPFAIL of sysexits.h; 2 as in argparse."""
 
 _GROUP = "edl.commands"
 _COMMANDS = {
@@ -88,7 +88,7 @@ _COMMANDS = {
     "delete": ("edl.cli.kube.workloads:delete", "Deletes jobs and pools on Kubernetes without asking"),
     "operator": ("edl.cli.servers:operator", "Runs ElasticJobs and TeacherPools in a Kubernetes cluster"),
 }
-"""Name -> target and summary, in the order in which a new user meets them; without a target, it is an entry point."""
+"""Name -> target and summary, in the order in which a new user needs them. An empty target means an entry point."""
 
 _PROVIDERS = {
     "aiohttp": ("aiohttp", "dashboard"),
@@ -102,7 +102,7 @@ _PROVIDERS = {
     "torch": ("torch", "torch"),
     "yaml": ("pyyaml", "kubernetes"),
 }
-"""Module -> the package that has it, and the extra of EDL that installs it, with whatever else is needed."""
+"""Module -> the package that contains it, and the extra of EDL that installs the package and all else it needs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone (`edl teachers | head`). The rest of the buffer has nowhere to go.
+        # The reader of our output has exited (`edl teachers | head`). Discard the rest of the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (EDLError, ModuleNotFoundError) as exc:
@@ -194,7 +194,7 @@ def find_commands() -> dict[str, Command]:
 
 
 def explain_missing(exc: ModuleNotFoundError) -> str | None:
-    """Return what to install for a missing module; None for a module of EDL's own, which is a bug to be seen whole."""
+    """Return what to install for a missing module; None for EDL's own modules: a bug that needs its traceback."""
     missing = (exc.name or "").partition(".")[0]
     if missing in ("", "edl", "edl_serving"):
         return None

@@ -1,4 +1,4 @@
-"""`edl bench`: how fast a student can be fed, measured here and now."""
+"""`edl bench`: measure how fast labels reach a student on this machine."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ examples:
       your own teachers, by service; --teachers HOST:PORT,HOST:PORT names them one by one"""
 
 _WARM_UP_S = 1.0
-"""Time at the start that is not measured: connections are made and windows grow."""
+"""Warm-up that is not measured: connections are made and windows grow."""
 _POOL = 16
-"""Different inputs in turn: a single array would stay in the processor's cache."""
+"""Number of distinct input arrays: a single one would stay in the CPU cache."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         own = [] if options.teachers else _start(stack, options.local, load)
         who = options.teachers or [teacher.endpoint for teacher in own]
         teachers = replace(Teachers.parse(who, discovery=options.store), model=options.model)
-        # Teachers that are started here have none.
+        # Teachers started here have none.
         credentials = Credentials.of_options(vars(options)) if options.teachers else Credentials()
         result = _measure(teachers, load, own, credentials)
     if options.json:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class _Load:
-    """The inputs to ask with, and for how long; `shape` is that of a row."""
+    """The inputs to send, and for how long; `shape` is that of a row."""
 
     input: str
     output: str
@@ -90,8 +90,8 @@ class _Load:
 class _Result:
     """The figures measured after a warm-up.
 
-    `latency_ms` has percentiles of the time from the source to the training loop, `reader_cpu_us` and `teacher_cpu_us`
-    the processor time for a row, here and in the teachers started here, `teacher_ms` the median request by teacher.
+    `latency_ms` has percentiles of the time from the source to the training loop; `reader_cpu_us` and `teacher_cpu_us`
+    the CPU time per row, in the reader and in the teachers started here; `teacher_ms` the median request by teacher.
     """
 
     rows: int
@@ -144,7 +144,7 @@ def _measure(teachers: Teachers, load: _Load, own: list[LocalTeacher], credentia
         began: tuple[float, float, float, ReaderStats] | None = None
         for _ in reader():
             now = time.monotonic()
-            sent = sent_at.popleft()  # batches come in the order in which they were asked for
+            sent = sent_at.popleft()  # batches arrive in request order
             if began is None:
                 if now >= warm_until:
                     began = (time.monotonic(), time.process_time(), _cpu_s(own), reader.stats())
@@ -172,7 +172,7 @@ def _measure(teachers: Teachers, load: _Load, own: list[LocalTeacher], credentia
 
 
 def _inputs(load: _Load, sent_at: deque[float]) -> Iterator[tuple[np.ndarray[Any, Any]]]:
-    """Endless batches out of a few that are prepared, so that making them costs nothing."""
+    """Yield batches endlessly from a few prepared ones, so that creating them costs nothing."""
     generator = np.random.default_rng(0)
     pool = [(generator.random((load.rows, *load.shape), np.float32) * 255).astype(load.dtype) for _ in range(_POOL)]
     while True:
@@ -182,7 +182,7 @@ def _inputs(load: _Load, sent_at: deque[float]) -> Iterator[tuple[np.ndarray[Any
 
 
 def _cpu_s(teachers: list[LocalTeacher]) -> float:
-    """Processor time that these processes have used, in seconds (proc(5), fields 14 and 15 of stat)."""
+    """Return the CPU time of these processes in seconds (proc(5), fields 14 and 15 of stat)."""
     ticks = 0
     for teacher in teachers:
         fields = Path(f"/proc/{teacher.pid}/stat").read_text().rpartition(")")[2].split()
@@ -193,15 +193,15 @@ def _cpu_s(teachers: list[LocalTeacher]) -> float:
 def _show(result: _Result, load: _Load, *, own: bool) -> None:
     screen = console(120)
     shape = ", ".join(map(str, load.shape))
-    whom = "a teacher without cost" if own else "your teachers"
+    whom = "a no-op teacher" if own else "your teachers"
     latency = ", ".join(f"{name} {value:.1f} ms" for name, value in result.latency_ms.items())
     screen.print(f"{load.dtype.name} [{shape}] in batches of {load.rows}, {whom}, {result.seconds:.1f} s")
     screen.print(f"  [bold]{result.rows_per_s:,.0f} rows/s[/bold] ({result.mb_per_s:,.0f} MB/s of inputs)")
-    screen.print(f"  from the source into the training loop: {latency} (most of it waiting in line)")
-    cpu = f"  processor time for a row: {result.reader_cpu_us:.1f} µs in the reader"
+    screen.print(f"  from the source to the training loop: {latency} (mostly queueing)")
+    cpu = f"  CPU time per row: {result.reader_cpu_us:.1f} µs in the reader"
     screen.print(cpu + (f", {result.teacher_cpu_us:.1f} µs in the teacher" if result.teacher_cpu_us else ""))
     medians = statistics.median(result.teacher_ms.values()) if result.teacher_ms else 0.0
     teachers = "1 teacher" if len(result.teacher_ms) == 1 else f"{len(result.teacher_ms)} teachers"
     screen.print(f"  {teachers}, a request takes {medians:.1f} ms (median)")
     if result.rows_resent:
-        screen.print(f"  [yellow]{result.rows_resent:,} rows were sent again[/yellow]")
+        screen.print(f"  [yellow]{result.rows_resent:,} rows were resent[/yellow]")

@@ -1,6 +1,6 @@
-"""`edl label`: soft labels for a whole data set, ahead of time.
+"""`edl label`: write soft labels for a whole data set, ahead of time.
 
-Labelling (`edl.distill.labelling`) and masters (`edl.master`) know nothing of each other; `label_job` joins them.
+Labelling (`edl.distill.labelling`) and masters (`edl.master`) do not import each other; `label_job` connects them.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def main(argv: Sequence[str]) -> int:
         with SoftLabelCache(0, options.output, store_dtype=half) as cache:
             if options.job is None:
                 return _label_all(options, DataGuard(data, files), plan, cache)
-            from edl.cli.label_job import run_job  # imports the packages of a master
+            from edl.cli.label_job import run_job  # here, because it imports the packages of a master
 
             return run_job(options, DataGuard(data, files, compare_rows=not options.no_data_check), plan, cache)
     except BaseException:
         if new:
-            with contextlib.suppress(OSError):  # it has files, or was not made
+            with contextlib.suppress(OSError):  # it has files, or was not created
                 Path(options.output).rmdir()
         raise
 
@@ -159,7 +159,7 @@ def parser() -> CommandParser:
 def plan_of(options: argparse.Namespace) -> LabelPlan:
     """Return the labels to ask for."""
     if options.temperature != 1 and options.top_k is None:
-        raise SettingsError(f"--temperature {options.temperature:g} is for --top-k: whole outputs have none")
+        raise SettingsError(f"--temperature {options.temperature:g} requires --top-k: whole outputs have none")
     return LabelPlan(
         teachers=_teachers(options),
         output_spec=OutputSpec(
@@ -181,16 +181,16 @@ def _check_job(options: argparse.Namespace) -> None:
         if not re.fullmatch(r"[^/]{1,100}", options.job):
             raise SettingsError(f"--job {quote(options.job)}: expected 1 to 100 characters without a slash")
         if options.relabel:
-            raise SettingsError("--relabel does not go with --job: name an --output folder without labels")
+            raise SettingsError("--relabel cannot be combined with --job: name an --output folder without labels")
         return
     for name in ("--shard", "--host", "--retry-poisoned", "--no-data-check"):
         if getattr(options, name[2:].replace("-", "_")):
-            raise SettingsError(f"{name} belongs to a run of several processes: name it with --job")
+            raise SettingsError(f"{name} applies only to a run of several processes: name the run with --job")
 
 
 def _teachers(options: argparse.Namespace) -> Teachers:
     if options.service and options.teachers:
-        raise SettingsError("--service and --teachers exclude each other")
+        raise SettingsError("--service and --teachers cannot be combined")
     if options.service:
         return Teachers(options.service, discovery=options.teacher_store or options.store, model=options.model)
     if options.teachers:
@@ -206,7 +206,7 @@ def _teachers(options: argparse.Namespace) -> Teachers:
 # --- Output ---
 
 Screen: TypeAlias = Callable[[int, int | None, float, float | None, str], None]
-"""Shows progress: rows done, rows in total, rows per second, seconds left, and who works on it."""
+"""Shows progress: rows done, total rows, rows per second, seconds left, and the workers or teachers."""
 
 
 @contextlib.contextmanager
@@ -233,30 +233,28 @@ def print_outcome(progress: LabelProgress, key: CacheKey, folder: str, nbytes: i
     kind = kind_of(data)
     print(
         f"{progress.labelled:,} {kind} labelled by {model_of(key)} in {progress.seconds:.1f} s "
-        f"({progress.rows_per_s:,.0f} {kind}/s); {progress.known:,} had a label before"
+        f"({progress.rows_per_s:,.0f} {kind}/s); {progress.known:,} already had a label"
     )
     if isinstance(data, RaggedData) and data.empty:
-        print(f"{data.empty:,} of {data.rows:,} sequences have no token, and so no label")
+        print(f"{data.empty:,} of {data.rows:,} sequences are empty and have no label")
     print(f"{folder}: {nbytes / 1e6:,.1f} MB")
     print_use(key, [folder], data)
 
 
 def print_use(key: CacheKey, folders: Sequence[str], data: LabelDataset) -> None:
-    """Print how a program reads the labels in these folders."""
+    """Print code that reads the labels in these folders."""
     read = "padded(ids, attention_mask)" if data.sequences else "rows(ids)"
     dataset = f", dataset={key.dataset!r}" if key.dataset else ""
     top_k = f", top_k={key.top_k}, temperature={key.temperature:g}" if key.top_k is not None else ""
     dtype = f", dtype={key.dtype!r}" if key.dtype else ""
     path, where = repr(folders[0]), repr(folders[0])
     if len(folders) == 1:
-        print("A reader finds them, by the same ids, with")
+        print("To read them in a DistillReader, by the same ids:")
     else:
         path, where = "'TOGETHER'", f"[{', '.join(map(repr, folders))}]"
-        print(
-            "Copied into one (SoftLabelCache(path='TOGETHER').add_folder(FOLDER), for each), a reader finds them with"
-        )
+        print("To read them in a DistillReader, copy each into one: SoftLabelCache(path='TOGETHER').add_folder(FOLDER)")
     print(f"  DistillReader(…, cache=SoftLabelCache(path={path}), id_field=…{dataset}{top_k}{dtype})")
-    print("and a program without a reader with" + (", where they are now," if len(folders) > 1 else ""))
+    print("Without a DistillReader" + (", from their current folders:" if len(folders) > 1 else ":"))
     print(f"  edl.distill.cache.load_labels({where}).{read}[{key.outputs[0]!r}]")
 
 
@@ -266,5 +264,5 @@ def kind_of(data: LabelDataset) -> str:
 
 
 def model_of(key: CacheKey) -> str:
-    """Return the model and its version."""
+    """Return the model's name and version."""
     return f"{key.model} version {key.version}" if key.version else key.model

@@ -1,9 +1,9 @@
-"""A process of a labelling job, from its start to its end.
+"""One process of a labelling job, from start to end.
 
 Each process is also a candidate for the job's master, so the job needs no other process, and any of them may be killed.
-The store has the master's journal, its reports of progress, and the folder of labels of each process. The first process
-writes a `LabelAgreement` into the master's description of the data set: which data, which labels. Each other process
-compares its own, and is refused if it differs.
+The store holds the master's journal, its progress reports, and each process's label folder. The first process writes a
+`LabelAgreement` into the master's description of the data set: which data, which labels. Every other process compares
+it with its own, and is refused if they differ.
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ from edl.settings import Credentials, DiscoverySettings
 logger = logging.getLogger(__name__)
 
 EXIT_POISONED: Final = 3
-"""Exit code, as of `edl master`: the job has ended, and some shards were given up."""
+"""Exit code, as in `edl master`: the job has ended, and some shards were given up."""
 _DATASET: Final = "labels"
 """Name of the data set in the job."""
 _MASTER_S: Final = 300.0
 """Longest wait for a master: restarting a store, perhaps on another host, takes minutes."""
 _LOOK_S: Final = 0.2
-"""Time between two looks for a master."""
+"""Poll interval while waiting for a master."""
 _SAY_AFTER_S: Final = 5.0
-"""Wait for a master that is worth a line: the lease of one that was killed lasts as long."""
+"""Wait for a master before a message says so: the lease of a killed master lasts as long."""
 _LEASE_S: Final = 10.0
-"""Wait before a process that cannot lead says why: by then the 5 s lease of a killed master has ended."""
+"""Wait before a process that cannot lead raises: by then the 5 s lease of a killed master has expired."""
 _LINGER_S: Final = 3.0
-"""How long the master waits at the end for the other processes to hear that all is done: they ask every second."""
+"""How long a finished master waits for the other processes to learn that the job is done: they ask every second."""
 _REPORT_S: Final = 1.0
-"""Time between two looks at the master's report, which it renews as often."""
+"""Poll interval of the master's report, which is renewed as often."""
 _MOST_LISTED: Final = 20
-"""Shards given up to list; of more than that a person wants the number."""
+"""Maximum number of given-up shards listed; the rest are only counted."""
 _FORMAT: Final = 1
-"""Format of the text, so that a process of another version of EDL gets an error and does not misread it."""
+"""Format of the text, so that a different version of EDL raises an error instead of misreading it."""
 _SHARDS, _LEAST_ROWS, _MOST_ROWS = 64, 32, 1024
-"""At least 64 shards, so that a dozen processes end at about the same time; but a shard has at least the rows of a
-request, and at most a second or a minute of work."""
+"""At least 64 shards, so that a dozen processes end at about the same time; but a shard has at least one request's
+rows, and at most a second to a minute of work."""
 _OPTIONS: Final = {
     "model": "--model",
     "version": "--model-version",
@@ -90,14 +90,14 @@ _OPTIONS: Final = {
 
 
 def _shard_rows(rows: int, batch_rows: int) -> int:
-    """Return how many rows a shard should have: a power of two, or the rows of a request if they are more."""
+    """Return the number of rows per shard: a power of two, or the rows of a request if larger."""
     wanted = max(rows // _SHARDS, 1)
     return max(min(max(1 << (wanted.bit_length() - 1), _LEAST_ROWS), _MOST_ROWS), batch_rows)
 
 
 @dataclass(frozen=True)
 class LabelAgreement:
-    """The data of a job, and the key of its labels, which names the model's version."""
+    """The data of a job and the key of its labels, which includes the model's version."""
 
     data: DataFingerprint
     key: CacheKey
@@ -112,7 +112,7 @@ class LabelAgreement:
         """Parse the text of `to_json`.
 
         Raises:
-            ProtocolError: The text is something else.
+            ProtocolError: The text has a different format.
         """
         try:
             fields = json.loads(text)
@@ -121,10 +121,10 @@ class LabelAgreement:
             data, key = (json.dumps(fields[name]) for name in ("data", "key"))
             return cls(DataFingerprint.from_json(data), CacheKey.from_json(key))
         except (ValueError, TypeError, KeyError) as exc:
-            raise ProtocolError(f"the job's master has no labelling job that this version of EDL knows: {exc}") from exc
+            raise ProtocolError(f"the job's master has no labelling job that this EDL version can read: {exc}") from exc
 
     def plan_differences(self, data: DataFingerprint, plan: LabelPlan) -> list[str]:
-        """Return in words how this process's data and options differ, as far as known before teachers are asked."""
+        """Describe how this process's data and options differ, as far as known before teachers are asked."""
         spec = plan.output_spec
         here = {
             "outputs": spec.outputs,
@@ -138,7 +138,7 @@ class LabelAgreement:
         return data.differences(self.data, "in the job") + self.key_differences(here)
 
     def key_differences(self, here: Mapping[str, Any]) -> list[str]:
-        """Return in words how fields of the key of this process's labels differ."""
+        """Describe how the key of this process's labels differs."""
         there = vars(self.key)
         return [
             f"{_OPTIONS[name]}: {_words_of(value)} here, {_words_of(there[name])} in the job"
@@ -157,10 +157,10 @@ def run_job(options: argparse.Namespace, guard: DataGuard, plan: LabelPlan, cach
     """Take part in the job until it has ended; return the exit code."""
     if not isinstance(guard.data, IndexedData):
         raise SettingsError(
-            f"--job needs rows that can be loaded singly, and {options.data!r} is read in sequence: return "
+            f"--job needs rows that can be loaded one by one, but {options.data!r} is read in sequence: return "
             "a Dataset with __len__ and __getitem__ (and no --ids from its samples), or write arrays to an .npz file"
         )
-    with exit_on_sigterm():  # shards go back at once
+    with exit_on_sigterm():  # shards are returned at once
         return _Worker(options, guard, plan, cache).run()
 
 
@@ -171,7 +171,7 @@ class _Worker:
         self._guard = guard
         self._plan = plan
         self._cache = cache
-        self._key: CacheKey | None = None  # of the job's labels
+        self._key: CacheKey | None = None  # the key of the job's labels
 
     def run(self) -> int:
         url = DiscoverySettings.of(self._options.store).url
@@ -186,7 +186,7 @@ class _Worker:
             self._await_master(master, client)
             labeller = self._agreed(client)
             if labeller is None:
-                print(f"job {self._job} is done already, and no teacher was asked")
+                print(f"job {self._job} is already done; no teacher was asked")
                 return self._conclude(client, store, None)
             with contextlib.closing(labeller):
                 progress = self._label(store, client, labeller)
@@ -199,7 +199,7 @@ class _Worker:
         begun = time.monotonic()
         warned = False
         while True:
-            with contextlib.suppress(NoMasterError):  # all was done, and the master has just ended
+            with contextlib.suppress(NoMasterError):  # the job is done, and the master has just ended
                 if master.wait_leading(_LOOK_S) or master.rival:
                     client.status()
                     return
@@ -207,13 +207,13 @@ class _Worker:
             if master.failure is not None and waited_s > _LEASE_S:
                 raise master.failure
             if waited_s > _MASTER_S:
-                raise NoMasterError(f"no master of job {self._job!r} leads after {_MASTER_S:g} s: is the store there?")
+                raise NoMasterError(f"no master of job {self._job!r} leads after {_MASTER_S:g} s: is the store up?")
             if waited_s > _SAY_AFTER_S and not warned:
                 warned = True
-                print(f"waiting for a master of job {self._job}; one that was lost is replaced soon", file=sys.stderr)
+                print(f"waiting for a master of job {self._job}; a lost one is replaced soon", file=sys.stderr)
 
     def _agreed(self, client: MasterClient) -> ShardLabeller | None:
-        """Return a labeller that does what all processes of the job do; None if all is done."""
+        """Return a labeller that matches the job's agreement; None if the job is done."""
         while True:
             plan = self._plan
             found = client.describe_dataset(_DATASET)
@@ -223,11 +223,11 @@ class _Worker:
                 self._refuse(agreement.plan_differences(self._guard.fingerprint, plan))
                 if self._options.retry_poisoned:
                     shards = counted(client.retry_poisoned(_DATASET), "shard")
-                    print(f"{shards} that had been given up {'is' if shards == '1 shard' else 'are'} tried again")
+                    print(f"{shards} that had been given up {'is' if shards == '1 shard' else 'are'} being retried")
                 labels = _labels_of(client.status())
                 if labels is not None and labels["finished"]:
                     return None
-                # Ask for the version that the first process found, and no other.
+                # Ask only for the version that the first process found.
                 plan = replace(plan, output_spec=replace(plan.output_spec, version=agreement.key.version))
             labeller = ShardLabeller(self._guard, plan, self._cache)
             try:
@@ -235,7 +235,7 @@ class _Worker:
                 if agreement is not None:
                     self._refuse(agreement.key_differences(vars(key)))
                     return labeller
-                with contextlib.suppress(ConflictError):  # another process was first, and its agreement counts
+                with contextlib.suppress(ConflictError):  # another process was first; its agreement counts
                     client.create_dataset(_DATASET, self._new_dataset(LabelAgreement(self._guard.fingerprint, key)))
             except BaseException:
                 labeller.close()
@@ -258,7 +258,7 @@ class _Worker:
     def _refuse(self, differences: list[str]) -> None:
         if differences:
             raise ConflictError(
-                f"job {self._job!r} is another one: {'; '.join(differences)}. Run the command as its other workers do, "
+                f"job {self._job!r} is different: {'; '.join(differences)}. Use its other workers' options, "
                 "or name another job"
             )
 
@@ -287,7 +287,7 @@ class _Worker:
             return labeller.label_shards(source, note)
 
     def _conclude(self, client: MasterClient, store: Store, progress: LabelProgress | None) -> int:
-        """Print the outcome, of this process and of the job; return the exit code."""
+        """Print the outcome of this process and of the job; return the exit code."""
         labels = self._final_labels(client, store)
         folders = _label_folders(store, self._job)
         missing, gone = self._missing(labels, folders)
@@ -295,7 +295,7 @@ class _Worker:
         if progress is not None and self._key is not None:
             print(
                 f"{progress.labelled:,} {kind} labelled here by {model_of(self._key)} in {progress.seconds:.1f} s; "
-                f"{progress.known:,} had a label in {self._options.output} before"
+                f"{progress.known:,} already had a label in {self._options.output}"
             )
         print(f"job {self._job}: {labels['units_done'] - missing:,} of {labels['units']:,} {kind} have a label")
         if self._key is not None and (progress is not None or labels["units_done"]):
@@ -306,14 +306,14 @@ class _Worker:
         if missing or gone:
             what = f"{missing:,} {kind} are missing" if missing else "labels are missing"
             where = f"folder {gone[0]} is gone" if gone else "their folder was deleted or used for other data"
-            raise ConflictError(f"{what}, though the job was done with them ({where}): label again with another --job")
+            raise ConflictError(f"{what}, though the job had finished them ({where}): label again with another --job")
         if labels["shards"]["poisoned"]:
             _list_poisoned(labels)
             return EXIT_POISONED
         return 0
 
     def _missing(self, labels: Mapping[str, Any], folders: Mapping[str, list[str]]) -> tuple[int, list[str]]:
-        """Return how many labels are gone that were on disk, and which folders are, as far as this host can see."""
+        """Return how many labels on disk are gone, and which folders, as far as this host can see."""
         here = [Path(folder) for folder, hosts in folders.items() if socket.gethostname() in hosts]
         gone = [str(folder) for folder in here if not folder.is_dir()]
         data, key = self._guard.data, self._key
@@ -343,7 +343,7 @@ class _Worker:
         return len(missing), gone
 
     def _final_labels(self, client: MasterClient, store: Store) -> Mapping[str, Any]:
-        """Return the last report of the labels. The process of the master may have ended since."""
+        """Return the last report of the labels. The master's process may have ended since."""
         with contextlib.suppress(DiscoveryError):
             labels = _labels_of(read_report(store, self._job))
             if labels is not None and labels["finished"]:
@@ -351,14 +351,14 @@ class _Worker:
         labels = _labels_of(client.status())
         if labels is None:
             raise PermanentError(
-                f"the store lost the progress of job {self._job!r}; the labels in the folder stay: run the same "
-                "command with another --job"
+                f"the store lost the progress of job {self._job!r}; the labels in the folder are kept: run the "
+                "same command with another --job"
             )
         return labels
 
 
 class _MasterShards(ShardSource):
-    """The shards that a reader gets from the master; `on_done` is called once, before the first is reported done."""
+    """Shards that a reader gets from the master. `on_done` is called once, before the first report of a done shard."""
 
     def __init__(self, reader: ShardReader, on_done: Callable[[], None]) -> None:
         self._reader: Final = reader
@@ -371,7 +371,7 @@ class _MasterShards(ShardSource):
         if self._reader.away_s > _MASTER_S:
             raise NoMasterError(
                 f"no master has answered for {_MASTER_S:g} s. All labels so far are on disk: run the same command "
-                "again when the store answers"
+                "again when the store responds"
             )
         return None
 
@@ -391,7 +391,7 @@ class _MasterShards(ShardSource):
 
 
 def _labels_of(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the part of a master's report that is about the labels, if there is one."""
+    """Return the labels' entry in a master's report, if there is one."""
     datasets = report.get("datasets") if report is not None else None
     found = [each for each in datasets or () if isinstance(each, dict) and each.get("name") == _DATASET]
     return found[0] if found else None
@@ -405,7 +405,7 @@ def _who(labels: Mapping[str, Any], here: LabelProgress) -> str:
 
 def _list_poisoned(labels: Mapping[str, Any]) -> None:
     poisoned = labels["shards"]["poisoned"]
-    print(f"{counted(poisoned, 'shard')} given up, with rows that no teacher labels:", file=sys.stderr)
+    print(f"{counted(poisoned, 'shard')} given up, with rows that no teacher could label:", file=sys.stderr)
     listed = labels["poisoned"][:_MOST_LISTED]
     for shard in listed:
         failures = shard["failures"]
@@ -417,16 +417,16 @@ def _list_poisoned(labels: Mapping[str, Any]) -> None:
         )
     if poisoned > len(listed):
         print(f"  and {poisoned - len(listed):,} more", file=sys.stderr)
-    print("The same command with --retry-poisoned tries them again.", file=sys.stderr)
+    print("The same command with --retry-poisoned retries them.", file=sys.stderr)
 
 
 def _note_folder(store: Store, job: str, folder: str) -> None:
-    """Write down that this host has labels of the job in a folder, so that each process can list all folders."""
+    """Record in the store that this host has labels of the job in a folder, so that every process can list them."""
     value = json.dumps({"host": socket.gethostname(), "folder": os.path.realpath(folder)}).encode()
     try:
         store.put(f"{_folders_key(job)}{hashlib.blake2b(value, digest_size=8).hexdigest()}", value)
-    except DiscoveryError as exc:  # a store that is away is not a reason to stop
-        logger.warning("the store does not know that %s has labels of the job: %s", folder, exc)
+    except DiscoveryError as exc:  # an outage of the store is no reason to stop
+        logger.warning("the store has no record that %s has labels of the job: %s", folder, exc)
 
 
 def _label_folders(store: Store, job: str) -> dict[str, list[str]]:
@@ -438,7 +438,7 @@ def _label_folders(store: Store, job: str) -> dict[str, list[str]]:
                 value = json.loads(entry.value)
                 found.setdefault(str(value["folder"]), []).append(str(value["host"]))
             except (ValueError, TypeError, KeyError):
-                logger.warning("the store has nonsense at %s", entry.key)
+                logger.warning("invalid record in the store at %s", entry.key)
     except DiscoveryError as exc:
         logger.warning("the folders of the job are unknown: %s", exc)
     return {folder: sorted(hosts) for folder, hosts in sorted(found.items())}

@@ -1,7 +1,7 @@
-"""`edl master`: hands a job's data out to its workers, shard by shard, and loses none.
+"""`edl master`: hand out a job's data to its workers in shards, without losing any.
 
-Beside the master, an advisor decides how many teachers and workers are wanted: the command joins the job's ledger
-(`edl.collective`) with the advisor (`edl.master.scaling`), which know nothing of each other.
+Beside the master, an advisor decides how many teachers and workers are wanted: the command connects the job's ledger
+(`edl.collective`) with the advisor (`edl.master.scaling`), which do not import each other.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from edl.settings import Credentials, DiscoverySettings
 logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
-"""How soon a signal, the end of the job or a failure is noticed."""
+"""Poll interval for a signal, the end of the job or a failure."""
 _ASK_S: Final = 10.0
-"""How long a master that leads may take to put poisoned shards back, or to hear that a source has grown."""
+"""Timeout for a leading master to put poisoned shards back, or to record that a source has grown."""
 _POISONED, _BY_SIGNAL = 3, 128
-"""Exit codes: shards were given up; and, as in a shell, 128 and the signal's number."""
+"""Exit codes: shards were given up; and, as in a shell, 128 plus the signal's number."""
 
 _OPTION_OF: Final = {
     **dict.fromkeys(("kind", "location", "units"), "--data"),
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     credentials = Credentials.of_options(vars(options))
     journal = options.journal or _default_journal(url, options.job)
     if options.new and not journal.startswith("sqlite:"):
-        raise SettingsError("--new: a journal in the store is not set aside; choose another name for the job")
+        raise SettingsError("--new: a journal in the store cannot be set aside; choose another job name")
     if options.retry_poisoned and options.data is None:
         _check_known(options.job, url, credentials, journal)
     settings = MasterSettings(
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         credentials=credentials,
     )
     if not url.startswith("sqlite:") and is_loopback(options.host):
-        logger.warning("workers of other hosts do not reach %s: --host :: listens for them, too", options.host)
+        logger.warning("workers on other hosts cannot reach %s: --host :: listens for them too", options.host)
     warn_of_open_port(options.host, credentials)
     dataset = _dataset(options)
     specs = {} if dataset is None else {options.name: dataset.spec}
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     metrics = CollectorRegistry()
     master: MasterServer | None = None
     with collect_signals() as caught, contextlib.ExitStack() as stack:
-        # The master comes last: with --new it sets a journal aside, so all that may fail must have been checked.
+        # The master starts last: with --new it sets a journal aside, so everything that may fail must come before.
         if options.http_port is not None:
             stack.enter_context(_page(options, url, credentials, metrics))
         if not options.no_advice:
@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
             if options.retry_poisoned and master.rival:
                 return _retry(options.job, url, credentials, specs)
         if caught:
-            logger.warning("stopped by %s; the same command goes on from here", signal.Signals(caught[0]).name)
+            logger.warning("stopped by %s; the same command continues from here", signal.Signals(caught[0]).name)
             return _BY_SIGNAL + caught[0]
         if master.failure is not None:
             raise _by_option(master.failure)
@@ -136,8 +136,8 @@ def main(argv: Sequence[str]) -> int:
 def _page(
     options: argparse.Namespace, url: str, credentials: Credentials, metrics: CollectorRegistry
 ) -> contextlib.AbstractContextManager[object]:
-    """Serve the page of this job: `edl dashboard`'s, with the metrics that only the master has."""
-    from edl.dashboard.server import DashboardServer, DashboardSettings  # aiohttp is there where a page is wanted
+    """Serve this job's dashboard, with the metrics that only the master has."""
+    from edl.dashboard.server import DashboardServer, DashboardSettings  # here, because only a page needs aiohttp
 
     settings = DashboardSettings(
         url,
@@ -153,7 +153,7 @@ def _page(
 
 
 class _StreamFollower:
-    """Follows the data set that a master was started with, if that grows, while the master leads."""
+    """Follows the data set that a master was started with, if the data set grows, while the master leads."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class _StreamFollower:
         self._follower: Follower | None = None
 
     def check(self) -> None:
-        """Follow if the master leads, and not if it stands by; raise the EDLError that ended the follower."""
+        """Follow while the master leads, and stop while it stands by; raise the EDLError that ended the follower."""
         if self._dataset is None:
             return
         if not self._master.is_leader:
@@ -271,24 +271,24 @@ def _default_journal(url: str, job: str) -> str:
     if parts.scheme != "sqlite":
         return "store:"
     file = f"{quote(job, safe='')}.master.sqlite"
-    folder = Path("/" + unquote(parts.path).lstrip("/")).parent  # "//" at the beginning names the same place
+    folder = Path("/" + unquote(parts.path).lstrip("/")).parent  # a leading "//" names the same place
     return f"sqlite://{quote(str(folder / file))}"
 
 
 def _check_known(job: str, url: str, credentials: Credentials, journal: str) -> None:
-    """Refuse to retry shards of a job that has had no master: its name was probably mistyped."""
+    """Refuse to retry shards of a job that never had a master: its name was probably mistyped."""
     if journal.startswith("sqlite:") and Path(unquote(urlsplit(journal).path)).exists():
         return
     reports = report_key("")
     with open_store(url, credentials=credentials) as store:
         known = sorted(entry.key.removeprefix(reports) for entry in store.list(reports))
     if job not in known:
-        near = did_you_mean(job, known) or f"; there is {listed(known) or 'none at all'}"
-        raise SettingsError(f"--retry-poisoned: no master has had a job {job!r} here{near}")
+        near = did_you_mean(job, known) or f"; known jobs: {listed(known) or 'none'}"
+        raise SettingsError(f"--retry-poisoned: no master here has had a job {job!r}{near}")
 
 
 def _retry(job: str, url: str, credentials: Credentials, specs: Mapping[str, DatasetSpec]) -> int:
-    """Ask the master that leads to put poisoned shards back, unless it has other data than this command."""
+    """Ask the leading master to put poisoned shards back, unless its data differ from this command's."""
     with MasterClient(job, url, timeout_s=_ASK_S, credentials=credentials) as client:
         for name, spec in specs.items():
             if client.describe_dataset(name) is not None:
@@ -311,7 +311,7 @@ def _by_option(failure: BaseException) -> BaseException:
 
 
 def _conclude(job: str, status: dict[str, Any], seconds: float) -> int:
-    """Print what became of each data set; return the exit code."""
+    """Print the outcome of each data set; return the exit code."""
     poisoned = 0
     for dataset in status["datasets"]:
         shards = dataset["shards"]
@@ -327,21 +327,21 @@ def _conclude(job: str, status: dict[str, Any], seconds: float) -> int:
 
 
 def default_host(store_url: str) -> str:
-    """Return where a master listens by default: for this host only if the store is a file, which no other host has.
+    """Return a master's default listen address: this host only if the store is a file, which other hosts cannot open.
 
-    Otherwise at all addresses, IPv6 and IPv4: whichever process on many hosts leads, the others must reach it.
+    Otherwise all addresses, IPv6 and IPv4: processes on all hosts must reach the one that leads.
     """
     return "127.0.0.1" if store_url.startswith("sqlite:") else "::"
 
 
 def warn_of_open_port(host: str, credentials: Credentials) -> None:
-    """Log a warning if other hosts reach a master that asks them for nothing."""
+    """Log a warning if other hosts can reach a master that requires neither a token nor a certificate."""
     mutual_tls = credentials.cert is not None and credentials.ca is not None
     if is_loopback(host) or credentials.token_file is not None or mutual_tls:
         return
     logger.warning(
-        "the master listens on %s without a token: anyone who reaches its port can take the job's shards and report "
-        "them; set --token-file, or --host ADDRESS (docs/security.md)",
+        "the master listens on %s without a token: anyone who reaches its port can take and report the job's shards; "
+        "set --token-file, or --host ADDRESS (docs/security.md)",
         host,
     )
 
@@ -349,11 +349,11 @@ def warn_of_open_port(host: str, credentials: Credentials) -> None:
 # --- Advice ---
 
 _SAMPLE_S: Final = 10.0
-"""Between two samples of a job's rate: workers report theirs over several seconds."""
+"""Interval between samples of a job's rate: workers average theirs over several seconds."""
 _PAUSE_S: Final = 30.0
-"""Assumed cost of a change of a job's size, until it has been measured."""
+"""Assumed cost of resizing a job, until it has been measured."""
 _PAUSES: Final = ("rendezvous", "load", "rollback")
-"""Categories of time that a change of a job's size costs: workers meet, load the state, and repeat lost work."""
+"""Time categories that resizing a job costs: workers meet, load the state, and repeat lost work."""
 
 
 def _open_advisor(store: Store, options: argparse.Namespace, leads: Callable[[], bool]) -> ScalingAdvisor:
@@ -372,7 +372,7 @@ def _open_advisor(store: Store, options: argparse.Namespace, leads: Callable[[],
 class WorkerAdviser:
     """Decides how many workers a job should have, from the ledger that its agents keep in the Store.
 
-    `leads` tells whether the caller's master leads: one that stands by gives no advice on the job's workers.
+    `leads` returns whether the caller's master leads: a standby gives no advice about workers.
     """
 
     def __init__(
@@ -400,7 +400,7 @@ class WorkerAdviser:
         self._advice: WorkerAdvice | None = None
 
     def __call__(self) -> WorkerAdvice | None:
-        """Return how many workers the job should have; None while it does not run, shows no rate, or another leads."""
+        """Return how many workers the job should have; None if it does not run, has no rate, or a rival leads."""
         if not self._leads():
             self._advice = None
             return None
@@ -411,9 +411,9 @@ class WorkerAdviser:
         self._advice = None
         try:
             summary = read_job(self._store, self._job, self._clock())
-        except (SettingsError, ProtocolError):  # there is no such job yet, or it is another version's
+        except (SettingsError, ProtocolError):  # the job does not exist yet, or a different version wrote it
             return None
-        settled = summary.generation == self._generation  # else the rate may be that of the size before
+        settled = summary.generation == self._generation  # else the rate may be the previous size's
         self._generation = summary.generation
         rate = summary.samples_per_s or summary.steps_per_s
         if summary.state != "running" or summary.world_size < 1 or not rate:
@@ -438,7 +438,7 @@ class WorkerAdviser:
             max_workers=self._most,
             history=self._history,
             now_s=now_s,
-            remaining=None if left_s is None else left_s * rate,  # the master's units may be others than the job's
+            remaining=None if left_s is None else left_s * rate,  # the master's units may differ from the job's
             pause_s=paused_s / (summary.generation + 1) or _PAUSE_S,
             age_s=summary.elapsed_s,
             moves=max(summary.generation, 0),

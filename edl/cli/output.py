@@ -1,4 +1,4 @@
-"""What commands print: a console, text of others made safe for a terminal, and durations in words."""
+"""Output of commands: a console, text made safe for a terminal, progress bars, and durations in words."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from rich.text import Text
 T = TypeVar("T")
 
 _LINE_EVERY_S: Final = 5.0
-"""Time between two lines of progress, if the output is a file or a pipe. A terminal has a bar."""
+"""Time between two lines of progress if the output is a file or a pipe. A terminal shows a bar."""
 
 
 def console(width: int) -> Console:
-    """Return standard output, `width` columns wide unless it is a terminal: a program's reader has no width."""
+    """Return standard output as a console, `width` columns wide unless it is a terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else width)
 
 
 def printable(text: str) -> str:
-    """Return `text` without control characters: a name from elsewhere could contain escape sequences."""
+    """Replace control characters in `text`: a name from another host could contain escape sequences."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 
 def table(headings: Sequence[str], rows: Iterable[Iterable[str | Text]], numbers: Sequence[str] = ()) -> Table:
-    """Return a table without lines; the columns in `numbers` are aligned to the right. Cells are made `printable`."""
+    """Return a table without lines; columns in `numbers` are right-aligned. Cells are made `printable`."""
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         found.add_column(heading, overflow="fold", justify="right" if heading in numbers else "left")
@@ -49,9 +49,9 @@ def show_looks(
     *,
     facts: Callable[[T], object] | None = None,
 ) -> None:
-    """Show looks as they come: in place on a terminal, otherwise below each other, or with `to_json` as lines of JSON.
+    """Show each look: in place on a terminal, otherwise one below the other, or with `to_json` as lines of JSON.
 
-    With `facts`, a look whose facts are those of the look before gets no new line.
+    With `facts`, a look is skipped if its facts equal the last one's.
     """
     screen = console(width)
     with contextlib.ExitStack() as stack:
@@ -74,14 +74,14 @@ def show_looks(
 
 
 ShowProgress: TypeAlias = Callable[[int, int | None, str], None]
-"""Shows how much of a whole is done, if that is known, and a text."""
+"""Shows the amount done, the total (None if unknown), and a text."""
 
 
 @contextlib.contextmanager
 def open_progress(
     screen: Console, columns: Sequence[ProgressColumn], write_line: Callable[[int, int | None, str], None]
 ) -> Iterator[ShowProgress]:
-    """Show progress: with a bar of `columns` on a terminal, otherwise with a line every few seconds."""
+    """Show progress: a bar of `columns` on a terminal, otherwise a line every few seconds."""
     if screen.is_terminal:
         with Progress(*columns, console=screen) as bar:
             task = bar.add_task("", total=None)
@@ -99,12 +99,12 @@ def open_progress(
 
 
 def counted(number: int, name: str) -> str:
-    """Return a number with the name of what it counts."""
+    """Return a number and a noun, in the plural if needed."""
     return f"{number:,} {name}{'s' if number != 1 else ''}"
 
 
 def last_line(message: str) -> str:
-    """Return the last line: the one of a traceback that says what happened."""
+    """Return the last line, which in a traceback says what happened."""
     return message.strip().rpartition("\n")[2].strip()
 
 

@@ -1,7 +1,7 @@
-"""`edl report`: a picture of a job: what its nodes did when, how far it got, and the goodput.
+"""`edl report`: draw a job: what its nodes did and when, its progress, and its goodput.
 
-Within a span of a node's time the categories are stacked by their share: in the file, frequent short saves are a thin
-stripe along a long bar, and areas are amounts of time. matplotlib is imported only when it draws.
+Within a span of a node's time, categories are stacked by their share: in the file, frequent short saves form a thin
+stripe along a long bar, and areas are amounts of time. matplotlib is imported only for drawing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from edl.settings import DiscoverySettings
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# One letter for each state, so that a file or a terminal without colours shows the same.
+# One letter for each state, for files and terminals without colours.
 _LETTERS = {
     TimeCategory.TRAIN: "━",
     TimeCategory.SAVE: "s",
@@ -56,11 +56,11 @@ _MARKERS: Final[Mapping[str, tuple[str, str]]] = {
     "generation": ("|", "#000000"),
 }
 _NAME_WIDTH = 20
-"""Characters of a node's name: the end of a host's name tells nodes apart, and the rest is for the timeline."""
+"""Characters of a node's name: its end distinguishes nodes, and the rest of the line is for the timeline."""
 _MAX_ROWS = 20
-"""Nodes, and events: with both the report fits on a screen or two."""
+"""Maximum number of nodes, and of events: the report fits on a screen or two."""
 _MAX_DRAWN: Final = 40
-"""Nodes in the file: about 12 inches of picture, which is a page."""
+"""Maximum number of nodes in the file: about 12 inches, one page."""
 _WIDTH = 120
 """Characters of a line if the output is not a terminal."""
 _FORMATS: Final = (".png", ".svg", ".pdf")
@@ -113,7 +113,7 @@ def _headline(summary: JobSummary) -> str:
 
 
 def _rows(summary: JobSummary, most: int) -> list[tuple[str, float, Sequence[Span]]]:
-    """Return name, beginning in seconds since the job began, and spans: of the job, then of the latest nodes."""
+    """Return name, start in seconds after the job's, and spans, for the job and then the latest nodes."""
     nodes = sorted(summary.nodes, key=lambda node: node.began)[-most:]
     rows = [(node.node, node.began - summary.began, node.record.spans) for node in nodes]
     return [("the job", 0.0, summary.spans), *rows]
@@ -137,7 +137,7 @@ def _print_timeline(summary: JobSummary, console: Console) -> None:
 
 
 def _main_categories(spans: Sequence[Span], begin_s: float, width_s: float, count: int) -> list[TimeCategory | None]:
-    """Return the main category of each of `count` columns, None where the spans cover less than half of it."""
+    """Return the main category of each of `count` columns, None if spans cover less than half of the column."""
     sums = [[0.0] * len(TimeCategory) for _ in range(count)]
     for span in spans:
         end_s = begin_s + span.length_us / 1e6
@@ -160,9 +160,9 @@ def _print_events(summary: JobSummary, console: Console) -> None:
 
 
 def _draw_picture(summary: JobSummary, path: Path) -> None:
-    """Write the picture of a job to a file, whose suffix chooses the format."""
+    """Draw a job into a file; the suffix sets the format."""
     if path.suffix.lower() not in _FORMATS:
-        raise SettingsError(f"{str(path)!r}: a picture's name ends in {', '.join(_FORMATS)}")
+        raise SettingsError(f"{str(path)!r}: a picture's name must end in {', '.join(_FORMATS)}")
     from matplotlib.figure import Figure
 
     rows = _rows(summary, _MAX_DRAWN)
@@ -202,7 +202,7 @@ def _draw_timeline(axes: Axes, summary: JobSummary, rows: Sequence[tuple[str, fl
         _draw_row(axes, place, begin_s, spans, unit_s)
     places = {name: place for place, (name, _, _) in enumerate(rows)}
     happened = [(event.at, event.node, event.kind) for event in summary.events]
-    # An agent that is lost could not record that itself.
+    # A lost agent could not record its own loss.
     happened += [(node.record.until_us / 1e6, node.node, "lost") for node in summary.nodes if node.state == "lost"]
     for kind in dict.fromkeys(kind for _, _, kind in happened):
         marker, colour = _MARKERS.get(kind, (".", _NEUTRAL))
@@ -238,7 +238,7 @@ def _draw_row(axes: Axes, place: int, begin_s: float, spans: Sequence[Span], uni
         edges.append(edges[-1] + span.length_us / 1e6 / unit_s)
     height = 0.62 if place else 0.85
     low = place + height / 2  # the y-axis points down
-    for state in reversed(TimeCategory):  # each covers the lower part of the one before, so no gap shows between them
+    for state in reversed(TimeCategory):  # each covers the lower part of the previous one, so there are no gaps
         if any(span.amounts[state] for span in spans):
             tops = [low - height * sum(span.amounts[: state + 1]) / span.length_us for span in spans]
             axes.fill_between(edges, low, [*tops, tops[-1]], step="post", color=_COLOURS[state], linewidth=0)
@@ -262,7 +262,7 @@ def _draw_progress(axes: Axes, summary: JobSummary) -> None:
         edges.append(edges[-1] + span.length_us / 1e6 / unit_s)
     sizes = [span.workers if span.running else 0 for span in summary.spans]
     size.stairs(sizes, edges, fill=True, color="#9d755d", alpha=0.18)
-    size.set_ylabel("ranks that run", color="#9d755d")
+    size.set_ylabel("running ranks", color="#9d755d")
     size.set_ylim(0, 1.6 * max([1, *sizes]))
     size.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     size.spines[["top"]].set_visible(False)

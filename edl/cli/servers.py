@@ -1,7 +1,7 @@
 """Commands that serve in the foreground until a signal: `edl store`, `edl dashboard`, `edl proxy` and `edl operator`.
 
-Each parses its options, starts a server of the library, and waits. A server's packages are imported when it starts,
-since the help of a command must not wait for aiohttp or gRPC.
+Each parses its options, starts one of the library's servers, and waits. A server's packages are imported at its start,
+so that `--help` does not wait for aiohttp or gRPC.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from edl.settings import Credentials, DiscoverySettings
 logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
-"""How soon a signal or a failure is noticed."""
+"""Poll interval for a signal or a failure."""
 _BY_SIGNAL: Final = 128
-"""Exit code: as in a shell, this and the signal's number."""
+"""Exit code: as in a shell, this plus the signal's number."""
 _STORE_PORT: Final = 29400
 _PAGE_PORT: Final = 8650
-"""Default ports: those of `edl.discovery.served.store` and `edl.dashboard.server`, which are slow to import."""
+"""Default ports, the same as in `edl.discovery.served.store` and `edl.dashboard.server`, which are slow to import."""
 
 
 def _wait(caught: Sequence[int], check: Callable[[], None] = lambda: None) -> int:
-    """Wait for a signal; return its number. `check` is called until then, and raises what went wrong."""
+    """Wait for a signal; return its number. `check` is called repeatedly, and raises the server's error."""
     while not caught:
         check()
         time.sleep(_POLL_S)
@@ -49,7 +49,7 @@ def _wait(caught: Sequence[int], check: Callable[[], None] = lambda: None) -> in
 
 
 def _server_credentials(options: object, *, environ: bool) -> Credentials:
-    """Return what the options say. The environment's are those that this host shows to teachers."""
+    """Return the options' credentials, with the environment's only if `environ`: elsewhere those are for teachers."""
     names = ("tls_ca", "tls_cert", "tls_key", "token_file", "allow_insecure_tokens")
     given = {name.removeprefix("tls_"): getattr(options, name) for name in names}
     return Credentials.of(**given, environ=None if environ else {})
@@ -71,7 +71,7 @@ examples:
       only for processes with that CA's certificate (set EDL_TLS_CA, EDL_TLS_CERT and EDL_TLS_KEY there)"""
 
 _MOST_NBYTES: Final = 256 << 20
-"""Largest size of all values together. They lie in a file on disk; an agent's store lies in memory and takes less."""
+"""Maximum total size of all values, in a file on disk. An agent's store is in memory and allows less."""
 
 
 def store(argv: Sequence[str]) -> int:
@@ -87,7 +87,7 @@ def store(argv: Sequence[str]) -> int:
     log_to_stderr("edl store", verbose=options.verbose, log_format=options.log_format)
     given = _server_credentials(options, environ=True)
     if (options.tls_ca or options.tls_cert) and not (given.ca and given.cert):
-        raise SettingsError("a store speaks mutual TLS or none: set --tls-ca, --tls-cert and --tls-key")
+        raise SettingsError("a store uses mutual TLS or none: set --tls-ca, --tls-cert and --tls-key")
     if "://" in options.file:
         meant = unquote(urlsplit(options.file).path) if options.file.startswith("sqlite:///") else ""
         hint = f"did you mean /{meant.lstrip('/')}?" if meant else "the file's path is expected, such as store.sqlite"
@@ -127,13 +127,13 @@ def store(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Refuse to serve a file that another `edl store` serves, since their clients would miss each other's changes.
+    """Refuse to serve a file that another `edl store` serves: their clients would miss each other's changes.
 
-    Two locks are held, which the kernel releases when the process ends, also if it was killed. One is on a file beside
-    the store's, which names the process and stays: it counts when another file takes the place of the store's. The
-    other is on the store's file itself, and counts for a hard link, or when the first lock's file was removed. Other
-    commands can still open the file (`sqlite://`) beside the server: SQLite takes locks of another kind (`fcntl`). On
-    NFS they are of the same kind, and the second lock would keep SQLite out.
+    It holds two locks, which the kernel releases when the process ends, even if killed. One is on a file beside the
+    store's, which names the process and is never deleted: it still holds if the store's file is replaced. The other is
+    on the store's file itself, for hard links and for a removed lock file. Other commands can still open the file
+    (`sqlite://`) beside the server: SQLite uses a different kind of lock (`fcntl`). On NFS both kinds are the same, so
+    the second lock would block SQLite and is not taken.
     """
     file = Path(os.path.realpath(path))
     note = Path(f"{file}.lock")
@@ -150,17 +150,15 @@ def _alone(path: Path) -> Iterator[None]:
             held.callback(lock.close)
             if not lock.take(fcntl.LOCK_EX):
                 holder = note.read_text(errors="replace").strip() or "another process"
-                raise SettingsError(
-                    f"--file {path} is served already, by {holder}: stop that one, or name another file"
-                )
+                raise SettingsError(f"--file {path} is already served by {holder}: stop that one, or name another file")
 
         try:
             note.parent.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
-            raise SettingsError(f"--file {path}: {note.parent} cannot be made: {exc.strerror}") from exc
+            raise SettingsError(f"--file {path}: {note.parent} cannot be created: {exc.strerror}") from exc
         hold(note)
         if not mounts.is_shared(mounts.file_system(str(file), mounts.read_mounts())):
-            open_store(f"sqlite://{quote(str(file))}").close()  # makes it; an empty file without its journal is not one
+            open_store(f"sqlite://{quote(str(file))}").close()  # creates it, with its journal
             hold(file)
         note.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
         yield
@@ -189,7 +187,7 @@ page unless --token-file is given. /metrics is for Prometheus, /healthz for prob
 dashboard and explains each metric."""
 
 _KUBE_TIMEOUT_S = 3.0
-"""Timeout of the API server: reading the store waits for it."""
+"""Timeout of API requests: reading the store waits for them."""
 
 
 def dashboard(argv: Sequence[str]) -> int:
@@ -238,7 +236,7 @@ def dashboard(argv: Sequence[str]) -> int:
     with collect_signals() as caught, DashboardServer(settings) as server:
         print(printable(f"The page of {shown_url(url)} is at {server.url} ; Ctrl-C ends it."), flush=True)
         if options.open and not webbrowser.open(server.url):
-            print("no browser could be started: open that address in one")
+            print("could not start a browser: open that address in one")
         _wait(caught)
     return 0
 
@@ -281,7 +279,7 @@ service), /livez while this process runs; /metrics is for Prometheus. While no t
 Start one for each trainer, or one for all. On SIGTERM it refuses new requests and answers pending ones (--drain).
 Exit codes: 0 ended, 1 not everything was answered in time, 2 wrong usage."""
 
-_EXIT_CUT = 1  # not everything was answered in time, as `edl serve` has it
+_EXIT_CUT = 1  # not everything was answered in time, as in `edl serve`
 
 
 def proxy(argv: Sequence[str]) -> int:
@@ -333,14 +331,14 @@ def proxy(argv: Sequence[str]) -> int:
             flush=True,
         )
         _wait(caught)
-        logger.info("refusing new requests; answers under way have %g s", options.drain)
+        logger.info("refusing new requests; pending requests have %g s", options.drain)
         return 0 if server.drain(options.drain) else _EXIT_CUT
 
 
 def _services_by_name(given: Sequence[str], model: str) -> dict[str, str]:
     if model:
         if len(given) > 1 or "=" in given[0]:
-            raise SettingsError(f"--model {model!r} names one SERVICE: write NAME=SERVICE for each instead")
+            raise SettingsError(f"--model {model!r} applies to one SERVICE: write NAME=SERVICE for each instead")
         return {model: given[0]}
     found = {}
     for text in given:
@@ -409,7 +407,7 @@ def operator(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     log_to_stderr("edl operator", verbose=options.verbose, log_format=options.log_format)
     if options.all_namespaces and options.namespace:
-        raise SettingsError("--all-namespaces beside --namespace: give either")
+        raise SettingsError("--all-namespaces and --namespace cannot be combined")
     if "" in options.namespace:
         raise SettingsError("--namespace '': expected a name")
 
@@ -434,5 +432,5 @@ def operator(argv: Sequence[str]) -> int:
             health = f"; health and metrics on port {running.port}" if running.port is not None else ""
             logger.info("working on %s%s", where, health)
             number = _wait(caught)
-            logger.info("ending by %s; pods keep running", signal.Signals(number).name)
+            logger.info("stopped by %s; pods keep running", signal.Signals(number).name)
         return _BY_SIGNAL + number

@@ -1,4 +1,4 @@
-"""`edl status`: the members of a job, what it does, and where its time went; on Kubernetes also what it waits for."""
+"""`edl status`: show a job's members, state and lost time; on Kubernetes also what it waits for."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from edl.master.kube.operator.owner_keys import delete_job_keys
 from edl.settings import DiscoverySettings
 
 _MOST_POISONED = 5
-"""Shards listed with their reason; the others are counted."""
+"""Maximum number of shards listed with their reason; the others are only counted."""
 
 
 def master_lines(master: MasterStatus) -> Iterator[Text]:
-    """Yield lines about a master: its place, then its data sets, poisoned shards first with their reasons."""
+    """Yield lines about a master: state and endpoint, then its data sets, poisoned shards first with their reasons."""
     term = f", term {master.term}" if master.term is not None else ""
     where = f" at {printable(master.endpoint)}" if master.endpoint else ""
     age = f", last heard {master.age_s:.0f} s ago" if master.state == "silent" and master.age_s is not None else ""
@@ -71,11 +71,11 @@ def _poisoned(shard: PoisonedShard) -> str:
 
 
 _FALLBACK_S = 3.0
-"""How long a cluster that the user did not name may take to answer: it may have been switched off long ago."""
+"""Timeout of a cluster that the user did not name: it may have been switched off long ago."""
 _EVERY_S = 1.0
-"""Between two looks of `--watch`: agents write about as often."""
+"""Refresh interval of `--watch`: agents write about as often."""
 _MAX_GONE = 5
-"""Nodes that have left and get a line of their own; the others are only counted."""
+"""Maximum number of departed nodes listed; the others are only counted."""
 _WIDTH = 160
 """Characters of a line if the output is not a terminal."""
 
@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.kube or options.namespace is not None or options.context or options.kubeconfig:
         if options.forget:
-            raise SettingsError("--forget is for a job in a store (--store), and not for one of a cluster")
+            raise SettingsError("--forget is for a job in a store (--store), not for one in a cluster")
         with open_cluster(options) as client:
             show_workload(client, options, _shown)
         return 0
@@ -148,18 +148,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _forget(store: Store, job: str) -> int:
-    with contextlib.suppress(ProtocolError):  # what this version cannot read is removed as well
+    with contextlib.suppress(ProtocolError):  # records that this version cannot read are removed too
         read_job_status(store, job, 0)
     if in_use := delete_job_keys(store, job):
         raise SettingsError(f"--forget {job}: {in_use}; stop them first")
-    print(f"job {printable(job)} is removed from the store; its checkpoints stay")
+    print(f"job {printable(job)} is removed from the store; its checkpoints are kept")
     return 0
 
 
 def _show_from_cluster(options: argparse.Namespace, missing: SettingsError) -> bool:
-    """Look in the kubeconfig's cluster, if there is one, for a job that no store knows; return whether it was found.
+    """Look in the kubeconfig's cluster, if there is one, for a job unknown to the store; return whether it was found.
 
-    `missing` says why the store has nothing. That the cluster does not know the job either is an error.
+    `missing` is the store's error. It is an error if the cluster does not know the job either.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -171,20 +171,20 @@ def _show_from_cluster(options: argparse.Namespace, missing: SettingsError) -> b
         except SettingsError as exc:
             raise SettingsError(f"{missing}; in the cluster {exc}") from exc
         except (KubernetesError, PermanentError) as exc:
-            raise SettingsError(f"{missing}; and whether the cluster has it is not known: {exc}") from exc
+            raise SettingsError(f"{missing}; the cluster could not be asked: {exc}") from exc
         show_workload(client, options, _shown)
     return True
 
 
 def _json(status: JobStatus) -> str:
-    """Return the job's entry of the page's `/api/state`, without its history."""
+    """Return the job's entry in `/api/state`, without its history."""
     fields = as_json(status)
     del fields["history"]
     return json.dumps(fields, allow_nan=False)
 
 
 def _looks(store: Store, status: JobStatus, events: int) -> Iterator[tuple[JobStatus, str]]:
-    """Yield the job until it ends, with what troubles the store: an outage is told, and is not the end."""
+    """Yield the job until it ends, with any store error: an outage is reported but does not end it."""
     trouble = ""
     while True:
         yield status, trouble
@@ -194,7 +194,7 @@ def _looks(store: Store, status: JobStatus, events: int) -> Iterator[tuple[JobSt
         try:
             status, trouble = read_job_status(store, status.job, events), ""
         except DiscoveryError as exc:
-            trouble = f"as known last: {exc}"
+            trouble = f"last known state: {exc}"
 
 
 def _view(look: tuple[JobStatus, str]) -> RenderableType:
@@ -249,7 +249,7 @@ def _members(nodes: Sequence[NodeStatus]) -> Table:
     headings = ("node", "ranks", "state", *numbers)
     found = table(headings, (_cells(node)[: len(headings)] for node in nodes if node not in hidden), numbers)
     if hidden:
-        found.add_row(Text(f"and {len(hidden)} that left or were lost before", "dim"))
+        found.add_row(Text(f"and {len(hidden)} that left or were lost earlier", "dim"))
     return found
 
 
@@ -287,7 +287,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Return a duration as people say it: 0.35 s, 12 s, 4 min 05 s, 3 h 20 min."""
+    """Format a duration: 0.35 s, 12 s, 4 min 05 s, 3 h 20 min."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 120:

@@ -1,4 +1,4 @@
-"""`edl teachers`: which teachers are live, once or as it changes; of one service also its load."""
+"""`edl teachers`: list live teachers, once or as the list changes; for one service also its load."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from edl.quoting import clip, did_you_mean, listed
 from edl.settings import DiscoverySettings
 
 _LOOK_S = 1.0
-"""Time between two looks of `--watch` at all services; a single one is watched, and not polled."""
+"""Poll interval of `--watch` for all services; a single service is watched instead."""
 _STALE_S = 60.0
-"""Age from which a wanted count is called old: an advisor that lives writes every few seconds."""
+"""Age from which a wanted count is called old: a running advisor writes every few seconds."""
 _MOST_NOTES = 200
 """Characters of a teacher's tags and metadata; all of them are in the JSON."""
 _WIDTH = 240
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _no_file(url: str) -> bool:
-    """Return whether this is a SQLite file that is not there yet. To look should not make it."""
+    """Return whether this is a SQLite file that does not exist yet: looking should not create it."""
     parts = urlsplit(url)
     try:
         return parts.scheme == "sqlite" and not Path(unquote(parts.path)).stat()
@@ -116,7 +116,7 @@ def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -
         if snapshot.lapsed:
             words = (
                 f"{snapshot.service}: lapsed registrations were not renewed in time: the process is dead or paused, or "
-                "cannot write to the registry. Students use such a teacher for as long as it answers."
+                "cannot write to the registry. Students use such a teacher as long as it responds."
             )
             screen.print(Text(printable(words), "red"))
         for bad in snapshot.rejected:
@@ -129,7 +129,7 @@ def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -
 
 
 def _refuse_unknown(registry: Registry, url: str, snapshot: Snapshot, view: LoadView) -> None:
-    """Raise SettingsError for a service of which the store has nothing at all: its name was probably mistyped."""
+    """Raise SettingsError for a service that the store has no record of: its name was probably mistyped."""
     load = view.load
     if snapshot.instances or snapshot.lapsed or snapshot.rejected or snapshot.stale or view.wanted is not None:
         return
@@ -175,7 +175,7 @@ def _watch(registry: Registry, url: str, service: str | None, *, as_json: bool) 
     if not as_json:
         whom = f"service {service!r}" if service else "all services"
         screen.print(Text(printable(f"Watching {whom} in {url}; Ctrl-C ends.")))
-    # What discovery logs of an outage is told here as a change.
+    # An outage is printed here as a change, so discovery need not log it.
     logging.getLogger("edl.discovery").addHandler(logging.NullHandler())
     known: dict[str, Snapshot] = {}
     for snapshot in _snapshots(registry, service):
@@ -192,15 +192,15 @@ def _print_change(screen: Console, now: float, change: Change) -> None:
     sign, style = _STYLES[change.kind]
     clock = time.strftime("%H:%M:%S", time.localtime(now))
     words = {
-        "stale": f"the registry does not answer, the list is as known last: {change.detail}",
-        "fresh": "the registry answers again",
+        "stale": f"the registry does not respond; showing the last known list: {change.detail}",
+        "fresh": "the registry responds again",
     }.get(change.kind, f"{change.kind}: {change.detail}")
     name = f"{change.service}/{change.id}" if change.id else change.service
     screen.print(Text(printable(f"{clock} {sign} {name} {words}"), style))
 
 
 def _snapshots(registry: Registry, service: str | None) -> Iterator[Snapshot]:
-    """Yield snapshots of a service, or of every service there is or comes to be, as they change."""
+    """Yield snapshots of a service, or of all current and future services, as they change."""
     if service:
         with registry.watch(service) as watch:
             yield from watch
@@ -211,7 +211,7 @@ def _snapshots(registry: Registry, service: str | None) -> Iterator[Snapshot]:
             for name in sorted({*registry.services(), *known}):
                 known[name] = registry.snapshot(name)
             yield from known.values()
-        except DiscoveryError as exc:  # it may be away for a while
+        except DiscoveryError as exc:  # it may be down for a while
             if not known:
                 raise
             yield from (replace(snapshot, stale=str(exc)) for snapshot in known.values())
@@ -220,7 +220,7 @@ def _snapshots(registry: Registry, service: str | None) -> Iterator[Snapshot]:
 
 @dataclass(frozen=True)
 class Change:
-    """An event of a teacher or, if `id` is empty, of the registry itself."""
+    """A change of a teacher or, if `id` is empty, of the registry itself."""
 
     kind: Literal["joined", "left", "lapsed", "changed", "rejected", "stale", "fresh"]
     service: str
@@ -231,7 +231,7 @@ class Change:
 def changes(before: Snapshot | None, after: Snapshot) -> Iterator[Change]:
     """Yield the changes from `before` (None if nothing was known) to `after`, ordered by id.
 
-    While the registry does not answer, `after` repeats what was known last, so no teacher seems to leave.
+    During an outage of the registry, `after` repeats the last known teachers, so none seems to leave.
     """
     service = after.service
     old = {instance.id: instance for instance in before.instances} if before else {}
@@ -285,7 +285,7 @@ def _value(value: object) -> str:
 
 
 def brief_meta(meta: Any, limit: int = 48) -> str:
-    """Return metadata as `key=value key=value`, cut at `limit` characters, without `boot`, which only programs need."""
+    """Return metadata as `key=value key=value`, cut to `limit` characters, without `boot`, which only programs need."""
     in_order = sorted(meta.items(), key=lambda item: (item[0] != "version", item[0]))
     text = " ".join(f"{key}={value}" for key, value in in_order if key != "boot")
     return text if len(text) <= limit else text[: limit - 1] + "…"
@@ -296,10 +296,10 @@ def brief_meta(meta: Any, limit: int = 48) -> str:
 
 @dataclass(frozen=True)
 class LoadView:
-    """A service's load, as the store has it.
+    """A service's load, as read from the Store.
 
-    `load` is None if the Store does not answer, and `trouble` says why; `wanted` is None if no master decides. What
-    teachers whose registration `lapsed` published last says nothing about now.
+    `load` is None if the Store does not respond, and `trouble` says why; `wanted` is None if no master decides. Numbers
+    from teachers whose registration `lapsed` are out of date.
     """
 
     load: ServiceLoad | None
@@ -310,13 +310,13 @@ class LoadView:
 
     @property
     def line(self) -> str:
-        """The load in a line: "3 live; 2 students wait 31% of their time; 5 would do"."""
+        """The load in one line: "3 live; 2 students wait 31% of their time; 5 would do"."""
         if self.load is None:
-            return f"{self.live} live; what students ask is not known: {self.trouble}"
+            return f"{self.live} live; the load of students is unknown: {self.trouble}"
         return _describe_load(self.load, self.live)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the view as JSON shows it."""
+        """Return the fields for JSON output."""
         if self.load is None:
             return {"load": None, "wanted": None, "text": self.line, "load_error": self.trouble}
         required = required_teachers(observe_teachers(self.load, 0.0))
@@ -328,7 +328,7 @@ class LoadView:
         return {"load": load, "wanted": self.wanted, "text": self.line, "load_error": ""}
 
     def renderables(self) -> Iterator[RenderableType]:
-        """Yield what a person sees: rates of teachers, demands of students, and the line."""
+        """Yield the tables of teachers and students, and the summary lines."""
         if self.load is not None and self.load.teachers:
             yield _teachers_load(self.load, self.lapsed)
         if self.load is not None and self.load.students:
@@ -339,7 +339,7 @@ class LoadView:
 
 
 def look(url: str, service: str, live: int, lapsed: frozenset[str] = frozenset()) -> LoadView:
-    """Read what the Store says of a service. An outage is part of the answer."""
+    """Read a service's load from the Store. An outage is part of the result, not an error."""
     try:
         with open_store(url) as store:
             wanted = read_wanted(store, "teachers", service)
@@ -357,12 +357,12 @@ def _describe_load(load: ServiceLoad, live: int) -> str:
     elif load.students:
         parts.append("1 student asks for nothing" if len(load.students) == 1 else "no student asks for anything")
     else:
-        parts.append("no student publishes what it asks")
+        parts.append("no student publishes its load")
     observation = observe_teachers(load, 0.0)
     required = required_teachers(observation)
     if required is None:
         why = "no teacher's rate is known yet" if observation.demand else "no student could ask for anything yet"
-        parts.append(f"how many would do cannot be told: {why}")
+        parts.append(f"how many would do is unknown: {why}")
     elif observation.demand:
         at_least = observation.least_busy_share < TeacherScalingSettings().least_busy_share
         parts.append(f"{required} or more would do" if at_least else f"{required} would do")
@@ -372,7 +372,7 @@ def _describe_load(load: ServiceLoad, live: int) -> str:
 def _wanted_line(wanted: Mapping[str, Any]) -> str:
     count, reason = int(wanted["count"]), wanted["reason"]
     age_s = time.time() - wanted["time"]
-    old = f" {age_s / 60:,.0f} min ago, and no master has said more since" if age_s > _STALE_S else ""
+    old = f" {age_s / 60:,.0f} min ago, with no update from a master since" if age_s > _STALE_S else ""
     return f"wanted{old}: {count}; {reason}"
 
 

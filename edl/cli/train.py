@@ -1,7 +1,7 @@
-"""`edl train`: a trained model from a model definition and a Parquet file, in one command.
+"""`edl train`: train a model from a model definition and a Parquet file, in one command.
 
-The command checks what it can, and starts `edl.train`, the loop, as the program of `edl run` on this machine or, with
-`--image`, of `edl submit` on Kubernetes.
+The command checks its options, and starts the training loop `edl.train` with `edl run` on this machine or, with
+`--image`, with `edl submit` on Kubernetes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ lists come to transform() as lists. --output gets model.safetensors (the weights
 `edl serve --torch-export`, if torch.export can trace the model) and metrics.json (by step)."""
 
 _LAUNCH = ("help_all", "model", "workers", "image", "job", "run", "checkpoint")
-"""Names that are no fields of `edl.train.TrainPlan`, which is not imported here because it imports torch."""
+"""Options that are not fields of `edl.train.TrainPlan`, which is not imported here because it imports torch."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         extra = shlex.split(options.run)
     except ValueError as exc:
-        raise SettingsError(f"--run {options.run!r}: {exc}: quote it as a shell would have it") from exc
+        raise SettingsError(f"--run {options.run!r}: {exc}: quote it as in a shell") from exc
     if not Path(options.model).is_file():
         raise SettingsError(f"{options.model}: there is no such file in {Path.cwd()}")
     if not 0 <= options.alpha <= 1 or options.temperature <= 0:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     if options.image:
         from edl.cli.kube.submit import main as submit
 
-        # The file is the job's script, which `edl submit` sends along; in the pod it is an argument of the module.
+        # `edl submit` sends the file as the job's script; in the pod it is an argument of the module.
         name = ["--name", options.job] if options.job else []
         command = ["--image", options.image, "--workers", options.workers, "--run", "--module edl.train"]
         return submit([*command, *name, *store, *stored, *extra, options.model, plan])

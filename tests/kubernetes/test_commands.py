@@ -33,8 +33,10 @@ def test_life_of_a_job(scene: Scene, person: Person, edl_store: str) -> None:
     said = person.run(*SUBMIT, "--name", "story", "--workers", "1:3", "--env", "STEPS=100000", "steps.py")
     assert "job/story created" in said
     assert "2 workers wanted" in person.run("scale", "story", "2")
-    assert "that file alone" in said
-    assert "is there already" in person.run(*SUBMIT, "--name", "story", "--script-in-image", "steps.py", code=1)
+    assert "only that file" in said
+    assert "already exists in namespace" in person.run(
+        *SUBMIT, "--name", "story", "--script-in-image", "steps.py", code=1
+    )
 
     def is_settled() -> bool:
         """Whether the two that are wanted are there and run: two may have been ready before it was scaled."""
@@ -105,7 +107,7 @@ def test_without_operator(scene: Scene, person: Person, edl_store: str) -> None:
     cluster, namespace = scene.cluster, scene.namespace
     (person.folder / "steps.py").write_text(STEPS)
     said = person.run(*SUBMIT, "--name", "lonely", "--wait", "--timeout", "18", "steps.py", code=124)
-    assert "no operator has taken it up" in said
+    assert "no operator has handled it" in said
     assert "not taken up" in person.run("jobs")
     everywhere = [line for line in person.run("jobs", "-A").splitlines() if "lonely" in line]
     assert any(namespace in line for line in everywhere), everywhere
@@ -116,7 +118,7 @@ def test_without_operator(scene: Scene, person: Person, edl_store: str) -> None:
     pool = ("--teachers", "digits=0:2", "--serve", "digits=--callable teacher.py:predict")
     person.run(*SUBMIT, "--name", "first", *pool, "steps.py")
     said = person.run(*SUBMIT, "--name", "second", *pool, "steps.py", code=1)
-    assert "leave --serve out" in said
+    assert "omit --serve" in said
     assert "taken back" in said, "a script whose job was not made is not left behind"
     names = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
     assert "second" not in names

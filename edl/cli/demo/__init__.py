@@ -1,8 +1,8 @@
-"""`edl demo`: teachers that come and go, and students that never notice, on scikit-learn's handwritten digits.
+"""`edl demo`: train students while teachers come and go, on scikit-learn's handwritten digits.
 
-`models` has the plan (how much of everything), the images, the teacher and the students. `story` runs it all: teachers
-are ordinary `edl serve` processes, students train from a `DistillReader` while a timeline is recorded, and every label
-is checked again. It is a user's program and uses public names; EDL needs nothing of it.
+`models` contains the plan (the amount of everything), the images, the teacher and the students. `story` runs the demo:
+teachers are ordinary `edl serve` processes, students train from a `DistillReader` while a timeline is recorded, and
+every label is checked. Like a user's program, it uses only public names; EDL does not depend on it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The demo's plan, its images, the teacher and the students, and the check of what was delivered.
+"""The demo's plan, images, teacher and students, and the check of the delivered samples.
 
-The images are handwritten digits: 1,797 real ones of 8x8 pixels that come with scikit-learn, and distortions of them.
+The images are handwritten digits: 1,797 real ones of 8x8 pixels, included in scikit-learn, and distortions of them.
 Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
 """
 
@@ -24,7 +24,7 @@ from edl.distill.losses import kl_divergence
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """All that can be chosen.
+    """Settings of the demo.
 
     Attributes:
         out: folder for the picture, the figures and the teachers' logs.
@@ -33,11 +33,11 @@ class DemoPlan:
         rows: images in a step, and in a request to a teacher.
         labelled: images that a seed's students learn from.
         teachers: processes at the start.
-        pause_ms: how much longer a teacher takes for a batch than the little network needs, as a large model would.
-        teacher_epochs: how long the teacher is trained.
+        pause_ms: added time per batch of a teacher, so that the small network takes as long as a large one.
+        teacher_epochs: epochs for which the teacher is trained.
         kill_at, join_at, drain_at: fractions of the epoch at which a teacher is killed, started, drained.
-        temperature: of the softened distributions that the distilled students learn.
-        dashboard: show everything on a page as well.
+        temperature: temperature of the distributions that the distilled students learn.
+        dashboard: also show everything on a web page.
     """
 
     out: Path
@@ -56,7 +56,7 @@ class DemoPlan:
 
     @property
     def batches(self) -> int:
-        """Batches of the epoch: the seeds take turns."""
+        """Batches of the epoch, from each seed in turn."""
         return self.seeds * self.steps
 
     @property
@@ -65,12 +65,12 @@ class DemoPlan:
         return self.batches * self.rows
 
     def seed_of(self, batch: int) -> int:
-        """Whose batch it is."""
+        """Return the seed that a batch belongs to."""
         return batch % self.seeds
 
 
 _HELD_OUT = 600
-"""Digits kept for the accuracy, a third of 1,797: half a percent between students is three digits."""
+"""Digits held out for the accuracy, a third of 1,797: half a percent between students is three digits."""
 
 Batch = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
 """Images float32 [rows, 1, 8, 8], labels int64 [rows], and each sample's number in the epoch int64 [rows]."""
@@ -86,7 +86,7 @@ class Digits:
     test_labels: Tensor
 
     def share(self, seed: int, size: int) -> Tensor:
-        """Return indices of the training images that a seed's students have."""
+        """Return indices of the training images for a seed's students."""
         generator = torch.Generator().manual_seed(1000 + seed)
         return torch.randperm(len(self.images), generator=generator)[:size]
 
@@ -104,7 +104,7 @@ def load() -> Digits:
 
 
 def distort(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Return every image turned by up to 15 degrees, scaled by up to 10%, moved by up to a pixel, with noise."""
+    """Rotate each image by up to 15 degrees, scale it by up to 10%, shift it by up to a pixel, and add noise."""
     count = len(images)
 
     def uniform(*shape: int) -> Tensor:
@@ -122,7 +122,7 @@ def distort(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def batches(digits: Digits, plan: DemoPlan) -> Iterator[Batch]:
-    """Yield the epoch: in turn a batch for every seed, of newly distorted images. The same again at every call."""
+    """Yield the epoch: a batch of newly distorted images for each seed in turn. Every call yields the same batches."""
     generators = [torch.Generator().manual_seed(2000 + seed) for seed in range(plan.seeds)]
     shares = [digits.share(seed, plan.labelled) for seed in range(plan.seeds)]
     for number in range(plan.batches):
@@ -163,7 +163,7 @@ class Teacher(nn.Module):
 
 
 def teacher(pause_ms: float = 0.0) -> nn.Module:
-    """Return what `edl serve --torch-factory edl.cli.demo.models:teacher` builds, before it loads the checkpoint."""
+    """Build the model for `edl serve --torch-factory edl.cli.demo.models:teacher`, which then loads the checkpoint."""
     return Teacher(float(pause_ms))
 
 
@@ -179,7 +179,7 @@ def size(model: nn.Module) -> int:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Share of the images that the model gets right."""
+    """Return the share of images that the model classifies correctly."""
     model.eval()
     right = int((model(images).argmax(dim=1) == labels).sum())
     model.train()
@@ -207,7 +207,7 @@ def train_teacher(digits: Digits, epochs: int, tell: Callable[[int, float], None
 
 
 class ModelPair:
-    """Two students that start equal and see the same images in the same order; only what they learn from differs.
+    """Two students with equal initial weights that see the same images in the same order; only their targets differ.
 
     Attributes:
         alone: learns the images' labels.
@@ -223,7 +223,7 @@ class ModelPair:
         self._learners = [_Learner(model, steps) for model in (self.alone, self.distilled)]
 
     def step(self, images: Tensor, labels: Tensor, logits: Tensor) -> tuple[float, float]:
-        """Take an optimizer step of both; return their losses."""
+        """Take an optimizer step for both; return their losses."""
         hard = F.cross_entropy(self.alone(images), labels)
         soft = kl_divergence(self.distilled(images), logits, temperature=self._temperature)
         for learner, loss in zip(self._learners, (hard, soft), strict=True):
@@ -243,21 +243,21 @@ class _Learner:
         self._schedule.step()
 
 
-# --- The check of what was delivered ---
+# --- Checking the delivered samples ---
 
-# Another batch size rounds otherwise: differences up to 1e-5 were seen. Logits of two images differ by whole units.
+# Different batch sizes round differently: up to 1e-5 was seen. Logits of two images differ by whole units.
 _TOLERANCE = 1e-3
 
 
 class Delivered:
-    """The rows that the students were given, in their order."""
+    """The rows delivered to the students, in order."""
 
     def __init__(self, plan: DemoPlan) -> None:
         self._parts: list[tuple[np.ndarray[Any, Any], ...]] = []
         self.plan = plan
 
     def add(self, *fields: np.ndarray[Any, Any]) -> None:
-        """Add a batch: images, labels, numbers of the samples, logits."""
+        """Add a batch: images, labels, sample numbers, logits."""
         self._parts.append(fields)
 
     def columns(self) -> tuple[np.ndarray[Any, Any], ...]:
@@ -267,15 +267,15 @@ class Delivered:
 
 @dataclass(frozen=True)
 class Findings:
-    """How many samples were wrong, and in which way.
+    """The number of wrong samples, by kind of error.
 
     Attributes:
         checked: samples delivered.
-        lost, repeated: samples that came never, and more than once.
-        changed: image or label is not what the source gave.
-        mislabelled: the teacher's network, run here, gives other logits for that image.
-        out_of_order: samples that came after a sample that should have come later.
-        largest_difference: between logits delivered and computed here.
+        lost, repeated: samples that never arrived, or arrived more than once.
+        changed: samples whose image or label differs from the source's.
+        mislabelled: samples for which the teacher's network, run here, gives different logits.
+        out_of_order: samples that arrived after a later sample.
+        largest_difference: largest difference between logits delivered and computed here.
     """
 
     checked: int
@@ -294,7 +294,7 @@ class Findings:
 
 @torch.no_grad()
 def check(delivered: Delivered, digits: Digits, teacher: nn.Module) -> Findings:
-    """Compare with the source, run once more, and with the teacher's network, run in this process."""
+    """Compare with the source, run again, and with the teacher's network, run in this process."""
     plan = delivered.plan
     images, labels, numbers, logits = delivered.columns()
     times = np.bincount(numbers, minlength=plan.total_rows)

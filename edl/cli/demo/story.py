@@ -1,4 +1,4 @@
-"""The demo from beginning to end: its teachers, an epoch of its students, what happens to both, and how it is shown."""
+"""The demo from start to end: its teachers, an epoch of its students, the events, and the output."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ from edl.testing import LocalTeacher
 
 _SERVICE: Final = "digits"
 _START_S: Final = 120.0
-"""How long a teacher may take to be ready: several import torch at once, on few cores."""
+"""Timeout for a teacher to be ready: several import torch at once, on few cores."""
 _STOP_S: Final = 10.0
-"""How long a teacher may take to drain: it has some ten milliseconds of work left."""
+"""Timeout for a teacher to drain: it has some ten milliseconds of work left."""
 _SAMPLE_S: Final = 0.1
-"""Time between two samples of the counters: the picture's bins of half a second hold five."""
+"""Time between two samples of the counters: five per bin of the plot."""
 _BIN_S: Final = 0.5
 
 _Kind = Literal["kill", "join", "drain"]
@@ -69,28 +69,28 @@ _EVENTS: Final = {
 # --- Printing ---
 
 _Bar: TypeAlias = Callable[[int, str], None]
-"""Shows how much of a step is done, and a text."""
+"""Shows the amount done of a step, and a text."""
 
 
 class Screen:
-    """Prints for people. `console` is rich's."""
+    """Prints the demo's output to a rich console."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
         self._step = 0
 
     def step(self, text: str) -> None:
-        """Say what comes next."""
+        """Print the headline of the next step."""
         self._step += 1
         self.console.print(Text(f"{self._step}. {text}", "bold"))
 
     def say(self, text: str, style: str = "") -> None:
-        """Say something about the present step."""
+        """Print a line about the current step."""
         self.console.print(Text(f"   {text}", style))
 
     @contextmanager
     def log_of(self, logger: str) -> Iterator[None]:
-        """Show what the library logs."""
+        """Show the library's log lines."""
         handler, log = logging.Handler(), logging.getLogger(logger)
         handler.emit = lambda record: self.say(f"{record.name}: {record.getMessage()}", "dim")  # type: ignore[method-assign]
         log.addHandler(handler)
@@ -115,7 +115,7 @@ class Screen:
 
 
 def _start_teacher(name: str, checkpoint: Path, discovery: str, pause_ms: float) -> LocalTeacher:
-    """Start a teacher, without waiting until it serves."""
+    """Start a teacher, without waiting until it is ready."""
     serve = {
         "torch-factory": "edl.cli.demo.models:teacher",
         "checkpoint": checkpoint,
@@ -124,7 +124,7 @@ def _start_teacher(name: str, checkpoint: Path, discovery: str, pause_ms: float)
         "output": "logits:float32[10]",
         "device": "cpu",
         "threads": 1,
-        "linger": "2s",  # this machine is busy, and students may hear of a drain late
+        "linger": "2s",  # this machine is busy, so students may notice a drain late
         "id": name,
     }
     env = {"OMP_NUM_THREADS": "1"}
@@ -132,7 +132,7 @@ def _start_teacher(name: str, checkpoint: Path, discovery: str, pause_ms: float)
 
 
 class _Fleet:
-    """The teachers, by name. A context manager: it ends those that still run, and keeps their logs."""
+    """The teachers, by name. A context manager, which stops those still running and keeps their logs."""
 
     def __init__(self, plan: DemoPlan, checkpoint: Path, discovery: str) -> None:
         self._plan = plan
@@ -143,7 +143,7 @@ class _Fleet:
         self.teachers[name] = _start_teacher(name, *self._where, self._plan.pause_ms)
 
     def exit_code(self, name: str) -> int | None:
-        """Return how a teacher ended, waiting a little for it; None if it still runs."""
+        """Wait briefly for a teacher to end; return its exit code, or None if it still runs."""
         with contextlib.suppress(TimeoutError):
             return self.teachers[name].wait(_STOP_S)
         return None
@@ -166,21 +166,21 @@ class _Fleet:
 
 @contextmanager
 def _page(discovery: str, screen: Screen) -> Iterator[None]:
-    """Serve the page, say where, and have a browser open it if this is a person's terminal."""
+    """Serve the dashboard, print its URL, and open it in a browser if this is a terminal."""
     from edl.dashboard.server import DashboardServer, DashboardSettings
 
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(open_store(discovery))
-        stack.enter_context(ScalingAdvisor(store))  # it says how many teachers would do, and starts none
+        stack.enter_context(ScalingAdvisor(store))  # advises on the number of teachers, and starts none
         server = stack.enter_context(DashboardServer(DashboardSettings(store=discovery, port=0)))
-        screen.step(f"A page shows it all until the demo ends: {server.url}")
+        screen.step(f"The dashboard runs until the demo ends: {server.url}")
         if sys.stdout.isatty() and _is_window():
             webbrowser.open(server.url)
         yield
 
 
 def _is_window() -> bool:
-    """Return whether the browser opens a window: one for terminals would take the demo's."""
+    """Return whether the browser opens a window: a terminal browser would take over the demo's terminal."""
     try:
         return type(webbrowser.get()) is not webbrowser.GenericBrowser
     except webbrowser.Error:
@@ -200,7 +200,7 @@ class TeacherEvent:
 
 
 class _Timeline:
-    """Records a reader's counters in a thread of its own, and what happens to teachers. A context manager."""
+    """Records a reader's counters in a thread, and events of teachers. A context manager."""
 
     def __init__(self, stats: Callable[[], ReaderStats]) -> None:
         self._stats = stats
@@ -210,7 +210,7 @@ class _Timeline:
 
     def __enter__(self) -> _Timeline:
         self._began = time.monotonic()
-        self._sample()  # here, since the thread may get its first turn late
+        self._sample()  # here, since the thread may start late
         self._sampling = BackgroundLoop("edl-demo-timeline", self._sample)
         return self
 
@@ -232,7 +232,7 @@ class _Timeline:
 
 
 class _Troubles:
-    """Kills, starts and drains teachers as the epoch reaches the fractions that the plan names."""
+    """Kills, starts and drains teachers at the plan's fractions of the epoch."""
 
     def __init__(
         self, plan: DemoPlan, reader: DistillReader, fleet: _Fleet, timeline: _Timeline, screen: Screen
@@ -246,7 +246,7 @@ class _Troubles:
         self._done: set[str] = set()
 
     def at(self, fraction: float) -> None:
-        """Do what is due when this fraction of the epoch is done."""
+        """Run the events due at this fraction of the epoch."""
         plan, teachers = self._plan, self._fleet.teachers
         if fraction >= plan.kill_at and self._is_first("kill"):
             self._tell("kill", "teacher-1", "gets SIGKILL in the middle of its work")
@@ -254,13 +254,13 @@ class _Troubles:
         if fraction >= plan.join_at and self._is_first("start"):
             self._fleet.start(self._newcomer)
         if "start" in self._done and "join" not in self._done:
-            if fraction >= plan.drain_at:  # a very slow machine: let it come before the next one goes
+            if fraction >= plan.drain_at:  # a very slow machine: let it join before the next one leaves
                 teachers[self._newcomer].wait_ready(_START_S)
             seen = self._reader.stats().teachers.get(self._newcomer)
             if seen is not None and seen.state == "ready" and self._is_first("join"):
                 self._tell("join", self._newcomer, "has started and is found: it serves from now on")
         if fraction >= plan.drain_at and self._is_first("drain"):
-            self._tell("drain", "teacher-2", "gets SIGTERM: it finishes what it has, and leaves")
+            self._tell("drain", "teacher-2", "gets SIGTERM: it finishes its requests and leaves")
             teachers["teacher-2"].terminate()
 
     def _tell(self, kind: _Kind, teacher: str, words: str) -> None:
@@ -278,14 +278,14 @@ def _train_students(
 ) -> tuple[list[ModelPair], Delivered, _Timeline, ReaderStats, float]:
     """Train every seed's two students on the batches of an epoch of `DistillReader`; the seeds take turns.
 
-    This is what a student's program looks like; the rest is about what the demo does to its teachers.
+    Only this part is a typical student program; the rest handles the demo's teachers.
 
     Returns:
-        The students, what they were given, the timeline, the reader's counters, and how long the epoch took.
+        The students, the rows delivered to them, the timeline, the reader's counters, and the epoch's duration.
     """
     pairs = [ModelPair(seed, plan.steps, plan.temperature) for seed in range(plan.seeds)]
     delivered = Delivered(plan)
-    options = Options(credentials=Credentials())  # the demo's teachers have none, whatever the environment says
+    options = Options(credentials=Credentials())  # the demo's teachers need none, whatever the environment says
     reader = DistillReader(ins=["image", None, None], predicts=["logits"], options=options)
     reader.set_dynamic_teacher(discovery, _SERVICE)
     reader.set_batch_generator(lambda: batches(digits, plan))
@@ -308,11 +308,11 @@ def _train_students(
         return pairs, delivered, timeline, reader.stats(), took_s
 
 
-# --- How it went ---
+# --- Results ---
 
 
 def _draw_picture(timeline: _Timeline, path: Path, what: str) -> None:
-    """Draw rows per second by teacher, stacked, in bins of half a second. `what` begins the title."""
+    """Plot rows per second by teacher, stacked, in bins of half a second. The title starts with `what`."""
     from matplotlib.figure import Figure
 
     times = [at for at, _ in timeline.samples]
@@ -333,7 +333,7 @@ def _draw_picture(timeline: _Timeline, path: Path, what: str) -> None:
     colours = [_COLOURS[index % len(_COLOURS)] for index in range(len(names))]
     axes.stackplot(middles, *served, labels=list(names), colors=colours, alpha=0.85)
     delivered = rate(lambda stats: stats.rows_delivered)
-    axes.plot(middles, delivered, color="#222222", linewidth=1.6, label="into the training loop")
+    axes.plot(middles, delivered, color="#222222", linewidth=1.6, label="delivered to the training loop")
     top = 1.32 * max(1.0, float(np.max(sum(served, np.zeros_like(middles)))))
     for row, event in enumerate(timeline.events):
         colour, words = _EVENTS[event.kind]
@@ -359,11 +359,11 @@ def _draw_picture(timeline: _Timeline, path: Path, what: str) -> None:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The demo's figures. Accuracies are shares of the held-out images; of students, by seed.
+    """The demo's figures. Accuracies are shares of the held-out images; students' accuracies are by seed.
 
     Attributes:
-        exit_codes: How the teachers ended that were killed or drained; None if one still ran long after.
-        took_s: Seconds that the epoch took; `whole_s` for the whole demo.
+        exit_codes: Exit codes of killed and drained teachers; None if one was still running long after.
+        took_s: Duration of the epoch in seconds; `whole_s` is the whole demo's.
     """
 
     plan: DemoPlan
@@ -402,7 +402,7 @@ def _accuracies(result: DemoResult) -> Table:
         row("student alone", small, f"{result.plan.labelled} images, labels", result.alone),
         row("student distilled", small, "the same, soft labels", result.distilled, "bold green"),
     ]
-    title = f"Right on {result.test_images} images that none of them has seen"
+    title = f"Accuracy on {result.test_images} images that none of them has seen"
     return _table(title, ("", "parameters", "learned from", "mean", "lowest to highest"), rows)
 
 
@@ -427,15 +427,15 @@ def _samples(result: DemoResult) -> Table:
     equal = f"equal within {difference:.0e}" if difference else "exactly equal"
     wrong = findings.mislabelled + findings.changed
     rows: list[Sequence[str | Text]] = [
-        ("asked of teachers", f"{stats.rows_asked:,}", ""),
+        ("requested from teachers", f"{stats.rows_asked:,}", ""),
         ("received", f"{stats.rows_received:,}", ""),
-        ("resent", f"{stats.rows_resent:,}", "were with a teacher that went away"),
-        ("hedged", f"{stats.rows_hedged:,}", "were late, so a second teacher was asked"),
+        ("resent", f"{stats.rows_resent:,}", "their teacher went away"),
+        ("hedged", f"{stats.rows_hedged:,}", "late, so a second teacher was asked"),
         ("delivered to the students", f"{findings.checked:,}", ""),
         verdict("lost", findings.lost),
         verdict("repeated", findings.repeated),
         verdict("out of order", findings.out_of_order),
-        verdict("with another's label", wrong, f"all computed again here: {equal}"),
+        verdict("with another's label", wrong, f"all recomputed here: {equal}"),
     ]
     return _table(f"Samples, in {result.took_s:.0f} s", ("", "rows", " "), rows, left=" ")
 
@@ -447,7 +447,7 @@ def _teachers(result: DemoResult) -> Table:
     for name, teacher in sorted(result.stats.teachers.items()):
         counts = f"{teacher.rows:,}", f"{teacher.rows / whole:.0%}", f"{teacher.requests:,}", f"{teacher.failures:,}"
         rows.append((name, *counts, Text(*_fate(events.get(name), result.exit_codes.get(name)))))
-    headings = ("teacher", "rows", "share", "requests", "failed", "what became of it")
+    headings = ("teacher", "rows", "share", "requests", "failed", "outcome")
     return _table("Rows by teacher", headings, rows, left=headings[-1])
 
 
@@ -463,19 +463,19 @@ def _fate(event: TeacherEvent | None, exit_code: int | None) -> tuple[str, str]:
     return f"SIGTERM {when}, then {ended}", "yellow"
 
 
-# --- All of it ---
+# --- The whole demo ---
 
-_MOTIONS = "turned, scaled, moved, with noise"
+_MOTIONS = "rotated, scaled, shifted, with noise"
 
 
 def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
-    """Run the demo and show how it ends.
+    """Run the demo and show its results.
 
     Raises:
         EDLError: A sample was lost, repeated, out of order, changed, or given another sample's label.
     """
     began = time.monotonic()
-    torch.set_num_threads(1)  # the teachers want the other cores
+    torch.set_num_threads(1)  # the teachers need the other cores
     try:
         plan.out.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -485,7 +485,7 @@ def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
     screen.step(f"A teacher learns from {len(digits.images):,} labelled images of handwritten digits.")
     teacher = _train_teacher(plan, digits, screen)
     teacher_accuracy = accuracy(teacher, digits.test_images, digits.test_labels)
-    screen.say(f"{size(teacher):,} parameters, right on {teacher_accuracy:.1%} of {len(digits.test_images)} others")
+    screen.say(f"{size(teacher):,} parameters, accuracy {teacher_accuracy:.1%} on {len(digits.test_images)} others")
 
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="edl-demo-"))
@@ -511,7 +511,7 @@ def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
             ended = [event.teacher for event in timeline.events if event.kind != "join"]
             exit_codes = {name: fleet.exit_code(name) for name in ended}
 
-        screen.step("Every sample is looked at again, and every label compared with the teacher's.")
+        screen.step("Every sample is checked, and every label compared with the teacher's.")
         findings = check(delivered, digits, teacher)
         alone, distilled = (
             tuple(accuracy(model, digits.test_images, digits.test_labels) for model in models)
@@ -538,7 +538,7 @@ def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
         fields = {**asdict(result), "all_well": findings.all_well}
         plan.out.joinpath("demo.json").write_text(json.dumps(fields, indent=1, default=str) + "\n")
         screen.console.print("", _accuracies(result), _comparison(result), "", _samples(result), _teachers(result))
-        screen.console.print(f"In {plan.out}: the picture (demo.png), the figures (demo.json) and the teachers' logs.")
+        screen.console.print(f"In {plan.out}: the plot (demo.png), the figures (demo.json) and the teachers' logs.")
         if not findings.all_well:
             raise EDLError(f"the promise was broken: {findings}")
         return result

@@ -1,6 +1,6 @@
 """Commands for jobs and pools that an operator runs on Kubernetes.
 
-They write and read custom resources (`ElasticJob`, `TeacherPool`) through `edl.kube`, and the operator
+They read and write custom resources (`ElasticJob`, `TeacherPool`) through `edl.kube`; the operator
 (`edl.master.kube`) does the rest. They find the cluster as kubectl does.
 """
 

@@ -1,8 +1,8 @@
-"""`edl logs`: the logs of a job's or pool's members on Kubernetes, of all together or of one.
+"""`edl logs`: show the logs of a job's or pool's members on Kubernetes, of all members or of one.
 
-`LogFollower` looks for pods of the job every second and has a `PodLog` read each one in a thread, so that a member's
-log continues in the pod that replaces its last one. The API server closes connections, and nodes go away: `LineCutter`
-makes of all connections to a pod one log, without gaps or repetitions. `PhaseObserver` follows the job's phase.
+`LogFollower` lists the job's pods every second and reads each pod with a `PodLog` in a thread, so a member's log
+continues in a replacement pod. The API server closes connections, and nodes disappear: `LineCutter` joins all
+connections to a pod into one log, without gaps or repetitions. `PhaseObserver` follows the job's phase.
 """
 
 from __future__ import annotations
@@ -34,44 +34,44 @@ from edl.kube.resource_types import PODS
 from edl.master.kube.members.naming import INDEX_LABEL, ROLE_LABEL, TRY_LABEL
 
 FINAL_PHASES: Final = ("Succeeded", "Failed", "Rejected", "Deleted")
-"""Phases after which there is no further output; a rejected resource stays so until its spec changes."""
+"""Phases after which there is no further output; a rejected resource remains rejected until its spec changes."""
 _TAKEN_UP_S: Final = 15.0
-"""An operator looks at a new resource within a second; after this long there is probably none."""
+"""After this long, probably no operator is running: it handles a new resource within a second."""
 _REFUSALS: Final = ("ObjectRefused", "AccessDenied")
-"""Reasons of the API server in the condition Accepted. Room comes when others end (QuotaExceeded); and a job that is
-Pending with a spec that cannot be used continues with the spec before."""
+"""Reasons in the condition Accepted for refusals by the API server. QuotaExceeded is not one, since other jobs will
+end. A job that is Pending with an unusable spec continues with its previous spec."""
 _REFUSED_S: Final = 120.0
-"""For the API server to take what it refuses: admission that is just being set up, a Role that is on its way."""
+"""How long a refusal may last before it counts: admission or a Role may still be being set up."""
 _CONTAINER: Final = "edl"
 _STAMP: Final = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.\d{1,9})?(Z|[+-]\d\d:\d\d) ?")
 _OVERLAP: Final = timedelta(seconds=1)
-"""Overlap of two connections: a container's two streams may be stamped in another order than they are kept."""
+"""Overlap of two connections: lines of a container's two streams may be stored out of time order."""
 _MAX_LINE: Final = 1024 * 1024
-"""Bytes of a line. A longer one, which may never end, is shown in parts."""
+"""Maximum length of a line in bytes. A longer one, which may never end, is shown in parts."""
 _HIDDEN: Final = re.compile(r"(\x1b\[[0-9;]*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _CONNECTION_S: Final = 30.0
-"""Length of a connection: the log of a node that has gone is silent and stays open, so the pod is looked at again."""
+"""Length of a connection: if a node disappears, its log stays open without output, so the pod must be checked again."""
 _SHORT_S: Final = 1.0
-"""A connection without a new line that is shorter than this is to a container that waits to be restarted: the kubelet
-sends its last log at once."""
+"""A connection shorter than this without a new line is to a container that waits for a restart: the kubelet sends its
+last log at once."""
 _LOOK_S: Final = 1.0
-"""Between two looks for new pods."""
+"""Poll interval for new pods."""
 _MAX_WAITING: Final = 10_000
-"""Lines that wait to be written: a slow terminal holds the readers up, and the memory does not grow."""
+"""Maximum number of lines waiting to be written: a slow terminal blocks the readers, so memory does not grow."""
 _DRAIN_S: Final = 5.0
-"""For the last lines, once the job has ended: its pods have written all, and only connections are slow."""
+"""Time for the last lines after the job has ended: its pods have written everything, only connections are slow."""
 _COLOURS: Final = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95)
-"""Colours of ANSI terminals for members, in turn; black and white are the text's."""
+"""ANSI colours for members, in turn, without black and white, which are used for text."""
 
 Note: TypeAlias = Callable[[str], None]
 """Takes a line about an event."""
 
 
-# --- How far a job is ---
+# --- The job's phase ---
 
 
 class PhaseObserver:
-    """Says what a resource's phase is, and passes changes that a person waits for to `note`."""
+    """Returns a resource's phase, and passes changes of interest to the user to `note`."""
 
     def __init__(
         self, target: Target, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -86,13 +86,13 @@ class PhaseObserver:
         self._refused_since: float | None = None
 
     def check(self, found: Object | None) -> str:
-        """Return the phase, "Deleted" if the resource is gone, or "" if no operator has taken it up."""
+        """Return the phase, "Deleted" if the resource is gone, or "" if no operator has handled it."""
         if found is None or found.get("metadata", {}).get("uid") != self._target.uid:
             return "Deleted"
         item = decode_workload(self._target.kind, found)
         if not item.phase and not self._warned and self._clock() - self._began > _TAKEN_UP_S:
             self._warned = True
-            self._note(f"{self._target}: no operator has taken it up yet: is `edl operator` running for its namespace?")
+            self._note(f"{self._target}: no operator has handled it yet: is `edl operator` running for its namespace?")
         phase = self._judge(item)
         if phase != self._last and phase:
             condition = item.condition("Accepted" if phase == "Rejected" else phase)
@@ -102,7 +102,7 @@ class PhaseObserver:
         return phase
 
     def _judge(self, item: KubernetesWorkload) -> str:
-        """Return the phase; of a resource that the API server lets have no member, for long enough, "Rejected"."""
+        """Return the phase, or "Rejected" if the API server has refused the resource's members for long enough."""
         accepted = item.condition("Accepted")
         if accepted is None or accepted.status != "False" or item.phase in FINAL_PHASES:
             self._refusal = ""
@@ -124,10 +124,10 @@ class PhaseObserver:
 
 
 class LineCutter:
-    """Cuts a log into lines. Each begins with its time, as the API writes it if asked to.
+    """Splits a log into lines, each prefixed by its time (the API's `timestamps` option).
 
-    After `restart` the same log may come again from `since` on, and what was yielded is left out. Times alone do not
-    tell lines apart, since a container's output and errors are stamped side by side; so the last lines are kept.
+    After `restart` the log may start again at `since`, and lines already yielded are skipped. Times do not identify
+    lines, since a container's output and errors are stamped independently, so the last lines are remembered.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class LineCutter:
 
     @property
     def since(self) -> str:
-        """A moment shortly before the last line, for a request that continues there; empty before the first line."""
+        """Time shortly before the last line, from which to continue; empty before the first line."""
         return "" if self._last is None else (self._last - _OVERLAP).isoformat().replace("+00:00", "Z")
 
     def restart(self) -> None:
@@ -147,7 +147,7 @@ class LineCutter:
         self._known = Counter(line for _, line in self._recent)
 
     def cut(self, piece: bytes) -> Iterator[bytes]:
-        """Yield lines without their time and end, as far as they are whole."""
+        """Yield complete lines without their time and line end."""
         self._rest += piece
         *whole, self._rest = self._rest.split(b"\n")
         for line in whole:
@@ -157,7 +157,7 @@ class LineCutter:
             yield from self._new(line)
 
     def end(self) -> Iterator[bytes]:
-        """Yield the last line, if it had no end of line."""
+        """Yield the last line if it has no line end."""
         line, self._rest = self._rest, b""
         if line:
             yield from self._new(line)
@@ -168,7 +168,7 @@ class LineCutter:
             return
         found = _STAMP.match(line)
         second = _parse_second(found) if found is not None else None
-        if found is None or second is None:  # the rest of a line that was too long, or the API server's own words
+        if found is None or second is None:  # the rest of a line that was too long, or a message of the API server
             yield line
             return
         self._last = second if self._last is None else max(self._last, second)
@@ -186,10 +186,10 @@ def _parse_second(stamp: re.Match[bytes]) -> datetime | None:
 
 
 def terminal_safe(text: str) -> str:
-    """Return a line without codes that move a terminal's cursor or change its state; colours and tabs stay."""
+    """Remove codes that move a terminal's cursor or change its state; keep colours and tabs."""
     if text.isprintable():
         return text
-    last = text.rstrip("\r").rpartition("\r")[2]  # a progress bar draws over itself: its last picture counts
+    last = text.rstrip("\r").rpartition("\r")[2]  # a progress bar overwrites itself: keep its last state
     return _HIDDEN.sub(lambda match: match[1] or "�", last)
 
 
@@ -200,7 +200,7 @@ def terminal_safe(text: str) -> str:
 class MemberPodLog:
     """A pod of a member, such as "worker-0".
 
-    `started` says that the container runs or ran, `ended` that it has ended for good, `detail` why it has not started.
+    `started`: the container is running or has run; `ended`: it has ended for good; `detail`: why it has not started.
     """
 
     member: str
@@ -216,7 +216,7 @@ class MemberPodLog:
 
 
 def read_pod(pod: Mapping[str, Any]) -> MemberPodLog | None:
-    """Read a pod; None if it is not of a member."""
+    """Read a pod; None if it belongs to no member."""
     metadata, spec, status = (_record(pod.get(name)) for name in ("metadata", "spec", "status"))
     labels = _record(metadata.get("labels"))
     role, index = labels.get(ROLE_LABEL), str(labels.get(INDEX_LABEL))
@@ -257,7 +257,7 @@ def select_present(pods: Iterable[MemberPodLog]) -> list[MemberPodLog]:
 
 
 def select_previous(pods: Iterable[MemberPodLog]) -> list[MemberPodLog]:
-    """Return the pod before the newest, of every member that has it."""
+    """Return the second newest pod of every member that has one."""
     newest: dict[str, MemberPodLog] = {}
     before: dict[str, MemberPodLog] = {}
     for item in pods:
@@ -272,13 +272,13 @@ def _record(value: Any) -> Mapping[str, Any]:
 
 
 Write: TypeAlias = Callable[[MemberPodLog, bytes], None]
-"""Takes a line of a pod, without its end."""
+"""Takes a pod and a line without its line end."""
 
 
 class PodLog:
-    """Follows the log of a pod to its end: a broken connection is made again, and no line comes twice.
+    """Follows the log of a pod to its end, and reconnects if needed without repeating lines.
 
-    `run` is for a thread of its own, in which `write` and `note` are called.
+    `run` needs its own thread, in which it calls `write` and `note`.
     """
 
     def __init__(
@@ -298,11 +298,11 @@ class PodLog:
         self._stopping = threading.Event()
 
     def stop(self) -> None:
-        """Stop reading, at the end of the connection at the latest."""
+        """Stop reading, no later than the end of the connection."""
         self._stopping.set()
 
     def run(self) -> None:
-        """Follow, until the container has ended, the pod is gone, or `stop`."""
+        """Follow until the container has ended, the pod is gone, or `stop` is called."""
         backoff = Backoff(0.2, 5.0, jitter=0.3)
         trouble = ""
         while not self._stopping.is_set():
@@ -310,7 +310,7 @@ class PodLog:
                 began = time.monotonic()
                 lines = self._read()
                 if self._is_over():
-                    # What came between the connection's end and the container's.
+                    # Lines between the connection's end and the container's.
                     self._read()
                     return
                 trouble = ""
@@ -348,7 +348,7 @@ class PodLog:
                 count += 1
             if self._stopping.is_set():
                 break
-        # A line without an end at a connection's end may be half a line: it comes again from `since` on.
+        # An unfinished line at a connection's end may be half a line: the next connection repeats it.
         return count
 
     def _is_over(self) -> bool:
@@ -365,9 +365,9 @@ class PodLog:
 
 
 class LogFollower:
-    """Follows the logs of a job or pool, of all members or only those of a `role` and `index`.
+    """Follows the logs of a job or pool: all members, or only those of a `role` and `index`.
 
-    `write` and `note` are called in the caller's thread. Without `write` no log is read: it waits for the end.
+    `write` and `note` are called in the caller's thread. Without `write`, it reads no log and only waits for the end.
     """
 
     def __init__(
@@ -393,7 +393,7 @@ class LogFollower:
         self._late: set[str] = set()
 
     def run(self, *, deadline: float | None = None) -> str:
-        """Follow until the job has ended and all that it wrote is written, or the resource is gone.
+        """Follow until the job has ended and its output is written, or the resource is gone.
 
         Returns:
             The last phase; empty at `deadline` (monotonic time).
@@ -416,7 +416,7 @@ class LogFollower:
                 reader.stop()
 
     def _look(self) -> str:
-        """Begin to follow pods that have started, and return the phase."""
+        """Start to follow pods that have started, and return the phase."""
         self._raise_readers_errors()
         target = self._target
         try:
@@ -428,7 +428,7 @@ class LogFollower:
             self._trouble = str(exc)
             return ""
         if self._trouble:
-            self._note("the API server answers again")
+            self._note("the API server responds again")
             self._trouble = ""
         pods = sort_pods(listed, self._role, self._index)
         present = {item.uid for item in pods}
@@ -448,7 +448,7 @@ class LogFollower:
         return self._phases.check(found)
 
     def _raise_readers_errors(self) -> None:
-        """Raise what ended a reader: it tries again after what passes, and the rest would not pass."""
+        """Raise an error that ended a reader: it retries temporary errors, so this one is permanent."""
         for _, future in self._readers.values():
             if future.done():
                 future.result()
@@ -474,17 +474,17 @@ class LogFollower:
             self._write(pod, line)
 
     def _drain(self) -> None:
-        """Write what the readers still have, and say so if that takes too long."""
+        """Write the readers' remaining lines, and print a note if that takes too long."""
         end = time.monotonic() + _DRAIN_S
         while True:
             open_members = sorted(reader.pod.member for reader, future in self._readers.values() if not future.done())
             left_s = end - time.monotonic()
             if open_members and left_s <= 0:
-                words = "the rest of their logs is not waited for, and `edl logs` shows it"
-                self._note(f"{', '.join(open_members)} may write on: {words}")
+                words = "not waiting for the rest of their logs; `edl logs` shows it"
+                self._note(f"{', '.join(open_members)} may still write: {words}")
                 return
             try:
-                # When all readers are done, what waits is all there is.
+                # When all readers are done, the queue contains all remaining lines.
                 self._write_line(*self._waiting.get(timeout=min(0.1, left_s) if open_members else 0.0))
             except queue.Empty:
                 if not open_members:
@@ -507,7 +507,7 @@ examples:
 
 
 class LogScreen:
-    """Writes lines to standard output, behind the name of their member if `prefix`, and notes to standard error."""
+    """Writes lines to standard output, after their member's name if `prefix`, and notes to standard error."""
 
     def __init__(self, *, prefix: bool) -> None:
         self._prefix = prefix
@@ -515,7 +515,7 @@ class LogScreen:
         self._numbers: dict[str, int] = {}
 
     def write(self, pod: MemberPodLog, line: bytes) -> None:
-        """Write a line, which comes without its end."""
+        """Write a line, given without its line end."""
         text = line.decode(errors="replace")
         if self._terminal:
             text = terminal_safe(text)
@@ -526,7 +526,7 @@ class LogScreen:
                 name = f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{name}\x1b[0m"
             text = f"{name} | {text}"
         if self._terminal and "\x1b[" in text:
-            text += "\x1b[0m"  # a colour that a line begins ends with it
+            text += "\x1b[0m"  # reset a colour at the end of its line
         print(text, flush=self._terminal)
 
     def note(self, words: str) -> None:
@@ -548,9 +548,9 @@ def main(argv: Sequence[str]) -> int:
     add_cluster_options(parser)
     options = parser.parse_args(argv)
     if options.follow and options.previous:
-        raise SettingsError("--previous: what has ended cannot be followed; leave -f out")
+        raise SettingsError("--previous: pods that have ended cannot be followed; omit -f")
     if options.master and options.worker is not None:
-        raise SettingsError("--master and --worker exclude each other")
+        raise SettingsError("--master and --worker cannot be combined")
     role = "master" if options.master else None
     with open_cluster(options) as client:
         target = find_target(client, options.name)
@@ -567,7 +567,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(client: KubeClient, target: Target, role: str | None, options: argparse.Namespace, screen: LogScreen) -> bool:
-    """Show logs as they are now; return whether each could be read."""
+    """Show current logs; return whether all could be read."""
     whole = True
     pods = sort_pods(list_pods(client, target), role, options.worker)
     selected = select_previous(pods) if options.previous else select_present(pods)
@@ -579,7 +579,7 @@ def _show(client: KubeClient, target: Target, role: str | None, options: argpars
                     screen.write(pod, line)
             for line in lines.end():
                 screen.write(pod, line)
-        except KubernetesError as exc:  # the pod's node is away, perhaps; the others' logs are wanted then
+        except KubernetesError as exc:  # perhaps the pod's node is down; show the other logs
             screen.note(f"{pod.member}: {exc}")
             whole = False
         except InvalidObjectError as exc:
@@ -592,7 +592,7 @@ def _show(client: KubeClient, target: Target, role: str | None, options: argpars
 
 
 def _show_recorded(target: Target, role: str | None, index: int | None, shown: set[str], screen: LogScreen) -> None:
-    """Show the last messages that the operator kept of pods that are gone."""
+    """Show the last messages that the operator recorded for deleted pods."""
     members = target.resource.get("status", {}).get("members") or {}
     for member, record in members.items():
         its_role, _, its_index = member.rpartition("-")
@@ -600,10 +600,10 @@ def _show_recorded(target: Target, role: str | None, index: int | None, shown: s
         end = record.get("lastEnd") if isinstance(record, dict) else None
         if member in shown or not wanted or not isinstance(end, dict):
             continue
-        screen.note(f"{member}: its last pod is gone; it ended by {end.get('cause') or 'an unknown cause'}, and left:")
+        screen.note(f"{member}: its last pod is gone; it ended by {end.get('cause') or 'an unknown cause'}, saying:")
         pod = MemberPodLog(member, str(end.get("pod") or ""), "", "", 0, its_role, 0, True, True)
         for line in str(end.get("message") or "(nothing)").splitlines():
             screen.write(pod, line.encode(errors="replace"))
         shown.add(member)
     if not shown:
-        screen.note(f"{target}: no member has had a pod before its present one")
+        screen.note(f"{target}: no member has had a previous pod")

@@ -1,8 +1,8 @@
-"""The resources that `edl submit` sends: made of its options or read from a file, and checked for slips.
+"""The resources that `edl submit` sends: built from its options or read from a file, and checked for slips.
 
-An option's value is checked where it is parsed, so that the error names it. `edl.master.kube.resources` checks the rest
-as the operator will; the last section here finds misspelled fields, which the API server drops without an error if the
-CRD does not have them, and never sees in a pod's template.
+Values of options are checked while parsing, so that the error names the option. `edl.master.kube.resources` checks the
+rest as the operator will. The last section here finds misspelled fields: the API server silently drops fields that the
+CRD lacks, and does not check a pod's template.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from edl.quoting import did_you_mean, quote
 SCRIPT_FOLDER: Final = "/edl/script"
 """Folder of the script in pods."""
 MAX_SCRIPT_BYTES: Final = 700_000
-"""A ConfigMap, with names and JSON's escapes around its data, is at most 1 MiB; a binary file grows by 4/3."""
+"""A ConfigMap is at most 1 MiB, including names and JSON escapes; a binary file grows by 4/3."""
 MAX_NAME: Final = 52
-"""Characters of a job's name: as many as Kubernetes allows a CronJob, so that a CronJob can make such jobs."""
+"""Maximum length of a job's name: the same as of a CronJob's, so that a CronJob can create jobs."""
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DIGEST_CHARS: Final = 10
-"""Characters in a ConfigMap's name: 40 bits tell the scripts of one job apart."""
+"""Characters of the digest in a ConfigMap's name: 40 bits distinguish the scripts of one job."""
 _IN_IMAGE: Final = "put it into the image, and give its path there with --script-in-image"
 _CONTAINER: Final = "edl"
 _GPU: Final = "nvidia.com/gpu"
 _VOLUME: Final = "edl-script"
 _TYPES: Final = {(item.api_version, item.kind): item for item in (ELASTIC_JOBS, TEACHER_POOLS, CONFIG_MAPS)}
 _MAX_BYTES: Final = 8 * 1024 * 1024
-"""Size of a file: Kubernetes takes objects of some 1.5 MB, and YAML of many megabytes takes minutes to read."""
+"""Maximum size of a file: Kubernetes accepts objects of some 1.5 MB, and large YAML takes minutes to parse."""
 _MAX_DOCUMENT_BYTES: Final = 2 * 1024 * 1024
-"""Size of a document with all that its aliases repeat."""
+"""Maximum size of a document with its aliases expanded."""
 _PLAIN: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[a-z/][a-z0-9/._-]*", re.IGNORECASE)
-"""Texts that are texts for every reader of YAML without quotes. Readers differ on others: PyYAML takes 1e-3 and y as
-texts, kubectl as a number and a boolean."""
+"""Strings that every YAML parser reads as strings without quotes. Parsers differ on others: PyYAML reads 1e-3 and y as
+strings, kubectl as a number and a boolean."""
 _MOST_MERGED: Final = 200_000
-"""Fields that a file's merges (`<<`) may repeat: the largest object that Kubernetes takes has fewer."""
+"""Maximum number of fields that a file's merges (`<<`) may repeat; no object in Kubernetes has as many."""
 _INT: Final = re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)")
 _FLOAT: Final = re.compile(
     r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
@@ -59,12 +59,12 @@ _PREFIXES: Final = {"0b": 2, "0o": 8, "0x": 16}
 _OWN: Final = ("int", "float", "timestamp")
 
 
-# --- What the user said ---
+# --- Options ---
 
 
 @dataclass(frozen=True)
 class ReplicaRange:
-    """The minimum and the maximum of members."""
+    """The minimum and maximum number of members."""
 
     least: int
     most: int
@@ -79,16 +79,16 @@ class ReplicaRange:
         most = int(found[2]) if found[2] is not None else least
         if least < lowest or most < max(least, 1):
             raise SettingsError(
-                f"{option} {spelled!r}: the first must be at least {lowest}, the second at least 1 and not below it"
+                f"{option} {spelled!r}: the minimum must be at least {lowest}, the maximum at least 1 and not below it"
             )
         return cls(least, most)
 
 
 @dataclass(frozen=True)
 class RequestedPool:
-    """Teachers that a job asks; the pool has the service's name.
+    """Teachers that a job uses; the pool has the service's name.
 
-    `replicas` is None to leave an existing pool as it is; `serve` is what follows `edl serve`, None for such a pool.
+    `replicas` is None to leave an existing pool as it is. `serve` has arguments of `edl serve`, None for such a pool.
     """
 
     service: str
@@ -98,7 +98,7 @@ class RequestedPool:
 
 @dataclass(frozen=True)
 class SubmitOptions:
-    """The options of a job. Empty text leaves it to the template, the operator or the image."""
+    """The options of a job. If empty, the template, the operator or the image decides."""
 
     name: str
     script: str
@@ -124,7 +124,7 @@ class SubmitOptions:
 
 
 def check_name(name: str, option: str = "--name") -> str:
-    """Return a name that a resource can have, or raise SettingsError."""
+    """Return the name, or raise SettingsError if no resource can have it."""
     if len(name) > MAX_NAME or not _LABEL.fullmatch(name):
         raise SettingsError(
             f"{option} {name!r}: expected at most {MAX_NAME} of a-z, 0-9 and '-', beginning and ending with a letter "
@@ -139,9 +139,9 @@ def parse_environment(given: Iterable[str]) -> dict[str, str]:
     for item in given:
         name, equals, value = item.partition("=")
         if not equals or not _VARIABLE.fullmatch(name):
-            raise SettingsError(f"--env {item!r}: expected NAME=VALUE, the name of letters, digits and '_'")
+            raise SettingsError(f"--env {item!r}: expected NAME=VALUE; a name has letters, digits and '_'")
         if name in found:
-            raise SettingsError(f"--env {name}=… is given twice: which of them counts cannot be told")
+            raise SettingsError(f"--env {name}=… is given twice")
         found[name] = value
     return found
 
@@ -152,13 +152,13 @@ def parse_teachers(teachers: Sequence[str], serve: Sequence[str]) -> tuple[Reque
     for item in serve:
         service, equals, arguments = item.partition("=")
         if not equals or not arguments.strip():
-            raise SettingsError(f"--serve {item!r}: expected SERVICE=ARGUMENTS, what follows `edl serve`")
+            raise SettingsError(f"--serve {item!r}: expected SERVICE=ARGUMENTS, with arguments of `edl serve`")
         if service in commands:
             raise SettingsError(f"--serve {service}=… is given twice")
         try:
             commands[service] = tuple(shlex.split(arguments))
         except ValueError as exc:
-            raise SettingsError(f"--serve {item!r}: {exc}: quote it as a shell would have it") from exc
+            raise SettingsError(f"--serve {item!r}: {exc}: quote it as in a shell") from exc
     found: list[RequestedPool] = []
     for item in teachers:
         service, equals, spelled = item.partition("=")
@@ -176,31 +176,31 @@ def parse_teachers(teachers: Sequence[str], serve: Sequence[str]) -> tuple[Reque
     return tuple(found)
 
 
-# --- The script that is sent along ---
+# --- The script ---
 
 
 @dataclass(frozen=True)
 class LocalScript:
-    """A script of this machine; `path` is what the user typed."""
+    """A script on this machine; `path` is as the user typed it."""
 
     path: str
     name: str
     content: bytes
 
     def config_map_name(self, job: str) -> str:
-        """Return the name of the ConfigMap that holds it; another content has another name.
+        """Return the name of its ConfigMap, which depends on the content.
 
-        A kubelet reads an immutable ConfigMap once and keeps it by its name as long as any pod of its node uses it. If
-        a job is made again under its name while pods of the last one end, it would run the last one's script.
+        A kubelet caches an immutable ConfigMap by name while any pod on its node uses it. If a job were recreated under
+        the same name while the old one's pods are ending, it would otherwise run the old script.
         """
         digest = hashlib.sha256(self.name.encode() + b"\0" + self.content).hexdigest()
         return f"{job}-script-{digest[:_DIGEST_CHARS]}"
 
     def config_map(self, job: str) -> dict[str, object]:
-        """Return the ConfigMap that holds it, without a namespace.
+        """Return its ConfigMap, without a namespace.
 
-        It is immutable: a job's later pods have the script of its first, and no worker that may write to ConfigMaps in
-        this namespace changes it.
+        It is immutable: later pods of a job get the same script as the first, and no worker with write access to
+        ConfigMaps in this namespace can change it.
         """
         try:
             data = {"data": {self.name: self.content.decode()}}
@@ -219,12 +219,12 @@ class LocalScript:
 
     @property
     def path_in_pod(self) -> str:
-        """Where the job's pods have it."""
+        """Path of the script in the job's pods."""
         return f"{SCRIPT_FOLDER}/{self.name}"
 
 
 def read_script(path: str) -> LocalScript:
-    """Read a script of this machine."""
+    """Read a script on this machine."""
     try:
         with Path(path).open("rb") as file:
             content = file.read(MAX_SCRIPT_BYTES + 1)
@@ -236,20 +236,19 @@ def read_script(path: str) -> LocalScript:
         raise SettingsError(f"{path} cannot be read: {exc.strerror}") from exc
     if len(content) > MAX_SCRIPT_BYTES:
         raise SettingsError(
-            f"{path} has more than {MAX_SCRIPT_BYTES:,} bytes, and what Kubernetes takes along is less than 1 MiB: "
-            f"{_IN_IMAGE}"
+            f"{path} has more than {MAX_SCRIPT_BYTES:,} bytes, but a ConfigMap has less than 1 MiB: {_IN_IMAGE}"
         )
     name = Path(path).name
     if not all(char.isascii() and (char.isalnum() or char in "-_.") for char in name) or len(name) > 200:
-        raise SettingsError(f"{name!r}: a ConfigMap takes names of letters, digits, '-', '_' and '.': rename it")
+        raise SettingsError(f"{name!r}: a ConfigMap allows only letters, digits, '-', '_' and '.' in names: rename it")
     return LocalScript(path, name, content)
 
 
-# --- Resources made of options ---
+# --- Resources from options ---
 
 
 def make_submission(options: SubmitOptions, script: LocalScript | None) -> list[Object]:
-    """Return the resources of a job in the order in which to make them: its script, new pools, and last the job."""
+    """Return the resources of a job in creation order: its script, new pools, and the job."""
     job = _resource(ELASTIC_JOBS, options.name, _job_spec(options, script))
     pools = [_pool(options, demand) for demand in options.teachers if demand.serve is not None]
     return [*([script.config_map(options.name)] if script is not None else []), *pools, job]
@@ -302,7 +301,7 @@ def _pool(options: SubmitOptions, demand: RequestedPool) -> Object:
 def _template(
     options: SubmitOptions, image: str, gpus: int, environment: Mapping[str, str], *, resources: bool = True
 ) -> Object:
-    """Return a PodTemplateSpec: the user's, with what the options say."""
+    """Return a PodTemplateSpec: the user's, with the options applied."""
     template: Object = copy.deepcopy(dict(options.template))
     pod = _child(template, "spec", {})
     containers: list[Object] = _child(pod, "containers", [])
@@ -335,7 +334,7 @@ def _main_container(containers: Sequence[Object]) -> Object:
 
 
 def _set_environment(container: Object, environment: Mapping[str, str]) -> None:
-    """Set variables of a container; they replace the template's of the same name."""
+    """Set a container's variables; they replace the template's variables of the same name."""
     before: Sequence[Object] = _child(container, "env", [])
     kept = [item for item in before if item.get("name") not in environment]
     values = zip(environment, _literal(environment.values()), strict=True)
@@ -343,7 +342,7 @@ def _set_environment(container: Object, environment: Mapping[str, str]) -> None:
 
 
 def _literal(texts: Iterable[str]) -> list[str]:
-    """Return texts from which Kubernetes makes what was typed: it replaces $(NAME) in a container, and $$ by $."""
+    """Escape texts: in containers, Kubernetes expands $(NAME) and replaces $$ by $."""
     return [text.replace("$", "$$") for text in texts]
 
 
@@ -355,7 +354,7 @@ def _mount(template: Object, config_map: str) -> None:
 
 
 def _child(parent: Object, name: str, default: Any) -> Any:
-    """Return a field; make it if it is missing."""
+    """Return a field; create it if missing."""
     if not isinstance(parent.get(name), type(default)):
         if parent.get(name) is not None:
             raise SettingsError(f"--template: {name} is of type {type(parent[name]).__name__}")
@@ -392,11 +391,11 @@ def load_template(path: str) -> dict[str, object]:
 
 
 def dump_manifests(manifests: Iterable[Mapping[str, Any]]) -> str:
-    """Return manifests as YAML that `kubectl apply -f -` takes."""
+    """Return manifests as YAML for `kubectl apply -f -`."""
     import yaml
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
-        """Writes texts of several lines as blocks, which people can read, and quotes what a reader may misread."""
+        """Writes multi-line strings as readable blocks, and quotes strings that a parser may misread."""
 
     def represent(dumper: Any, text: str) -> Any:
         style = "|" if "\n" in text else None if _PLAIN.fullmatch(text) else "'"
@@ -415,12 +414,12 @@ def _load_all(path: str) -> list[Any]:
     except UnicodeDecodeError as exc:
         raise SettingsError(f"{path} is not UTF-8 text") from exc
     if len(text) > _MAX_BYTES:
-        raise SettingsError(f"{path} is larger than {_MAX_BYTES:,} bytes, which no manifest is")
+        raise SettingsError(f"{path} is larger than {_MAX_BYTES:,} bytes, too large for a manifest")
     try:
         documents = load_documents(text)
         for document in documents:
             nbytes = 0
-            for piece in json.JSONEncoder(allow_nan=False).iterencode(document):  # YAML has types that JSON lacks
+            for piece in json.JSONEncoder(allow_nan=False).iterencode(document):  # raises for types JSON lacks
                 nbytes += len(piece)
                 if nbytes > _MAX_DOCUMENT_BYTES:
                     raise ValueError("its aliases make it too large")
@@ -442,8 +441,8 @@ def _check_kind(path: str, number: int, item: Any) -> None:
     if not all(isinstance(word, str) for word in kind) or kind not in _TYPES:
         known = ", ".join(f"{api} {name}" for api, name in _TYPES)
         raise SettingsError(
-            f"{path}: manifest {number} is {kind[0]} {kind[1]}, and `edl submit` takes {known}: `kubectl apply -f` "
-            "takes all kinds"
+            f"{path}: manifest {number} is {kind[0]} {kind[1]}, but `edl submit` accepts only {known}: "
+            "`kubectl apply -f` accepts all kinds"
         )
     metadata = item.get("metadata")
     if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
@@ -451,20 +450,20 @@ def _check_kind(path: str, number: int, item: Any) -> None:
 
 
 def load_documents(text: str) -> list[Any]:
-    """Read YAML, or JSON, as kubectl does. PyYAML takes 12:30 for 750, a day for a date, and 1e-3 for a text.
+    """Read YAML or JSON as kubectl does. PyYAML reads 12:30 as 750, a day as a date, and 1e-3 as a string.
 
     Raises:
-        ValueError: The text is something else, or has merges that would make it huge.
+        ValueError: The text is neither, or its merges would make it huge.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-        """Has go-yaml's numbers, no dates, and a bound on what merges repeat."""
+        """Parses go-yaml's numbers and no dates, and limits the fields that merges repeat."""
 
         merged = 0
 
         def flatten_mapping(self, node: Any) -> None:
-            """Merge `<<`, of which each may have merged others."""
+            """Merge `<<`, whose values may contain merges too."""
             super().flatten_mapping(node)
             self.merged += len(node.value)
             if self.merged > _MOST_MERGED:
@@ -507,22 +506,22 @@ RESOURCE_FIELDS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
         "spec.scaleTargetRef": frozenset({"apiVersion", "kind", "name"}),
     },
 }
-"""Kind -> path of an object -> its fields, as the CRDs have them."""
+"""Kind -> path of an object -> its fields, as in the CRDs."""
 _TOP: Final = frozenset({"apiVersion", "kind", "metadata", "spec", "status"})
 _AMOUNTS: Final = ("limits", "requests", "overhead", "sizeLimit", "divisor")
-"""Fields of a pod that are quantities: numbers are as good as text."""
+"""Fields of a pod that are quantities, which may be numbers or text."""
 _ELSEWHERE: Final = {
     **dict.fromkeys(("limits", "gpu", "gpus"), "resources.limits"),
     "requests": "resources.requests",
     **dict.fromkeys(("environment", "enviroment"), "env"),
 }
-"""Lower-case names that a container does not have, and where what is meant belongs."""
+"""Lower-case names that are not fields of a container, and the field meant."""
 _NEAR: Final = 0.8
-"""In a pod, only an unknown field that is this similar to a known one is a slip: a newer API server has more fields."""
+"""In a pod, an unknown field is a slip only if it is this similar to a known one: newer servers have more fields."""
 
 
 def find_slips(manifest: Mapping[str, Any]) -> list[str]:
-    """Return, in words, misspelled fields of a job or pool, and values that should be text but are not."""
+    """Describe misspelled fields of a job or pool, and values that should be text but are not."""
     fields = RESOURCE_FIELDS.get(manifest["kind"])
     if fields is None:
         return []
@@ -542,16 +541,16 @@ def _find_unknown(found: object, path: str, known: frozenset[str]) -> Iterator[s
     for name in found if isinstance(found, Mapping) else ():
         if name not in known:
             plain = str(name).replace("_", "").replace("-", "")
-            hint = did_you_mean(plain, known) or f"; there are {', '.join(sorted(known))}"
+            hint = did_you_mean(plain, known) or f"; known fields: {', '.join(sorted(known))}"
             yield f"{quote(f'{path}.{name}' if path else str(name))} is an unknown field, and would be dropped{hint}"
 
 
 def _find_pod_slips(found: Any, kind: str, path: str) -> Iterator[str]:
-    """Compare a part of a pod with its type in the Kubernetes client's models, which are made from the API's schema."""
+    """Compare a part of a pod with its type in the Kubernetes client's models, generated from the API's schema."""
     from kubernetes.client import models
 
     if kind == "str" and isinstance(found, (bool, int, float)):
-        yield f"{path} is {quote(found)}: it must be text: put it into quotes"
+        yield f"{path} is {quote(found)}: it must be text: quote it"
     elif kind.startswith("list[") and isinstance(found, list):
         for number, item in enumerate(found):
             yield from _find_pod_slips(item, kind[5:-1], f"{path}[{number}]")

@@ -1,6 +1,6 @@
-"""Checks a job's resources, and writes them into the cluster: if one is refused, those before it are deleted again.
+"""Checks a job's resources and creates them in the cluster. If one is refused, those created before it are deleted.
 
-If the API server does not answer, it may have made the object, and nothing is taken back: the error says what is there.
+If the API server does not respond, it may have created the object, so nothing is deleted: the error lists what exists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS
 from edl.master.kube.resources import SpecProblem, parse_elastic_job, parse_teacher_pool
 
 _ANY_STORE: Final = "edl://store"
-"""For the check of a job without a store: the operator's is not known here."""
+"""Store for checking a job that names none: the operator's is unknown here."""
 
 
 def check_manifests(manifests: Sequence[Object]) -> None:
@@ -37,13 +37,13 @@ def check_manifests(manifests: Sequence[Object]) -> None:
 def create_all(
     client: KubeClient, manifests: Sequence[Object], namespace: str, tell: Callable[[str], None]
 ) -> list[Object]:
-    """Make resources in order, and return what the API answered. If one is refused, delete the others again.
+    """Create resources in order, and return the API's responses. If one is refused, delete the others.
 
-    A job's script comes before it, and becomes its own.
+    A job's script is created before it; the job then becomes its owner.
 
     Raises:
-        ConflictError: There is a resource of such a name.
-        EDLError: The API server does not answer, or refuses.
+        ConflictError: A resource of such a name exists.
+        EDLError: The API server does not respond, or refuses.
     """
     made: list[Object] = []
     try:
@@ -54,19 +54,19 @@ def create_all(
         _own_scripts(client, made)
     except KubernetesError as exc:
         doubtful = [_words(manifest) for manifest in manifests[len(made) : len(made) + 1]]
-        there = [f"{words} may have been made" for words in doubtful] + [f"{_words(item)} is there" for item in made]
+        there = [f"{words} may have been created" for words in doubtful] + [f"{_words(item)} exists" for item in made]
         raise KubernetesError(f"{exc}; {', '.join(there)}: `edl delete` removes jobs and pools") from exc
     except EDLError:
-        for item in reversed(made):  # a job needs its script and pools until it is gone
+        for item in reversed(made):  # a job needs its script and pools until it is deleted
             metadata = item["metadata"]
             client.delete(manifest_type(item), metadata["name"], metadata["namespace"], uid=metadata["uid"])
-            tell(f"{_words(item)} taken back")
+            tell(f"{_words(item)} deleted again")
         raise
     return made
 
 
 def find_pools(client: KubeClient, demands: Sequence[RequestedPool]) -> dict[str, Object]:
-    """Return the existing pools that a job asks for, by name."""
+    """Return the existing pools that a job uses, by name."""
     pools: dict[str, Object] = {}
     for demand in demands:
         if demand.serve is not None:
@@ -74,8 +74,8 @@ def find_pools(client: KubeClient, demands: Sequence[RequestedPool]) -> dict[str
         found = client.get(TEACHER_POOLS, demand.service)
         if found is None:
             raise SettingsError(
-                f"--teachers {demand.service}: no pool in namespace {client.namespace!r} has this name; say "
-                f"what its teachers serve, --serve '{demand.service}=--torch-factory …' (what follows `edl serve`)"
+                f"--teachers {demand.service}: no pool in namespace {client.namespace!r} has this name; to "
+                f"create one, add --serve '{demand.service}=--torch-factory …' (arguments of `edl serve`)"
             )
         pools[demand.service] = found
     return pools
@@ -84,9 +84,9 @@ def find_pools(client: KubeClient, demands: Sequence[RequestedPool]) -> dict[str
 def set_bounds(
     client: KubeClient, demands: Sequence[RequestedPool], pools: Mapping[str, Object], tell: Callable[[str], None]
 ) -> None:
-    """Set the bounds of existing pools, once the job is there that asks for them.
+    """Set the bounds of existing pools, once the job that uses them exists.
 
-    Others may use such a pool, so `tell` says what the bounds were. If it cannot be changed, it stays as it is.
+    Other jobs may use such a pool, so `tell` gets its previous bounds. A pool that cannot be changed is left as it is.
     """
     for demand in demands:
         if demand.service not in pools or demand.replicas is None:
@@ -100,8 +100,8 @@ def set_bounds(
         except EDLError as exc:
             tell(f"pool/{demand.service} may still have {before} teachers: {exc}")
             continue
-        now = f"{demand.replicas.least} to {demand.replicas.most} teachers from now on; it had {before}"
-        tell(f"pool/{demand.service} has been deleted meanwhile" if gone else f"pool/{demand.service}: from {now}")
+        now = f"{demand.replicas.least} to {demand.replicas.most} teachers; it had {before}"
+        tell(f"pool/{demand.service} has been deleted meanwhile" if gone else f"pool/{demand.service}: now {now}")
 
 
 def _create(client: KubeClient, manifest: Object, namespace: str) -> Object:
@@ -117,15 +117,15 @@ def _create(client: KubeClient, manifest: Object, namespace: str) -> Object:
     except ConflictError as exc:
         remedy = {
             ELASTIC_JOBS: f"choose another --name, or `edl delete job/{name} --wait` first",
-            TEACHER_POOLS: f"leave --serve out to use it as it is, or `edl delete pool/{name} --wait` first",
-        }.get(kind, "the job of this name has it, or another program made it: choose another --name")
-        raise ConflictError(f"{_words(manifest)} is there already in namespace {namespace}: {remedy}") from exc
+            TEACHER_POOLS: f"omit --serve to use it as it is, or `edl delete pool/{name} --wait` first",
+        }.get(kind, "the job of this name owns it, or another program created it: choose another --name")
+        raise ConflictError(f"{_words(manifest)} already exists in namespace {namespace}: {remedy}") from exc
     except InvalidObjectError as exc:
         raise InvalidObjectError(f"{_words(manifest)}: {exc}") from exc
 
 
 def _delete_orphan(client: KubeClient, manifest: Object, namespace: str) -> bool:
-    """Delete a script whose job is gone: a killed submission left it, or the garbage collector will delete it."""
+    """Delete a script whose job is gone: a killed submission left it, or its garbage collection is pending."""
     name, job = manifest["metadata"]["name"], (manifest["metadata"].get("labels") or {}).get(SCRIPT_LABEL)
     found = client.get(CONFIG_MAPS, name, namespace)
     metadata = found["metadata"] if found is not None else {}
@@ -140,7 +140,7 @@ def _delete_orphan(client: KubeClient, manifest: Object, namespace: str) -> bool
 
 
 def _own_scripts(client: KubeClient, made: Sequence[Object]) -> None:
-    """Make the job the owner of its script, so that it goes with the job."""
+    """Make the job the owner of its script, so that deleting the job deletes it."""
     jobs = {item["metadata"]["name"]: item for item in made if manifest_type(item) == ELASTIC_JOBS}
     for item in made:
         metadata: dict[str, Any] = item["metadata"]

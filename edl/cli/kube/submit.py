@@ -1,4 +1,4 @@
-"""`edl submit`: starts an elastic job on Kubernetes, and teachers with it, from a command line or a file."""
+"""`edl submit`: start an elastic job on Kubernetes, optionally with teachers, from a command line or a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from edl.kube.client import KubeClient
 from edl.kube.quantity import parse_quantity
 
 _EXIT_TIMEOUT: Final = 124
-"""As `timeout` of coreutils has it."""
+"""Exit code, the same as of coreutils' `timeout`."""
 
 _DESCRIPTION = """\
 Creates an ElasticJob for EDL's operator: elastic workers, each with `edl run SCRIPT ARGS...` in a pod. A SCRIPT on
@@ -54,8 +54,8 @@ examples:
   edl submit -f job.yaml --wait                                           jobs and pools from a file"""
 
 _DETAILS = """\
-Options of this command precede SCRIPT; what follows SCRIPT is the script's own. Both are sent as they are typed:
-Kubernetes replaces $(NAME) only in files that are written by hand."""
+Options of this command precede SCRIPT; everything after SCRIPT is passed to the script. Both are sent as typed:
+Kubernetes expands $(NAME) only in files written by hand."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser(argv)
     options = parser.parse_args(argv)
     if options.timeout is not None and not (options.wait or options.follow):
-        raise SettingsError(f"--timeout {options.timeout:g}s: goes with --wait or --follow")
+        raise SettingsError(f"--timeout {options.timeout:g}s: requires --wait or --follow")
     chosen, script = None, None
     if options.file is not None:
         manifests = read_manifests(options.file)
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     with open_cluster(options) as client:
         if chosen is not None:
             pools = find_pools(client, chosen.teachers)
-            if len(chosen.teachers) == len(pools) == 1:  # it may serve under another name than its own
+            if len(chosen.teachers) == len(pools) == 1:  # its service may have a different name
                 (pool,) = pools.values()
                 service = (pool.get("spec") or {}).get("service") or chosen.teachers[0].service
                 chosen = replace(chosen, environment={"EDL_SERVICE": service} | chosen.environment)
@@ -99,14 +99,14 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if len(jobs) != 1 or jobs[0].resource["metadata"]["namespace"] != client.namespace:
             raise SettingsError(
-                f"--wait and --follow are for a single job in namespace {client.namespace!r} (-n), and there are "
-                f"{len(jobs)}: they were submitted, and `edl jobs --watch` shows them"
+                f"--wait and --follow need a single job in namespace {client.namespace!r} (-n), but there are "
+                f"{len(jobs)}: they were submitted; `edl jobs --watch` shows them"
             )
         return _await_end(client, jobs[0], options)
 
 
 def _await_end(client: KubeClient, job: Target, options: argparse.Namespace) -> int:
-    """Wait for the job's end, which Ctrl-C does not bring about."""
+    """Wait for the job to end. Ctrl-C stops the wait, not the job."""
     deadline = None if options.timeout is None else time.monotonic() + options.timeout
     write = LogScreen(prefix=True).write if options.follow else None
     try:
@@ -130,11 +130,11 @@ def _note(words: str) -> None:
 
 
 def _check_commands(options: SubmitOptions) -> None:
-    """Refuse options that `edl run` or `edl serve` would refuse in a pod, as far as this machine can tell."""
+    """Refuse options that `edl run` or `edl serve` would refuse in a pod, as far as this machine can check."""
     if options.run:
         try:
             from edl.collective.agent.command_line.options import parser
-        except ModuleNotFoundError:  # torch is in the image, and not here
+        except ModuleNotFoundError:  # torch is in the image only
             pass
         else:
             try:
@@ -157,8 +157,8 @@ def _local_script(options: argparse.Namespace) -> LocalScript | None:
         return None
     script = read_script(options.script)
     _note(
-        f"{script.path} ({len(script.content):,} bytes) is sent along as {script.path_in_pod}, that file alone: what "
-        "it imports or reads besides must be in the image (with all in the image: --script-in-image)"
+        f"{script.path} ({len(script.content):,} bytes) is sent as {script.path_in_pod}, only that file: "
+        "everything else that it imports or reads must be in the image (if it is there too: --script-in-image)"
     )
     return script
 
@@ -193,7 +193,7 @@ def _submit_options(options: argparse.Namespace) -> SubmitOptions:
 
 
 def _make_name(stem: str) -> str:
-    """Return a name that is free, after the script's."""
+    """Return a unique name, derived from the script's."""
     words = "".join(char if char.isascii() and char.isalnum() else "-" for char in stem.lower()).strip("-")[:40]
     return f"{words.strip('-') or 'job'}-{secrets.token_hex(3)}"
 
@@ -202,11 +202,11 @@ def _split(option: str, spelled: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(spelled))
     except ValueError as exc:
-        raise SettingsError(f"{option} {spelled!r}: {exc}: quote it as a shell would have it") from exc
+        raise SettingsError(f"{option} {spelled!r}: {exc}: quote it as in a shell") from exc
 
 
 def _quantity(option: str, spelled: str) -> str:
-    """Return an amount as Kubernetes spells it, checked."""
+    """Check an amount in Kubernetes notation, and return it."""
     if spelled:
         try:
             amount = parse_quantity(spelled)
@@ -223,7 +223,7 @@ def _refuse_beside_file(parser: argparse.ArgumentParser, options: argparse.Names
     for name, value in vars(options).items():
         if name not in allowed and value != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
-            raise SettingsError(f"-f {options.file} and {option}: the file says it all; leave either out")
+            raise SettingsError(f"-f {options.file} and {option}: the file sets everything; omit one of the two")
 
 
 def _parser(argv: Sequence[str]) -> CommandParser:
@@ -284,7 +284,7 @@ def _parser(argv: Sequence[str]) -> CommandParser:
 
 
 def _names_file(argv: Sequence[str], parser: CommandParser) -> bool:
-    """Return whether `-f` is among the options before the script: argparse has no such either-or for positionals."""
+    """Return whether `-f` is given before the script: argparse cannot express this alternative to positionals."""
     flags = [name for name, action in parser._option_string_actions.items() if action.nargs == 0]
     index = 0
     while index < len(argv) and argv[index].startswith("-") and argv[index] != "--":

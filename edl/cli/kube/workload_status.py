@@ -1,8 +1,8 @@
-"""Jobs and pools of a cluster for people: the tables of `edl jobs`, and all of one job or pool for `edl status`.
+"""Output about jobs and pools in a cluster: tables for `edl jobs`, and one job or pool in full for `edl status`.
 
-`edl status` joins what Kubernetes knows of a job with what its agents report in a store. The author of a job chooses
-its store, and would otherwise get the token or a file of anyone who looks at the job: only a store that the user named
-is opened. `edl.dashboard.state.cluster` reads the resources.
+`edl status` joins a job's state in Kubernetes with its agents' reports in a store. Only a store that the user named is
+opened: the author of a job chooses its store, and could otherwise steal the token or a file of anyone who looks at the
+job. `edl.dashboard.state.cluster` reads the resources.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from edl.quoting import clip, shown
 from edl.settings import DiscoverySettings
 
 _EVERY_S: Final = 2.0
-"""Between two looks of `--watch`: three requests each."""
+"""Refresh interval of `--watch`, with three requests each."""
 _WIDTH: Final = 160
 """Characters of a line if the output is not a terminal."""
 _STORE_S: Final = 3.0
-"""For the store of a job to answer: it may be one that only pods reach."""
+"""Timeout of a job's store, which may be reachable only from pods."""
 _MAX_MESSAGE: Final = 100
-"""Characters of a message in a row: the rest is in `edl status`."""
+"""Maximum length of a message in a row; `edl status` shows the rest."""
 _SERVICE: Final = re.compile(r"edl://([a-z0-9-]+)\.([a-z0-9-]+)(?:\.[a-z0-9.-]+)?:(\d+)")
-"""URL of a store behind a service of the cluster, as the chart has it, of letters that are safe in a command."""
-_UNSEEN: Final = "no operator has looked at it yet: is `edl operator` running for this namespace?"
+"""URL of a store behind a service of the cluster, as in the chart, with only characters that are safe in a command."""
+_UNSEEN: Final = "no operator has handled it yet: is `edl operator` running for this namespace?"
 _GOOD_IF_FALSE: Final = ("Failed", "Suspended")
 _STYLES: Final = {
     **dict.fromkeys(("Running", "Succeeded", "ready", "succeeded"), "green"),
@@ -71,9 +71,9 @@ def cluster_view(status: KubernetesStatus, now_s: float, *, namespaces: bool) ->
     ]
     if not parts:
         where = "the cluster" if namespaces else f"namespace {', '.join(status.namespaces)!r}"
-        parts.append(Text(printable(f"No jobs or pools in {where}; `edl submit` makes one.")))
+        parts.append(Text(printable(f"No jobs or pools in {where}; `edl submit` creates one.")))
     if status.more_jobs:
-        parts.append(Text(f"and {status.more_jobs:,} jobs that ended before those", "dim"))
+        parts.append(Text(f"and {status.more_jobs:,} jobs that ended earlier", "dim"))
     if status.stale:
         parts.append(Text(printable(status.stale), "bold red"))
     return Group(*parts)
@@ -132,7 +132,7 @@ def _why(item: KubernetesWorkload) -> str:
 
 @dataclass(frozen=True)
 class WorkloadEvent:
-    """An event that the operator recorded: its last time (wall clock), and how often it came."""
+    """An event that the operator recorded: its last time (wall clock), and how often it occurred."""
 
     time: float | None
     type: str
@@ -158,7 +158,7 @@ def decode_events(found: Sequence[Mapping[str, Any]], last: int) -> tuple[Worklo
 def workload_view(
     item: KubernetesWorkload, events: Sequence[WorkloadEvent], now_s: float, logs: str = ""
 ) -> RenderableType:
-    """Return what `edl status` shows of a job or pool; `logs` is a command that shows the members' logs."""
+    """Return what `edl status` shows for a job or pool; `logs` is a hint at the command for the members' logs."""
     parts: list[RenderableType] = [_headline(item, now_s)]
     failed = item.condition("Failed")
     if item.message and item.phase != "Failed":
@@ -206,7 +206,7 @@ def _headline(item: KubernetesWorkload, now_s: float) -> Text:
     if item.started is not None:
         head.append(f", {'ran' if item.ended is not None else 'runs for'} {age(end - item.started)}")
     elif item.created is not None:
-        head.append(f", made {age(now_s - item.created)} ago")
+        head.append(f", created {age(now_s - item.created)} ago")
     return head
 
 
@@ -250,14 +250,14 @@ def _last_end(item: KubernetesMember, now_s: float) -> str:
     return f"{end.cause}{code}{where}{when}{f': {words}' if words else ''}"
 
 
-# --- Reading it, again and again ---
+# --- Reading the state ---
 
 
 @dataclass(frozen=True)
 class WorkloadLook:
-    """A job or pool at a moment.
+    """The state of a job or pool at a point in time.
 
-    `job` is what its store says, None if it says nothing. `trouble` is why not, or why the rest is old.
+    `job` is its status in its store, None if unknown. `trouble` is why it is unknown, or why the rest is old.
     """
 
     item: KubernetesWorkload
@@ -267,9 +267,9 @@ class WorkloadLook:
 
 
 class WorkloadStatus:
-    """Reads a job or pool, and its last `events`. A context manager.
+    """Reads a job or pool and its last `events`. A context manager.
 
-    `store_url` is the store that the user named; empty for the one that the job names.
+    `store_url` is the store that the user named; if empty, the job's own store.
     """
 
     def __init__(self, client: KubeClient, target: Target, events: int, store_url: str = "") -> None:
@@ -281,17 +281,17 @@ class WorkloadStatus:
         self._last: WorkloadLook | None = None
 
     def read(self) -> WorkloadLook:
-        """Look.
+        """Read the current state.
 
         Raises:
             SettingsError: The resource is gone.
-            EDLError: The API server does not answer, or refuses.
+            EDLError: The API server does not respond, or refuses.
         """
         target = self._target
         found = self._client.get(target.type, target.name)
         uid = found.get("metadata", {}).get("uid") if found is not None else None
         if found is None or uid != target.resource["metadata"].get("uid"):
-            raise SettingsError(f"{target} has been deleted{'' if found is None else ', and another made of its name'}")
+            raise SettingsError(f"{target} has been deleted{'' if found is None else ' and recreated'}")
         pods = list_pods(self._client, target)
         events = self._client.list(EVENTS, field_selector=f"involvedObject.uid={uid}").items if self._events else []
         item = decode_workload(target.kind, found, pods)
@@ -300,23 +300,23 @@ class WorkloadStatus:
         return self._last
 
     def read_again(self) -> WorkloadLook:
-        """Look; if that fails, return what was known last, with the reason. A resource that is gone is an error."""
+        """Read; if that fails, return the last known state with the reason. A deleted resource is an error."""
         try:
             return self.read()
         except SettingsError:
             raise
         except EDLError as exc:
             assert self._last is not None
-            return WorkloadLook(self._last.item, self._last.events, self._last.job, f"as known last: {shown(exc)}")
+            return WorkloadLook(self._last.item, self._last.events, self._last.job, f"last known state: {shown(exc)}")
 
     def _read_store(
         self, status: dict[str, Any], spec: dict[str, Any], item: KubernetesWorkload
     ) -> tuple[JobStatus | None, str]:
-        """Ask the job's store. It may be out of reach from here, which is not an error of the job."""
+        """Read the job's store. It may be unreachable from here, which is no error of the job."""
         url = self._store_url or status.get("store") or spec.get("store")
         if item.kind != "job" or not item.job_id or not isinstance(url, str) or not url:
             return None, ""
-        place = f"what its agents report is in {shown_url(url)}"
+        place = f"its agents report to {shown_url(url)}"
         try:
             if self._store is None:
                 self._store = self._open_store(url)
@@ -325,9 +325,9 @@ class WorkloadStatus:
         try:
             return read_job_status(self._store, item.job_id, self._events), ""
         except SettingsError:
-            return None, ""  # its agents have not begun
+            return None, ""  # its agents have not started
         except EDLError as exc:
-            return None, f"{place}, which does not answer from here: {shown(exc)}"
+            return None, f"{place}, which does not respond from here: {shown(exc)}"
 
     def _open_store(self, url: str) -> Store:
         if url in (self._store_url, DiscoverySettings.of().url):
@@ -350,11 +350,11 @@ class WorkloadStatus:
 def show_workload(
     client: KubeClient, options: argparse.Namespace, show_job: Callable[[JobStatus], RenderableType]
 ) -> None:
-    """Run `edl status` for a job or pool of a cluster; `show_job` shows what a store says of a job.
+    """Run `edl status` for a job or pool in a cluster; `show_job` renders a job's status in its store.
 
     Raises:
-        SettingsError: There is none, or it was deleted while this looked.
-        EDLError: The API server does not answer, or refuses.
+        SettingsError: There is none, or it was deleted meanwhile.
+        EDLError: The API server does not respond, or refuses.
     """
     target = find_target(client, options.job)
     with WorkloadStatus(client, target, options.events, options.store or "") as status:
@@ -381,7 +381,7 @@ def _json(look: WorkloadLook) -> str:
 
 def _shown(look: WorkloadLook, show_job: Callable[[JobStatus], RenderableType]) -> RenderableType:
     item = look.item
-    logs = f"edl logs {item.kind}/{item.name} -n {item.namespace} shows what its members write"
+    logs = f"edl logs {item.kind}/{item.name} -n {item.namespace} shows its members' output"
     parts = [workload_view(item, look.events, time.time(), logs)]
     if look.job is not None:
         parts += [Text(""), show_job(look.job)]

@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from edl.dashboard.state.schema import KubernetesStatus
 
 SCRIPT_LABEL: Final = "edl.io/script-of"
-"""Label of a ConfigMap with a script: the job that it is for."""
+"""Label of a script's ConfigMap: the job that it belongs to."""
 INSTALL_HINT: Final = (
     "install EDL in the cluster: helm install edl serving/kube/chart --namespace edl --create-namespace "
     "--set image.repository=IMAGE, or, with your image in it, kubectl apply -f serving/kube/manifests/crds.yaml "
     "-f serving/kube/manifests/operator.yaml (docs/kubernetes-operators.md)"
 )
 _TIMEOUT_S: Final = 10.0
-"""For the API server to answer: a person waits for it."""
+"""Timeout of API requests, short because a user is waiting."""
 _WAIT_S: Final = 120.0
-"""Of `edl delete --wait`: a member has 30 s to end unless its job says otherwise, and a node that is away some more."""
+"""Default for `edl delete --wait`: a member has 30 s to end unless its job says otherwise; a lost node takes longer."""
 _LOOK_S: Final = 2.0
-"""Between two looks of `--watch`: the operator changes a status about as often."""
+"""Refresh interval of `--watch`: the operator changes a status about as often."""
 _WIDTH: Final = 200
-"""Characters if the output is not a terminal, so that no row is wrapped."""
+"""Characters of a line if the output is not a terminal, so that no row is wrapped."""
 _KINDS: Final = {
     **dict.fromkeys(("job", "jobs", "ej", "elasticjob", "elasticjobs", "elasticjobs.edl.io"), "job"),
     **dict.fromkeys(("pool", "pools", "tp", "teacherpool", "teacherpools", "teacherpools.edl.io"), "pool"),
@@ -53,14 +53,14 @@ _TYPES: Final = {"job": ELASTIC_JOBS, "pool": TEACHER_POOLS}
 
 
 def add_cluster_options(parser: CommandParser) -> None:
-    """Add the options of which `open_cluster` takes the values, named as kubectl names them."""
+    """Add the options that `open_cluster` reads, with kubectl's names."""
     add = parser.add_argument_group("cluster").add_argument
     add("-n", "--namespace", metavar="NAME", help="(default: the context's, or the pod's own)")
     add_kubeconfig_options(add)
 
 
 def add_kubeconfig_options(add: Callable[..., object]) -> None:
-    """Add the options that say which cluster, and as whom."""
+    """Add the options that choose the cluster and the user."""
     add("--context", metavar="NAME", default="", help="kubeconfig context (default: the current one)")
     file = "(default: KUBECONFIG, the pod's service account, ~/.kube/config)"
     add("--kubeconfig", metavar="FILE", default="", help=file)
@@ -72,10 +72,10 @@ def open_cluster(options: argparse.Namespace, timeout_s: float = _TIMEOUT_S) -> 
 
     Raises:
         SettingsError: There is none.
-        InvalidObjectError: The cluster does not know EDL's resources; the message says how to install them.
+        InvalidObjectError: EDL's resources are not installed in the cluster; the message says how to install them.
     """
     if options.namespace == "":
-        raise SettingsError("--namespace '': expected a name; -A shows all namespaces where a command has it")
+        raise SettingsError("--namespace '': expected a name; commands with -A can show all namespaces")
     settings = KubeSettings(options.kubeconfig, options.context, options.namespace or "", timeout_s)
     with KubeClient(settings) as client:
         try:
@@ -83,7 +83,7 @@ def open_cluster(options: argparse.Namespace, timeout_s: float = _TIMEOUT_S) -> 
         except InvalidObjectError as exc:
             if client.has_resource(ELASTIC_JOBS.group, ELASTIC_JOBS.version, ELASTIC_JOBS.plural):
                 raise
-            raise InvalidObjectError(f"{client.url} knows no {ELASTIC_JOBS.group} resources: {INSTALL_HINT}") from exc
+            raise InvalidObjectError(f"{client.url} has no {ELASTIC_JOBS.group} resources: {INSTALL_HINT}") from exc
 
 
 @dataclass(frozen=True)
@@ -99,24 +99,24 @@ class Target:
 
     @property
     def type(self) -> ResourceType:
-        """Its kind for the API."""
+        """The resource type in the API."""
         return _TYPES[self.kind]
 
     @property
     def uid(self) -> str:
-        """What tells it from another resource that has its name later."""
+        """Its uid, which differs from that of a later resource with the same name."""
         return str(self.resource.get("metadata", {}).get("uid") or "")
 
 
 def parse_target(text: str) -> tuple[str | None, str]:
-    """Return "job", "pool" or, if the user did not say, None; and the name."""
+    """Return the kind ("job", "pool", or None if not given) and the name."""
     kind, slash, name = text.rpartition("/")
     if not name:
         raise SettingsError(f"{text!r}: expected the name of a job or pool, job/NAME or pool/NAME")
     if not slash:
         return None, name
     if kind.lower() not in _KINDS:
-        raise SettingsError(f"{text!r}: expected job/NAME or pool/NAME, and no {kind!r}")
+        raise SettingsError(f"{text!r}: expected job/NAME or pool/NAME, not {kind!r}")
     return _KINDS[kind.lower()], name
 
 
@@ -124,8 +124,8 @@ def find_target(client: KubeClient, text: str) -> Target:
     """Find a job or pool in the client's namespace.
 
     Raises:
-        SettingsError: There is none, with the nearest name; or there are both a job and a pool of this name.
-        EDLError: The API server does not answer, or refuses.
+        SettingsError: There is none (the message suggests a similar name), or both a job and a pool have this name.
+        EDLError: The API server does not respond, or refuses.
     """
     kind, name = parse_target(text)
     kinds = (kind,) if kind is not None else tuple(_TYPES)
@@ -208,7 +208,7 @@ examples:
   edl scale first-job auto          as many as are useful and fit, within its bounds"""
 
 _OLD_MINIMUM: Final = (
-    "pods that run keep the minimum that they started with (`edl run --nnodes MIN:`); new pods have it"
+    "running pods keep the minimum they started with (`edl run --nnodes MIN:`); new pods get the new one"
 )
 
 
@@ -239,10 +239,10 @@ def scale(argv: Sequence[str]) -> int:
 
 
 def scale_patch(target: Target, count: int | None, least: int | None, most: int | None) -> dict[str, Any]:
-    """Return the change of the spec. `count` is None for auto; bounds that are None stay as they are.
+    """Return the patch of the spec. `count` is None for auto; bounds of None are left unchanged.
 
     Raises:
-        SettingsError: The count is out of bounds; the message says how to move them.
+        SettingsError: The count is out of bounds; the message says how to change them.
     """
     spec = target.resource.get("spec", {})
     default = 1 if target.kind == "job" else 0
@@ -250,13 +250,13 @@ def scale_patch(target: Target, count: int | None, least: int | None, most: int 
     high = spec.get("maxReplicas", max(low, 1)) if most is None else most
     if low < default or high < max(low, 1):
         raise SettingsError(
-            f"{target}: from {low} to {high} cannot be: the minimum must be {default} or more, the maximum at least 1 "
-            "and not below it (--min, --max)"
+            f"{target}: bounds {low} to {high} are invalid: the minimum must be at least {default}, the maximum at "
+            "least 1 and not below it (--min, --max)"
         )
     if count is not None and not low <= count <= high:
         bound = f"--min {count}" if count < low else f"--max {count}"
-        stop = f"; `edl suspend {target}` ends all of them" if count < low and target.kind == "job" else ""
-        raise SettingsError(f"{target}: {count} is not between its bounds, {low} and {high}: {bound} moves them{stop}")
+        stop = f"; `edl suspend {target}` stops all of them" if count < low and target.kind == "job" else ""
+        raise SettingsError(f"{target}: {count} is not between its bounds, {low} and {high}: {bound} changes it{stop}")
     patch: dict[str, Any] = {"scaling": "auto" if count is None else "external", "replicas": count}
     bounds = {"minReplicas": least, "maxReplicas": most}
     return patch | {name: bound for name, bound in bounds.items() if bound is not None}
@@ -287,7 +287,7 @@ def _set_suspended(command: str, argv: Sequence[str], suspended: bool, descripti
     add_cluster_options(parser)
     options = parser.parse_args(argv)
     with open_cluster(options) as client:
-        targets = [find_target(client, name) for name in options.names]  # all, before any is changed
+        targets = [find_target(client, name) for name in options.names]  # find all before changing any
         for target in targets:
             if (target.resource.get("spec", {}).get("suspend") is True) == suspended:
                 print(printable(f"{target}: is {'suspended' if suspended else 'not suspended'} already"))
@@ -319,7 +319,7 @@ def delete(argv: Sequence[str]) -> int:
     add_cluster_options(parser)
     options = parser.parse_args(argv)
     with open_cluster(options) as client:
-        targets = [find_target(client, name) for name in options.names]  # all, before any is gone
+        targets = [find_target(client, name) for name in options.names]  # find all before deleting any
         for target in targets:
             _delete(client, target)
             print(printable(f"{target}: deleted"), flush=True)
@@ -329,11 +329,11 @@ def delete(argv: Sequence[str]) -> int:
 
 
 def _delete(client: KubeClient, target: Target) -> None:
-    """Delete the very resource that was found; a new one of the same name stays."""
+    """Delete exactly the resource that was found, not a new one of the same name."""
     try:
         client.delete(target.type, target.name, uid=target.uid)
     except ConflictError as exc:
-        raise ConflictError(f"{target} has been made again, and is left alone: {exc}") from exc
+        raise ConflictError(f"{target} has been recreated and is not deleted: {exc}") from exc
 
 
 def _wait_gone(client: KubeClient, targets: Sequence[Target], timeout_s: float) -> None:
@@ -345,12 +345,12 @@ def _wait_gone(client: KubeClient, targets: Sequence[Target], timeout_s: float) 
         try:
             left = [item for target in targets for item in _left(client, target)]
             trouble = ""
-        except KubernetesError as exc:  # it may be away for a moment; the deadline bounds it
+        except KubernetesError as exc:  # it may be down for a moment; the deadline limits the wait
             trouble = f"; {exc}"
         if not left and not trouble:
             return
         if time.monotonic() >= deadline:
-            raise EDLError(f"still there after {timeout_s:g} s: {', '.join(left[:10]) or 'not known'}{trouble}")
+            raise EDLError(f"not deleted after {timeout_s:g} s: {', '.join(left[:10]) or 'unknown'}{trouble}")
         time.sleep(min(backoff.next_wait_s(), max(0.0, deadline - time.monotonic())))
 
 

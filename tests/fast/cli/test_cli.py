@@ -203,7 +203,7 @@ def test_values_are_checked() -> None:
     found = vars(parse("--discovery", "edl://a:1", "--store", "edl://a:1", "--wait", "500ms", "--port", "0"))
     assert (found["store"], found["wait"], found["port"]) == ("edl://a:1", 0.5, 0)
     for arguments, words in (
-        (("--discovery", "edl://a:1", "--store", "edl://b:1"), "--store edl://b:1: edl://a:1 was given before"),
+        (("--discovery", "edl://a:1", "--store", "edl://b:1"), "--store edl://b:1: edl://a:1 was already given"),
         (("--wait=61s",), "--wait 61s: expected a duration from 0.5s to 60s"),
         (("--time", "0"), "--time 0: expected a duration above 0 to 3600s"),
         (("--kind", "raeder"), "--kind 'raeder': expected reader, writer; did you mean 'reader'?"),

@@ -69,13 +69,13 @@ def test_line_says_how_many_would_do(registry: Registry, url: str, capsys: pytes
 @pytest.mark.parametrize(
     ("records", "line"),
     [
-        ([], "3 live; no student publishes what it asks"),
+        ([], "3 live; no student publishes its load"),
         ([student("a")], "3 live; 1 student asks for nothing"),
         (
             [student("a", rows_asked=10)],
-            "1 student waits 0% of its time; how many would do cannot be told: no teacher's",
+            "1 student waits 0% of its time; how many would do is unknown: no teacher's",
         ),
-        ([student("a", wait_s=10.0)], "waits 100% of its time; how many would do cannot be told: no student could ask"),
+        ([student("a", wait_s=10.0)], "waits 100% of its time; how many would do is unknown: no student could ask"),
         ([student("a", rows_asked=900, wait_s=9.7), teacher("t0")], "waits 97% of its time; 2 or more would do"),
         ([teacher("t0", rows=None, compute_s=None, note="no statistics")], "no statistics"),
         ([teacher("t3", state="starting")], "3 live, 1 starting; no student"),
@@ -100,7 +100,7 @@ def test_masters_number_and_reason_are_shown(
     assert "\x1b" not in text
     assert json.loads(shown(capsys, "--discovery", url, "--json"))["services"][0]["wanted"]["count"] == 5
     now_s[0] += 3600.0
-    assert "60 min ago, and no master has said more since: 5" in shown(capsys, "--discovery", url)
+    assert "60 min ago, with no update from a master since: 5" in shown(capsys, "--discovery", url)
 
 
 def test_lapsed_teacher_has_one_state(store: Store, url: str) -> None:

@@ -105,7 +105,7 @@ def test_signals_lose_nothing(start: Start, client: MasterClient) -> None:
             process.send_signal(number)
             ended, _, err = finish(process)
             assert (ended, "Traceback" in err) == (code, False), err
-            assert any("goes on from here" in json.loads(line)["message"] for line in err.splitlines())
+            assert any("continues from here" in json.loads(line)["message"] for line in err.splitlines())
         first = start(*data)
         await_leader(client)
         second = start(*data)
@@ -143,11 +143,11 @@ def test_growing_text_ends_or_breaks(start: Start, client: MasterClient, tmp_pat
     [
         (("--data", "range:0x"), "range"),
         (("--journal", "nonsense://x"), "nonsense"),
-        (("--new", "--journal", "store:"), "choose another name"),
+        (("--new", "--journal", "store:"), "choose another job name"),
         (("--new", "--data", "lines:/no/such/file"), "/no/such/file"),
         (("--new", "--data", "range:10", "--name", "two\nlines"), "two"),
         (("--data", "kubernetes://x"), "a URL needs the kind of its data"),
-        (("--data", "range:10", "--data", "range:20"), "--data range:20: range:10 was given before"),
+        (("--data", "range:10", "--data", "range:20"), "--data range:20: range:10 was already given"),
         (("--store", "edl://localhost:29400"), "a command uses one store"),
         (("--port", "99999"), "--port 99999: expected a port"),
         (("--http-port", "-1"), "--http-port -1: expected a port"),
@@ -155,7 +155,7 @@ def test_growing_text_ends_or_breaks(start: Start, client: MasterClient, tmp_pat
         (("--session", "nan"), "--session nan: expected a duration"),
         (("--new", "--host", "256.1.1.1"), "master: cannot listen at 256.1.1.1"),
         (("--new", "--token-file", "/no/such/file"), "/no/such/file"),
-        (("--retry-poisoned", "--journal", "store:"), "no master has had a job 'job' here; there is none at all"),
+        (("--retry-poisoned", "--journal", "store:"), "no master here has had a job 'job'; known jobs: none"),
         (("--new", "--min-workers", "5", "--max-workers", "1"), "--max-workers 1"),
     ],
 )

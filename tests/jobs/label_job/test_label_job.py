@@ -67,7 +67,7 @@ def test_killed_workers_cost_their_shards(make_run: Callable[..., Run]) -> None:
         assert f"load_labels(['{run.folder}/here', '{run.folder}/there'])" in worker.out
     again = run.start(*more, output="here")
     assert again.wait() == 0
-    assert "job numbers is done already, and no teacher was asked" in again.out
+    assert "job numbers is already done; no teacher was asked" in again.out
     assert run.asked.rows() == asked
 
 
@@ -100,7 +100,7 @@ def test_poisoned_rows_are_listed(make_run: Callable[..., Run]) -> None:
     workers = [run.start("--shard", "40") for _ in range(2)]
     for worker in workers:
         assert worker.wait() == 3, worker.err
-        assert "1 shard given up, with rows that no teacher labels" in worker.err
+        assert "1 shard given up, with rows that no teacher could label" in worker.err
         assert re.search(r"rows 40 to 79, 3 failures, the last by .*: sample 76: .*this row is bad", worker.err)
         assert "job numbers: 360 of 400 rows have a label" in worker.out
     assert set(range(400)) - set(load_labels(run.folder / "labels").ids) == {76}, "but the others of it are there too"
@@ -173,7 +173,7 @@ def test_other_jobs_are_refused(
     assert main(["label", *run.arguments(), "--no-data-check"]) == 0
     with sqlite3.connect(run.folder / "labels" / "labels.sqlite") as db:
         db.execute("DELETE FROM label WHERE id < 7")
-    assert "7 rows are missing, though the job was done with them" in said("--no-data-check")
+    assert "7 rows are missing, though the job had finished them" in said("--no-data-check")
     shutil.rmtree(run.folder / "labels")
     assert "300 rows are missing" in said("--no-data-check")
     assert run.asked.rows() == asked

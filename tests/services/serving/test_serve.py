@@ -68,7 +68,7 @@ def test_outage_is_reported_and_not_felt(tmp_path: Path) -> None:
                 agent.kill()
                 wait_until(step(lambda stats: stats.discovery))
                 assert reader.stats().teachers_live == 1, "the teacher last known is kept"
-                assert " ? s the registry does not answer, the list is as known last" in wait_for("")
+                assert " ? s the registry does not respond; showing the last known list" in wait_for("")
                 agent.start()
                 wait_until(step(lambda stats: not stats.discovery))
                 assert " = s the registry answers again" in wait_for("")

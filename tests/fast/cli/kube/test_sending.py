@@ -84,7 +84,7 @@ BOTH = [f"ConfigMap/{SCRIPT}", "ElasticJob/a"]
 def test_doubtful_job_keeps_its_script() -> None:
     api = FakeApi()
     api.after["ElasticJob"] = LOST
-    with pytest.raises(KubernetesError, match=f"job/a may have been made, configmap/{SCRIPT} is there: `edl delete`"):
+    with pytest.raises(KubernetesError, match=f"job/a may have been created, configmap/{SCRIPT} exists: `edl delete`"):
         submit(api)
     assert api.names() == BOTH
 
@@ -142,7 +142,7 @@ def test_bounds_of_others_pool_are_told() -> None:
     before = {"big": {"spec": dict(spec)}}
     notes: list[str] = []
     set_bounds(client, demands, before, notes.append)
-    assert notes == ["pool/big: from 0 to 1 teachers from now on; it had 1 to 8"]
+    assert notes == ["pool/big: now 0 to 1 teachers; it had 1 to 8"]
     assert api.objects["TeacherPool", "big"]["spec"] == {**spec, "minReplicas": 0, "maxReplicas": 1}
     del api.objects["TeacherPool", "big"]
     set_bounds(client, demands, before, notes.append)
@@ -211,4 +211,4 @@ def test_what_is_waited_for() -> None:
     seen, new = Watching(), {"metadata": job("")["metadata"], "spec": {}}
     for now_s in (0.0, 10.0, 20.0, 30.0):
         assert seen.check(new, now_s) == ""
-    assert ["no operator has taken it up" in words for words in seen.notes] == [True]
+    assert ["no operator has handled it" in words for words in seen.notes] == [True]

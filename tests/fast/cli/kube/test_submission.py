@@ -235,8 +235,8 @@ DRY = ["--image", "i", "--dry-run", "--script-in-image"]
     [
         ("train.py", "--image is missing"),
         ("--image i --memory lots t.py", "16Gi"),
-        ("-f job.yaml --image i", "leave either out"),
-        ("--image i --timeout 3s t.py", "goes with --wait or --follow"),
+        ("-f job.yaml --image i", "omit one of the two"),
+        ("--image i --timeout 3s t.py", "requires --wait or --follow"),
         ("--image i --imgae j t.py", "unknown option '--imgae'; did you mean '--image'"),
         *((f"--workers {text} t.py", "'8:1'" if text == "8:1" else "MIN:MAX") for text in ("8:1", "-1", "1:", "٣")),
         ("--workers 0 t.py", "at least 1"),
@@ -280,20 +280,20 @@ def test_dry_run_asks_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert job["metadata"]["namespace"] == script["metadata"]["namespace"] == "research"
     assert job["metadata"]["name"].startswith("my-train-")
     assert job["spec"]["run"][2:] == ["/edl/script/My_train.py", "--dry-run", "-f", "x"], "the script's own options"
-    assert "that file alone" in shown.err
+    assert "only that file" in shown.err
     (tmp_path / "job.yaml").write_text(dump_manifests(make_submission(OPTIONS, None)))
     assert main(["submit", "-nprod", "-f", "job.yaml", "--dry-run"]) == 0
     assert "namespace: prod" in capsys.readouterr().out
 
 
-QUOTES = "0.001.*put it into quotes"
+QUOTES = "0.001.*quote it"
 
 
 @pytest.mark.parametrize(
     ("slip", "words"),
     [
         (lambda job: job["spec"].update(max_replicas=8), "did you mean 'maxReplicas'"),
-        (lambda job: job["spec"].update(zzz=1), "there are activeDeadlineSeconds, "),
+        (lambda job: job["spec"].update(zzz=1), "known fields: activeDeadlineSeconds, "),
         (lambda job: job["spec"].update(master={"enable": True}), r"spec.master.enable.*'enabled'"),
         (lambda job: job["spec"]["template"].update(spce={}), "spec.template.spce"),
         (lambda job: job["spec"]["template"]["spec"].update(nodeselector={}), "'nodeSelector'"),
@@ -307,7 +307,7 @@ QUOTES = "0.001.*put it into quotes"
         (lambda job: worker(job)["env"].append({"name": "RATE", "value": 0.001}), QUOTES),
         (lambda job: worker(job).update(command=["edl", 0.001]), QUOTES),
         (lambda job: job["spec"]["template"]["spec"].update(nodeSelector={"gpu": 0.001}), QUOTES),
-        (lambda job: job["spec"]["template"].update(metadata={"labels": {"team": False}}), "False.*put it into quotes"),
+        (lambda job: job["spec"]["template"].update(metadata={"labels": {"team": False}}), "False.*quote it"),
     ],
 )
 def test_slips_are_named(slip: Any, words: str) -> None:

@@ -139,7 +139,7 @@ def test_phases_that_no_status_says() -> None:
     deleted = job(phase="Running")
     deleted["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
     assert decode_workload("job", deleted).phase == "Deleting"
-    assert "no operator has looked" in shown(workloads_table([decode_workload("job", new)], NOW, namespaces=False))
+    assert "no operator has handled" in shown(workloads_table([decode_workload("job", new)], NOW, namespaces=False))
     pool = {"metadata": {"name": "p"}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}}
     assert decode_workload("pool", pool).phase == "Running"
 
@@ -210,7 +210,7 @@ def test_scale_keeps_to_bounds() -> None:
     for count, words in ((9, "--max 9"), (1, "--min 1"), (0, "edl suspend job/first")):
         with pytest.raises(SettingsError, match=words):
             scale_patch(target, count, None, None)
-    with pytest.raises(SettingsError, match="cannot be"):
+    with pytest.raises(SettingsError, match="are invalid"):
         scale_patch(target, None, 5, 3)
     pool = Target("pool", "digits", {"spec": {"maxReplicas": 4}})
     assert scale_patch(pool, 0, None, None)["replicas"] == 0
@@ -302,7 +302,7 @@ def test_another_job_of_the_same_name(server: ApiServer, tmp_path: Path) -> None
     with (
         KubeClient(KubeSettings(kubeconfig=path)) as client,
         WorkloadStatus(client, first, 3) as watched,
-        pytest.raises(SettingsError, match="deleted, and another made of its name"),
+        pytest.raises(SettingsError, match="deleted and recreated"),
     ):
         watched.read()
 
@@ -492,4 +492,4 @@ def test_pod_that_writes_on_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
         assert running.result(60) == "Failed"
     finally:
         ended.set()
-    assert any("worker-0 may write on" in words for words in notes), notes
+    assert any("worker-0 may still write" in words for words in notes), notes

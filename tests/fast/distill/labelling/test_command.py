@@ -93,7 +93,7 @@ def test_labels_of_other_data_are_refused(
     assert main([*run, "--relabel"]) == 0
     np.testing.assert_array_equal(load_labels(folder).rows(range(ROWS))["y"], X + 1)
     assert main([*run, "--relabel"]) == 0
-    assert f"{ROWS + 5:,} had a label before" in capsys.readouterr().out
+    assert f"{ROWS + 5:,} already had a label" in capsys.readouterr().out
 
 
 def test_a_note_without_labels_refuses_nobody(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_any_change_of_a_file_is_noticed(tmp_path: Path, change: Any, words: str
     [
         (["--teachers", "127.0.0.1:1", "--timeout", "0.5"], 1, "no live teacher for 127.0.0.1:1 within 0.5 s"),
         ([], 2, "no teachers named: pass --service or --teachers, or set EDL_SERVICE"),
-        (["--teachers", "a:1", "--service", "b"], 2, "exclude each other"),
+        (["--teachers", "a:1", "--service", "b"], 2, "cannot be combined"),
         (["--teachers", "a:1", "--batch", "0"], 2, "--batch 0"),
-        (["--teachers", "a:1", "--temperature", "2"], 2, "--temperature 2 is for --top-k"),
+        (["--teachers", "a:1", "--temperature", "2"], 2, "--temperature 2 requires --top-k"),
         (["--teachers", "a:1", "--output", "/proc/none"], 2, "'/proc/none'"),
         (["--teachers", "a:1", "--outputs", "y,y"], 2, "outputs ('y', 'y'): a name comes twice"),
         (["--teachers", "a:1", "--inputs", "x,x=name"], 2, "--inputs 'x,x=name': a name comes twice"),
@@ -202,7 +202,7 @@ def test_each_text_is_labelled_once(
     assert main(of_texts(data, folder, teacher.endpoint)) == 0
     said = capsys.readouterr().out
     assert "200 sequences labelled by" in said
-    assert "1 of 201 sequences have no token, and so no label" in said
+    assert "1 of 201 sequences are empty and have no label" in said
     assert "padded(ids, attention_mask)" in said
     check(folder, texts)
     edited = [*texts[:-1], np.array([4, 4])]

@@ -125,7 +125,7 @@ class SqliteFile:
 
     @contextlib.contextmanager
     def transaction(self, *, reads: bool = False) -> Iterator[sqlite3.Connection]:
-        """Run a transaction. A writing one locks the file from its start, and checks at its end that it is still in place.
+        """Run a transaction. A writing one locks the file from the start, and checks at the end that it is still there.
 
         Args:
             reads: Whether it only reads: then it never waits for writers.

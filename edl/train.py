@@ -1,13 +1,13 @@
 """The training loop of `edl train`: from a model definition and a Parquet file to a trained model.
 
 Each worker of the job runs `main`, as module `edl.train` under `edl run`. The user's file defines `model()`; everything
-else has a default. The loop is the one of docs/training-loop.md: an `ElasticSampler` deals the rows of a table that
-each worker holds in memory, `distill` adds the teachers' soft labels, an `ElasticTrainer` makes the update of the whole
-batch, and a `Checkpointer` saves each step. So workers may come, go and die, and the result does not depend on it. At
-the end of each epoch the workers share the evaluation. The first worker writes the trained model.
+else has a default. The loop follows docs/training-loop.md: an `ElasticSampler` deals out the rows of a table that each
+worker holds in memory, `distill` adds the teachers' soft labels, an `ElasticTrainer` updates the model on the whole
+batch, and a `Checkpointer` saves each step. So workers may come, go and die without affecting the result. At the end of
+each epoch the workers share the evaluation. The first worker writes the trained model.
 
-What does not belong here: the command line, which is in `edl.cli.train`, and anything that needs a loop of its own,
-such as generated text; docs/training-loop.md is for that.
+What does not belong here: the command line (`edl.cli.train`), and anything that needs a different loop, such as
+generated text (see docs/training-loop.md).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ Columns: TypeAlias = dict[str, Any]
 """Rows of a table, by column: tensors [rows, ...], or lists of strings, bytes or sequences of different lengths."""
 
 _EVALUATION_S: Final = 3600.0
-"""Longest evaluation before it counts as a hang."""
+"""Longest duration of an evaluation before it counts as a hang."""
 _PROGRESS_S: Final = 30.0
-"""Seconds between two lines of progress within an epoch."""
+"""Seconds between progress lines within an epoch."""
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """What to train on, and how; each field is an option of `edl train`."""
+    """The data and settings of a training; each field is an option of `edl train`."""
 
     data: str
     eval: str | None = None
@@ -75,11 +75,11 @@ class TrainPlan:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train as one worker of a job. `arguments` are the path of the user's file, and a `TrainPlan` in JSON."""
+    """Train as one worker of a job. `arguments` are the path of the user's file and a `TrainPlan` in JSON."""
     path, plan = arguments
     try:
         _Training(load_definition(path), TrainPlan(**json.loads(plan))).run()
-    except EDLError as exc:  # a mistake of the user's, or no teacher: a traceback through this file would not help
+    except EDLError as exc:  # a user's mistake, or no teacher: a traceback through this file would not help
         print(f"edl train: {exc}", file=sys.stderr, flush=True)  # noqa: T201 - as `edl` itself does
         return 2 if isinstance(exc, SettingsError) else 1
     return 0
@@ -89,7 +89,7 @@ def load_definition(path: str) -> ModuleType:
     """Import the user's file, which may import its neighbours.
 
     Raises:
-        SettingsError: It has no function `model`, or something else under one of the names that are used.
+        SettingsError: It has no function `model`, or one of the used names is not a function.
     """
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
@@ -103,23 +103,23 @@ def load_definition(path: str) -> ModuleType:
         raise SettingsError(f"{path} has no function model(), which returns the network to train{hint}")
     for name in ("model", "loss", "optimizer", "transform", "metrics"):
         if not callable(getattr(definition, name, print)):
-            raise SettingsError(f"{path}: {name} must be a function, and is {quote(getattr(definition, name))}")
+            raise SettingsError(f"{path}: {name} must be a function, not {quote(getattr(definition, name))}")
     return definition
 
 
 class ParquetTable(Dataset[Columns]):
     """The rows of Parquet files, in memory.
 
-    Numbers, and lists of numbers that all have the same length, come as tensors; other columns as lists.
+    Columns of numbers, or of equally long lists of numbers, become tensors; other columns become lists.
 
     Args:
-        location: A file, folder, pattern, or URL of fsspec.
-        transform: The user's function from columns to columns, if there is one.
+        location: A file, folder, pattern, or fsspec URL.
+        transform: The user's function from columns to columns; None for none.
     """
 
     def __init__(self, location: str, transform: Any = None) -> None:
         _, paths, _ = find_files(location)
-        import_parquet()  # tells how to install pyarrow
+        import_parquet()  # raises an error that says how to install pyarrow
         import pyarrow
 
         parts = []
@@ -127,7 +127,7 @@ class ParquetTable(Dataset[Columns]):
             with open_file(path) as file:
                 parts.append(import_parquet().read_table(file))
             if parts[-1].schema.names != parts[0].schema.names:
-                raise SettingsError(f"{path} has other columns than {paths[0]}: {parts[-1].schema.names}")
+                raise SettingsError(f"{path} has different columns than {paths[0]}: {parts[-1].schema.names}")
         table = pyarrow.concat_tables(parts, promote_options="permissive")
         self.location = location
         self._transform = transform
@@ -137,7 +137,7 @@ class ParquetTable(Dataset[Columns]):
         self._columns = {name: self._load(name, table[name]) for name in table.schema.names}
 
     def _load(self, name: str, column: Any) -> Any:
-        """Return a column as an array [rows, ...], or as it is if no array can hold it."""
+        """Return a column as an array [rows, ...], or unchanged if it cannot be an array."""
         if column.null_count:
             raise SettingsError(f"{self.location}: column {name!r} has {column.null_count:,} empty values: fill them")
         arrays = [_as_array(chunk) for chunk in column.chunks if len(chunk)]
@@ -150,7 +150,7 @@ class ParquetTable(Dataset[Columns]):
         return self._rows
 
     def __getitems__(self, rows: Sequence[int]) -> Columns:
-        """Return several rows at once, which is what a `DataLoader` asks for."""
+        """Return several rows at once, as a `DataLoader` requests them."""
         batch = {
             name: torch.from_numpy(column[rows]) if isinstance(column, np.ndarray) else column.take(rows).to_pylist()
             for name, column in self._columns.items()
@@ -159,7 +159,7 @@ class ParquetTable(Dataset[Columns]):
 
 
 def _as_array(values: Any) -> Any:
-    """Return Arrow's numbers, or lists of equally many numbers, as an array [rows, ...]; None for anything else."""
+    """Return Arrow's numbers, or equally long lists of numbers, as an array [rows, ...]; None for anything else."""
     from pyarrow import types
 
     shape = [len(values)]
@@ -188,7 +188,7 @@ class _Training:
         self._eval_table = ParquetTable(plan.eval, transform) if plan.eval is not None else None
         if self._eval_table is not None:
             if self._label is None:
-                raise SettingsError(f"--eval {plan.eval}: there is no label to compare with: name its column (--label)")
+                raise SettingsError(f"--eval {plan.eval}: there is no label to compare with: name the column (--label)")
             self._batch(self._eval_table, [0])
 
     def run(self) -> None:
@@ -237,7 +237,7 @@ class _Training:
             for columns, soft in trainer.micro_batches(batch):
                 loss = self._loss(trainer.model(*self._take(columns), **self._how), columns, soft)
                 trainer.backward(loss)
-                count = min(share, len(columns[self._inputs[0]]))  # 0 for a row that only stands in
+                count = min(share, len(columns[self._inputs[0]]))  # 0 for a filler row
                 losses += loss.detach() * count
                 rows += count
             trainer.step()
@@ -246,9 +246,7 @@ class _Training:
             if time.monotonic() - told_at > _PROGRESS_S:
                 told_at = time.monotonic()
                 self._tell(f"epoch {epoch}: {sampler.consumed:,} of {len(self._table):,} rows")
-        trained = (
-            sampler.consumed - before
-        )  # nothing if a restart comes between an epoch's last step and its evaluation
+        trained = sampler.consumed - before  # 0 after a restart between an epoch's last step and its evaluation
         mean = _mean_of_all({"training loss": float(losses)}, rows) if trained else {}
         if self._eval_table is not None and (trained or state.step not in self._evaluator.results):
             mean |= self._checkpointer.evaluate(self._evaluator)
@@ -257,10 +255,10 @@ class _Training:
             workers, per_s = dist.get_world_size(), trained / (time.monotonic() - begin)
             self._tell(f"epoch {epoch}: {text}, {per_s:,.0f} rows/s by {workers} worker{'s'[: workers - 1]}")
 
-    # --- What the user's functions make of a batch ---
+    # --- Loss and metrics ---
 
     def _loss(self, outputs: Tensor, columns: Columns, soft: Tensor | None) -> Tensor:
-        """Return the mean loss of some rows."""
+        """Return the mean loss of these rows."""
         labels = columns.get(self._label) if self._label is not None else None
         own = getattr(self._definition, "loss", None)
         if own is not None and len(inspect.signature(own).parameters) > 2:
@@ -277,13 +275,13 @@ class _Training:
                 soft_loss = kl_divergence(outputs, soft, temperature=plan.temperature)
         except SettingsError as exc:
             raise SettingsError(
-                f"the teachers' output {plan.teacher_output!r} does not fit what model() returns: {exc}. Choose "
-                "another (--teacher-output), or define loss(outputs, labels, soft)"
+                f"the teachers' output {plan.teacher_output!r} does not match the result of model(): {exc}. Choose "
+                "another output (--teacher-output), or define loss(outputs, labels, soft)"
             ) from exc
         return soft_loss if labels is None else mix(hard, soft_loss, plan.alpha)
 
     def _evaluate(self) -> dict[str, float]:
-        """Return the mean of each metric over the rows of `--eval`, of which each worker takes its share."""
+        """Return the mean of each metric over the rows of `--eval`, shared among the workers."""
         table = self._eval_table
         assert table is not None
         measure = getattr(self._definition, "metrics", _metrics)
@@ -303,10 +301,10 @@ class _Training:
     # --- Columns ---
 
     def _choose_columns(self, table: ParquetTable) -> None:
-        """Decide which columns the model and the loss get, from the first row as the user's `transform` returns it."""
+        """Choose the columns for the model and the loss, from the transformed first row."""
         plan, found = self._plan, table.__getitems__([0])
         if not isinstance(found, dict):
-            raise SettingsError(f"transform(columns) must return a dict of columns, and returned {quote(found)}")
+            raise SettingsError(f"transform(columns) must return a dict of columns, not {quote(found)}")
         self._label = "label" if plan.label is None and "label" in found else plan.label
         if self._label is None and plan.teachers is None:
             raise SettingsError(
@@ -321,7 +319,7 @@ class _Training:
         self._batch(table, [0])
 
     def _needed(self, found: Columns) -> Columns:
-        """Return the columns that are used, which must be tensors."""
+        """Return the used columns, which must be tensors."""
         for name in self._names:
             if name not in found:
                 raise SettingsError(
@@ -330,8 +328,8 @@ class _Training:
                 )
             if not isinstance(found[name], Tensor):
                 raise SettingsError(
-                    f"column {name!r} has values such as {quote(found[name][0])}, which are no numbers, or lists of "
-                    "different lengths: make tensors of them in transform(columns), or leave it out with --inputs"
+                    f"column {name!r} has values such as {quote(found[name][0])}, which are not numbers, or lists of "
+                    "different lengths: convert them to tensors in transform(columns), or exclude it with --inputs"
                 )
         return {name: found[name] for name in self._names}
 
@@ -341,21 +339,21 @@ class _Training:
     def _take(self, columns: Columns) -> list[Tensor]:
         return [columns[name] for name in self._inputs]
 
-    # --- What a person gets ---
+    # --- Output ---
 
     def _made(self, name: str, default: Any, kind: type, *arguments: Any) -> Any:
-        """Call one of the user's functions, whose result must be of a kind."""
+        """Call one of the user's functions, whose result must be of type `kind`."""
         made = getattr(self._definition, name, default)(*arguments)
         if not isinstance(made, kind):
-            raise SettingsError(f"{name}() must return a {kind.__name__} of torch, and returned {quote(made)}")
+            raise SettingsError(f"{name}() must return a torch {kind.__name__}, not {quote(made)}")
         return made
 
     def _tell(self, text: str) -> None:
         if dist.get_rank() == 0:
-            print(text, flush=True)  # noqa: T201 - the program of a person at a terminal
+            print(text, flush=True)  # noqa: T201 - output for the user
 
     def _export(self) -> None:
-        """Write weights, metrics and the network as a program into the output folder."""
+        """Write the weights, the metrics and the exported network into the output folder."""
         network = deepcopy(self._network).cpu().eval()
         with tempfile.TemporaryDirectory() as folder:
             save_model(network, f"{folder}/model.safetensors")
@@ -374,23 +372,23 @@ class _Training:
 
     def _write_program(self, network: nn.Module, path: str) -> None:
         """Write the network as `torch.export` traces it, for any number of rows."""
-        rows = range(min(2, len(self._table)))  # a dimension of one row would not become any number
+        rows = range(min(2, len(self._table)))  # a dimension of 1 could not be dynamic
         examples = tuple(self._take(self._batch(self._table, rows)))
         try:
             shapes = tuple({0: torch.export.Dim.DYNAMIC} for _ in examples)
             torch.export.save(torch.export.export(network, examples, dynamic_shapes=shapes), path)
         except Exception as exc:  # noqa: BLE001 - whatever the user's code raises under the tracer
             reason = str(exc).strip().partition("\n")[0]
-            self._tell(f"no model.pt2, since torch.export cannot trace the model ({reason}); its weights are there")
+            self._tell(f"no model.pt2, since torch.export cannot trace the model ({reason}); its weights are saved")
 
 
 def _hard_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss for a `loss` that the user leaves out: cross-entropy for classes, squared error for numbers."""
+    """Compute the default loss: cross-entropy for classes, squared error for numbers."""
     numbers = labels.is_floating_point()
     if outputs.numel() != labels.numel() if numbers else outputs.shape[:-1] != labels.shape:
         expected = "as many numbers" if numbers else "the logits of the classes for each of them"
         raise SettingsError(
-            f"the labels are {labels.dtype} {list(labels.shape)}, and model() returns {list(outputs.shape)}: expected "
+            f"the labels are {labels.dtype} {list(labels.shape)}, but model() returns {list(outputs.shape)}: expected "
             f"{expected}. Change model(), or define loss(outputs, labels)"
         )
     if numbers:
@@ -399,7 +397,7 @@ def _hard_loss(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def _metrics(outputs: Tensor, labels: Tensor) -> Mapping[str, Any]:
-    """Return the metrics of an evaluation for a `metrics` that the user leaves out."""
+    """Compute the default metrics."""
     found = {"loss": _hard_loss(outputs, labels)}
     if not labels.is_floating_point():
         found["accuracy"] = (outputs.argmax(-1) == labels).float().mean()
@@ -407,7 +405,7 @@ def _metrics(outputs: Tensor, labels: Tensor) -> Mapping[str, Any]:
 
 
 def _mean_of_all(sums: Mapping[str, float], rows: int) -> dict[str, float]:
-    """Return the sums of all workers, divided by all of their rows."""
+    """Return the sums over all workers, divided by the number of all rows."""
     everyone = [json.loads(part) for part in gather_bytes(json.dumps([dict(sums), rows]).encode())]
     total = max(sum(count for _, count in everyone), 1)
     names = dict.fromkeys(name for part, _ in everyone for name in part)

@@ -122,7 +122,7 @@ def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -
         for bad in snapshot.rejected:
             screen.print(Text(printable(f"left out: {snapshot.service}/{bad.id}: {bad.reason}"), "magenta"))
         if snapshot.stale:
-            screen.print(Text(printable(f"{snapshot.service}: as known last; {snapshot.stale}"), "bold red"))
+            screen.print(Text(printable(f"{snapshot.service}: last known state; {snapshot.stale}"), "bold red"))
     if view is not None and (view.load is None or view.load.students or view.load.teachers or snapshots[0].instances):
         for part in view.renderables():
             screen.print(part)

@@ -1,7 +1,7 @@
-"""The page of all jobs of a Store: its state as one JSON, the server that sends it, and the files that draw it.
+"""A web page with all jobs of a Store: its state as JSON, the server, and the static files.
 
-`state` reads the records, `metrics` shows them to Prometheus, `streams` looks again and again, `server` sends it all,
-and `static` has the page itself. `server` and `streams` import aiohttp: import them only to serve a page.
+`state` reads the records, `metrics` exports them to Prometheus, `streams` polls the Store and sends events, `server`
+serves it all, and `static` contains the page itself. `server` and `streams` import aiohttp: import them only to serve.
 """
 
 __all__: list[str] = []

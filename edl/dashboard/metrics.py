@@ -1,8 +1,8 @@
 """The state as Prometheus metrics: https://prometheus.io/docs/practices/naming/.
 
-Labels name jobs, datasets, services, teachers and students that exist at the moment, never a sample or a shard; the
-series of others end. A job's label is `job_name`, since `job` is Prometheus's own. While the store does not answer,
-jobs and services have no series: Prometheus shows a gap rather than an unknown figure.
+Labels name existing jobs, datasets, services, teachers and students, never samples or shards; the series of deleted
+ones end. A job's label is `job_name`, since `job` is Prometheus's own. During an outage of the store, jobs and services
+have no series: Prometheus shows a gap instead of an old figure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from edl.dashboard.state.schema import DashboardState, JobStatus, MasterStatus, 
 
 
 class MetricSpec(NamedTuple):
-    """A metric of the page: its exported name, the names of its labels, and its help."""
+    """A metric on the page: its exported name, its label names, and its help text."""
 
     name: str
     kind: Literal["counter", "gauge"]
@@ -30,7 +30,7 @@ class MetricSpec(NamedTuple):
 
 
 class ServerFigures(NamedTuple):
-    """Counters of the server: looks at the store, seconds that the last one took, clients of the stream of events."""
+    """Figures of the server: reads of the store, seconds of the last one, and event-stream clients."""
 
     looks: int
     look_s: float
@@ -43,56 +43,56 @@ _TEACHER: Final = ("service", "teacher")
 _STUDENT: Final = ("service", "student", "job_name")
 _JOB_STATES: Final = ("forming", "running", "done", "failed", "down", "gave up", "unknown")
 _RESTARTED: Final = 0.5
-"""Share of a counter's highest value: a new job of the same name begins near 0, and a rollback takes back minutes."""
+"""Share of a counter's peak below which it has restarted: a new job begins near 0, a rollback costs only minutes."""
 _TEACHER_STATES: Final = ("starting", "ready", "draining", "lapsed")
 
 METRICS: Final = (
     MetricSpec("edl_dashboard_store_up", "gauge", (), "1 if the last look at the Store and the registry succeeded."),
     MetricSpec("edl_dashboard_looks_total", "counter", (), "Looks at the Store, for all clients together."),
     MetricSpec("edl_dashboard_last_look_seconds", "gauge", (), "Duration of the last look."),
-    MetricSpec("edl_dashboard_clients", "gauge", (), "Browsers that follow the stream of events."),
+    MetricSpec("edl_dashboard_clients", "gauge", (), "Browsers connected to the stream of events."),
     MetricSpec("edl_dashboard_unreadable_records", "gauge", (), "Records in the Store that cannot be read."),
-    MetricSpec("edl_job_state", "gauge", (*_JOB, "state"), "1 for the state that the job is in."),
-    MetricSpec("edl_job_generation", "gauge", _JOB, "The present generation; grows by 1 with every restart."),
+    MetricSpec("edl_job_state", "gauge", (*_JOB, "state"), "1 for the current state of the job."),
+    MetricSpec("edl_job_generation", "gauge", _JOB, "Current generation; grows by 1 with every restart."),
     MetricSpec("edl_job_world_size", "gauge", _JOB, "Ranks that train."),
     MetricSpec("edl_job_wanted_workers", "gauge", _JOB, "Workers that the job's master wants, if one decides."),
-    MetricSpec("edl_job_wanted_age_seconds", "gauge", _JOB, "Since a master said last how many workers it wants."),
-    MetricSpec("edl_job_nodes", "gauge", (*_JOB, "state"), "Nodes that are alive, by what they do."),
-    MetricSpec("edl_job_left_out_hosts", "gauge", _JOB, "Hosts left out because a GPU of theirs failed."),
+    MetricSpec("edl_job_wanted_age_seconds", "gauge", _JOB, "Time since a master last reported how many it wants."),
+    MetricSpec("edl_job_nodes", "gauge", (*_JOB, "state"), "Live nodes, by state."),
+    MetricSpec("edl_job_left_out_hosts", "gauge", _JOB, "Hosts excluded because one of their GPUs failed."),
     MetricSpec("edl_job_step", "gauge", _JOB, "The last step that was finished."),
-    MetricSpec("edl_job_steps_per_second", "gauge", _JOB, "Steps finished a second, over the last 15 s."),
-    MetricSpec("edl_job_samples_per_second", "gauge", _JOB, "Samples trained on a second, over the last 15 s."),
-    MetricSpec("edl_job_goodput_ratio", "gauge", _JOB, "Time in steps that count, by the time since the job began."),
-    MetricSpec("edl_job_seconds_total", "counter", (*_JOB, "category"), "The job's time by what it went into."),
-    MetricSpec("edl_master_up", "gauge", _JOB, "1 if a master leads, and has reported lately."),
+    MetricSpec("edl_job_steps_per_second", "gauge", _JOB, "Steps finished per second, over the last 15 s."),
+    MetricSpec("edl_job_samples_per_second", "gauge", _JOB, "Samples trained per second, over the last 15 s."),
+    MetricSpec("edl_job_goodput_ratio", "gauge", _JOB, "Share of the time since its start spent on steps that count."),
+    MetricSpec("edl_job_seconds_total", "counter", (*_JOB, "category"), "The job's time by category."),
+    MetricSpec("edl_master_up", "gauge", _JOB, "1 if a master leads and has reported recently."),
     MetricSpec("edl_master_term", "gauge", _JOB, "Masters that the job has had."),
-    MetricSpec("edl_master_report_age_seconds", "gauge", _JOB, "Since the master's last report."),
+    MetricSpec("edl_master_report_age_seconds", "gauge", _JOB, "Time since the master's last report."),
     MetricSpec("edl_master_commands_total", "counter", _JOB, "Commands in the master's journal."),
-    MetricSpec("edl_master_epoch", "gauge", _DATASET, "The dataset's present epoch, from 0."),
+    MetricSpec("edl_master_epoch", "gauge", _DATASET, "The dataset's current epoch, from 0."),
     MetricSpec("edl_master_shards", "gauge", (*_DATASET, "state"), "Shards by state: todo, doing, done, poisoned."),
     MetricSpec("edl_master_shards_done_total", "counter", _DATASET, "Shards done, in all epochs."),
     MetricSpec("edl_master_units_done_total", "counter", _DATASET, "Units of the dataset done, in all epochs."),
-    MetricSpec("edl_master_units_per_second", "gauge", _DATASET, "Units of the dataset done a second, lately."),
-    MetricSpec("edl_master_eta_seconds", "gauge", _DATASET, "Until the dataset is done, at that rate."),
-    MetricSpec("edl_master_holders", "gauge", _DATASET, "Readers that hold shards or did lately."),
-    MetricSpec("edl_pool_replicas", "gauge", ("service",), "Teachers that are ready or start."),
+    MetricSpec("edl_master_units_per_second", "gauge", _DATASET, "Units of the dataset done per second, recently."),
+    MetricSpec("edl_master_eta_seconds", "gauge", _DATASET, "Time until the dataset is done, at that rate."),
+    MetricSpec("edl_master_holders", "gauge", _DATASET, "Readers that hold shards or held some recently."),
+    MetricSpec("edl_pool_replicas", "gauge", ("service",), "Teachers that are ready or starting."),
     MetricSpec("edl_pool_wanted_replicas", "gauge", ("service",), "Teachers that the advisor wants, if one decides."),
-    MetricSpec("edl_pool_wanted_age_seconds", "gauge", ("service",), "Since an advisor said last how many it wants."),
+    MetricSpec("edl_pool_wanted_age_seconds", "gauge", ("service",), "Time since an advisor last reported it."),
     MetricSpec("edl_service_teachers", "gauge", ("service", "state"), "Teachers by state."),
     MetricSpec("edl_service_students", "gauge", ("service",), "Students that report."),
     MetricSpec("edl_service_teacher_rows_total", "counter", _TEACHER, "Rows that the teacher has computed."),
-    MetricSpec("edl_service_teacher_compute_seconds_total", "counter", _TEACHER, "Time of the model's calls."),
-    MetricSpec("edl_service_teacher_queue_rows", "gauge", _TEACHER, "Rows that wait in the teacher's queue."),
-    MetricSpec("edl_service_teacher_rows_per_second", "gauge", _TEACHER, "Rows computed a second, lately."),
-    MetricSpec("edl_service_student_rows_total", "counter", _STUDENT, "Rows that the student has asked for."),
+    MetricSpec("edl_service_teacher_compute_seconds_total", "counter", _TEACHER, "Time spent in model calls."),
+    MetricSpec("edl_service_teacher_queue_rows", "gauge", _TEACHER, "Rows in the teacher's queue."),
+    MetricSpec("edl_service_teacher_rows_per_second", "gauge", _TEACHER, "Rows computed per second, recently."),
+    MetricSpec("edl_service_student_rows_total", "counter", _STUDENT, "Rows that the student has requested."),
     MetricSpec("edl_service_student_wait_seconds_total", "counter", _STUDENT, "Time that it waited for labels."),
-    MetricSpec("edl_service_student_wait_ratio", "gauge", _STUDENT, "Part of its time that it waits, lately."),
+    MetricSpec("edl_service_student_wait_ratio", "gauge", _STUDENT, "Share of its time spent waiting, recently."),
 )
-"""All of them; a master's page has those of its registry as well (`edl_master_journal_commit_seconds`)."""
+"""All metrics; a master's page also has those of its own registry (`edl_master_journal_commit_seconds`)."""
 
 
 class DashboardMetrics(Collector):
-    """Collects the latest state (None before the first look) at a scrape, in a registry of its own, beside others."""
+    """Collects the latest state (None before the first read) at a scrape, in a registry that includes others."""
 
     def __init__(
         self,
@@ -106,10 +106,10 @@ class DashboardMetrics(Collector):
         self._counters = _Counters()
         self.registry.register(self)
         for registry in registries:
-            self.registry.register(registry)  # it collects, as a collector does
+            self.registry.register(registry)  # a registry has `collect`, like a collector
 
     def describe(self) -> Iterator[Metric]:
-        """Yield nothing: what there is to collect is known at a scrape."""
+        """Yield nothing: the metrics are known only at a scrape."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
@@ -143,7 +143,7 @@ class _Samples:
             self._families[spec.name] = family(spec.name, spec.text, labels=spec.labels)
 
     def add(self, name: str, value: float | None, *labels: str) -> None:
-        """Add a sample, unless its value is not known."""
+        """Add a sample, unless its value is unknown."""
         if value is not None:
             self._families[name].add_metric(labels, float(value))
 
@@ -153,10 +153,10 @@ class _Samples:
 
 
 class _Counters:
-    """Holds counters that fall a little: Prometheus takes any fall for a restart from 0, and would count all again.
+    """Holds counters that decrease slightly: Prometheus treats any decrease as a restart from 0, and would recount all.
 
-    A late record of a node moves seconds from a category to another; a worker that goes back to its checkpoint gives
-    shards back. A counter that falls below a half has restarted.
+    A late record of a node moves seconds between categories; a worker that returns to its checkpoint gives shards
+    back. A counter that falls below half of its highest value has restarted.
     """
 
     def __init__(self) -> None:
@@ -164,14 +164,14 @@ class _Counters:
         self._seen: set[tuple[str, ...]] = set()
 
     def held(self, value: float, *key: str) -> float:
-        """Return the value, or the highest before where it fell a little."""
+        """Return the value, or the previous highest one if it decreased slightly."""
         before = self._highest.get(key, 0.0)
         self._highest[key] = value if value > before or value < before * _RESTARTED else before
         self._seen.add(key)
         return self._highest[key]
 
     def forget_unseen(self) -> None:
-        """Forget the counters that this scrape had no use for."""
+        """Forget the counters that this scrape did not use."""
         self._highest = {key: value for key, value in self._highest.items() if key in self._seen}
         self._seen = set()
 

@@ -1,7 +1,7 @@
-"""The server of the page: files, `/api/state`, `/api/events`, `/metrics` and probes, in threads of its own.
+"""Serves the dashboard: static files, `/api/state`, `/api/events`, `/metrics` and probes, in its own threads.
 
 It imports aiohttp (the extra `dashboard`): import this module only to serve a page. `edl.dashboard.streams` decides
-when to read the store, and `edl.http_server` listens.
+when to read the store, and `edl.http_server` runs the HTTP server.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ __all__ = ["DashboardServer", "DashboardSettings"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT: Final = 8650
-"""Port of `edl dashboard`: free on most machines, as no well-known service has it."""
+"""Port of `edl dashboard`: free on most machines, since no well-known service uses it."""
 _MOST_CONNECTIONS: Final = 400
-"""Twice as many as there may be clients of the stream of events."""
+"""Twice the maximum number of event-stream clients."""
 _LOOK_S: Final = 10.0
-"""For a look that a request waits for; Prometheus itself gives up after 10 s by default."""
+"""How long a request waits for a read of the store; Prometheus itself gives up after 10 s by default."""
 _READY_LOOK_S: Final = 0.8
-"""For a look that a probe waits for; a kubelet gives up after 1 s by default, and asks again."""
+"""How long a probe waits for a read of the store; a kubelet gives up after 1 s by default, and retries."""
 _PROBES: Final = frozenset({"/healthz", "/livez", "/readyz"})
-"""Paths that are answered under any name and without a token: a kubelet has neither."""
+"""Paths that are answered for any Host and without a token: a kubelet has neither."""
 _ASK_TOKEN: Final = {"WWW-Authenticate": 'Basic realm="EDL: a token as the password, any name", charset="UTF-8"'}
-"""With which a browser asks its user for a token, and sends it with all requests from then on."""
+"""Makes a browser ask its user for a token, and send it with all later requests."""
 HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
@@ -59,7 +59,7 @@ HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""Headers of each answer: nothing is loaded from another host, guessed, framed, or kept by a proxy."""
+"""Headers of every response: nothing is loaded from other hosts, no type is guessed, and nothing is framed."""
 _STATIC: Final = Path(__file__).parent / "static"
 _TYPES: Final = {
     ".css": "text/css; charset=utf-8",
@@ -67,28 +67,26 @@ _TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-"""The machine's own table of types may say something else, with which a browser runs no module."""
+"""The machine's own MIME types may differ, and with a wrong one a browser does not run a module."""
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
 class DashboardSettings:
-    """Settings of a page.
+    """Settings of a dashboard server.
 
     Attributes:
         store: URL of the Store whose jobs are shown.
-        registry: URL at which teachers register; None for the Store's.
-        host: Name or address to listen on. With 127.0.0.1, only this machine reaches the page.
+        registry: URL where teachers register; None for `store`.
+        host: Name or address to listen on. With 127.0.0.1, only this machine can reach the page.
         port: Port to listen on; 0 for a free one.
         job: The only job to show; None for all.
-        allowed_hosts: Names, besides this machine's, under which browsers may ask for the page.
-        credentials: Certificate and key for HTTPS, and the file of tokens, any of which opens the page.
-        store_credentials: What to show to a Store that an agent of `edl run` serves; None for what the environment
-            names.
-        kube: Kubernetes cluster whose jobs and pools are shown as well; None for none.
-        kube_namespaces: Namespaces of these jobs and pools. An empty one stands for that of `kube`, and so does an
-            empty tuple.
+        allowed_hosts: Names, besides this machine's, that requests may have in the Host header.
+        credentials: Certificate and key for HTTPS, and a file of tokens, any of which gives access.
+        store_credentials: Credentials for a Store served by an agent of `edl run`; None to use the environment.
+        kube: Kubernetes cluster whose jobs and pools are also shown; None for none.
+        kube_namespaces: Namespaces of these jobs and pools. An empty name or tuple means the namespace of `kube`.
 
     Raises:
         SettingsError: The port is invalid, or tokens would cross the network in clear text.
@@ -111,27 +109,27 @@ class DashboardSettings:
         asks_token = self.credentials.token_file and not self.credentials.allow_insecure_tokens
         if asks_token and not self.credentials.cert and not self.local:
             raise SettingsError(
-                f"a page on {self.host} takes no tokens without TLS: anyone who reads the network would have them; set "
-                "--tls-cert and --tls-key, or say that the network may be trusted (--allow-insecure-tokens)"
+                f"a page on {self.host} accepts no tokens without TLS: anyone on the network could read them; set "
+                "--tls-cert and --tls-key, or trust the network (--allow-insecure-tokens)"
             )
 
     @property
     def local(self) -> bool:
-        """Whether only this machine reaches the page."""
+        """Whether only this machine can reach the page."""
         return is_this_host(f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0")
 
 
 class DashboardServer(AppServer):
-    """Serves the page of a Store.
+    """Serves the dashboard of a Store.
 
-    If the store does not answer, the page says so, and shows what was known last.
+    If the store does not respond, the page says so, and shows the last known state.
 
     Args:
-        settings: The store, where to listen, and who may see the page.
-        registries: Registries whose metrics `/metrics` shows as well.
+        settings: The store, the address, and the access rules.
+        registries: Registries whose metrics `/metrics` includes.
 
     Raises:
-        SettingsError: The address cannot be listened on, or a file of the credentials cannot be used.
+        SettingsError: It cannot listen on the address, or a credentials file cannot be used.
     """
 
     def __init__(self, settings: DashboardSettings, registries: Iterable[CollectorRegistry] = ()) -> None:
@@ -189,7 +187,7 @@ class DashboardServer(AppServer):
                 raise
 
         async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
-            response.headers.update(HEADERS)  # also a stream's, which are sent before its handler returns
+            response.headers.update(HEADERS)  # also for streams, whose headers are sent before the handler returns
 
         app = web.Application(middlewares=[check])
         app.on_response_prepare.append(add_headers)
@@ -204,12 +202,12 @@ class DashboardServer(AppServer):
         return app
 
     async def _checked(self, request: web.Request, handler: _Handler, tokens: TokenCheck | None) -> web.StreamResponse:
-        """Answer a request that has the right name or, if tokens are required, a token."""
+        """Handle a request with an allowed Host or, if tokens are required, with a token."""
         if request.path in _PROBES:
             return await handler(request)
         if tokens is None and not self._hosts.allows(request.headers.get("Host")):
             raise web.HTTPForbidden(
-                text="this page is not known under the name in the Host header: use its address, or start it with "
+                text="the name in the Host header is not allowed: use the IP address, or start the server with "
                 "--allow-host NAME\n"
             )
         if tokens is not None and not tokens.allows(request.headers.get("Authorization")):
@@ -231,11 +229,11 @@ class DashboardServer(AppServer):
         return web.Response(body=encode(self._metrics.registry), headers={**NO_STORE, "Content-Type": content_type})
 
     async def _live(self, _: web.Request) -> web.Response:
-        """Answer that this process lives. Asks the Store nothing."""
+        """Respond that this process is alive, without reading the Store."""
         return web.Response(text="ok\n", headers=NO_STORE)
 
     async def _ready(self, _: web.Request) -> web.Response:
-        """Answer whether there is something to show, of a store that has answered at least once."""
+        """Respond whether the store has answered at least once."""
         if self._looks.latest is None and await self._looks.fresh(_READY_LOOK_S) is None:
             return web.Response(status=503, text="the store has not answered yet\n", headers=NO_STORE)
         return web.Response(text="ok\n", headers=NO_STORE)
@@ -257,7 +255,7 @@ class DashboardServer(AppServer):
 
 
 def _read_static_files() -> Mapping[str, tuple[bytes, str, str]]:
-    """Return content, type and ETag of the page's files by path. Files that are added later are never sent."""
+    """Return content, type and ETag of the page's files by path. Files added later are never sent."""
     found = {}
     for path in sorted(_STATIC.rglob("*")):
         if path.is_file() and path.resolve().is_relative_to(_STATIC.resolve()):

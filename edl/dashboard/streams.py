@@ -1,11 +1,11 @@
-"""When the Store is looked at, and how clients follow it.
+"""Polls the Store, and sends its state to clients.
 
-One thread looks for all clients together: about once a second while there are any, and otherwise every 10 s, so that
-pictures have no gap for the time in which no page was open.
+One thread polls for all clients: about once a second while there are any, and otherwise every 10 s, so that charts have
+no gap for the time without an open page.
 
 Clients get server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), without a queue: a
-client waits for a state newer than its last, so even a slow one costs a single state in memory, and misses those in
-between. A client that reads nothing for a while is disconnected; it connects again, and names the last event it had.
+client waits for a state newer than its last, so even a slow one needs only one state in memory, and skips the states in
+between. A client that reads nothing for a while is disconnected; it reconnects with the id of its last event.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from edl.dashboard.state import DashboardState, StateReader, as_json
 logger = logging.getLogger(__name__)
 
 NO_STORE: Final = {"Cache-Control": "no-store"}
-"""Header for what changes with each answer, or is not for everybody."""
+"""Header for responses that change each time, or are not public."""
 INTERVAL_S: Final = 1.0
-"""Between two looks: agents write what they do as often."""
+"""Poll interval: agents write as often."""
 _SHARE: Final = 0.2
-"""Share of the time that looks may take: a Store with thousands of jobs is looked at less often."""
+"""Maximum share of time spent on polls: a Store with thousands of jobs is polled less often."""
 _LONGEST_S: Final = 60.0
-"""Between two looks, however long they take."""
+"""Maximum poll interval, however long polls take."""
 _LONGEST_STALE_S: Final = 3.0
-"""The same if the Store did not answer, which may take its deadline: a person waits for it to be back."""
+"""The same during an outage of the Store: polls may take the full timeout, and users wait for recovery."""
 _IDLE_S: Final = 10.0
-"""Time between two looks while no client follows."""
+"""Poll interval without clients."""
 
 
 class Published:
-    """A state as clients get it, encoded once for all of them. `boot` tells this process's events from earlier ones."""
+    """A state for clients, encoded once for all. `boot` distinguishes this process's events from earlier ones."""
 
     def __init__(self, boot: str, state: DashboardState, look: int, previous: Published | None) -> None:
         self.state = state
@@ -51,17 +51,17 @@ class Published:
         self.made_at: Final = time.monotonic()
         self._encoded: dict[int, bytes] = {}
         if previous is not None:
-            self.encode(previous.look)  # here, in the reading thread, since most clients will ask for this
+            self.encode(previous.look)  # here, in the polling thread, since most clients will need it
 
     async def encoded(self, after_look: int = -1) -> bytes:
-        """Return the state as JSON, encoded in a thread: it may have megabytes, and must not hold up other clients."""
+        """Return the state as JSON, encoded in a thread: it may be megabytes, and must not delay other clients."""
         found = self._encoded.get(after_look)
         if found is None:
             found = await asyncio.wrap_future(start_call("edl-dashboard-encode", lambda: self.encode(after_look)))
         return found
 
     def encode(self, after_look: int = -1) -> bytes:
-        """Return the state as one line of JSON; histories have only what looks after `after_look` added (-1: all)."""
+        """Return the state as one line of JSON; histories contain points added after look `after_look` (-1: all)."""
         found = self._encoded.get(after_look)
         if found is None:
             text = json.dumps(as_json(self.state, after_look), separators=(",", ":"), allow_nan=False)
@@ -70,7 +70,7 @@ class Published:
 
 
 class LookLoop:
-    """Looks in a thread of its own, and publishes into an event loop, whose thread calls all methods but `close`."""
+    """Polls in its own thread and publishes to an event loop, whose thread calls all methods except `close`."""
 
     def __init__(self, reader: StateReader, loop: asyncio.AbstractEventLoop) -> None:
         self._reader = reader
@@ -88,9 +88,9 @@ class LookLoop:
         self._background = BackgroundLoop("edl-dashboard-look", self._look)
 
     async def fresh(self, timeout_s: float) -> Published | None:
-        """Return a state that is not older than a pause between two looks, after a look if need be.
+        """Return a state no older than the poll interval, after a new poll if needed.
 
-        After `timeout_s`, return what is there: None if no look has ended yet.
+        After `timeout_s`, return the latest state: None if no poll has finished yet.
         """
         latest = self.latest
         if latest is not None and time.monotonic() - latest.made_at <= self.pause_s:
@@ -113,12 +113,12 @@ class LookLoop:
         return None if self.closed else self.latest
 
     def follow(self) -> None:
-        """Look once a second from now on, until `unfollow` was called as often."""
+        """Poll once a second until every `follow` has been matched by an `unfollow`."""
         self.followers += 1
         self._background.wake()
 
     def unfollow(self) -> None:
-        """Take a call of `follow` back."""
+        """Undo a call of `follow`."""
         self.followers -= 1
 
     def look_of(self, event_id: str) -> int | None:
@@ -130,18 +130,18 @@ class LookLoop:
         return look if self.latest is not None and look <= self.latest.look else None
 
     async def end(self) -> None:
-        """Let all that wait return."""
+        """Make all waiting calls return."""
         self.closed = True
         async with self._changed:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, waiting `timeout_s` for a look under way, and close the reader."""
-        self.latest = self._previous = None  # aiohttp keeps applications that have ended in a cache, with all they hold
+        """Stop the thread, waiting up to `timeout_s` for a running poll, and close the reader."""
+        self.latest = self._previous = None  # aiohttp caches ended applications with all they refer to
         if self._background.close(timeout_s):
             self._reader.close()
         else:
-            logger.warning("reading the store has not ended within %.0f s; not waiting for it", timeout_s)
+            logger.warning("reading the store took over %.0f s; not waiting for it", timeout_s)
 
     def _look(self) -> float:
         now = time.monotonic()
@@ -171,37 +171,37 @@ class LookLoop:
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[Published], None], published: Published) -> None:
     try:
         loop.call_soon_threadsafe(function, published)
-    except RuntimeError:  # the server has ended its loop meanwhile
-        logger.debug("a look ended after the server")
+    except RuntimeError:  # the server has closed its loop meanwhile
+        logger.debug("a poll ended after the server")
 
 
 # --- Events ---
 
 _HEARTBEAT_S: Final = 5.0
-"""A heartbeat follows after this long without an event: a page that hears nothing for 15 s connects again."""
+"""A heartbeat is sent after this long without an event: a page that receives nothing for 15 s reconnects."""
 _HEADERS: Final = {**NO_STORE, "Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
 _RETRY_MS: Final = 2000
-"""Until a browser connects again: soon for a person, and no storm on a server that restarts."""
+"""Delay before a browser reconnects: short for a user, but no storm on a restarting server."""
 _WRITE_S: Final = 30.0
-"""Time in which a client must take an event: a sleeping phone does not, and comes back with its last id."""
+"""Timeout for sending an event: a sleeping phone exceeds it, and reconnects with its last id."""
 _MAX_CLIENTS: Final = 200
-"""Clients at once: each costs a descriptor and up to a state in memory, and a program may open many in a loop."""
+"""Maximum number of clients: each needs a descriptor and up to one state in memory, and a program may open many."""
 _BUFFER_NBYTES: Final = 128 << 10
-"""Kernel buffer of a client: a usual state fits; with less, events reach a distant page in many round trips."""
+"""Kernel buffer per client: a usual state fits; with less, an event takes many round trips to a distant page."""
 _FIRST_S: Final = 10.0
-"""For the first look: the Store may take its deadline several times over."""
+"""Timeout for the first poll: the Store may exceed its request timeout several times."""
 
 
 class EventStreams:
-    """Answers `/api/events`."""
+    """Serves `/api/events`."""
 
     def __init__(self, looks: LookLoop) -> None:
         self._looks = looks
         self.clients = 0
-        """That are connected."""
+        """Number of connected clients."""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Send events until the client goes, or the server ends."""
+        """Send events until the client disconnects or the server stops."""
         if self.clients >= _MAX_CLIENTS:
             raise web.HTTPServiceUnavailable(text="too many clients follow this page\n", headers={"Retry-After": "10"})
         if request.method == "HEAD":
@@ -216,7 +216,7 @@ class EventStreams:
         return response
 
     async def _send(self, request: web.Request, response: web.StreamResponse, look: int | None) -> None:
-        """Send until the client takes nothing more."""
+        """Send events until the client stops reading."""
         opening = b"retry: %d\n\n" % _RETRY_MS
         published = await self._looks.fresh(_FIRST_S)
         if published is not None and published.look != look:
@@ -237,7 +237,7 @@ class EventStreams:
                 return
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> bool:
-        """Send bytes; return whether the client took them in time."""
+        """Send bytes; return whether the client read them in time."""
         try:
             await asyncio.wait_for(response.write(data), _WRITE_S)
         except asyncio.TimeoutError:
@@ -258,7 +258,7 @@ class EventStreams:
 
 
 def _limit_buffer(request: web.Request) -> None:
-    """Have the kernel keep little for a slow client: it would hold megabytes, and send them long after."""
+    """Limit the kernel's buffer for a slow client: it would hold megabytes, and send them much later."""
     connection = request.transport.get_extra_info("socket") if request.transport is not None else None
     if connection is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)

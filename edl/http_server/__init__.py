@@ -1,4 +1,4 @@
-"""Serves HTTP: a process's health and metrics (`health`), or an application of aiohttp with TLS and tokens (`server`).
+"""Serves HTTP: a process's health and metrics (`health`), or an aiohttp application with TLS and tokens (`server`).
 
 Only `health` works without aiohttp (the extras `dashboard` and `proxy`): import the rest only to start a server. The
 routes are in `edl.dashboard` and `edl.proxy`.

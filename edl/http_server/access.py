@@ -1,8 +1,8 @@
-"""Whom an HTTP server answers: the name in the Host header, pages of other sites, and tokens.
+"""Access checks of HTTP servers: the name in the Host header, and tokens.
 
-A browser can be led to a server that asks for no token: a page of any site may send requests to 127.0.0.1 (they carry
-`Origin`), and its own name may suddenly mean that address (DNS rebinding), so that the browser takes both for one site.
-Then the Host header has the stranger's name. An address is not a name, so it cannot be rebound.
+A website can make a browser send requests to a server that requires no token: a page of any site may send requests to
+127.0.0.1 (they carry `Origin`), and may rebind its own name to that address (DNS rebinding), so that the browser treats
+both as one site. Then the Host header contains the site's name. An IP address is not a name and cannot be rebound.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from edl.protocol.tls import CredentialFiles
 
 
 class HostCheck:
-    """Tells whether the name in a Host header is this server's.
+    """Checks whether the name in a Host header is this server's.
 
     Args:
-        local: Whether the server listens on a loopback address, which no other name or address reaches.
-        allowed: Further names, with or without a port.
+        local: Whether the server listens only on a loopback address.
+        allowed: More allowed names, with or without a port.
     """
 
     def __init__(self, local: bool, allowed: Iterable[str] = ()) -> None:
@@ -31,7 +31,7 @@ class HostCheck:
             self._names |= {socket.gethostname().lower().rstrip(".")}
 
     def allows(self, header: str | None) -> bool:
-        """Return whether a request with this value of Host, or with none, may be answered."""
+        """Return whether to answer a request with this Host header (None if missing)."""
         if not header:
             return False
         name = _name(header)
@@ -45,17 +45,17 @@ class HostCheck:
 
 
 class TokenCheck:
-    """Tells whether a request shows a token that is valid at this moment; files are read again when they change.
+    """Checks whether a request contains a currently valid token; files are reread on change.
 
-    Programs send `Bearer TOKEN`. A browser that is asked for `Basic` credentials (RFC 7617) sends a token as the
-    password, with any name.
+    Programs send `Bearer TOKEN`. A browser asked for `Basic` credentials (RFC 7617) sends a token as the password, with
+    any user name.
     """
 
     def __init__(self, files: CredentialFiles) -> None:
         self._files = files
 
     def allows(self, authorization: str | None) -> bool:
-        """Return whether a request with this value of Authorization, or with none, may be answered."""
+        """Return whether to answer a request with this Authorization header (None if missing)."""
         scheme, _, value = (authorization or "").partition(" ")
         token = value.strip().encode(errors="replace")
         if scheme.lower() == "basic":
@@ -65,7 +65,7 @@ class TokenCheck:
                 return False
         elif scheme.lower() != "bearer":
             return False
-        # All of them, so that the place of a token does not show in the time.
+        # Compare all tokens, so that the time does not reveal the position of a match.
         matches = [hmac.compare_digest(token, known.encode()) for known in self._files.current().tokens]
         return any(matches)
 

@@ -1,6 +1,6 @@
-"""Serves a process's health and metrics from a thread, with the standard library and prometheus_client alone.
+"""Serves a process's health and metrics from a thread, using only the standard library and prometheus_client.
 
-Next to `/metrics`, `/livez` and `/readyz` run named checks, as Kubernetes' own servers do:
+Beside `/metrics`, `/livez` and `/readyz` run named checks, as Kubernetes' own servers do:
 https://kubernetes.io/docs/reference/using-api/health-checks/.
 """
 
@@ -23,29 +23,29 @@ from edl.background import start_call
 from edl.errors import SettingsError
 
 _MOST_CONNECTIONS: Final = 16
-"""Open connections, each with a thread: enough for several scrapers and a person. With more, the oldest is closed,
-because an honest request takes milliseconds."""
+"""Maximum number of open connections, each with a thread: enough for several scrapers and a person. Beyond that, the
+oldest is closed, because a regular request takes milliseconds."""
 _SILENCE_S: Final = 10.0
 """A connection is closed after this long without data. Prometheus itself gives up after 10 s by default."""
 _CLOSE_LOOK_S: Final = 0.05
-"""How often the thread checks whether to end. A drained teacher waits this long before it exits, and so does a pod that
-waits for its GPU. The library's default of 0.5 s would be half of the total."""
+"""How often the thread checks whether to end. A drained teacher waits this long before it exits, and so does the pod
+that needs its GPU. The library's default of 0.5 s would be half of the total."""
 
 CheckPath: TypeAlias = Literal["/livez", "/readyz"]
 
 
 class HealthChecks:
-    """Checks that a process is alive, and that it is ready. A path without checks passes."""
+    """Checks for whether a process is alive, and whether it is ready. A path without checks passes."""
 
     def __init__(self) -> None:
         self._checks: dict[str, dict[str, Callable[[], str]]] = {"/livez": {}, "/readyz": {}}
 
     def add(self, path: CheckPath, name: str, check: Callable[[], str]) -> None:
-        """Add or replace a check. It is called in another thread for each request, and returns why it fails or ""."""
+        """Add or replace a check. It is called in another thread for each request, and returns "" or why it fails."""
         self._checks[path] = {**self._checks[path], name: check}
 
     def answer(self, path: str) -> tuple[bool, str] | None:
-        """Run a path's checks; return whether all passed, and a line for each. None for another path."""
+        """Run a path's checks; return whether all passed and a line for each, or None for an unknown path."""
         checks = self._checks.get(path)
         if checks is None:
             return None
@@ -59,14 +59,14 @@ class HealthServer:
     """Answers `/livez`, `/readyz` and `/metrics` over HTTP until `close`.
 
     Args:
-        host: A name or an address to listen on, IPv4 or IPv6.
+        host: Name or address (IPv4 or IPv6) to listen on.
         port: 0 for a free port.
-        registry: The metrics.
-        checks: What the other two paths run.
+        registry: The metrics to serve.
+        checks: Checks for the other two paths.
         api: A WSGI application for the paths below `/v2`; None for none.
 
     Raises:
-        SettingsError: The address cannot be listened on.
+        SettingsError: It cannot listen on the address.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class HealthServer:
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
-    request_queue_size = 128  # with the library's 5, one of many simultaneous clients waits a second or more
+    request_queue_size = 128  # with the library's 5, some of many simultaneous clients wait a second or more
 
     def __init__(self, *args: Any) -> None:
         self._lock = threading.Lock()
@@ -119,14 +119,14 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*args)
 
     def server_bind(self) -> None:
-        """Bind without asking DNS for the host's full name, which takes seconds if DNS does not answer."""
+        """Bind without a DNS lookup of the host's full name, which takes seconds if DNS does not respond."""
         TCPServer.server_bind(self)
         self.server_name = str(self.server_address[0])
         self.server_port = int(self.server_address[1])
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread of its own; close the oldest connection if there are too many."""
+        """Handle a connection in its own thread; close the oldest connection if there are too many."""
         with self._lock:
             oldest = next(iter(self._connections.values())) if len(self._connections) >= _MOST_CONNECTIONS else None
             self._connections[id(request)] = request
@@ -137,20 +137,20 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection, answered or not."""
+        """Close a connection, whether it was answered or not."""
         with self._lock:
             self._connections.pop(id(request), None)
             super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors that clients cause by disconnecting or sending nonsense."""
+        """Ignore errors caused by clients that disconnect or send invalid data."""
 
 
 class _Handler(WSGIRequestHandler):
     timeout = _SILENCE_S
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer a request that cannot be read with JSON, as the API does, in place of the base class's HTML."""
+        """Answer an invalid request with JSON, like the API, instead of the base class's HTML."""
         text = message or HTTPStatus(code).phrase
         body = json.dumps({"error": f"{text}: {explain}" if explain else text}).encode()
         self.send_response(code, HTTPStatus(code).phrase)
@@ -160,5 +160,5 @@ class _Handler(WSGIRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name for it
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
         """Log no requests."""

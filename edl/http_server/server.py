@@ -1,7 +1,7 @@
-"""An application of aiohttp in a thread of its own: how many connections are open, TLS, the socket.
+"""Serves an aiohttp application in its own thread, with TLS and a limit on connections.
 
-Idle connections must not take all of the process's descriptors: their number is bounded, and one that never asks for
-anything is closed. `access` decides whom an application answers.
+Idle connections must not exhaust the process's file descriptors: their number is limited, and connections that never
+send a request are closed. `access` decides which requests an application answers.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from edl.errors import ClosedError, SettingsError
 from edl.protocol.tls import CHECK_EVERY_S, CredentialFiles, context_for, load_pair
 
 _SILENCE_S: Final = 10.0
-"""Until a connection must have sent a request: a browser does so at once, or comes again."""
+"""Time within which a connection must send a request: a browser does so immediately, or reconnects."""
 _START_S: Final = 30.0
-"""To listen; it takes milliseconds, unless the name of the host is asked of a DNS that does not answer."""
+"""Timeout for starting to listen: it takes milliseconds, unless the host's name needs a DNS that does not respond."""
 STOP_S: Final = 5.0
-"""For open connections when a server ends."""
+"""Time for open connections to finish when a server stops."""
 _KEEPALIVE_S: Final = 75.0
-"""How long a connection may stay open between two requests: browsers keep theirs about as long."""
+"""How long a connection may be idle between requests: browsers keep theirs about as long."""
 _BACKLOG: Final = 128
-"""Connections that wait to be taken."""
+"""Maximum number of connections waiting to be accepted."""
 _REMEDIES: Final = {
-    errno.EADDRINUSE: "another --port does, or 0 for a free port",
+    errno.EADDRINUSE: "choose another --port, or 0 for a free port",
     errno.EADDRNOTAVAIL: "this machine has no such address; 127.0.0.1 is for this machine, 0.0.0.0 for others too",
     errno.EACCES: "a port above 1023 needs no privileges",
 }
 
 
 class _RequestRecord:
-    """Remembers which connections have asked for something, as long as they are open."""
+    """Remembers which open connections have sent a request."""
 
     def __init__(self) -> None:
         self._protocols: set[asyncio.BaseProtocol] = set()
 
     async def add(self, request: web.BaseRequest, _: web.StreamResponse | None = None) -> None:
-        """Add a request's connection; called before its answer is sent at the latest."""
+        """Add a request's connection; called no later than before its response is sent."""
         self._protocols.add(request.protocol)
 
     def keep(self, present: Iterable[asyncio.BaseProtocol]) -> None:
-        """Forget all but the present connections."""
+        """Forget all connections that are no longer open."""
         self._protocols.intersection_update(present)
 
     def __contains__(self, protocol: object) -> bool:
@@ -64,19 +64,19 @@ class _RequestRecord:
 
 
 class _ConnectionLimit:
-    """Makes the protocol of every connection, and closes connections that never ask for anything.
+    """Creates the protocol of every connection, and closes connections that never send a request.
 
-    No more than `most` connections are open, or half of what the process may have open if that is less.
+    At most `most` connections are open, or half of the process's limit of open files if that is less.
     """
 
     def __init__(self, server: web.Server, requests: _RequestRecord, most: int) -> None:
         self._server = server
         self._most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        self._since: dict[asyncio.BaseProtocol, float] = {}  # aiohttp's protocols take no weak references
+        self._since: dict[asyncio.BaseProtocol, float] = {}  # aiohttp's protocols do not support weak references
         self._requests = requests
 
     def make_protocol(self) -> asyncio.BaseProtocol:
-        """Return the protocol of a new connection, which is closed at once where there are too many."""
+        """Return the protocol of a new connection, which is closed at once if there are too many."""
         if len(self._server.connections) >= self._most:
             return _RefusedConnection()
         made = self._server()
@@ -84,7 +84,7 @@ class _ConnectionLimit:
         return made
 
     def close_silent(self) -> None:
-        """Close connections that have asked for nothing for too long."""
+        """Close connections that have not sent a request in time."""
         now = time.monotonic()
         present = self._server.connections
         self._requests.keep(present)
@@ -101,12 +101,12 @@ class _RefusedConnection(asyncio.Protocol):
 
 
 class AppServer(abc.ABC):
-    """Serves an application from a thread of its own, from `start` until `close`.
+    """Serves an application in its own thread, from `start` until `close`.
 
     Args:
         name: Name of the thread.
         host: Name or address to listen on.
-        port: Port to listen on; 0 for a free one, which the attribute `port` is after `start`.
+        port: Port to listen on; 0 for a free one, which the attribute `port` contains after `start`.
         credentials: Certificate and key, and the CAs to trust; None for HTTP.
         most_connections: Largest number of open connections.
     """
@@ -127,14 +127,14 @@ class AppServer(abc.ABC):
 
     @abc.abstractmethod
     async def serve(self) -> None:
-        """Make the application, await `run_app`, and release what was made. Runs in the thread."""
+        """Create the application, await `run_app`, and clean up. Runs in the thread."""
 
     def start(self) -> None:
-        """Listen; once.
+        """Start to listen. May be called once.
 
         Raises:
-            ClosedError: it was started before.
-            SettingsError: the address cannot be listened on.
+            ClosedError: it was already started.
+            SettingsError: it cannot listen on the address.
         """
         if self._running is not None:
             raise ClosedError("a server that was started before cannot be restarted: create a new one")
@@ -147,7 +147,7 @@ class AppServer(abc.ABC):
 
     @property
     def url(self) -> str:
-        """Where a client on this machine finds it."""
+        """URL for clients on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(self._host, self._host)
         shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
         return f"{'https' if self._tls else 'http'}://{shown}:{self.port}/"
@@ -160,7 +160,7 @@ class AppServer(abc.ABC):
             try:
                 self._loop.call_soon_threadsafe(self._stopping.set)
             except RuntimeError:
-                return  # it has ended meanwhile
+                return  # the loop has ended meanwhile
         self._running.result(2 * STOP_S + _START_S)
 
     def __enter__(self) -> Self:
@@ -178,10 +178,10 @@ class AppServer(abc.ABC):
 
         Args:
             app: The application.
-            ending: Awaited when nothing new is taken, before open connections are ended.
-            answers_late: Whether an answer may take long: then its connection counts as one that asked for something
-                since the head of the request, and its handler is cancelled if the client goes away; else since the
-                answer.
+            ending: Awaited after the server stops accepting connections, before open ones are closed.
+            answers_late: Whether a response may take long: then a connection counts as having sent a request from the
+                request's head on, and its handler is cancelled if the client disconnects; otherwise it counts from
+                the response on.
         """
         requests = _RequestRecord()
         if answers_late:
@@ -194,7 +194,7 @@ class AppServer(abc.ABC):
             handle_signals=False,
             handler_cancellation=answers_late,
             keepalive_timeout=_KEEPALIVE_S,
-            auto_decompress=False,  # a body of some kilobytes would be megabytes before anybody looks at it
+            auto_decompress=False,  # some kilobytes could become megabytes before any check
             shutdown_timeout=STOP_S,
         )
         await runner.setup()
@@ -220,7 +220,7 @@ class AppServer(abc.ABC):
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self.serve())
-        except BaseException as exc:  # raised where the caller waits for the start
+        except BaseException as exc:  # raised again in `start`
             if self._started.done():
                 raise
             self._started.set_exception(exc)
@@ -245,7 +245,7 @@ class AppServer(abc.ABC):
         return listener
 
     async def _wait_until_stopped(self, connections: _ConnectionLimit) -> None:
-        """Wait for `close`; silent connections are closed and certificates that are replaced meanwhile are taken up."""
+        """Wait for `close`; meanwhile close silent connections and reload replaced certificates."""
         version = self._credentials.current().version if self._credentials is not None else 0
         while not self._stopping.is_set():
             try:
@@ -259,7 +259,7 @@ class AppServer(abc.ABC):
                         load_pair(self._tls_context, *material.pair)
 
     def _context(self) -> ssl.SSLContext | None:
-        """Return what HTTPS is served with; None for HTTP."""
+        """Return the TLS context for HTTPS; None for HTTP."""
         if self._credentials is None or not self._tls:
             return None
         material = self._credentials.current(now=True)
@@ -267,7 +267,7 @@ class AppServer(abc.ABC):
 
 
 def _http_logger() -> logging.Logger:
-    """Return a logger without what clients do wrong: anybody could fill the log with requests that are none."""
+    """Return a logger without errors of clients, which could otherwise fill the log with invalid requests."""
     found = logging.getLogger(f"{__name__}.http")
     found.addFilter(_is_our_error)
     return found

@@ -53,10 +53,10 @@ def test_transform_makes_columns(table: str) -> None:
     ("source", "plan", "message"),
     [
         ("def modle(): pass", {}, "has no function model(), which returns the network to train; did you mean 'modle'?"),
-        ("model = 3", {}, "model must be a function, and is 3"),
+        ("model = 3", {}, "model must be a function, not 3"),
         (MODEL, {}, "has no column 'label': name the one to learn (--label)"),
         (MODEL, {"label": "digits", "inputs": ["x"]}, "there is no column 'digits'; did you mean 'digit'?"),
-        (MODEL, {"label": "digit"}, "column 'words' has values such as 'one', which are no numbers"),
+        (MODEL, {"label": "digit"}, "column 'words' has values such as 'one', which are not numbers"),
         (MODEL, {"label": "digit", "inputs": ["y"]}, "there is no column 'y'"),
         (MODEL, {"teachers": "digits", "inputs": ["x"], "eval": "train.parquet"}, "no label to compare with"),
         (MODEL + "def transform(columns): return 1", {}, "transform(columns) must return a dict of columns"),

@@ -1,4 +1,4 @@
-"""Jobs and pools of a Kubernetes cluster, as the page, `edl jobs` and `edl status` show them.
+"""Reads jobs and pools in a Kubernetes cluster for the page, `edl jobs` and `edl status`.
 
 Anyone with rights on an object may have written its fields: each is checked and bounded, or None. Nothing here writes
 to a cluster.
@@ -31,12 +31,12 @@ from edl.master.kube.members.naming import JOB_LABEL, MANAGED_BY, OWNER_UID_LABE
 from edl.quoting import shown
 
 _MAX_MESSAGE: Final = 4096
-"""Characters: as many as Kubernetes keeps of what ended a container, so a traceback is shown as far as there is one."""
+"""Maximum length of a message: as much as Kubernetes keeps of a container's last message, such as a traceback."""
 _MAX_MEMBERS: Final = 2000
-"""Members of a job on the page."""
+"""Maximum number of a job's members on the page."""
 _ENDED: Final = ("Succeeded", "Failed")
 _TRIED_AGAIN: Final = ("ObjectRefused", "AccessDenied", "QuotaExceeded")
-"""Reasons of Accepted=False that are of the API server's, and not of the spec: the operator tries again."""
+"""Reasons of Accepted=False that come from the API server, not from the spec: the operator retries."""
 
 _Json = Mapping[str, Any]
 
@@ -76,7 +76,7 @@ def decode_workload(kind: str, found: _Json, pods: Iterable[_Json] | None = None
 
 
 def sort_workloads(found: Iterable[KubernetesWorkload]) -> list[KubernetesWorkload]:
-    """Return jobs that go on first, newest first, then those that ended last, first; pools by namespace and name."""
+    """Return running jobs, newest first, then ended jobs, latest first, then pools by namespace and name."""
 
     def rank(item: KubernetesWorkload) -> tuple[bool, bool, float, str, str]:
         ended = item.phase in _ENDED
@@ -87,7 +87,7 @@ def sort_workloads(found: Iterable[KubernetesWorkload]) -> list[KubernetesWorklo
 
 
 def decode_time(value: Any) -> float | None:
-    """Return a time of the API (RFC 3339) in seconds since 1970; None for anything else."""
+    """Convert a time of the API (RFC 3339) to seconds since 1970; return None for anything else."""
     if not isinstance(value, str) or not 19 <= len(value) <= 40:
         return None
     spelled = re.sub(r"(\.\d{1,6})\d*", lambda match: match[1].ljust(7, "0"), value.replace("Z", "+00:00"))
@@ -102,7 +102,7 @@ def _phase(metadata: _Json, status: _Json, conditions: Sequence[KubernetesCondit
     if metadata.get("deletionTimestamp"):
         return "Deleting"
     phase = text(status.get("phase"))
-    # Members of a job that runs stay as they were, whatever is written into its spec, or refused to one of them.
+    # Members of a running job keep running, whatever its spec becomes, and if one of them is refused.
     works = phase == "Running" or phase in _ENDED or bool(whole(status.get("readyReplicas")))
     refused = [item.reason for item in conditions if item.type == "Accepted" and item.status == "False"]
     if refused and not works and refused[0] not in _TRIED_AGAIN:
@@ -121,7 +121,7 @@ def _condition(found: _Json) -> KubernetesCondition:
 
 
 def _is_pod_of(pod: _Json, kind: str, owner: _Json) -> bool:
-    """Whether a pod is of this very resource, and not of one before it that had the same name."""
+    """Return whether a pod belongs to exactly this resource, not to an earlier one of the same name."""
     metadata = _record(pod.get("metadata"))
     labels = _record(metadata.get("labels"))
     if metadata.get("namespace") != owner.get("namespace"):
@@ -178,7 +178,7 @@ def _end(found: _Json) -> KubernetesMemberEnd:
 
 
 def _pod_state(pod: _Json) -> tuple[str, str]:
-    """Return a pod's state in a word, and why."""
+    """Return a pod's state and the reason."""
     status = _record(pod.get("status"))
     phase = text(status.get("phase"))
     if phase in _ENDED:
@@ -196,7 +196,7 @@ def _pod_state(pod: _Json) -> tuple[str, str]:
 
 
 def _waiting(status: _Json) -> str:
-    """Return what a container waits for: an image that cannot be pulled, a volume that is not there."""
+    """Return what a container waits for, such as an image that cannot be pulled or a missing volume."""
     for name in ("initContainerStatuses", "containerStatuses"):
         for container in rows(status.get(name)):
             waiting = _record(_record(container.get("state")).get("waiting"))
@@ -210,12 +210,12 @@ def _record(value: Any) -> _Json:
 
 
 MAX_JOBS: Final = 500
-"""Jobs that `edl jobs` shows, those that ended last at the end: a cluster keeps them until they are deleted."""
+"""Maximum number of jobs in `edl jobs`: a cluster keeps ended jobs until they are deleted."""
 _PODS: Final = "=".join(MANAGED_BY)
 
 
 class ClusterReader:
-    """Reads jobs and pools of some namespaces (all without a name), again and again. Not thread-safe."""
+    """Reads jobs and pools in some namespaces (all if none is named) repeatedly. Not thread-safe."""
 
     def __init__(
         self, client: KubeClient, namespaces: Sequence[str], *, members: bool = False, max_jobs: int = MAX_JOBS
@@ -227,10 +227,10 @@ class ClusterReader:
         self._last = KubernetesStatus(self._namespaces)
 
     def read(self) -> KubernetesStatus:
-        """Ask for all.
+        """Read everything.
 
         Raises:
-            EDLError: The API server does not answer, or refuses.
+            EDLError: The API server does not respond, or refuses.
         """
         jobs = self._list(ELASTIC_JOBS)
         pools = self._list(TEACHER_POOLS)
@@ -250,29 +250,29 @@ class ClusterReader:
         return [item for place in places for item in self._client.list(kind, place, label_selector=labels).items]
 
     def read_again(self) -> KubernetesStatus:
-        """Ask for all; if that fails, return what was known last, with `stale` set."""
+        """Read everything; if that fails, return the last known state with `stale` set."""
         try:
             return self.read()
         except EDLError as exc:
-            self._last = replace(self._last, stale=f"as known last: {shown(exc)}")
+            self._last = replace(self._last, stale=f"last known state: {shown(exc)}")
             return self._last
 
 
 _MAX_SHOWN: Final = 100
-"""Jobs on the page, as many as of a Store."""
+"""Maximum number of jobs on the page, the same as for a Store."""
 _EVERY_S: Final = 2.0
-"""Time between two looks, of three lists per namespace: the operator changes a status about as often."""
+"""Poll interval, with three lists per namespace: the operator changes a status about as often."""
 _AWAY_S: Final = 10.0
-"""Time after a failed look, which may have taken its timeout, and held up the rest of the page."""
+"""Pause after a failed poll, which may have taken the full timeout and delayed the rest of the page."""
 _SHARE: Final = 0.2
-"""Share of the time that looks may take: a cluster of thousands of jobs is looked at less often."""
+"""Maximum share of time spent on polls: a cluster with thousands of jobs is polled less often."""
 
 
 class ClusterView(ClusterReader):
-    """Jobs and pools as new as a page needs them. Not thread-safe.
+    """Reads jobs and pools as often as a page needs them. Not thread-safe.
 
     Raises:
-        SettingsError: No cluster is named anywhere, or the file that names it cannot be used.
+        SettingsError: No cluster is configured, or its configuration file is unusable.
     """
 
     def __init__(self, settings: KubeSettings, namespaces: Sequence[str] = ()) -> None:
@@ -283,7 +283,7 @@ class ClusterView(ClusterReader):
         self._next = 0.0
 
     def latest(self) -> KubernetesStatus:
-        """Return what is there, after a look if one is due; `stale` says why it is old."""
+        """Return the current state, refreshed if due; `stale` says why it is old."""
         began = time.monotonic()
         if began >= self._next:
             self.read_again()

@@ -1,7 +1,7 @@
-"""The history of jobs and services: where a picture's points come from.
+"""The history of jobs and services: the points of charts.
 
-Three sources, each bounded: looks of the page's own process; the ledger of a job, which says where the time went while
-no page looked; and the figures of the last hours that a store's process keeps (`StoreSampler`, `read_kept`).
+Points come from three bounded sources: reads by the page's own process; the ledger of a job, which says how the time
+without a page was spent; and figures of the last hours that a store's process keeps (`StoreSampler`, `read_kept`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from edl.errors import DiscoveryError
 logger = logging.getLogger(__name__)
 
 MAX_POINTS: Final = 600
-"""20 minutes of a point in 2 s, and days of thinner ones; as JSON below 120 KB for a job."""
+"""20 minutes with a point every 2 s, and days of sparser ones; below 120 KB of JSON per job."""
 FROM_LEDGER: Final = 300
-"""Most points that the ledger of a running job gives: the other half is for what comes."""
+"""Maximum number of points from the ledger of a running job: the other half is for new points."""
 FROM_ENDED: Final = 100
-"""Most points of a job that has ended, since there may be many: a picture's shape, in 20 KB of JSON."""
+"""Maximum number of points of an ended job, since there may be many: enough for a chart, in 20 KB of JSON."""
 
 
 class _Point(Protocol):
@@ -58,7 +58,7 @@ class History(Generic[P]):
         return self._points[-1].t if self._points else None
 
     def append(self, point: P) -> None:
-        """Append a point, unless it is not newer than the newest: the clock went back."""
+        """Append a point if it is newer than the last one; otherwise the clock went back."""
         if self._points and point.t <= self._points[-1].t:
             return
         self._points.append(point)
@@ -75,10 +75,10 @@ class History(Generic[P]):
 def points_of_ledger(
     summary: JobSummary, after_t: float, until_t: float, look: int, most: int = FROM_LEDGER
 ) -> list[JobPoint]:
-    """Return the points of a job's past after `after_t` and until `until_t`, at most `most`.
+    """Return at most `most` points of a job's past, after `after_t` and up to `until_t`.
 
-    Its spans say where the time went while no dashboard looked, so a page that is opened late shows all of it. A node's
-    clock may be ahead of this machine's, hence `until_t`.
+    Its spans say how the time without a dashboard was spent, so a page opened late shows the whole job. `until_t` is
+    needed because a node's clock may be ahead of this machine's.
     """
     points = []
     sums = [0] * len(TimeCategory)
@@ -93,13 +93,13 @@ def points_of_ledger(
 
 
 def thin(points: list[P], most: int) -> list[P]:
-    """Return at most `most` points, with the newest among them."""
+    """Return at most `most` points, including the newest."""
     step = -(-len(points) // most)
     return points[::-1][::step][::-1] if step > 1 else points
 
 
 def job_point(job: JobStatus, now_s: float, look: int) -> JobPoint:
-    """Return the point of this moment."""
+    """Return the job's current point."""
     rates = [dataset.units_per_s for dataset in job.master.datasets] if job.master is not None else []
     known = [rate for rate in rates if rate is not None]
     return JobPoint(
@@ -115,7 +115,7 @@ def job_point(job: JobStatus, now_s: float, look: int) -> JobPoint:
 
 
 def service_point(service: ServiceStatus, now_s: float, look: int) -> ServicePoint:
-    """Return the point of this moment."""
+    """Return the service's current point."""
     rates = [teacher.rows_per_s for teacher in service.teachers if teacher.rows_per_s is not None]
     waits = [student.wait_share for student in service.students if student.wait_share is not None]
     return ServicePoint(
@@ -128,23 +128,23 @@ def service_point(service: ServiceStatus, now_s: float, look: int) -> ServicePoi
     )
 
 
-# --- What the store's process keeps ---
+# --- Figures kept by the store's process ---
 
 _JOB_FIELDS: Final = ("goodput", "samples_per_s", "steps_per_s", "world_size", "units_per_s")
 _SERVICE_FIELDS: Final = ("rows_per_s", "teachers", "wanted", "wait_share")
 
 
 class StoreSampler:
-    """Returns the present point of each running job and each service. `edl store` calls it. Not thread-safe."""
+    """Returns the current point of each running job and each service, for `edl store`. Not thread-safe."""
 
     def __init__(self) -> None:
         self._readers: tuple[JobReader, ServiceReader] | None = None
 
     def __call__(self, store: Store) -> dict[str, dict[str, float | None]]:
-        """Read the store, always the same one.
+        """Read the store, which must be the same one each time.
 
         Raises:
-            DiscoveryError: The store cannot be read just now.
+            DiscoveryError: The store cannot be read.
         """
         if self._readers is None:
             self._readers = JobReader(store), ServiceReader(store, KeyRegistry(store))
@@ -173,7 +173,7 @@ def read_kept(store: Store, names: Collection[str], look: int) -> dict[str, list
                 known = ({key: _plain(value) for key, value in row.items() if math.isfinite(value)} for row in rows)
                 found[name] = thin([read(row, look) for row in known if "t" in row], MAX_POINTS)
     except DiscoveryError as exc:
-        logger.info("the store gives no figures of the last hours: %s", exc)
+        logger.info("cannot read the store's figures of the last hours: %s", exc)
     return found
 
 

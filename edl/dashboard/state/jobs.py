@@ -1,4 +1,4 @@
-"""Jobs of a Store: their ledgers and their masters' reports."""
+"""Reads jobs in a Store: their ledgers and their masters' reports."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from edl.load_reporting import read_wanted
 from edl.quoting import did_you_mean
 
 MASTERS: Final = "master_reports/"
-"""Prefix of the keys of masters' reports."""
+"""Key prefix of masters' reports."""
 LAST_EVENTS: Final = 50
-"""Events in a job's entry: the merged list has 100."""
+"""Maximum number of events in a job's entry; the merged list has 100."""
 _STATES: Final = {"leading": "running", "done": "done", "stopped": "down", "silent": "down"}
-"""State of a job of which only a master is known, by the master's state."""
+"""State of a job with only a master, by the master's state."""
 _MAX_REASON: Final = 300
-"""Characters of why a record cannot be read: it may quote the record."""
+"""Maximum length of a reason why a record is unreadable, which may quote the record."""
 
 
 class JobReader:
-    """Reads the jobs of a Store again and again, and decodes only what has changed. Not thread-safe."""
+    """Reads the jobs of a Store repeatedly, and decodes only changed records. Not thread-safe."""
 
     def __init__(self, store: Store, job: str | None = None) -> None:
         self._store = store
@@ -38,7 +38,7 @@ class JobReader:
         self._ended: dict[str, tuple[list[JobPart], JobSummary]] = {}
 
     def read(self, now_s: float) -> tuple[dict[str, JobSummary], dict[str, MasterStatus], list[UnreadableRecord]]:
-        """Return the jobs by name, the masters' reports by job, and what could not be read."""
+        """Return the jobs by name, the masters' reports by job, and unreadable records."""
         unreadable: list[UnreadableRecord] = []
         entries = self._store.list(prefix(self._job) if self._job else "jobs/")
         reports = self._store.list(f"{MASTERS}{self._job or ''}")
@@ -59,7 +59,7 @@ class JobReader:
         decoded = {}
         for entry in entries:
             if entry.key.count("/") < 2:
-                unreadable.append(UnreadableRecord(entry.key, "no record of a job has such a key"))
+                unreadable.append(UnreadableRecord(entry.key, "not a key of a job's record"))
                 continue
             found = self._decoded.get(entry.key)
             if found is None or found[0] != entry.value:
@@ -67,7 +67,7 @@ class JobReader:
             decoded[entry.key] = found
             job = entry.key.split("/")[1]
             if isinstance(found[1], ProtocolError):
-                parts[job].extend(())  # the job is shown, with what can be read of it
+                parts[job].extend(())  # the job is shown, with its readable records
                 unreadable.append(_unreadable(entry.key, found[1]))
             else:
                 parts[job].append(found[1])
@@ -80,7 +80,7 @@ class JobReader:
         return summaries
 
     def _summary(self, job: str, parts: list[JobPart], now_us: int) -> JobSummary:
-        """Sum a job up; of a job that has ended and has not changed only the silence of its nodes grows."""
+        """Summarize a job. For an unchanged job that has ended, only update how long its nodes have been silent."""
         before = self._ended.get(job)
         if before is None or len(before[0]) != len(parts) or any(map(operator.is_not, before[0], parts)):
             return summarize(job, parts, now_us)
@@ -91,7 +91,7 @@ class JobReader:
 def job_status(
     job: str, summary: JobSummary | None, master: MasterStatus | None, wanted: WantedCount | None, last_events: int
 ) -> JobStatus:
-    """Return what the page shows of a job, without its history."""
+    """Return a job's status for the page, without its history."""
     fields = vars(summary or summarize(job, (), 0)).copy()
     fields["events"] = fields["events"][max(0, len(fields["events"]) - last_events) :]
     if summary is None and master is not None:
@@ -100,12 +100,12 @@ def job_status(
 
 
 def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
-    """Read a single job, as `edl status` shows it.
+    """Read a single job for `edl status`.
 
     Raises:
-        SettingsError: there is nothing of it; the message names the jobs that there are.
-        ProtocolError: what there is cannot be read by this version.
-        DiscoveryError: the store does not answer.
+        SettingsError: the store has no such job; the message names existing jobs.
+        ProtocolError: its records cannot be read by this version.
+        DiscoveryError: the store does not respond.
     """
     now_s = time.time()
     summary = None
@@ -125,7 +125,7 @@ def read_job_status(store: Store, job: str, last_events: int) -> JobStatus:
 
 
 def sort_jobs(jobs: Mapping[str, JobStatus]) -> list[JobStatus]:
-    """Return jobs that go on first, then those that ended, the last one first, then those that were given up."""
+    """Return running jobs first, then ended jobs, latest first, then jobs that were given up."""
 
     def rank(job: JobStatus) -> tuple[int, float, str]:
         order = {"done": 1, "failed": 1, GAVE_UP: 2}.get(job.state, 0)

@@ -1,4 +1,4 @@
-"""Looks at a Store and a registry, and makes the state; the last known state stays while they do not answer."""
+"""Reads the state from a Store and a registry; during an outage, the last known state remains."""
 
 from __future__ import annotations
 
@@ -46,29 +46,29 @@ from edl.quoting import shown
 from edl.settings import Credentials
 
 MAX_JOBS: Final = 100
-"""On the page: those that run and those that ended last. A Store keeps a job's ledger until its name is used again."""
+"""Maximum number of jobs on the page: running, then ended ones. A Store keeps a ledger until its name is reused."""
 _SAMPLE_S: Final = 2.0
-"""Between two points of a history: as fine as a picture shows."""
+"""Time between two points of a history: as fine as a chart shows."""
 _GAP_S: Final = 10.0
-"""After so long without a look, the ledger fills the gap."""
+"""After this long without a look, the ledger fills the gap."""
 _AWAY_S: Final = 30.0
-"""After so long without a look, the store's process is asked for the figures of that time."""
+"""After this long without a look, the figures of that time are read from the store's process."""
 _ROUNDING_S: Final = 0.01
-"""Times of a job's end that differ by less are the same."""
+"""Smaller differences between times of a job's end are rounding errors."""
 _TIMEOUT_S: Final = 3.0
-"""Timeout of a request to the Store: a look is a few of them, and should end before a person gives up on the page."""
+"""Timeout of a request to the Store: a look takes a few, and should end before a user gives up on the page."""
 
 
 class StateReader:
-    """Reads the state, again and again; `looks` counts how often. Not thread-safe.
+    """Reads the state repeatedly; `looks` counts the reads. Not thread-safe.
 
-    Opens Store and registry with the first look, and again after a look that could not open them.
+    Opens Store and registry at the first read, and retries at later reads if that fails.
 
     Args:
-        url: URL of the Store, and of the registry unless that is elsewhere.
-        registry_url: URL at which teachers register; None for the same.
+        url: URL of the Store, and of the registry unless `registry_url` is given.
+        registry_url: URL where teachers register; None for the same.
         job: The only job to show; None for all.
-        credentials: Credentials as `open_store` takes them.
+        credentials: Credentials for `open_store`.
         cluster: The cluster whose jobs and pools to show; None for none. Closed with the reader.
     """
 
@@ -97,15 +97,15 @@ class StateReader:
         self.looks = 0
 
     def open(self) -> None:
-        """Open Store and registry, if they can be reached; raise SettingsError for a URL that cannot be used."""
-        with contextlib.suppress(DiscoveryError):  # the next look tries again, and says so
+        """Open Store and registry if they are reachable; raise SettingsError for an unusable URL."""
+        with contextlib.suppress(DiscoveryError):  # the next read retries, and reports it
             self._open()
 
     def read(self) -> DashboardState:
-        """Look.
+        """Read the current state.
 
         Returns:
-            The state; if the Store or the registry does not answer, as known last, with `stale` set.
+            The state; during an outage of the Store or registry the last known one, with `stale` set.
         """
         now_s = time.time()
         self.looks += 1
@@ -118,7 +118,7 @@ class StateReader:
             summaries, masters, unreadable = self._jobs.read(now_s)
             services, wanted, rejected = self._services.read(now_s)
         except EDLError as exc:
-            stale = f"as known last: {shown(exc)}"
+            stale = f"last known state: {shown(exc)}"
             self._last = replace(self._last, time=time.time(), stale=stale, kubernetes=kubernetes)
             return self._last
         jobs = self._job_statuses(summaries, masters, wanted)
@@ -192,7 +192,7 @@ class StateReader:
     def _with_history(self, job: JobStatus, kept: list[JobPoint], now_s: float) -> JobStatus:
         history = self._job_histories.setdefault(job.job, History())
         if history.last_t is not None and history.points[0].t < job.began:
-            history = self._job_histories[job.job] = History()  # another job of the same name has begun
+            history = self._job_histories[job.job] = History()  # a new job of the same name has started
         ended = job.state in ("done", "failed")
         most = FROM_ENDED if ended else FROM_LEDGER
         kept = [point for point in kept if max(history.last_t or 0.0, job.began) < point.t <= now_s]
@@ -216,7 +216,7 @@ class StateReader:
 
 
 def shown_url(url: str) -> str:
-    """Return a Store's URL as it may be shown: without a user's name, a password, and what stands after a "?"."""
+    """Return a Store's URL for display, without user name, password and query."""
     parts = urlsplit(url)
     return shown(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{parts.path.lstrip('/')}".rstrip("/"))
 

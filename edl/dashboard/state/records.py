@@ -1,4 +1,4 @@
-"""Records that masters and the advisor wrote, checked: each field is of its type and bounded, or None."""
+"""Reads records of masters and the advisor: each field has its type and is bounded, or is None."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from edl.errors import ProtocolError
 D = TypeVar("D")
 
 _MAX_TEXT: Final = 500
-"""Characters of a text: a reason in a sentence or two fits; a page of a stranger's text does not."""
+"""Maximum length of a text: a reason of one or two sentences fits; a page of foreign text does not."""
 _MAX_WHOLE: Final = 2**53
-"""Beyond it JavaScript's numbers skip some."""
+"""JavaScript cannot represent all whole numbers beyond this."""
 _MAX_ITEMS: Final = 1000
-"""Items of a list, such as the students of a teacher: enough for a page."""
+"""Maximum length of a list, such as the students of a teacher."""
 
 
 def decode_object(data: bytes) -> Mapping[str, Any]:
     """Read a JSON object.
 
     Raises:
-        ProtocolError: the bytes are something else.
+        ProtocolError: the bytes are not a JSON object.
     """
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as exc:
         raise ProtocolError(f"not JSON: {exc}") from exc
     if not isinstance(found, dict):
-        raise ProtocolError(f"a JSON object is expected, not {type(found).__name__}")
+        raise ProtocolError(f"expected a JSON object, not {type(found).__name__}")
     return found
 
 
@@ -41,7 +41,7 @@ def text(value: Any, limit: int = _MAX_TEXT) -> str:
     """Return text, clipped; empty for anything else."""
     if not isinstance(value, str):
         return ""
-    return value[:limit].encode(errors="replace").decode()  # half a surrogate pair cannot be sent
+    return value[:limit].encode(errors="replace").decode()  # half a surrogate pair cannot be encoded
 
 
 def number(value: Any) -> float | None:
@@ -56,14 +56,14 @@ def number(value: Any) -> float | None:
 
 
 def whole(value: Any) -> int | None:
-    """Return a whole number from 0 that JavaScript can hold; None for anything else."""
+    """Return a whole number of at least 0 that JavaScript can represent; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_WHOLE:
         return None
     return value
 
 
 def rows(value: Any, limit: int = _MAX_ITEMS) -> list[Mapping[str, Any]]:
-    """Return the objects in a list, the first ones; an empty list for anything else."""
+    """Return the objects among the first items of a list; an empty list for anything else."""
     if not isinstance(value, list):
         return []
     return [item for item in value[:limit] if isinstance(item, dict)]
@@ -73,9 +73,9 @@ _hints: Final[Callable[[Any], Mapping[str, Any]]] = functools.cache(typing.get_t
 
 
 def read_fields(kind: type[D], row: Mapping[str, Any], **given: Any) -> D:
-    """Return a dataclass read from a JSON object: each field by its name and checked by its type, but for those given.
+    """Read a dataclass from a JSON object: each field by name and checked by type, except those given.
 
-    Types are str, bool, float, int (from 0), these or None, and tuples of such dataclasses.
+    Types are str, bool, float, int (at least 0), these or None, and tuples of such dataclasses.
     """
     values: dict[str, Any] = {}
     for name, hint in _hints(kind).items():
@@ -101,16 +101,16 @@ _READERS: Final[Mapping[Any, Callable[[Any], Any]]] = {
 SHARD_STATES: Final = ("todo", "doing", "done", "poisoned")
 """The states of a shard, in order."""
 SILENT_S: Final = 30.0
-"""A master that leads writes a report about once a second; after so long without any it is gone, or the Store was."""
+"""A leading master writes a report about once a second; after this long without one, it or the Store was down."""
 _DECISIONS: Final = frozenset({"poisoned", "retried", "takeover"})
-"""Kinds of a master's events that the master decided."""
+"""Kinds of events that are decisions of the master."""
 
 
 def decode_master(data: bytes, job: str, now_s: float) -> MasterStatus:
     """Read a master's report.
 
     Raises:
-        ProtocolError: The bytes are not a JSON object. Fields that are wrong are left out, or None.
+        ProtocolError: The bytes are not a JSON object. Invalid fields are left out, or None.
     """
     fields = decode_object(data)
     written = number(fields.get("time"))
@@ -127,7 +127,7 @@ def decode_master(data: bytes, job: str, now_s: float) -> MasterStatus:
 
 
 def decode_wanted(fields: Mapping[str, Any]) -> WantedCount:
-    """Check a record of how many there should be."""
+    """Read a record of a wanted count."""
     return read_fields(WantedCount, fields)
 
 

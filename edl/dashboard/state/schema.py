@@ -1,6 +1,6 @@
 """The state behind the page, `/api/state`, `edl status --json` and the metrics, as dataclasses.
 
-Wall clocks are seconds since 1970, durations seconds, shares from 0 to 1; None means unknown. `as_json` makes the JSON,
+Times are seconds since 1970, durations are seconds, shares are from 0 to 1; None means unknown. `as_json` returns JSON
 with the same names.
 """
 
@@ -28,7 +28,7 @@ class KubernetesCondition:
 
 @dataclass(frozen=True)
 class KubernetesMemberEnd:
-    """How the last process of a member ended; `message` is the end of its traceback, or what else it left."""
+    """How the last process of a member ended; `message` is the end of its traceback, or its other last message."""
 
     cause: str
     exit_code: int | None
@@ -39,16 +39,16 @@ class KubernetesMemberEnd:
 
 @dataclass(frozen=True)
 class KubernetesMember:
-    """A member of a job or pool: a worker, a teacher or a master, in whichever pod it is.
+    """A member of a job or pool: a worker, a teacher or a master, across its pods.
 
     Attributes:
-        pod: Its present pod; empty without.
+        pod: Its current pod; empty for none.
         state: "ready", "running", "starting", "unscheduled", "ending", "succeeded", "failed"; "waiting" without a pod,
-            "unknown" if pods were not asked for.
-        detail: Why it is so.
-        attempt: How many pods it has had before.
-        failures: How often it failed, by cause.
-        memory_factor: Factor on the template's memory, after it ran out of it.
+            "unknown" if pods were not read.
+        detail: Reason for the state.
+        attempt: Number of its previous pods.
+        failures: Number of failures, by cause.
+        memory_factor: Factor on the template's memory, after it ran out of memory.
         not_before: Time before which it gets no new pod.
     """
 
@@ -70,19 +70,19 @@ class KubernetesWorkload:
 
     Attributes:
         kind: "job" or "pool".
-        phase: "Pending", "Running", "Suspended", "Succeeded", "Failed" or "Deleting"; "Rejected" if its spec cannot be
-            used and no member works; empty if no operator has looked at it.
-        job_id: The Store's name of the job; of a pool, its service.
+        phase: "Pending", "Running", "Suspended", "Succeeded", "Failed" or "Deleting"; "Rejected" if its spec is
+            unusable and no member works; empty if no operator has handled it.
+        job_id: Name of the job in the Store; for a pool, its service.
         store: URL of the Store, without secrets.
-        ready: Members that work.
-        replicas: Members that have a pod.
-        wanted: Members that there should be.
+        ready: Number of working members.
+        replicas: Number of members with a pod.
+        wanted: Wanted number of members.
         scaling: "auto" or "external".
         progress: Percentage.
         remaining_s: Estimated time until it is done.
-        message: Why it is in its phase.
-        borrowed: Teachers beyond the minimum, on what others leave idle.
-        queue: Queue of Kueue.
+        message: Reason for the phase.
+        borrowed: Number of teachers beyond the minimum, on idle resources.
+        queue: Kueue queue.
         members: Members by role and index.
     """
 
@@ -111,19 +111,19 @@ class KubernetesWorkload:
     members: tuple[KubernetesMember, ...]
 
     def condition(self, kind: str) -> KubernetesCondition | None:
-        """Return a condition; None without one."""
+        """Return the condition of a type; None if missing."""
         return next((item for item in self.conditions if item.type == kind), None)
 
 
 @dataclass(frozen=True)
 class KubernetesStatus:
-    """The jobs and pools of some namespaces, or (without a name) of all.
+    """The jobs and pools in some namespaces, or in all if none is named.
 
     Attributes:
-        stale: Why the figures are old: the API server does not answer, or refuses; empty if they are not.
-        looked: Time of the last look that found everything.
-        jobs: Running jobs first, then those that ended last.
-        more_jobs: How many jobs ended before those, and are left out.
+        stale: Why the figures are old: the API server does not respond, or refuses; empty if they are current.
+        looked: Time of the last complete read.
+        jobs: Running jobs first, then ended jobs, latest first.
+        more_jobs: Number of earlier ended jobs, which are left out.
     """
 
     namespaces: tuple[str, ...]
@@ -135,12 +135,12 @@ class KubernetesStatus:
 
 
 _OLD_S: Final = 60.0
-"""Age from which a wanted count is old: masters that decide write it every 10 s. The page has the same bound."""
+"""Age from which a wanted count is old: masters write it every 10 s. The page uses the same limit."""
 
 
 @dataclass(frozen=True)
 class WantedDecision:
-    """From `time` on, another count was wanted."""
+    """A change of the wanted count at `time`."""
 
     time: float | None
     count: int | None
@@ -149,13 +149,13 @@ class WantedDecision:
 
 @dataclass(frozen=True)
 class WantedCount:
-    """How many teachers or workers there should be.
+    """The wanted number of teachers or workers.
 
     Attributes:
-        now: How many there are.
+        now: The current number.
         since: Time since which this count is wanted.
-        time: Time of the record; if it is older than a minute, no master decides at present.
-        decisions: The last ones, oldest first.
+        time: Time of the record; if it is older than a minute, no master is deciding.
+        decisions: The last decisions, oldest first.
     """
 
     count: int | None
@@ -166,17 +166,17 @@ class WantedCount:
     decisions: tuple[WantedDecision, ...] = ()
 
     def age_s(self, now_s: float) -> float | None:
-        """Return how long ago it was written; None if that is unknown."""
+        """Return the age of the record; None if unknown."""
         return None if self.time is None else max(0.0, now_s - self.time)
 
     def is_old(self, now_s: float) -> bool:
-        """Return whether no master decides at present."""
+        """Return whether the record is so old that no master is deciding."""
         return (self.age_s(now_s) or 0.0) > _OLD_S
 
 
 @dataclass(frozen=True)
 class ShardFailure:
-    """A failure of a shard: which reader had its lease, and its reason, or that the lease expired."""
+    """A failure of a shard: the reader that held its lease, and the reason, such as an expired lease."""
 
     holder: str
     reason: str
@@ -185,7 +185,7 @@ class ShardFailure:
 
 @dataclass(frozen=True)
 class PoisonedShard:
-    """A shard, of units `start` to `stop` - 1, that failed too often and is left alone until it is put back."""
+    """A shard (units `start` to `stop` - 1) that failed too often and is skipped until it is put back."""
 
     shard: int | None
     epoch: int | None
@@ -196,7 +196,7 @@ class PoisonedShard:
 
 @dataclass(frozen=True)
 class ShardHolder:
-    """A reader of shards: the shards that it has now, what it has done, and the time since its last word."""
+    """A reader of shards: its current leases, its units done, and the time since its last message."""
 
     holder: str
     leases: int | None
@@ -211,15 +211,15 @@ class DatasetStatus:
 
     Attributes:
         kind: "range", "lines", "parquet", ...
-        epoch: The present epoch, from 0.
-        epochs: How many there will be.
-        units: Units of an epoch.
-        shards: Counts by state: "todo" and "doing" in this epoch, "done" and "poisoned" in all epochs until now.
+        epoch: The current epoch, from 0.
+        epochs: Total number of epochs.
+        units: Units per epoch.
+        shards: Counts by state: "todo" and "doing" in this epoch, "done" and "poisoned" in all epochs so far.
         finished: Whether nothing is left to do.
-        ended: Whether the number of units is final; that of a growing source is not.
+        ended: Whether the number of units is final; for a growing source it is not.
         units_done: Units done in all epochs.
         eta_s: Time until the dataset is done at this rate.
-        poisoned: The first of the poisoned shards.
+        poisoned: The first poisoned shards.
     """
 
     name: str
@@ -242,10 +242,10 @@ class EventRow:
     """An event of a job, a master or a service in the merged list.
 
     Attributes:
-        kind: A word.
+        kind: The kind of event, one word.
         text: What happened.
-        cause: Why.
-        decision: Whether EDL decided it: a wanted count, a host left out, a poisoned shard.
+        cause: Why it happened.
+        decision: Whether it is a decision of EDL: a wanted count, an excluded host, a poisoned shard.
     """
 
     time: float
@@ -264,12 +264,12 @@ class MasterStatus:
 
     Attributes:
         state: "leading", "done" or "stopped"; "silent" if the report of a leading master is old.
-        term: How many masters the job has had.
-        journal: Where progress is kept.
-        commands: How many commands are journalled.
+        term: Number of masters that the job has had.
+        journal: Where progress is stored.
+        commands: Number of commands in the journal.
         time: Time of the report.
-        datasets: Those with poisoned shards first, otherwise by name.
-        events: The last ones, oldest first.
+        datasets: Data sets with poisoned shards first, then by name.
+        events: The last events, oldest first.
     """
 
     job: str
@@ -286,17 +286,17 @@ class MasterStatus:
 
 @dataclass(frozen=True)
 class JobPoint:
-    """A job at a moment of its history.
+    """A point in a job's history.
 
     Attributes:
         t: Time.
-        seconds: Time since the job began, by category: the difference of two points says where the time between them
-            went.
+        seconds: Time since the job began, by category: the difference of two points shows how the time between them
+            was spent.
         goodput: Goodput since the job began.
-        samples_per_s, steps_per_s: Rates at that moment; None for times before the dashboard looked.
+        samples_per_s, steps_per_s: Rates at that moment; None for times before the dashboard read the job.
         world_size: Ranks.
         units_per_s: Rate of all datasets of its master.
-        look: The look of the dashboard that added the point; not in the JSON.
+        look: Number of the dashboard's look that added the point; not in the JSON.
     """
 
     t: float
@@ -311,13 +311,13 @@ class JobPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus(JobSummary):
-    """A job: its summary, whose events are only the last ones, and what the dashboard adds.
+    """A job: its summary with only the last events, and fields added by the dashboard.
 
     Attributes:
-        history: Oldest first.
-        master: What its master reported; None without one.
-        wanted_workers: How many workers there should be; None if nothing says so.
-        master_only: Whether no `edl run` takes part: all that is known is what the master reports.
+        history: Points, oldest first.
+        master: Its master's report; None without one.
+        wanted_workers: The wanted number of workers; None if unknown.
+        master_only: Whether the job has no `edl run`: only its master's report is known.
     """
 
     history: tuple[JobPoint, ...] = ()
@@ -331,14 +331,14 @@ class TeacherStatus:
     """A teacher of a service.
 
     Attributes:
-        state: "ready", "draining", "lapsed" if its lease ran out, or what its load record says.
-        rows_per_s: Rows computed lately.
-        queue_rows: Rows that wait.
-        compute_share: Share of its workers' time that computes.
-        students: Ids of the students that ask it.
-        rows: Rows computed since it began.
-        compute_s: Time spent computing since it began.
-        workers: Batches that it computes at the same time.
+        state: "ready", "draining", "lapsed" if its lease expired, or the state in its load record.
+        rows_per_s: Recent rows computed per second.
+        queue_rows: Rows in its queue.
+        compute_share: Share of its workers' time spent computing.
+        students: Ids of its students.
+        rows: Rows computed since it started.
+        compute_s: Time spent computing since it started.
+        workers: Number of batches that it computes concurrently.
     """
 
     id: str
@@ -357,7 +357,7 @@ class TeacherStatus:
 
 @dataclass(frozen=True)
 class ServicePoint:
-    """A service at time `t` of its history: all its live teachers, and the mean of its students' waiting shares.
+    """A point in a service's history at time `t`: totals of its live teachers, and its students' mean share of waiting.
 
     `look` is the number of the look that added the point; it is not in the JSON.
     """
@@ -383,7 +383,7 @@ class ServiceStatus:
 
 @dataclass(frozen=True)
 class UnreadableRecord:
-    """A record that is left out: its key in the Store, or its instance in the registry, and what is wrong with it."""
+    """A record that is left out: its key in the Store or its instance in the registry, and the reason."""
 
     key: str
     reason: str
@@ -391,19 +391,19 @@ class UnreadableRecord:
 
 @dataclass(frozen=True)
 class DashboardState:
-    """All that the page shows.
+    """The whole state of the page.
 
     Attributes:
         time: Time of this state.
         store: URL of the Store, without secrets.
         version: Version of EDL.
-        stale: Why the figures are old: the Store or the registry does not answer; empty if they are not.
-        looked: Time of the last look that found everything; None before the first.
-        job: The only job shown, on the page of its master; None for all.
-        jobs: Running jobs first, then those that ended last.
-        more_jobs: How many jobs ended before those, and are left out.
+        stale: Why the figures are old: the Store or the registry does not respond; empty if they are current.
+        looked: Time of the last complete read; None before the first.
+        job: The only job shown, on its master's page; None for all.
+        jobs: Running jobs first, then ended jobs, latest first.
+        more_jobs: Number of earlier ended jobs, which are left out.
         services: Services by name.
-        events: Events of all of them, newest last.
+        events: Events of all jobs and services, newest last.
         unreadable: Records that are left out.
         kubernetes: Jobs and pools of a cluster; None if none is shown.
     """
@@ -423,11 +423,11 @@ class DashboardState:
 
 
 def as_json(value: Any, after_look: int = -1) -> Any:
-    """Return dataclasses as what `json.dumps` takes: NaN and infinite numbers are None, as JSON has neither.
+    """Convert dataclasses for `json.dumps`. NaN and infinite numbers become None, since JSON has neither.
 
     Args:
-        value: A dataclass of this module, or a part of it. Fields whose metadata say `"json": False` are left out.
-        after_look: Histories have the points that looks after this one added; -1 for all.
+        value: A dataclass of this module, or a part of it. Fields with metadata `"json": False` are left out.
+        after_look: Histories contain only points added after this look; -1 for all.
     """
     if isinstance(value, (JobPoint, ServicePoint)):
         return {

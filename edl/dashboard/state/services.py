@@ -1,6 +1,6 @@
-"""Services: the registry's teachers joined with the load that they and students report; and the merged events.
+"""Reads services: the registry's teachers joined with the load that they and students report; and merges events.
 
-A registry keeps no history: comparing two looks shows which teachers and students came, changed and went.
+A registry keeps no history: comparing two reads shows which teachers and students joined, changed and left.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from edl.load_reporting import ServiceLoad, StudentRate, TeacherRate, read_all_w
 from edl.settings import DiscoverySettings
 
 _LINGER_S: Final = 15.0
-"""A student without a reader stays listed this long: one that makes a reader in each epoch publishes again by then."""
+"""How long a student without a reader is still listed: one that creates a reader per epoch publishes again by then."""
 _READER: Final = re.compile(r"(.+)-[0-9a-f]{8}")
-"""Id of a reader: its process, and random digits."""
+"""Id of a reader: its process and random digits."""
 
 _Wanted = Mapping[tuple[str, str], Mapping[str, Any]]
 
 
 class ServiceReader:
-    """Reads services, their load and what is wanted. Not thread-safe."""
+    """Reads services, their load and wanted counts. Not thread-safe."""
 
     def __init__(self, store: Store, registry: Registry) -> None:
         self._store = store
@@ -35,7 +35,7 @@ class ServiceReader:
         self._students: dict[str, dict[str, _Student]] = defaultdict(dict)
 
     def read(self, now_s: float) -> tuple[list[ServiceStatus], _Wanted, list[UnreadableRecord]]:
-        """Return the services by name; what is wanted, by ("teachers" or "workers", name); what could not be read."""
+        """Return the services by name; wanted counts by ("teachers" or "workers", name); unreadable records."""
         wanted = read_all_wanted(self._store)
         loads = read_services(self._store)
         snapshots = {name: self._registry.snapshot(name) for name in self._registry.services()}
@@ -62,7 +62,7 @@ class ServiceReader:
         return services, wanted, unreadable
 
     def _merge_readers(self, service: str, load: ServiceLoad | None, now_s: float) -> list[StudentRate]:
-        """Return a service's students. The readers of a process are one student, be it several or one after another."""
+        """Return a service's students. All readers of a process, concurrent or successive, are one student."""
         known = self._students[service]
         rates = {rate.id: rate for rate in (load.students if load is not None else ())}
         for rate in rates.values():
@@ -81,7 +81,7 @@ class ServiceReader:
 
 
 class _Student:
-    """The readers of a process, and what those before them did: a counter must not fall when a reader is closed."""
+    """The readers of a process, with totals of its closed ones: counters must not decrease when a reader is closed."""
 
     last: StudentRate
 
@@ -117,7 +117,7 @@ class _Student:
 def _teachers(
     snapshot: Snapshot | None, load: ServiceLoad | None, students: Iterable[StudentRate]
 ) -> Iterator[TeacherStatus]:
-    """Yield registered teachers with their load, lapsed ones after them, and last those that only publish."""
+    """Yield registered teachers with their load, then lapsed ones, then those that only publish their load."""
     asked_by: dict[str, list[str]] = defaultdict(list)
     for student in students:
         for teacher in student.teachers:
@@ -128,7 +128,7 @@ def _teachers(
     for instance in snapshot.lapsed if snapshot is not None else ():
         lapsed = _teacher(instance.id, instance, "lapsed", rates.pop(instance.id, None), asked_by)
         yield replace(lapsed, rows_per_s=None, queue_rows=None, compute_share=None)
-    for key, rate in sorted(rates.items()):  # they start, or are registered elsewhere
+    for key, rate in sorted(rates.items()):  # they are starting, or registered elsewhere
         yield _teacher(key, None, rate.state, rate, asked_by)
 
 
@@ -155,24 +155,24 @@ def _teacher(
 
 # --- Events ---
 
-_LAPSED: Final = "its lease ran out: the process is dead or paused, or cannot reach the registry"
+_LAPSED: Final = "its lease expired: the process is dead or paused, or cannot reach the registry"
 _DRAINED: Final = "it had drained"
 _LEFT: Final = "its registration was removed: it closed"
 _GONE: Final = (
-    "its record ended: it closed, was killed, or was paused for longer than its lease "
+    "its record expired: it closed, was killed, or was paused for longer than its lease "
     f"({DiscoverySettings.ttl_s:g} s by default)"
 )
 _KINDS: Final = {"ready": "join", "starting": "starting", "draining": "draining", "lapsed": "lapsed"}
 _TEXTS: Final = {
     "ready": "the teacher is ready",
-    "starting": "a teacher starts",
-    "draining": "the teacher finishes what it has",
+    "starting": "a teacher is starting",
+    "draining": "the teacher is finishing its requests",
     "lapsed": "the teacher is gone",
 }
 
 
 def find_changes(before: Sequence[ServiceStatus], after: Sequence[ServiceStatus], now_s: float) -> Iterator[EventRow]:
-    """Yield what happened between two looks. A registry keeps no history: an event has the time of the second look."""
+    """Yield the events between two reads. A registry keeps no history: an event has the time of the second read."""
     old = {service.service: service for service in before}
     new = {service.service: service for service in after}
     for name in sorted(old.keys() | new.keys()):
@@ -189,9 +189,9 @@ def _teacher_changes(name: str, old: Mapping[str, str], new: Mapping[str, str], 
         if state == old.get(teacher):
             continue
         if state is None:
-            if old[teacher] != "lapsed":  # the registry forgets a lapsed one after a while
+            if old[teacher] != "lapsed":  # the registry deletes a lapsed one after a while
                 cause = {"draining": _DRAINED, "ready": _LEFT}.get(old[teacher], _GONE)
-                yield EventRow(now_s, "leave", "the teacher has left", cause, service=name, node=teacher)
+                yield EventRow(now_s, "leave", "the teacher left", cause, service=name, node=teacher)
             continue
         kind, words = _KINDS.get(state, state), _TEXTS.get(state, f"the teacher is {state}")
         yield EventRow(now_s, kind, words, _LAPSED if state == "lapsed" else "", service=name, node=teacher)
@@ -200,26 +200,26 @@ def _teacher_changes(name: str, old: Mapping[str, str], new: Mapping[str, str], 
 def _student_changes(name: str, old: Mapping[str, str], new: Mapping[str, str], now_s: float) -> Iterator[EventRow]:
     for student in sorted(old.keys() ^ new.keys()):
         came = student in new
-        words, cause = ("a student has come", "") if came else ("a student has gone", _GONE)
+        words, cause = ("a student joined", "") if came else ("a student left", _GONE)
         job = (new if came else old)[student] or None
         yield EventRow(now_s, "join" if came else "leave", words, cause, job=job, service=name, node=student)
 
 
 LAST_MERGED: Final = 100
-"""More than a person reads; about 20 KB as JSON."""
+"""Maximum number of merged events: more than a person reads, about 20 KB as JSON."""
 
 _RENAMED: Final = {
     "generation": "generation {generation} begins",
-    "restart": "the workers start again",
-    "faulty": "the host is left out",
+    "restart": "the workers restart",
+    "faulty": "the host is excluded",
 }
-"""Texts for events that EDL decided: their own text is their cause."""
+"""Texts for EDL's decisions, whose own text is the cause."""
 
 
 def merge_events(
     jobs: Iterable[JobStatus], services: Iterable[ServiceStatus], changes: Iterable[EventRow] = ()
 ) -> tuple[EventRow, ...]:
-    """Return the last events of all, newest last; `changes` are those of services, found between looks."""
+    """Return the last events of all jobs and services, newest last; `changes` are those found between reads."""
     found: list[EventRow] = list(changes)
     for job in jobs:
         found += _job_events(job)

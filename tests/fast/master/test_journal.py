@@ -633,7 +633,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         "database": "another program's database",
         "newer": "format 2, not 1",
         "folder": "unable to open",
-        "text/below": "folder cannot be made",
+        "text/below": "folder cannot be created",
     }.items():
         with pytest.raises(SettingsError, match=words):
             open_journal(f"sqlite:///{tmp_path}/{name}")

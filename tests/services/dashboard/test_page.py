@@ -212,7 +212,7 @@ def test_cluster_is_shown(look: Look) -> None:
     sections = page.evaluate("document.getElementById('sections').innerText")
     assert sections.startswith("6 Kubernetes resources ▲ 2 failed")
     assert not page.evaluate("document.getElementById('empty').checkVisibility()")
-    state["kubernetes"]["stale"] = "as known last: https://10.0.0.1:6443: list elasticjobs: no answer"
+    state["kubernetes"]["stale"] = "last known state: https://10.0.0.1:6443: list elasticjobs: no answer"
     state["kubernetes"]["namespaces"] = ["research", "vision"]
     state["kubernetes"]["jobs"].append(states.workload("first", "Running") | {"namespace": "vision"})
     publish(server, page, state | {"time": states.NOW + 1}, "update")

@@ -139,7 +139,7 @@ def test_store_that_dies_and_comes_back(served: ServedBackend) -> None:
         served.stop()
         wait_until(lambda: client.next()[2].get("stale", "") != "", "the page does not say that the store is away")
         state = ask(server.url, "/api/state").json()
-        assert state["stale"].startswith("as known last: ")
+        assert state["stale"].startswith("last known state: ")
         assert [job["job"] for job in state["jobs"]] == ["resnet"], "what was known is gone"
         assert state["looked"] < state["time"]
         figures = samples(ask(server.url, "/metrics").body.decode())

@@ -229,7 +229,7 @@ def test_folders_that_machines_share(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Are refused for writing, and read where nobody writes."""
     put(tmp_path, [1])
     monkeypatch.setattr(mounts, "file_system", lambda *_: "nfs4")
-    with pytest.raises(SettingsError, match=r"lies on nfs4, which machines share.*EDL_SHARED_FILE=1"):
+    with pytest.raises(SettingsError, match=r"is on nfs4, a shared file system.*EDL_SHARED_FILE=1"):
         SoftLabelCache(0, tmp_path)
     assert load_labels(tmp_path).ids == (1,)
     monkeypatch.setenv("EDL_SHARED_FILE", "1")

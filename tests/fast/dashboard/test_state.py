@@ -72,7 +72,7 @@ def test_given_up_job_can_be_forgotten(store: Store, url: str, capsys: pytest.Ca
         assert {one.state for one in summaries.values()} == states
     store.put("jobs/resnet/nodes/a", b"")
     assert main(["status", "resnet", "--forget", "--store", url]) == 2
-    assert "agents of it are there" in capsys.readouterr().err
+    assert "its agents are running" in capsys.readouterr().err
     store.delete("jobs/resnet/nodes/a")
     assert main(["status", "resnet", "--forget", "--store", url]) == 0
     assert list(reader.read(now_s())[0]) == ["silent"]

@@ -1,7 +1,7 @@
-"""Names and labels of member pods, alike for workers, teachers and masters.
+"""Names and labels of member pods, for workers, teachers and masters alike.
 
-A pod's name has its try in it, so that a pod that hangs on a dead node does not block its successor. A name that is too
-long is cut, and a hash of the whole tells it apart.
+A pod's name includes its attempt, so that a pod that hangs on a dead node does not block its successor. A name that is
+too long is cut, and a hash of the whole name keeps it unique.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ TRY_LABEL: Final = "edl.io/try"
 MANAGED_BY: Final = ("app.kubernetes.io/managed-by", "edl")
 
 MAX_LABEL_CHARS: Final = 63
-"""The limit of a DNS-1123 label and of a label's value; a longer pod name has its host name cut."""
+"""The limit of a DNS-1123 label and of a label's value; the host name of a longer pod name is cut."""
 _HASH_CHARS: Final = 8
-"""32 bits: with a thousand cut names in a namespace, two of them are the same in 1 of 8,000 clusters."""
+"""32 bits: with a thousand cut names in a namespace, two of them collide in 1 of 8,000 clusters."""
 _NOT_IN_A_LABEL: Final = re.compile(r"[^a-z0-9-]")
 
 
 def shorten_name(name: str, limit: int) -> str:
-    """Return a name as a DNS-1123 label of at most `limit` characters; as it is if it is such a label."""
+    """Return a name as a DNS-1123 label of at most `limit` characters, unchanged if it is one."""
     label = _NOT_IN_A_LABEL.sub("-", name.lower()).strip("-")
     if label == name and len(label) <= limit:
         return label
@@ -61,7 +61,7 @@ def build_selector(owner: MemberOwner, role: str = "") -> dict[str, str]:
 
 
 def build_owner_reference(owner: MemberOwner) -> dict[str, Any]:
-    """Return the owner reference of an owner's objects: deleted with it, and never in the way of its deletion."""
+    """Return the owner reference of an owner's objects: they are deleted with it, and never block its deletion."""
     return {
         "apiVersion": owner.resource_type.api_version,
         "kind": owner.resource_type.kind,

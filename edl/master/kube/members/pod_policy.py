@@ -1,9 +1,9 @@
 """Limits on pod templates: service accounts, and everything that reaches beyond a container.
 
-The operator makes pods with its own rights, for authors of jobs who may lack the right to create pods. So it accepts
-only the service accounts that it was told to, and by default nothing that Pod Security's level "baseline" forbids:
-https://kubernetes.io/docs/concepts/security/pod-security-standards/#baseline. A namespace's own rules (Pod Security
-admission, quotas, webhooks) apply to these pods as to any other.
+The operator creates pods with its own permissions, for authors of jobs who may lack permission to create pods. So it
+accepts only the service accounts that it was told to accept, and by default nothing that Pod Security's level
+"baseline" forbids: https://kubernetes.io/docs/concepts/security/pod-security-standards/#baseline. A namespace's own
+rules (Pod Security admission, quotas, webhooks) apply to these pods as to any other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from edl.quoting import shown
 PodSecurity = Literal["baseline", "privileged"]
 
 _OWN_ACCOUNTS: Final = frozenset({"edl-operator", "edl-dashboard"})
-"""Names of the chart's service accounts: a job with one of them would have the rights of the operator."""
+"""Names of the chart's service accounts: a job with one of them would have the operator's permissions."""
 _CAPABILITIES: Final = frozenset(
     {
         *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_BIND_SERVICE", "SETFCAP"),
@@ -58,7 +58,7 @@ class PodPolicy:
             if not name or (slash and not namespace) or "/" in namespace:
                 raise SettingsError(f"--allow-service-account {account!r}: expected NAME or NAMESPACE/NAME")
             if name in _OWN_ACCOUNTS:
-                raise SettingsError(f"--allow-service-account {account}: that is EDL's own, with rights over all jobs")
+                raise SettingsError(f"--allow-service-account {account}: that is EDL's own, with access to all jobs")
 
     def find_problems(self, owner: MemberOwner) -> tuple[SpecProblem, ...]:
         """Return the problems of a job's or pool's template."""
@@ -81,7 +81,7 @@ class PodPolicy:
 
 
 def _uses_token(spec: Mapping[str, Any]) -> bool:
-    """Whether a template that names no account has the token of the namespace's default account all the same."""
+    """Whether a template that names no account still gets the token of the namespace's default account."""
     sources = [
         source for volume in get_list(spec, "volumes") for source in get_list(volume.get("projected"), "sources")
     ]

@@ -1,7 +1,7 @@
 """Builds a member pod from its owner's pod template, with the operator's additions.
 
-The template wins wherever a choice is the user's: `command`, environment, security context, tolerations, volumes. The
-operator decides names, labels, `args`, the restart policy, and the changes that a relaunch makes.
+The template decides everything that is the user's choice: `command`, environment, security context, tolerations,
+volumes. The operator decides names, labels, `args`, the restart policy, and changes for a relaunch.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from edl.master.kube.members.pods import find_main_container, get_list, get_mapp
 from edl.master.kube.resources import MemberOwner
 
 POD_ADDRESS: Final = "$(EDL_POD_IP)"
-"""In a member's `args`: the pod's own address, which the kubelet puts in place."""
+"""In a member's `args`: the pod's own address, which the kubelet fills in."""
 DEFAULT_COMMAND: Final = ("edl",)
 TERMINATION_LOG: Final = "/dev/termination-log"
 UNREACHABLE_S: Final = 30
-"""A pod leaves a node that does not answer after so long, not after Kubernetes' 300 s: a job waits for it.
-With much less, a kubelet that is restarted loses its pods."""
+"""A pod leaves an unresponsive node after this time, not after Kubernetes' 300 s: a job waits for it. With much less, a
+restart of the kubelet would lose its pods."""
 _LOST_NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
 @dataclass(frozen=True)
 class MemberLaunch:
-    """A pod to make for a member.
+    """A pod to create for a member.
 
     Attributes:
         args: arguments of `edl`, from the subcommand on.
         labels: labels in addition to the template's and the members' own.
         memory_factor: factor for the template's memory.
         excluded_nodes: names of nodes that it must avoid.
-        resources: resources of the main container, in place of the template's and without its sidecars.
+        resources: resources of the main container, instead of the template's and without its sidecars.
     """
 
     role: str
@@ -52,7 +52,7 @@ class MemberLaunch:
 
 
 def build_member_pod(owner: MemberOwner, launch: MemberLaunch) -> Object:
-    """Return the pod of a member: the same object whenever it is built from the same."""
+    """Return the pod of a member: equal inputs give equal objects."""
     template = copy.deepcopy(dict(owner.template))
     metadata, spec = dict(get_mapping(template, "metadata")), dict(get_mapping(template, "spec"))
     containers = [dict(item) for item in spec.get("containers") or [] if isinstance(item, Mapping)] or [{}]
@@ -90,7 +90,7 @@ def build_member_pod(owner: MemberOwner, launch: MemberLaunch) -> Object:
 
 
 def has_memory_quantity(owner: MemberOwner) -> bool:
-    """Whether an owner's template asks for memory or limits it, so that a relaunch can give more."""
+    """Whether an owner's template requests or limits memory, so that a relaunch can raise it."""
     resources = get_mapping(find_main_container(get_mapping(owner.template, "spec")), "resources")
     return any("memory" in get_mapping(resources, kind) for kind in ("requests", "limits"))
 
@@ -99,7 +99,7 @@ def _set_main_container(main: dict[str, Any], launch: MemberLaunch, store: str) 
     main.setdefault("command", list(DEFAULT_COMMAND))
     main["args"] = list(launch.args)
     log = main.setdefault("terminationMessagePath", TERMINATION_LOG)
-    main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # what ended before EDL began has a log alone
+    main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # before EDL starts, there is only a log
     own: list[dict[str, Any]] = [
         {"name": "EDL_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "EDL_TERMINATION_LOG", "value": log},
@@ -115,15 +115,15 @@ def _set_main_container(main: dict[str, Any], launch: MemberLaunch, store: str) 
 
 
 def _read_list(parent: Mapping[str, Any], key: str) -> list[Any] | None:
-    """Return a list of a template; None if it is something else, which the API server will refuse."""
+    """Return a list of a template; None if it is not a list, which the API server will refuse."""
     value = parent.get(key)
     return list(value) if isinstance(value, list) else [] if value is None else None
 
 
 def _add_volumes(spec: dict[str, Any], main: dict[str, Any]) -> None:
-    """Add a /dev/shm as large as the container's memory, and a /tmp where the root cannot be written to.
+    """Add a /dev/shm as large as the container's memory, and a /tmp if the root filesystem is read-only.
 
-    A container's own /dev/shm has 64 MiB, in which neither checkpoints in memory nor PyTorch's loaders have room.
+    A container's default /dev/shm has 64 MiB, too little for checkpoints in memory and PyTorch's loaders.
     """
     mounts, volumes = _read_list(main, "volumeMounts"), _read_list(spec, "volumes")
     if mounts is None or volumes is None:
@@ -143,7 +143,7 @@ def _add_volumes(spec: dict[str, Any], main: dict[str, Any]) -> None:
 def _add_security_defaults(spec: dict[str, Any], main: dict[str, Any]) -> None:
     """Add security settings that no program notices, if the template has none.
 
-    `runAsNonRoot` and dropped capabilities would stop images that are built for root, so a template must ask for them.
+    `runAsNonRoot` and dropped capabilities would break images built for root, so a template must request them.
     """
     if not spec.get("securityContext"):
         spec["securityContext"] = {"seccompProfile": {"type": "RuntimeDefault"}}
@@ -170,7 +170,7 @@ def _add_tolerations(spec: dict[str, Any]) -> None:
 
 
 def _tolerates(toleration: object, key: str) -> bool:
-    """Whether a template's toleration says how long to stay on a node that is lost."""
+    """Whether a template's toleration says how long to stay on a lost node."""
     if not isinstance(toleration, Mapping):
         return False
     return toleration.get("effect") in (None, "", "NoExecute") and toleration.get("key") in (None, "", key)
@@ -185,17 +185,17 @@ def _multiply_memory(main: dict[str, Any], factor: float) -> None:
             try:
                 amount = parse_quantity(amounts["memory"]) * Decimal(str(factor))
             except ValueError:
-                continue  # the API server says what is wrong with it, in its own words
+                continue  # the API server reports the error in its own words
             amounts["memory"] = format_bytes(Decimal(int(amount)))
     others = {kind: value for kind, value in get_mapping(main, "resources").items() if kind not in resources}
     main["resources"] = {**others, **{kind: amounts for kind, amounts in resources.items() if amounts}}
 
 
 def _exclude_nodes(spec: dict[str, Any], nodes: Sequence[str]) -> None:
-    """Require other nodes, by name, in each of the template's terms."""
+    """Exclude nodes, by name, in each of the template's terms."""
     if not nodes:
         return
-    without = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]  # each takes one name
+    without = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]  # one name each
     affinity = dict(get_mapping(spec, "affinity"))
     of_nodes = dict(get_mapping(affinity, "nodeAffinity"))
     required = dict(get_mapping(of_nodes, "requiredDuringSchedulingIgnoredDuringExecution"))

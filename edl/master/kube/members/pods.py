@@ -1,4 +1,4 @@
-"""Reads member pods: the plain values that planners decide with, and the evidence of a pod's end.
+"""Parses member pods into the plain values that planners use, and the evidence of a pod's end.
 
 The evidence is a `TerminationReport`, which `edl.master.scaling.terminations` weighs.
 """
@@ -20,26 +20,26 @@ from edl.master.scaling.terminations import (
 )
 
 MAIN_CONTAINER: Final = "edl"
-"""A container of this name is the member's, wherever it stands among others; without it, the first is."""
+"""A container of this name is the member's, at any position; without it, the first is."""
 _MAX_MESSAGE_CHARS: Final = 4096  # the kubelet's limit of /dev/termination-log
 STARTING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
-"""Reasons of containers that wait while they start as usual."""
+"""Reasons for which containers wait during a normal start."""
 
 
 def get_mapping(parent: object, key: str) -> Mapping[str, Any]:
-    """Return a mapping inside a mapping of JSON; empty if it is missing."""
+    """Return a mapping in a JSON mapping; empty if it is missing."""
     value = parent.get(key) if isinstance(parent, Mapping) else None
     return value if isinstance(value, Mapping) else {}
 
 
 def get_list(parent: object, key: str) -> list[Mapping[str, Any]]:
-    """Return the mappings of a list inside a mapping of JSON; empty if it is missing."""
+    """Return the mappings of a list in a JSON mapping; empty if it is missing."""
     value = parent.get(key) if isinstance(parent, Mapping) else None
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 def get_text(parent: object, key: str) -> str:
-    """Return a text inside a mapping of JSON; empty if it is missing."""
+    """Return a text in a JSON mapping; empty if it is missing."""
     value = parent.get(key) if isinstance(parent, Mapping) else None
     return value if isinstance(value, str) else ""
 
@@ -52,10 +52,10 @@ def find_main_container(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_node_silent(pod: Mapping[str, Any]) -> bool:
-    """Whether the node controller has marked a pod as not ready since its node no longer answers.
+    """Whether the node controller has marked a pod as not ready because its node no longer answers.
 
     It writes the condition `Ready` and leaves `ContainersReady` as the kubelet wrote it; the kubelet itself writes such
-    a pair only where readiness gates are set.
+    a pair only if readiness gates are set.
     """
     if get_text(get_mapping(pod, "status"), "reason") == "NodeLost":
         return True
@@ -68,10 +68,10 @@ def is_node_silent(pod: Mapping[str, Any]) -> bool:
 
 
 def _find_start_failure(pod: Mapping[str, Any], events: Mapping[str, str]) -> tuple[str, str]:
-    """Return why a pod cannot start its main container, a reason and its words; empty if it can.
+    """Return why a pod cannot start its main container, as reason and message; empty if it can.
 
     The reason is an init container's, `InitContainerFailed` if it has ended, or that of an event about a volume, a
-    secret or the sandbox. A pod that was asked to end has none: its end stops init containers as well.
+    secret or the sandbox. A pod that was asked to end has none: ending also stops init containers.
     """
     if get_mapping(pod, "metadata").get("deletionTimestamp"):
         return "", ""
@@ -98,30 +98,30 @@ def _read_int(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-_MAX_NUMBER = 10**9  # of an index or try: what no operator reaches, and what every JSON reader holds exactly
+_MAX_NUMBER = 10**9  # of an index or attempt: no operator reaches it, and every JSON parser represents it exactly
 _FIRST_TIME_S = 86_400.0
-"""Earlier times are the zero of Unix or of Go: a runtime writes it where it does not know, as containerd does for a
+"""Earlier times are the zero of Unix or of Go: a runtime writes it for an unknown time, as containerd does for a
 container that never started."""
 
 
 @dataclass(frozen=True)
 class MemberPod:
-    """A pod of an ElasticJob or a TeacherPool. Times are Unix times; None if they are unknown or have not come.
+    """A pod of an ElasticJob or a TeacherPool. Times are Unix times; None if unknown or not reached.
 
     Attributes:
-        try_number: of the member's pods, from 0.
-        phase: `status.phase`; `Pending` before any is written.
+        try_number: number of the attempt among the member's pods, from 0.
+        phase: `status.phase`; `Pending` before one is written.
         ready_s: since when it is ready.
         restarts: how often its main container was restarted.
         unschedulable: the scheduler's message about why the pod has no node.
         node_silent: its node no longer answers.
         delete_by_s: when its grace period is over.
         started_s: when its main container started.
-        finished: its main container has ended, or the pod was given up before it began.
+        finished: its main container has ended, or the pod was given up before it started.
         emptied: the pod was asked to end and all containers have ended: its resources are free, even if the API server
-            still has the pod.
+            still lists the pod.
         waiting: why its main container does not start, such as `ImagePullBackOff`; may be an init container's reason.
-        termination: the evidence about its end; for a pod that goes on, as if it ended now.
+        termination: the evidence about its end; for a running pod, as if it ended now.
     """
 
     name: str
@@ -152,12 +152,12 @@ class MemberPod:
 
     @property
     def live(self) -> bool:
-        """Whether it takes part, or will: it has neither ended nor been asked to."""
+        """Whether it takes part, or will: it has neither ended nor been asked to end."""
         return not self.deleting and not self.finished
 
     @property
     def occupying(self) -> bool:
-        """Whether it holds its requests and was not asked to end: a sidecar may run on after its main container."""
+        """Whether it holds its requests and was not asked to end: a sidecar may outlive its main container."""
         return not self.deleting and self.phase not in ("Succeeded", "Failed")
 
     @property
@@ -172,7 +172,7 @@ class MemberPod:
 
     @property
     def placed_s(self) -> float:
-        """Since when its containers can be started, Unix time: it may have waited for its node for hours."""
+        """Since when its containers could start, Unix time: it may have waited for its node for hours."""
         return self.created_s if self.scheduled_s is None else self.scheduled_s
 
     @property
@@ -182,7 +182,7 @@ class MemberPod:
 
     @property
     def key(self) -> str:
-        """The member's key in `status.members`, as `worker-0`."""
+        """The member's key in `status.members`, such as `worker-0`."""
         return f"{self.role}-{self.index}"
 
 
@@ -203,7 +203,7 @@ def read_member_pods(
 
 
 def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = None) -> MemberPod:
-    """Read a member pod; ProtocolError, which says what is missing, if it is not a member."""
+    """Parse a member pod; ProtocolError, which says what is missing, if it is not a member."""
     events = events or {}
     metadata, spec, status = (get_mapping(pod, key) for key in ("metadata", "spec", "status"))
     labels = {key: value for key, value in get_mapping(metadata, "labels").items() if isinstance(value, str)}
@@ -213,10 +213,10 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = N
     if not name or not uid:
         raise ProtocolError("a pod without name or uid")
     if index is None or try_number is None or not role:
-        raise ProtocolError(f"pod {name}: no member: role, index or try is missing among its labels")
+        raise ProtocolError(f"pod {name}: not a member: its labels lack role, index or try")
     controllers = [get_text(item, "uid") for item in get_list(metadata, "ownerReferences") if item.get("controller")]
     if controllers != [owner_uid]:
-        raise ProtocolError(f"pod {name}: no member: it has the labels of a member, but is not controlled by its owner")
+        raise ProtocolError(f"pod {name}: not a member: it has a member's labels, but is not controlled by its owner")
     conditions = {get_text(item, "type"): item for item in get_list(status, "conditions")}
     scheduled, ready = conditions.get("PodScheduled", {}), conditions.get("Ready", {})
     is_ready = get_text(ready, "status") == "True"
@@ -257,7 +257,7 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = N
         labels=labels,
         termination=replace(
             agent,
-            exit_code=_read_int(terminated.get("exitCode")),  # the kubelet's: the agent may have been killed after
+            exit_code=_read_int(terminated.get("exitCode")),  # from the kubelet: the agent may have been killed later
             signal=_read_int(terminated.get("signal")) or 0,
             pod_phase=get_text(status, "phase"),
             pod_reason=get_text(status, "reason"),
@@ -277,8 +277,8 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] | None = N
 def _is_emptied(pod: Mapping[str, Any]) -> bool:
     """Return whether a pod that was asked to end has no running container left, as its kubelet says.
 
-    A kubelet up to 1.21 deletes a pod up to 10 s after its containers have ended, and may say `ContainerCreating` of
-    containers that it has removed. What ended before the pod was asked to may have been restarted since.
+    A kubelet up to 1.21 deletes a pod up to 10 s after its containers have ended, and may report `ContainerCreating`
+    for containers that it has removed. A container that ended before the pod was asked to end may have been restarted.
     """
     metadata, spec, status = (get_mapping(pod, key) for key in ("metadata", "spec", "status"))
     delete_by_s = _read_time(metadata.get("deletionTimestamp"))
@@ -297,7 +297,7 @@ def _is_emptied(pod: Mapping[str, Any]) -> bool:
 
 
 def _read_time(value: object) -> float | None:
-    """Return the Unix time in a field; None for the zero that a runtime writes where it does not know."""
+    """Return the Unix time in a field; None for the zero that a runtime writes for an unknown time."""
     time_s = read_time(value)
     return time_s if time_s is not None and time_s >= _FIRST_TIME_S else None
 

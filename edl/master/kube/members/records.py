@@ -1,10 +1,10 @@
-"""Records of members in their owner's `status.members`, and what follows a member's end.
+"""Records of members in their owner's `status.members`, and the next step after a member's end.
 
-A record has its member's try, its failures and its last end. It is written before the pod in question is deleted or
-made, so that the next operator, after any crash, knows for each pod whether its end was counted, and which try
-follows. `edl run` has restarted its workers within the pod before; once the pod has ended, another follows by the
-relaunch table of `edl.master.scaling`. An end is counted once for each try. If a member ran for long, or its owner made
-progress, the count begins again.
+A record contains its member's attempt, its failures and its last end. It is written before the pod in question is
+deleted or created, so that the next operator, after any crash, knows for each pod whether its end was counted, and
+which attempt follows. Within a pod, `edl run` restarts its workers; once the pod has ended, a new one follows by the
+relaunch table of `edl.master.scaling`. An end is counted once per attempt. If a member ran for long, or its owner made
+progress, the count restarts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from edl.master.scaling.terminations import (
 )
 
 MAX_MESSAGE_CHARS: Final = 400
-"""Characters of a last end's message. A thousand members then take 0.4 MB of the 1.5 MB that etcd takes of an object;
-the traceback that ends a job is in its condition."""
+"""Most characters of a last end's message. A thousand members then take 0.4 MB of etcd's 1.5 MB per object; the
+traceback that ends a job is in its condition."""
 MAX_MEMORY_FACTOR: Final = MEMORY_STEP**3
 """The product of the relaunch table's three steps: a status with more was written by hand."""
 _PACE_S: Final = 10.0
 _BURST_S: Final = 40.0
-"""A member gets a pod each `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once: at most 12 within any
-minute, whatever its pods say of their ends. A flood of pods costs the API server, the scheduler and all nodes."""
+"""A member gets a pod every `_PACE_S` in the long run, and `_BURST_S / _PACE_S` more at once: at most 12 within any
+minute, however its pods end. A flood of pods burdens the API server, the scheduler and all nodes."""
 _MEMBER: Final = re.compile(r"[a-z]+-(?:0|[1-9][0-9]{0,8})")
 """A member's role and index; other keys, written by hand, are ignored."""
 
@@ -59,9 +59,9 @@ class MemberEnd:
 
     Attributes:
         time_s: when it ended by its node's clock, or was found gone.
-        seen_s: when the operator saw that; waits are counted from then on.
-        progress: the owner's progress then, in percent; None if unknown.
-        displaced: its place is taken or lost: a successor needs another.
+        seen_s: when the operator saw that; delays are counted from then on.
+        progress: the owner's progress at that time, in percent; None if unknown.
+        displaced: its place is taken or lost: a successor needs a different one.
     """
 
     try_number: int
@@ -83,10 +83,10 @@ class MemberRecord:
 
     Attributes:
         try_number: the number of its newest pod, or of the next one.
-        uid: the pod of that try, once it was seen: seen and gone is an end.
-        failures: cause -> how many times in a row without progress between.
-        not_before_s: when the pod of this try may be made; None for at once.
-        paced_until_s: until when the pods made so far use up the member's pace.
+        uid: the pod of that attempt, once it was seen: seen and then gone counts as an end.
+        failures: cause -> how many times in a row without progress in between.
+        not_before_s: when the pod of this attempt may be created; None for at once.
+        paced_until_s: until when the pods created so far use up the member's pace.
     """
 
     try_number: int = 0
@@ -104,29 +104,29 @@ class MemberRecord:
         return self.last_end is not None and self.last_end.try_number >= self.try_number
 
     def is_superseded(self, pod: MemberPod) -> bool:
-        """Whether a pod's end is counted, or it was released, and another try has its place."""
+        """Whether a pod's end is counted, or it was released, and a later attempt has its place."""
         return pod.try_number < self.try_number
 
     @property
     def replaces(self) -> bool:
-        """Whether the pod of this try takes the place of a pod that has just ended, and was not yet seen."""
+        """Whether the pod of this attempt replaces a pod that has just ended, and was not yet seen."""
         end = self.last_end
         return end is not None and end.try_number == self.try_number - 1 and not self.uid and not end.displaced
 
     def can_start(self, now_s: float) -> bool:
-        """Whether the pod of this try may be made."""
+        """Whether the pod of this attempt may be created."""
         return not self.ended and (self.not_before_s is None or now_s >= self.not_before_s)
 
     def displace(self) -> MemberRecord:
-        """Return the record of a member that has lost its place: a later pod of it is growth."""
+        """Return the record of a member that has lost its place: a later pod of it counts as growth."""
         return replace(self, last_end=replace(self.last_end, displaced=True)) if self.last_end is not None else self
 
     def begin_try(self, now_s: float, delay_s: float = 0.0) -> MemberRecord:
-        """Return the record of the member's next pod, made after `delay_s`, or later where too many were made of late.
+        """Return the record of the member's next pod, due after `delay_s`, or later if there were too many recently.
 
-        With no delay this is a pod that goes by its owner's will: nothing is counted.
+        Without a delay, the pod is removed at its owner's will: nothing is counted.
         """
-        # A time that is further ahead than the pace can come to is of a clock that was set back since.
+        # A time further ahead than the pace allows is from before the clock was set back.
         used_until_s = max(now_s, min(self.paced_until_s, now_s + _BURST_S + _PACE_S))
         allowed_s = max(now_s + delay_s, used_until_s - _BURST_S)
         return replace(
@@ -138,7 +138,7 @@ class MemberRecord:
         )
 
     def forgive(self, now_s: float) -> MemberRecord:
-        """Return the record of a member whose last end counts for nothing: only the pace of its pods is kept."""
+        """Return the record of a member whose last end is forgiven: only the pace of its pods is kept."""
         allowed_s = self.paced_until_s - _PACE_S - _BURST_S
         return replace(self, failures={}, not_before_s=allowed_s if allowed_s > now_s else None)
 
@@ -162,7 +162,7 @@ def read_member_records(status: Mapping[str, Any]) -> dict[str, MemberRecord]:
 
 
 def format_member_records(records: Mapping[str, MemberRecord]) -> dict[str, Any]:
-    """Return `status.members`, without fields that say nothing."""
+    """Return `status.members`, without empty fields."""
     return {key: _format_record(records[key]) for key in sorted(records, key=_sort_key)}
 
 
@@ -183,7 +183,7 @@ def _read_record(value: Mapping[str, Any]) -> MemberRecord:
             for item in get_list(value, "excludedNodes")
             if get_text(item, "node")
             and (until_s := read_time(item.get("until"))) is not None
-            and get_text(item, "cause") != "node_lost"  # former versions kept away from nodes that had come back
+            and get_text(item, "cause") != "node_lost"  # earlier versions avoided nodes that had come back
         ),
         not_before_s=read_time(value.get("notBefore")),
         last_end=_read_end(get_mapping(value, "lastEnd")),
@@ -212,7 +212,7 @@ def _read_end(value: Mapping[str, Any]) -> MemberEnd | None:
 
 
 def _format_record(record: MemberRecord) -> dict[str, Any]:
-    # Rounded down, a time before which nothing is made would be too early.
+    # Rounded up: rounded down, the earliest start would be too early.
     not_before_s, paced_until_s = record.not_before_s, record.paced_until_s
     return _keep_said(
         {
@@ -265,25 +265,25 @@ def _read_count(value: object) -> int | None:
 
 
 LAUNCH_PATIENCE_S: Final = 120.0
-"""A container that cannot be started, for want of its image or a volume, counts as ended after so long: the kubelet has
-then tried four times, and a registry or a secret that comes late has come."""
+"""A container that cannot start, for lack of its image or a volume, counts as ended after this time: by then the
+kubelet has tried four times, and a late registry or secret has appeared."""
 STEADY_S: Final = 600.0
-"""After a run of this length a member's failures are counted from zero: twice the longest delay between two tries."""
+"""After a run of this length a member's failures are counted from zero: twice the longest delay between attempts."""
 EXCLUSION_S: Final = 900.0
-"""For so long a member keeps away from a node where it failed: pressure on its memory or disk has passed by then."""
+"""How long a member avoids a node where it failed: pressure on its memory or disk has passed by then."""
 FAULTY_EXCLUSION_S: Final = 86_400.0
-"""From a node whose GPU is broken, a day: it is repaired by people."""
+"""For a node with a broken GPU, a day: people have to repair it."""
 _MOST_EXCLUDED: Final = 8
-"""Nodes that a member keeps away from, the last ones; with more, a small cluster has no node left."""
+"""Most nodes that a member avoids, the last ones; with more, a small cluster has no node left."""
 _TAKEN: Final = frozenset({"PreemptionByScheduler", "Preempted", "Preempting"})
-"""Reasons by which the scheduler and the kubelet say that another pod has a pod's place."""
+"""Reasons by which the scheduler and the kubelet report that another pod took a pod's place."""
 ROOM_PATIENCE_S: Final = 60.0
-"""A pod that no node takes within this time is made again with fewer nodes left out."""
+"""A pod that no node takes within this time is recreated with fewer excluded nodes."""
 
 
 @dataclass(frozen=True)
 class MemberOutcome:
-    """A member's end, counted; `record` is the member's from now on."""
+    """A member's counted end; `record` is the member's new record."""
 
     record: MemberRecord
     verdict: TerminationVerdict
@@ -293,9 +293,9 @@ class MemberOutcome:
 
 
 def find_end(record: MemberRecord, pod: MemberPod | None, now_s: float) -> TerminationReport | None:
-    """Return the evidence about the end of a member's newest pod; None while it goes on, or if the end is counted.
+    """Return the evidence about the end of a member's newest pod; None while it runs, or if the end is counted.
 
-    `pod` is the pod of the record's try; None if there is none.
+    `pod` is the pod of the record's attempt; None if there is none.
     """
     if record.ended:
         return None
@@ -354,8 +354,8 @@ def record_end(
 def relax_exclusions(record: MemberRecord, pod: MemberPod | None, now_s: float) -> MemberRecord:
     """Return a record without nodes that may be used again.
 
-    A node is left out for a time. Where no other node takes the member's pod for a minute, nodes with a broken GPU
-    alone are left out: the returned record is then of the next try, and the pod of this try is removed.
+    A node is excluded for a time. If no other node takes the member's pod for a minute, only nodes with a broken GPU
+    stay excluded: the returned record is then for the next attempt, and the pod of this attempt is removed.
     """
     left = tuple(item for item in record.excluded_nodes if item.until_s > now_s)
     stuck = pod is not None and pod.pending and bool(pod.unschedulable) and now_s - pod.created_s >= ROOM_PATIENCE_S
@@ -372,7 +372,7 @@ def _find_cause(report: TerminationReport, pod: MemberPod | None) -> Termination
     verdict = find_termination_cause(report)
     if verdict.cause is TerminationCause.UNKNOWN and pod.deleting:
         # Counted as soon as it is asked to end, so that its successor need not wait for it.
-        return TerminationVerdict(TerminationCause.PREEMPTED, "it was asked to leave: its pod is being deleted")
+        return TerminationVerdict(TerminationCause.PREEMPTED, "it was asked to end: its pod is being deleted")
     return verdict
 
 
@@ -385,7 +385,7 @@ def _is_displaced(verdict: TerminationVerdict, report: TerminationReport) -> boo
 
 def _has_progressed(record: MemberRecord, pod: MemberPod | None, now_s: float, progress: int | None) -> bool:
     if pod is not None and pod.started_s is not None:
-        # Its node's clock may be absurd: it cannot have run for longer than it has had its node by the API server's.
+        # Its node's clock may be wrong: it cannot have run longer than it has had its node by the API server's clock.
         ran_s = min((pod.finished_s or now_s) - pod.started_s, now_s - pod.placed_s)
         if ran_s >= STEADY_S:
             return True
@@ -394,7 +394,7 @@ def _has_progressed(record: MemberRecord, pod: MemberPod | None, now_s: float, p
 
 
 def _raise_memory(factor: float, action: RelaunchAction) -> float:
-    """Return the factor for memory, which is only ever raised: what did not suffice once does not later."""
+    """Return the memory factor, which only grows: an amount that was too small once is too small later."""
     return min(MAX_MEMORY_FACTOR, factor * MEMORY_STEP) if action is RelaunchAction.MORE_MEMORY else factor
 
 
@@ -402,7 +402,7 @@ def _exclude(
     record: MemberRecord, end: MemberEnd, decision: RelaunchDecision, now_s: float
 ) -> tuple[ExcludedNode, ...]:
     left = tuple(item for item in record.excluded_nodes if item.until_s > now_s and item.node != end.node)
-    # A node that does not answer has a taint that keeps pods away, and is as good as any when it has come back.
+    # A node that does not answer has a taint that keeps pods away, and is as good as any once it is back.
     lost = end.cause == TerminationCause.NODE_LOST.value
     if decision.action is not RelaunchAction.ELSEWHERE or not end.node or lost:
         return left
@@ -411,7 +411,7 @@ def _exclude(
 
 
 NO_ROOM = "no_room"
-"""Among a member's failures: how many of its pods in a row were removed because no node took them."""
+"""Key in a member's failures: how many of its pods in a row were removed because no node took them."""
 
 
 @dataclass(frozen=True)
@@ -456,5 +456,5 @@ def review_members(
 
 
 def list_superseded(records: Mapping[str, MemberRecord], pods: Iterable[MemberPod]) -> tuple[MemberPod, ...]:
-    """Return the pods to delete: their ends are counted, or they were released, and they are still there."""
+    """Return the pods to delete: their ends are counted, or they were released, and they still exist."""
     return tuple(pod for pod in pods if not pod.deleting and pod.key in records and records[pod.key].is_superseded(pod))

@@ -1,4 +1,4 @@
-"""What makes an operator: watches that say when to look, a work queue, the reconciler, events, metrics and health.
+"""Parts of the operator: watches that trigger reconciliations, a work queue, the reconciler, events, metrics, health.
 
 Elsewhere: decisions about jobs and pools (`edl.master.kube.jobs`, `edl.master.kube.pools`).
 """

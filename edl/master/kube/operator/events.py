@@ -1,7 +1,7 @@
 """Events of the API: `EventRecorder` writes them for `kubectl describe`, `PodEvidence` reads why pods ended.
 
-The same event again is counted, not repeated. Events of a pod that has ended or is ending tell preemption from the loss
-of a node, if the pod itself does not. Events of a pod that does not start tell trouble with a volume, a secret or the
+Repeated events are counted. Events of a pod that has ended or is ending distinguish preemption from the loss of a node,
+if the pod's status does not. Events of a pod that does not start reveal problems with a volume, a secret or the
 sandbox.
 """
 
@@ -32,21 +32,21 @@ logger = logging.getLogger(__name__)
 
 _COMPONENT: Final = "edl-operator"
 _MOST_WAITING: Final = 2000
-"""Events that wait while the API server is away; older ones are dropped, since conditions tell the present state."""
+"""Most events queued while the API server is unreachable; older ones are dropped: conditions tell the state."""
 _MOST_KNOWN: Final = 10_000
-"""Events whose last write is remembered."""
+"""Most events whose last write is remembered."""
 _QUIET_S: Final = 30.0
-"""An event that comes again sooner is counted with the next one, to save writes."""
+"""An event that recurs sooner is counted with the next one, to save writes."""
 _MOST_MESSAGE: Final = 1000
-"""Characters of a message: the API takes 1,024 bytes of a note in events.k8s.io, and kubectl shows them in a line."""
+"""Most characters of a message: events.k8s.io limits a note to 1,024 bytes, and kubectl shows it in one line."""
 _CLOSE_S: Final = 2.0
-"""How long `close` goes on to write: some dozens of events, and a fraction of a pod's grace period."""
+"""How long `close` keeps writing: a few dozen events, and a fraction of a pod's grace period."""
 
 
 class EventRecorder:
-    """Writes events in order, in a thread of its own; `clock` is the API server's, in seconds since 1970.
+    """Writes events in order, in its own thread; `clock` is the API server's, in seconds since 1970.
 
-    An event's name follows from its content, so that a second operator, or this one after a restart, goes on counting.
+    An event's name is derived from its content, so that a second or restarted operator continues counting.
     """
 
     def __init__(self, api: KubeClient, clock: Callable[[], float] = time.time) -> None:
@@ -54,13 +54,13 @@ class EventRecorder:
         self._clock = clock
         self._instance = f"{_COMPONENT}-{socket.gethostname()}-{os.getpid()}"[:128]
         self._waiting: deque[tuple[str, str, Object]] = deque(maxlen=_MOST_WAITING)
-        self._known: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # when written, and not counted
+        self._known: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()  # last write, uncounted repeats
         self._backoff = Backoff(0.5, 30.0, jitter=0.2)
         self._denied = self._closing = False
         self._loop = BackgroundLoop("edl-events", self._step)
 
     def record(self, kind: ResourceType, resource: Mapping[str, Any], note: EventNote) -> None:
-        """Have an event written. Returns at once."""
+        """Queue an event for writing. Returns at once."""
         metadata = resource["metadata"]
         text = "\0".join((str(metadata.get("uid")), note.type, note.reason, note.message, note.pod))
         name = f"{metadata['name'][:40].rstrip('.-')}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -98,7 +98,7 @@ class EventRecorder:
         self._loop.wake()
 
     def close(self) -> None:
-        """Write the events that wait, for seconds at most, and end the thread."""
+        """Write queued events, for seconds at most, and end the thread."""
         deadline = time.monotonic() + _CLOSE_S
         while self._waiting and time.monotonic() < deadline and not self._backoff.failures:
             self._loop.wake()
@@ -119,8 +119,8 @@ class EventRecorder:
                     self._denied = True
                     logger.warning("events are not shown: %s", exc)
             except (ConflictError, InvalidObjectError, QuotaExceededError) as exc:
-                # The namespace is being deleted or full, or another client changed the event at the same moment.
-                logger.debug("event %s is left out: %s", event["reason"], exc)
+                # The namespace is being deleted or is full, or another client changed the event at the same moment.
+                logger.debug("event %s is skipped: %s", event["reason"], exc)
             self._backoff.reset()
             if self._waiting and self._waiting[0][2] is event:
                 self._waiting.popleft()
@@ -134,7 +134,7 @@ class EventRecorder:
             return
         try:
             if written_s is not None:
-                raise ConflictError(name)  # it is there: count it, without an attempt to make it
+                raise ConflictError(name)  # it exists: count it, without trying to create it
             self._api.create(EVENTS, event, namespace)
         except ConflictError:
             self._count(name, namespace, event, 1 + uncounted)
@@ -162,17 +162,17 @@ class EventRecorder:
 
 
 _KEPT_S: Final = 5.0
-"""How long a pod's events are kept before they are read again, because two looks may follow at once."""
+"""How long a pod's events are cached, because two reconciliations may follow each other closely."""
 _STARTING_S: Final = 30.0
-"""How long a pod may take to start on its node before its events are read, and the time between two reads."""
+"""How long a pod may take to start on its node before its events are read, and the interval of reads."""
 _MOST_STARTING: Final = 5
-"""Pods whose start is examined, the oldest first: a thousand pods pull their image, or miss their secret, alike."""
+"""Most pods whose start is examined, the oldest first: a thousand pods pull the same image, or lack the same secret."""
 _MOST_PODS: Final = 2000
-"""Pods whose events are kept, some hundred bytes each."""
+"""Most pods whose events are cached, a few hundred bytes each."""
 
 
 class PodEvidence:
-    """Reads the reasons of pods' events, of each pod once in a while at most. Thread-safe."""
+    """Reads the reasons of pods' events, with a rate limit per pod. Thread-safe."""
 
     def __init__(self, api: KubeClient) -> None:
         self._api = api
@@ -182,8 +182,8 @@ class PodEvidence:
     def collect(self, pods: Iterable[Mapping[str, Any]], namespace: str, now_s: float) -> dict[str, dict[str, str]]:
         """Return reasons and messages of events, by uid of pods that have ended, are ending, or cannot start.
 
-        For a pod that cannot start, that is only an event that says so, if no other follows it. An operator that may
-        not read events relies on the pods' status.
+        For a pod that cannot start, only an event that says so is returned, if it is the latest. An operator without
+        permission to read events relies on the pods' status.
         """
         found = {}
         starting: list[tuple[float, str]] = []
@@ -226,13 +226,13 @@ class PodEvidence:
 
 
 def _get_time(event: Mapping[str, Any]) -> str:
-    """Return when an event was last seen, as the API writes it; earlier texts are earlier times."""
+    """Return when an event was last seen, in the API's format; earlier texts are earlier times."""
     metadata = event.get("metadata") or {}
     return str(event.get("lastTimestamp") or event.get("eventTime") or metadata.get("creationTimestamp") or "")
 
 
 def _find_placed_s(pod: Mapping[str, Any]) -> float:
-    """Return when a pod got its node, or was made; 0 if it does not say."""
+    """Return when a pod got its node, or was created; 0 if unknown."""
     conditions = (pod.get("status") or {}).get("conditions") or []
     times = [item.get("lastTransitionTime") for item in conditions if item.get("type") == "PodScheduled"]
     found = (read_time(text) for text in (*times, (pod.get("metadata") or {}).get("creationTimestamp")))

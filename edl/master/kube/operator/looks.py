@@ -1,11 +1,11 @@
-"""When to look at a resource: `WorkQueue` gives keys to workers, `ResourceWatches` fills it.
+"""When to reconcile a resource: `WorkQueue` hands keys to workers, `ResourceWatches` fills it.
 
-The queue is client-go's rate-limited work queue (k8s.io/client-go/util/workqueue): a key that is added while it is
-worked on is due again afterwards; a failure waits twice as long each time, and does not delay what is added meanwhile.
+The queue is client-go's rate-limited work queue (k8s.io/client-go/util/workqueue): a key that is added while a worker
+has it is due again afterwards; each failure doubles the wait, and does not delay keys added in the meantime.
 
-A resource is looked at when it is new, when someone other than the operator has changed it, and when one of its pods
-has changed. After an outage of the API server a kind is listed again. Deletions since then have no event, so all
-resources of the namespace are looked at, spread over a while. Events decide nothing: the reconciler reads everything
+A resource is reconciled when it is new, when someone other than the operator has changed it, and when one of its pods
+has changed. After an outage of the API server a kind is listed again. Deletions during the outage have no event, so all
+resources of the namespace are reconciled, spread over a while. Events decide nothing: the reconciler reads everything
 again.
 """
 
@@ -37,20 +37,20 @@ logger = logging.getLogger(__name__)
 
 
 _JITTER: Final = 0.2
-"""Random share of a wait after a failure, so that keys which failed together do not come back together."""
+"""Random share of a wait after a failure, so that keys that failed together are not retried together."""
 
 
 _LOOK_S: Final = 1.0
-"""Longest wait of a worker at a time, so that it sees soon that the queue is closed."""
+"""Longest single wait of a worker, so that it soon notices that the queue is closed."""
 _CLOSE_S: Final = 10.0
-"""How long `close` waits for work under way, some requests. The next operator finishes the rest."""
+"""How long `close` waits for work in progress, a few requests. The next operator finishes the rest."""
 
 
 class WorkQueue:
-    """Calls a function for each key that is due, in a few threads, never twice for a key at the same time.
+    """Calls a function for each key that is due, in a few threads, never concurrently for the same key.
 
     `work` returns the seconds after which to call it again, None for never; after an error it is called again after a
-    back-off. `on_result` is called after each work with the key, the seconds it took, and the error or None.
+    back-off. `on_result` is called after each call, with the key, the seconds it took, and the error or None.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WorkQueue:
         self._backoff_s = backoff_s
         self._clock = clock
         self._due: dict[str, float] = {}
-        self._heap: list[tuple[float, int, str]] = []  # a key stands here again where it is due earlier by now
+        self._heap: list[tuple[float, int, str]] = []  # a key is repeated here if it has become due earlier
         self._number = 0
         self._active: dict[str, float] = {}
         self._again: dict[str, float] = {}  # when active keys are due again
@@ -77,13 +77,13 @@ class WorkQueue:
         self._loops = [BackgroundLoop(f"edl-reconcile-{number}", self._step) for number in range(workers)]
 
     def add(self, key: str, delay_s: float = 0.0) -> None:
-        """Have a key worked on after `delay_s`, so that more reasons within that time need no second look."""
+        """Queue a key after `delay_s`, so that further reasons within that time need no second call."""
         with self._changed:
             self._add(key, self._clock() + delay_s)
             self._changed.notify()
 
     def __len__(self) -> int:
-        """Keys that are due some time, or worked on."""
+        """Return the number of keys that are queued or in progress."""
         with self._changed:
             return len(self._due.keys() | self._active.keys())
 
@@ -94,13 +94,13 @@ class WorkQueue:
             return sum(due_s <= now_s for due_s in self._due.values())
 
     def get_stuck_s(self) -> float:
-        """Return for how many seconds the slowest work is under way."""
+        """Return for how many seconds the slowest call has been running."""
         with self._changed:
             now_s = self._clock()
             return now_s - min(self._active.values(), default=now_s)
 
     def close(self) -> None:
-        """Begin no new work, and wait some seconds for what is under way."""
+        """Start no new work, and wait a few seconds for work in progress."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -161,7 +161,7 @@ class WorkQueue:
         return 0.0
 
     def _wait_due(self) -> str | None:
-        """Return a key that is due, after a wait if none is yet; None if none is then either."""
+        """Return a key that is due, after a wait if necessary; None if there is still none."""
         with self._changed:
             if self._closed:
                 return None
@@ -174,7 +174,7 @@ class WorkQueue:
         if key in self._active:
             self._again[key] = min(due_s, self._again.get(key, due_s))
         elif due_s < self._due.get(key, math.inf):
-            self._number += 1  # of two that are due at once, the first that was added comes first
+            self._number += 1  # of two keys due at the same time, the one added first is first
             self._due[key] = due_s
             heapq.heappush(self._heap, (due_s, self._number, key))
 
@@ -186,18 +186,18 @@ class WorkQueue:
 
 
 _BEAT_S: Final = 1.0
-"""Between two signs of life, and two looks at how the watches are."""
+"""Interval of heartbeats and of checks of the watches' state."""
 _GROUP_DELAY_S: Final = 0.05
-"""Pod events of a resource within this time need a single look: thirty workers end in the same moment."""
+"""Pod events of a resource within this time need a single reconciliation: thirty workers may end at the same moment."""
 _RELIST_RATE: Final = 20.0
-"""Looks a second after a new list."""
+"""Reconciliations per second after a new list."""
 _RELIST_MOST_S: Final = 60.0
-"""Longest time over which these looks are spread."""
+"""Longest time over which they are spread."""
 _OWNERS: Final = {JOB_LABEL: ELASTIC_JOBS.plural, POOL_LABEL: TEACHER_POOLS.plural}
 
 
 class ResourceWatches:
-    """Calls `on_key`, in threads of its own, with a resource's key and the delay of its look.
+    """Calls `on_key`, in its own threads, with a resource's key and the delay of its reconciliation.
 
     `is_own_status` says whether a resource's status is the one that the operator wrote last.
     """
@@ -219,7 +219,7 @@ class ResourceWatches:
         self._seen: dict[str, tuple[str, ...]] = {}
         self._relisted: set[tuple[ResourceType, str]] = set()
         self._denied: dict[str, str] = {}
-        self._reason = "the watches have not begun"
+        self._reason = "the watches have not started"
         self._ready = threading.Event()  # a watch's thread may be faster than this constructor
         self._watches = {
             (kind, namespace): KubeWatch(
@@ -281,7 +281,7 @@ class ResourceWatches:
         return _BEAT_S
 
     def _look_at_all(self, kind: ResourceType, namespace: str) -> None:
-        """Look at all resources that a new list may concern: those in it, and those known before."""
+        """Reconcile all resources that a new list may concern: those in it, and those known before."""
         listed = self._watches[kind, namespace].objects.values()
         with self._lock:
             keys = {key for key in self._seen if namespace in (key.split("/")[1], ALL_NAMESPACES)}
@@ -298,7 +298,7 @@ class ResourceWatches:
             self._on_key(key, random.uniform(0.0, spread_s))
 
     def _find_reason(self) -> str:
-        """Return why the watches wait; a namespace that may not be watched is left out."""
+        """Return why the watches wait; a forbidden namespace is skipped."""
         denied: dict[str, str] = {}
         reason, missing = "", set()
         for (kind, namespace), watch in self._watches.items():
@@ -308,7 +308,7 @@ class ResourceWatches:
             elif isinstance(error, NotServedError):
                 missing.add(f"{kind.plural}.{kind.group}/{kind.version}")
             elif not watch.listed:
-                reason = reason or watch.stale or "the watches have not begun"
+                reason = reason or watch.stale or "the watches have not started"
         if len(denied) == len(self._namespaces):
             return next(iter(denied.values()))
         for namespace in denied.keys() - self._denied.keys():
@@ -322,7 +322,7 @@ def _key_of(kind: ResourceType, obj: Object) -> str:
 
 
 def _fingerprint(obj: Object) -> tuple[str, ...]:
-    """Return a resource's metadata that its status does not change."""
+    """Return the metadata that a status update does not change."""
     metadata = obj["metadata"]
     return tuple(
         repr(metadata.get(part)) for part in ("uid", "generation", "deletionTimestamp", "labels", "annotations")

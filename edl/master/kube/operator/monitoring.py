@@ -1,4 +1,4 @@
-"""An operator's metrics and health, with the reason if it is not live or not ready.
+"""The operator's metrics and health, with the reason if it is not live or not ready.
 
 `GiveBackMeter` measures how long other pods wait for room that teachers have borrowed.
 """
@@ -18,17 +18,17 @@ from edl.kube.responses import Call
 from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL
 
 _BEAT_LIMIT_S: Final = 60.0
-"""The watches' loop gives a sign of life each second; a machine that swaps is late by seconds, not by a minute."""
+"""The watches' loop sends a heartbeat each second; a machine that swaps is late by seconds, not by a minute."""
 _WORK_LIMIT_S: Final = 300.0
-"""A look at a resource makes some ten requests, each with a deadline of 30 s: one that takes longer hangs."""
+"""A reconciliation makes about ten requests, each with a deadline of 30 s: one that takes longer hangs."""
 _AWAY_LIMIT_S: Final = 60.0
-"""An API server that is replaced is away for some seconds; an operator without it for longer is not ready."""
+"""An API server that is being replaced is unreachable for seconds; an operator without it for longer is not ready."""
 
 
 class OperatorHealth:
-    """Collects signs of life; `get_stuck_s` returns how long the slowest look has been under way. Thread-safe.
+    """Collects heartbeats; `get_stuck_s` returns how long the slowest reconciliation has been running. Thread-safe.
 
-    While the API server is away the operator is not ready, but live: a restart would not help.
+    While the API server is unreachable, the operator is not ready, but live: a restart would not help.
     """
 
     def __init__(self, get_stuck_s: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,17 +40,17 @@ class OperatorHealth:
         self._failing_since_s: float | None = None
 
     def beat(self) -> None:
-        """Note a sign of life of the watches' loop."""
+        """Record a heartbeat of the watches' loop."""
         with self._lock:
             self._beat_s = self._clock()
 
     def set_waiting(self, reason: str) -> None:
-        """Note why the watches wait; empty if they do not."""
+        """Record why the watches wait; empty if they do not."""
         with self._lock:
             self._waiting = reason
 
     def note_request(self, code: int) -> bool:
-        """Note a request to the API server; return whether the server has just come back or gone."""
+        """Record a request to the API server; return whether the server has just come back or gone away."""
         away = code == 0 or code >= 500
         with self._lock:
             changed = away != (self._failing_since_s is not None)
@@ -61,67 +61,67 @@ class OperatorHealth:
             return changed
 
     def check_live(self) -> str:
-        """Return why the operator should be restarted; empty if it lives."""
+        """Return why the operator should be restarted; empty if it is healthy."""
         with self._lock:
             silent_s = self._clock() - self._beat_s
         if silent_s > _BEAT_LIMIT_S:
-            return f"the loop of the watches gave no sign of life for {silent_s:.0f} s"
+            return f"the watches' loop gave no sign of life for {silent_s:.0f} s"
         stuck_s = self._get_stuck_s()
         if stuck_s > _WORK_LIMIT_S:
             return f"the work on a resource has taken {stuck_s:.0f} s"
         return ""
 
     def check_ready(self) -> str:
-        """Return why the operator does not do its work now; empty if it does."""
+        """Return why the operator is not working now; empty if it is."""
         with self._lock:
             if self._waiting:
                 return self._waiting
             since_s = self._failing_since_s
         if since_s is not None and self._clock() - since_s > _AWAY_LIMIT_S:
-            return f"the API server has been away for {self._clock() - since_s:.0f} s"
+            return f"the API server has been unreachable for {self._clock() - since_s:.0f} s"
         return ""
 
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""A look at a resource at rest takes two requests of some milliseconds; one that times out takes thirty seconds."""
+"""Reconciling a resource at rest takes two requests of a few milliseconds; one that times out takes thirty seconds."""
 
 
 class OperatorMetrics:
-    """An operator's metrics, in a registry of their own if none is given."""
+    """The operator's metrics, in their own registry if none is given."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry: Final = registry or CollectorRegistry()
         self._reconciles = Histogram(
             "edl_operator_reconcile_seconds",
-            "Seconds of the work on a resource, with all its requests",
+            "Seconds to reconcile a resource, with all requests",
             ["kind"],
             buckets=_SECONDS,
             registry=self.registry,
         )
         self._failures = Counter(
             "edl_operator_reconcile_failures",
-            "Failed work on a resource, which is repeated",
+            "Failed reconciliations, which are retried",
             ["kind", "error"],
             registry=self.registry,
         )
         self._requests = Counter(
             "edl_operator_api_requests",
-            "Requests to the API server, by the answer's code; code 0 means that none came",
+            "Requests to the API server, by status code; 0 means no response",
             ["verb", "resource", "code"],
             registry=self.registry,
         )
         self._queue = Gauge(
             "edl_operator_queue_length", "Resources that are due and wait for a worker", registry=self.registry
         )
-        self._resources = Gauge("edl_operator_resources", "Resources that are worked on", registry=self.registry)
+        self._resources = Gauge("edl_operator_resources", "Resources that the operator manages", registry=self.registry)
 
     def watch_queue(self, count_due: Callable[[], int], count_all: Callable[[], int]) -> None:
-        """Show the length of a queue."""
+        """Export the length of a queue."""
         self._queue.set_function(count_due)
         self._resources.set_function(count_all)
 
     def count_reconcile(self, key: str, seconds: float, error: Exception | None) -> None:
-        """Count the work on a resource."""
+        """Count a reconciliation."""
         kind = key.partition("/")[0]
         self._reconciles.labels(kind).observe(seconds)
         if error is not None:
@@ -134,29 +134,29 @@ class OperatorMetrics:
 
 
 _GIVE_BACK_S: Final = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0)
-"""The bar is 2 s in the median, and a teacher's grace period (10 s unless set otherwise) at most."""
+"""The target is a median of 2 s, and a teacher's grace period (10 s by default) at most."""
 _MOST_PODS: Final = 10_000
-"""Waiting pods that are remembered, about a megabyte. The oldest are forgotten first."""
+"""Most waiting pods remembered, about a megabyte. The oldest are forgotten first."""
 
 
 class GiveBackMeter:
     """Counts pods that waited for a teacher to leave. For a single thread.
 
     Such a pod is not EDL's; the scheduler found no node for it at first, or nominated one; and while it waited, a
-    pool's teacher left the node that it then got. Pods from before the watch began have no known time, and do not
+    pool's teacher left the node that it then got. Pods created before the watch started have no known time, and do not
     count.
     """
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = Histogram(
             "edl_give_back_seconds",
-            "Seconds from a pod's creation to its node, of pods for which a teacher left",
+            "Seconds from creation to a node, for pods for which a teacher left",
             buckets=_GIVE_BACK_S,
             registry=registry,
         )
         self._clock = clock
         self._waiting: dict[str, float] = {}  # pod without a node -> since when
-        self._refused: set[str] = set()  # of these, pods for which the scheduler has found no room
+        self._refused: set[str] = set()  # those of them for which the scheduler has found no room
         self._left: dict[str, float] = {}  # node -> when a teacher was last seen to leave it
 
     def record(self, event: str, pod: Object | None) -> None:

@@ -28,11 +28,11 @@ from edl.master.kube.resources import TeacherPool, parse_teacher_pool
 logger = logging.getLogger(__name__)
 
 _JITTER: Final = 0.5
-"""Random share of the time between two looks, which spreads looks at resources that were made together."""
+"""Random share of the resync interval, which spreads reconciliations of resources that were created together."""
 
 
 class Operator:
-    """Works on the resources of its namespaces, in threads of its own, until it is closed.
+    """Manages the resources of its namespaces, in its own threads, until it is closed.
 
     Two operators at once do no harm: the second finds the first one's work done.
 
@@ -41,7 +41,7 @@ class Operator:
         registry: Registry for its metrics. Default: a new one.
 
     Raises:
-        SettingsError: No cluster is named anywhere, or an address cannot be listened on.
+        SettingsError: No cluster is configured, or an address cannot be listened on.
     """
 
     def __init__(self, settings: OperatorSettings, registry: CollectorRegistry | None = None) -> None:
@@ -81,7 +81,7 @@ class Operator:
             self._closing = stack.pop_all()
 
     def close(self) -> None:
-        """End, after some seconds at most for work under way."""
+        """Stop, within seconds, even if work is in progress."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -130,7 +130,7 @@ class Operator:
             queue.add(key, delay_s)
 
     def _work(self, key: str) -> float | None:
-        """Look at a resource; return the seconds until the next look."""
+        """Reconcile a resource; return the seconds until the next time."""
         wait_s = self._reconciler.reconcile(key)
         if wait_s is None or self._queue is None:
             return None
@@ -143,7 +143,7 @@ class Operator:
             return
         if code == 0 or code >= 500:
             logger.warning(
-                "the API server does not answer (%s): pods run on, and the operator goes on when it is back", call
+                "the API server does not answer (%s): pods run on, and the operator continues when it is back", call
             )
         else:
             logger.info("the API server answers again")

@@ -1,4 +1,4 @@
-"""`OwnerKeyCleanup`: deletes what deleted jobs and pools left in the cluster's store."""
+"""`OwnerKeyCleanup`: deletes the keys that deleted jobs and pools left in the cluster's store."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from edl.master.naming import election_key, report_key
 logger = logging.getLogger(__name__)
 
 _FIRST_S: Final = 60.0
-"""After the deletion: pods of most jobs have ended by then."""
+"""Delay after the deletion: the pods of most jobs have ended by then."""
 _RETRY_S: Final = 60.0
-"""Between two looks at a resource whose pods are still there, or whose store does not answer."""
+"""Retry interval for a resource whose pods still exist, or whose store does not answer."""
 _DENIED_RETRY_S: Final = 300.0
-"""Between two tries where access is denied: a Role that is replaced is missing for a moment."""
+"""Retry interval if access is denied: a Role that is being replaced is missing for a moment."""
 _PATIENCE_S: Final = 3600.0
-"""After so long the keys stay: pods that outlive their owner by this were left on purpose."""
+"""After this time the keys are kept: pods that outlive their owner for so long were left on purpose."""
 _PACE_S: Final = 1.0
-"""Between two jobs: hundreds may be deleted at once, and each has some dozens of keys."""
+"""Pause between two jobs: hundreds may be deleted at once, and each has a few dozen keys."""
 _MOST_TRACES: Final = 10
-"""Stores and services that are remembered of a resource whose author edits them again and again."""
+"""Most stores and services remembered per resource, in case its author keeps editing them."""
 
 
 @dataclass(frozen=True)
 class _Trace:
-    """A job or pool, and a store that it has or had. `name` is the job's ID or the pool's service, as keys have it."""
+    """A job or pool, and a store that it has or had. `name` is the job's ID or the pool's service, as used in keys."""
 
     uid: str
     kind: WantedKind
@@ -48,7 +48,7 @@ class _Trace:
 
 @dataclass
 class _Removal:
-    """A cleanup that is due at `due_s` and given up at `end_s`. `version` is the service's key's at the last try."""
+    """A cleanup due at `due_s` and given up at `end_s`. `version` is that of the service's key at the last attempt."""
 
     trace: _Trace
     due_s: float
@@ -57,11 +57,11 @@ class _Removal:
 
 
 class OwnerKeyCleanup:
-    """Notes resources, and deletes the keys of those that are gone: best effort, while this operator runs. Thread-safe.
+    """Tracks resources, and deletes the keys of deleted ones: best effort, while this operator runs. Thread-safe.
 
-    Only keys in `edl://` stores are deleted, such as the chart's: such a store has a limit, which years of jobs would
-    reach. In other stores they are history, for `edl status`. `has_pods` tells whether an owner still has pods, and
-    `may_open` whether the operator may open a store.
+    Only keys in `edl://` stores are deleted, such as the chart's: such a store has a size limit, which years of jobs
+    would reach. In other stores they are history, for `edl status`. `has_pods` tells whether an owner still has pods,
+    and `may_open` whether the operator may open a store.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class OwnerKeyCleanup:
         self._loop = BackgroundLoop("edl-operator-owner-keys", self.step)
 
     def note(self, owner: ElasticJob | TeacherPool) -> None:
-        """Note a resource. Another of the same name means that the former one is gone."""
+        """Track a resource. A new one of the same name means that the former one is gone."""
         kind: WantedKind = "workers" if isinstance(owner, ElasticJob) else "teachers"
         name = owner.job_id if isinstance(owner, ElasticJob) else owner.service
         trace = _Trace(owner.uid, kind, name, owner.store, owner.namespace)
@@ -115,7 +115,7 @@ class OwnerKeyCleanup:
         trace, retry_s = removal.trace, _RETRY_S
         try:
             if self._has_pods(trace.namespace, trace.uid):
-                reason = "pods of it are there"
+                reason = "its pods still exist"
             elif not self._may_open(trace.store):
                 return _PACE_S
             else:
@@ -154,26 +154,26 @@ def _delete_keys(store: Store, removal: _Removal) -> str:
     entry = store.get(wanted_key("teachers", trace.name))
     if entry is None:
         return ""
-    if removal.version != entry.version:  # which tells at the next try whether an advisor writes it
+    if removal.version != entry.version:  # shows at the next attempt whether an advisor writes it
         removal.version = entry.version
-        return f"an advisor says how many teachers of {trace.name} are wanted, for others that serve or ask them"
+        return f"an advisor still writes how many teachers of {trace.name} are wanted, for other users of the service"
     store.delete(entry.key, entry.version)
     return ""
 
 
 def delete_job_keys(store: Store, job_id: str) -> str:
-    """Delete the keys of a job; or return who still uses them, as leased keys of agents and masters tell.
+    """Delete the keys of a job, or return who still uses them, judging by leased keys of agents and masters.
 
     Raises:
         DiscoveryError: the store does not answer.
     """
     entries = store.list(f"jobs/{job_id}/")
     if any(entry.key.startswith(f"jobs/{job_id}/nodes/") for entry in entries):
-        return "agents of it are there"
+        return "its agents are running"
     if store.get(election_key(job_id)) is not None:
-        return "a master of it is there"
+        return "its master is running"
     entries += store.list(f"journals/{job_id}/")
     found = [store.get(key) for key in (report_key(job_id), wanted_key("workers", job_id))]
     for entry in (*entries, *(entry for entry in found if entry is not None)):
-        store.delete(entry.key, entry.version)  # which does nothing if another process removed or wrote it since
+        store.delete(entry.key, entry.version)  # does nothing if another process has removed or written it since
     return ""

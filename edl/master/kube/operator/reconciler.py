@@ -1,6 +1,6 @@
-"""`Reconciler`: reads a resource and its pods live, has its planner decide, and carries the plan out.
+"""`Reconciler`: reads a resource and its pods live, lets its planner decide, and carries out the plan.
 
-When to look is decided in `looks`; `surroundings` knows stores and other jobs.
+`looks` decides when to reconcile; `surroundings` knows stores and other jobs.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Ob
         elif isinstance(old, Mapping) and isinstance(new, Mapping):
             if inner := build_merge_patch(old, new):
                 patch[name] = inner
-        elif _encode(old) != _encode(written := _keep_present(new)):  # which tells 1 from true
+        elif _encode(old) != _encode(written := _keep_present(new)):  # which distinguishes 1 from true
             patch[name] = written
     return patch
 
 
 def encode_status(status: Mapping[str, Any]) -> str:
-    """Return a status as a text, equal before it is written and after it is read."""
+    """Return a status as a text that is the same before writing and after reading it."""
     return _encode(_keep_present(status))
 
 
 def _keep_present(value: Any) -> Any:
-    """Return JSON without empty fields, and without nulls, which a merge patch would take for removals."""
+    """Return JSON without empty fields, and without nulls, which a merge patch would treat as removals."""
     if isinstance(value, Mapping):
         return {name: _keep_present(inner) for name, inner in value.items() if not _is_absent(inner)}
     if isinstance(value, (list, tuple)):
@@ -78,7 +78,7 @@ def _encode(value: Any) -> str:
 
 
 def _is_absent(value: object) -> bool:
-    """Whether a field is not written. API servers of 1.20 refuse an empty text as null where a schema wants a text."""
+    """Whether a field is not written. API servers of 1.20 refuse empty texts as nulls if the schema requires text."""
     return value is None or value == ""
 
 
@@ -101,16 +101,16 @@ def _list_conditions(status: Mapping[str, Any]) -> list[Object]:
 
 
 _KEPT_S: Final = 900.0
-"""After this time an object is written again, so that a disruption budget that was removed by hand comes back."""
+"""After this time an object is rewritten, so that a disruption budget that was removed by hand is restored."""
 _MOST_DONE: Final = 10_000
-"""Objects that are remembered, some per resource."""
+"""Most objects remembered, a few per resource."""
 
 
 SCALED_BY: Final = "edl.io/scaled-by"
 """Annotation with a pool's name, by which the owner of an object lets that pool scale it. Without it, the author of a
-pool could scale others' objects, with the operator's rights."""
+pool could scale anyone's objects with the operator's permissions."""
 _PLURALS: Final = {"Deployment": "deployments", "StatefulSet": "statefulsets", "ReplicaSet": "replicasets"}
-"""Plurals of kinds that are scaled; other kinds get an s, as in most CRDs."""
+"""Plurals of scalable kinds; other kinds get an s, as in most CRDs."""
 
 
 def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
@@ -129,7 +129,7 @@ def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
         return None
     metadata = found["metadata"]
     if (metadata.get("labels") or {}).get("app.kubernetes.io/name") == "edl":
-        raise InvalidObjectError(f"{target.kind} {target.name} is a part of EDL itself, which no pool scales")
+        raise InvalidObjectError(f"{target.kind} {target.name} is part of EDL itself, which pools cannot scale")
     if (metadata.get("annotations") or {}).get(SCALED_BY) != pool.name:
         raise InvalidObjectError(
             f"{target.kind} {target.name} does not let pool {pool.name} scale it: those who may edit it annotate it"
@@ -145,15 +145,15 @@ def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
 
 
 _CONFLICT_RETRY_S: Final = 0.2
-"""After a resource has changed since it was read: read it again."""
+"""Delay before rereading a resource that changed since it was read."""
 _MOST_WARNED: Final = 1000
-"""Logged warnings about pods that have a resource's label but are not members, which are not logged twice."""
+"""Most warnings remembered, so that they are logged once: pods with a resource's label that are not members."""
 _REFUSALS: Final[Mapping[type[Exception], str]] = {
     InvalidObjectError: "ObjectRefused",
     AccessDeniedError: "AccessDenied",
     QuotaExceededError: "QuotaExceeded",
 }
-"""Reasons of the condition `Accepted` if the API server accepts the spec, but not an object that follows from it."""
+"""Reasons for the condition `Accepted` if the API server accepts the spec, but refuses an object built from it."""
 
 
 class ResourceHandling(NamedTuple):
@@ -171,13 +171,13 @@ KINDS: Final[Mapping[str, ResourceHandling]] = {
 
 
 class Reconciler:
-    """Brings one resource at a time to its wanted state. Thread-safe for different keys.
+    """Brings one resource at a time to its desired state. Thread-safe for different keys.
 
-    Wherever it is killed, the next look comes to the same state: outcomes of pods are recorded before the pods go, by a
-    write that fails if the resource has changed since; names of pods follow from the status; only the uid that was seen
-    is deleted; and an object of the resource that exists already is as good as made.
+    Wherever it is killed, the next reconciliation reaches the same state: outcomes of pods are recorded before the pods
+    are deleted, by a write that fails if the resource has changed since; names of pods are derived from the status;
+    only pods with the observed uid are deleted; and an existing object of the resource counts as created.
 
-    `record_event` has an event shown. `clock` is the API server's, which dates pods, in seconds since 1970.
+    `record_event` publishes an event. `clock` is the API server's, which timestamps pods, in seconds since 1970.
     """
 
     def __init__(
@@ -205,17 +205,17 @@ class Reconciler:
         self._statuses: dict[str, str] = {}
 
     def is_own_status(self, key: str, status: Mapping[str, Any]) -> bool:
-        """Whether a resource's status is the one that this operator wrote or found last."""
+        """Whether a resource's status is the one that this operator last wrote or found."""
         return self._statuses.get(key) == encode_status(status)
 
     def reconcile(self, key: str) -> float | None:
-        """Look at a resource, and act.
+        """Read a resource and its pods, and carry out its plan.
 
         Returns:
-            Seconds after which to look again in any case, infinite for never; None if the resource is gone.
+            Seconds until the next reconciliation in any case, infinite for never; None if the resource is gone.
 
         Raises:
-            EDLError: a call failed; look again.
+            EDLError: a call failed; reconcile again.
         """
         plural, namespace, name = key.split("/")
         kind = KINDS[plural]
@@ -224,7 +224,7 @@ class Reconciler:
             self.forget(key)
             return None
         if resource["metadata"].get("deletionTimestamp"):
-            return math.inf  # its pods are the garbage collector's, by their owner reference
+            return math.inf  # the garbage collector deletes its pods, by their owner reference
         parsed = kind.parse(resource, self._default_store)
         problems = parsed if isinstance(parsed, tuple) else self._policy.find_problems(parsed)
         former = self._parse_former(kind, key, resource) if problems else None
@@ -247,7 +247,7 @@ class Reconciler:
         return self._carry_out(kind, resource, owner, plan, target)
 
     def forget(self, key: str) -> None:
-        """Drop what is remembered of a resource that is gone."""
+        """Forget a resource that is gone."""
         self._accepted.pop(key, None)
         self._refusals.pop(key, None)
         self._statuses.pop(key, None)
@@ -298,7 +298,7 @@ class Reconciler:
         return replace(known, now_s=self._clock(), pods=pods, strangers=strangers, target=target)
 
     def _refuse(self, kind: ResourceHandling, resource: Object, problems: tuple[SpecProblem, ...]) -> float:
-        """Write why a spec is refused; members and all else stay as they were."""
+        """Write why a spec is refused; members and everything else stay unchanged."""
         before, generation = resource.get("status"), resource["metadata"].get("generation", 0)
         before = before if isinstance(before, dict) else {}
         message = "; ".join(problem.message for problem in problems)
@@ -327,9 +327,9 @@ class Reconciler:
         if written is None:
             return _CONFLICT_RETRY_S  # the resource has changed since the plan was made
         if plan.create and not written and self._has_changed(kind, resource):
-            return _CONFLICT_RETRY_S  # no write has told that this look is old, such as of an operator that stood still
+            return _CONFLICT_RETRY_S  # no write has shown that the observation is stale, as after a pause
         if written:
-            self._show(kind, resource, plan.events)  # what they tell of is in the status, and is not found again
+            self._show(kind, resource, plan.events)  # they describe changes of the status, which are not found again
         denied = self._take_away(owner, plan)
         if denied is not None:
             self._remember_refusal(kind, resource, owner, denied)
@@ -362,20 +362,20 @@ class Reconciler:
             self._record_event(kind.type, resource, note)
 
     def _take_away(self, owner: MemberOwner, plan: Plan) -> AccessDeniedError | None:
-        """Delete the plan's objects; return the error if one other than a pod may not be deleted."""
+        """Delete the plan's objects; return the error if deleting one other than a pod is forbidden."""
         denied = None
         for pod in plan.delete:
             try:
                 self._api.delete(PODS, pod.name, owner.namespace, uid=pod.uid, grace_period_s=pod.grace_period_s)
             except ConflictError:
-                continue  # another pod has that name by now
+                continue  # a different pod has that name by now
             logger.info("%s: pod %s deleted: %s", owner.key, pod.name, pod.reason)
         for kind, name in plan.remove:
             if not self._is_done(owner, kind, name, ""):
                 try:
                     self._api.delete(kind, name, owner.namespace)
                 except NotServedError:
-                    pass  # a cluster without the kind has none of it
+                    pass  # a cluster without the kind has no such object
                 except AccessDeniedError as exc:
                     denied = exc
                     continue
@@ -383,7 +383,7 @@ class Reconciler:
         return denied
 
     def _make(self, owner: MemberOwner, plan: Plan) -> list[Object]:
-        """Make the plan's objects; return the pods whose names are taken."""
+        """Create the plan's objects; return the pods whose names are taken."""
         taken = []
         for kind, obj in plan.apply:
             name, text = obj["metadata"]["name"], json.dumps(obj, sort_keys=True)
@@ -396,12 +396,12 @@ class Reconciler:
             except ConflictError:
                 if not self._has_pod(owner, obj["metadata"]["name"]):
                     taken.append(obj)
-                continue  # made before: by this operator in a life that was cut off, or by a second one
+                continue  # created before: by this operator before it was killed, or by a second one
             logger.info("%s: pod %s created", owner.key, obj["metadata"]["name"])
         return taken
 
     def _is_done(self, owner: MemberOwner, kind: ResourceType, name: str, text: str) -> bool:
-        """Whether an object beside the pods was written before: at rest nothing is written."""
+        """Whether an object other than a pod was already written: at rest nothing is written."""
         before, written_s = self._done.get((owner.uid, kind.plural, name), (None, 0.0))
         return before == text and time.monotonic() - written_s <= _KEPT_S
 
@@ -413,14 +413,14 @@ class Reconciler:
                 self._done.popitem(last=False)
 
     def _has_pod(self, owner: MemberOwner, name: str) -> bool:
-        """Whether the pod of a name is the owner's, not a namesake's that hangs; ConflictError if it is gone."""
+        """Whether the pod of a name is the owner's, not a namesake's hanging one; ConflictError if it is gone."""
         found = self._api.list(PODS, owner.namespace, field_selector=f"metadata.name={name}").items
         if not found:
-            raise ConflictError(f"{owner.key}: pod {name} was there, and has gone")
+            raise ConflictError(f"{owner.key}: pod {name} existed, and is gone")
         return bool(read_member_pods(found, owner.uid)[0])
 
     def _skip_tries(self, kind: ResourceHandling, owner: MemberOwner, pods: Sequence[Object]) -> None:
-        """Skip a try of the members, so that their next pods have another name."""
+        """Skip an attempt number of the members, so that their next pods have a new name."""
         fresh = self._api.get(kind.type, owner.name, owner.namespace)
         if fresh is None or fresh["metadata"].get("uid") != owner.uid:
             return
@@ -435,7 +435,7 @@ class Reconciler:
                 skipped.append(pod["metadata"]["name"])
         if self._write_status(kind.type, fresh, {**status, "members": members}):
             for name in skipped:
-                message = f"a pod named {name} is there that is not this resource's: the next try's name is used"
+                message = f"a pod named {name} exists that is not this resource's: the next attempt's name is used"
                 logger.warning("%s: %s", owner.key, message)
                 self._record_event(kind.type, fresh, EventNote("Warning", "NameTaken", message, name))
 
@@ -444,7 +444,7 @@ class Reconciler:
         metadata = resource["metadata"]
         before = resource.get("status")
         patch = build_merge_patch(before if isinstance(before, dict) else {}, status)
-        # Before it is written: the watch may hear of it sooner than this call.
+        # Before it is written: the watch may see it before this call returns.
         key = f"{kind.plural}/{metadata['namespace']}/{metadata['name']}"
         self._statuses[key] = encode_status(status)
         if not patch:
@@ -457,7 +457,7 @@ class Reconciler:
         return None if written is None else True
 
     def _note_refusal(self, owner: MemberOwner, plan: Plan) -> Plan:
-        """Keep the condition of an object that the API server refused, while it does, for this spec."""
+        """Keep the condition about an object that the API server refuses, as long as it does, for this spec."""
         uid, generation, problem = self._refusals.get(owner.key, ("", 0, None))
         if problem is None or (uid, generation) != (owner.uid, owner.generation):
             return plan

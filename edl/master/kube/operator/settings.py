@@ -1,4 +1,4 @@
-"""The operator's settings, and which stores it opens with its own tokens, certificates and network."""
+"""The operator's settings, and which stores it may open with its own tokens, certificates and network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edl.quoting import shown
 from edl.settings import is_above_zero
 
 _SCHEMES: Final = ("consul", "consul+https", "etcd", "etcd+https", "edl")
-"""Schemes that may be allowed. A `sqlite:` file would be on the operator's own machine."""
+"""Schemes that can be allowed. A `sqlite:` file would be on the operator's own machine."""
 _ETCD: Final = ("etcd", "etcd+https")
 
 
@@ -23,11 +23,11 @@ class StoreAllowlist:
     """Stores that may be opened: the operator's own, others of its scheme, host and port, and those with a prefix.
 
     The author of a resource chooses its store. If the operator opened every store, it would send its token to any host,
-    and requests to addresses that only it reaches. A prefix is `SCHEME://HOST:PORT`, `SCHEME://HOST` for any port, or
+    and requests to addresses that only it can reach. A prefix is `SCHEME://HOST:PORT`, `SCHEME://HOST` for any port, or
     `SCHEME://` for any host.
 
     Raises:
-        SettingsError: a prefix has another form.
+        SettingsError: a prefix has a different form.
     """
 
     own: str = ""
@@ -38,7 +38,7 @@ class StoreAllowlist:
             parts = _split(prefix)
             bad = parts is None or parts.scheme not in _SCHEMES or _find_extras(parts) or "," in prefix
             bad = bad or (parts is not None and not _has_members(parts))
-            if bad or (parts is not None and parts.netloc.endswith(":")):  # a port that is missing matches nothing
+            if bad or (parts is not None and parts.netloc.endswith(":")):  # a missing port matches nothing
                 raise SettingsError(
                     f"--allow-store {shown(prefix.partition('?')[0].rpartition('@')[2])}: expected SCHEME://HOST:PORT,"
                     f" SCHEME://HOST or SCHEME://, with a scheme of {', '.join(_SCHEMES)}"
@@ -52,25 +52,25 @@ class StoreAllowlist:
         if parts is not None and parts.scheme == "kubernetes":
             return KUBERNETES_GONE
         if parts is None or parts.scheme not in (*_SCHEMES, "sqlite"):
-            return "no URL of a store"
+            return "not a store URL"
         if parts.scheme == "sqlite":
-            return "a file of the machine that it is on, which the operator opens where it is its own --store only"
+            return "a file on the operator's machine, which it opens only as its own --store"
         if extras := _find_extras(parts):
-            return f"a URL with {extras}, which the operator does not take from a resource"
+            return f"a URL with {extras}, which the operator does not accept from a resource"
         own = _split(self.own)
         if own is not None and own.scheme not in (*_SCHEMES, "sqlite"):
             own = None  # such a store is never opened
         try:
             members, own_members = _list_members(parts), [] if own is None else _list_members(own)
         except ValueError as exc:
-            return f"no URL of a store: {shown(str(exc))}"
+            return f"not a store URL: {shown(str(exc))}"
         if "" in members:
             return "a URL without a host"
         allowed = [] if own is None else [(own.scheme, member) for member in own_members]
         for member in members:
             if (parts.scheme, member) not in allowed and not self._is_listed(parts.scheme, member):
                 prefix = shown(f"{parts.scheme}://{member}")
-                return f"the operator reads it once it is started with --allow-store {prefix}"
+                return f"to have the operator read it, start the operator with --allow-store {prefix}"
         return ""
 
     def _is_listed(self, scheme: str, member: str) -> bool:
@@ -88,14 +88,14 @@ def _split(url: str) -> SplitResult | None:
     try:
         parts = urlsplit(url)
         if "," not in parts.netloc:
-            _ = parts.port  # which is looked at when it is asked for
+            _ = parts.port  # parsed on access
     except ValueError:
         return None
     return parts
 
 
 def _find_extras(parts: SplitResult) -> str:
-    """Return which forbidden part a URL has; empty for none."""
+    """Return the forbidden part of a URL; empty if there is none."""
     if "@" in parts.netloc:
         return "a user"
     if parts.path not in ("", "/") or parts.fragment:
@@ -104,7 +104,7 @@ def _find_extras(parts: SplitResult) -> str:
 
 
 def _list_members(parts: SplitResult) -> list[str]:
-    """Return the servers of a URL in one spelling; a file has none.
+    """Return the servers of a URL in normalized form; a file has none.
 
     Raises:
         ValueError: one is not a host with a port.
@@ -129,7 +129,7 @@ def _host_of(member: str) -> str:
 
 
 ALL_NAMESPACES: Final = "*"
-"""In place of a namespace: all of the cluster."""
+"""In place of a namespace: the whole cluster."""
 
 
 @dataclass(frozen=True)
@@ -137,16 +137,16 @@ class OperatorSettings:
     """Settings of an operator.
 
     Attributes:
-        kube: Which cluster to work in, and as whom.
-        namespaces: Namespaces whose resources it works on. Empty for its own, `*` for the whole cluster.
+        kube: Cluster and user.
+        namespaces: Namespaces whose resources it manages. Empty for its own, `*` for the whole cluster.
         store: URL of the store for resources that name none; empty for none.
-        allow_stores: Prefixes of further stores that it may open: see `StoreAllowlist`.
+        allow_stores: Prefixes of additional stores that it may open: see `StoreAllowlist`.
         pods: Limits on pod templates.
-        workers: Number of resources that are worked on at the same time.
-        resync_s: Seconds after which each resource is looked at in any case, less often if there are many. This finds
-            changes that no event told.
-        resync_rate: Largest number of such looks a second. A look is two requests.
-        capacity: Whether to watch nodes and all pods of the cluster, if that is allowed.
+        workers: Number of resources reconciled concurrently.
+        resync_s: Seconds after which each resource is reconciled in any case, less often if there are many. This finds
+            changes that no event reported.
+        resync_rate: Largest number of such reconciliations per second. Each takes two requests.
+        capacity: Whether to watch nodes and all pods of the cluster, if allowed.
         host: Address where `/livez`, `/readyz` and `/metrics` are served; None for nowhere.
         port: Port of that address; 0 for any.
 
@@ -175,4 +175,4 @@ class OperatorSettings:
                 raise SettingsError(f"{name}={value!r}: expected a finite number above 0")
         StoreAllowlist(self.store, self.allow_stores)
         if ALL_NAMESPACES in self.namespaces and len(self.namespaces) > 1:
-            raise SettingsError(f"namespaces={','.join(self.namespaces)}: {ALL_NAMESPACES} is all of them already")
+            raise SettingsError(f"namespaces={','.join(self.namespaces)}: {ALL_NAMESPACES} already includes them all")

@@ -1,6 +1,6 @@
-"""What stores say about jobs and pools: how many members are wanted, and how far the work is.
+"""Stores' information about jobs and pools: how many members are wanted, and the progress of the work.
 
-A store that resources name is opened and watched once, however many name it, and closed when none does.
+A store is opened and watched once, however many resources name it, and closed when none does.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 class ProgressReader:
-    """Reads reports of a job's master, one after the other."""
+    """Reads successive reports of a job's master."""
 
     def __init__(self) -> None:
         self._left = WorkLeft()
 
     def read(self, value: bytes, now_s: float) -> WorkProgress | None:
-        """Return the progress in a report; None if it cannot be read, or has no data sets."""
+        """Return the progress in a report; None if it is unreadable, or has no data sets."""
         try:
             report = json.loads(value)
         except (ValueError, RecursionError):
@@ -54,7 +54,7 @@ class ProgressReader:
 
 
 def find_percentage(datasets: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return how much of the data sets is done; None if one has no end yet."""
+    """Return the done percentage of the data sets; None if one is still growing."""
     done, whole = 0.0, 0.0
     for dataset in datasets:
         units_done, units, epochs = (read_number(dataset.get(name)) for name in ("units_done", "units", "epochs"))
@@ -70,13 +70,13 @@ def find_percentage(datasets: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 _WATCH_S: Final = 1.0
-"""How long a look for a snapshot takes at most, so that `close` does not wait for longer."""
+"""Longest wait for a snapshot, so that `close` does not wait for longer."""
 _PROGRESS_S: Final = 10.0
-"""A master reports each second; the resource's status follows so often at most, as each change is a write."""
+"""A master reports each second; the resource's status follows at most this often, as each change is a write."""
 _AWAY_S: Final = 30.0
-"""Without an answer, after which resources say so: a store that is replaced is away for some seconds."""
+"""Time without an answer after which resources say so: a store that is being replaced is unreachable for seconds."""
 _SILENT_S: Final = 600.0
-"""Seconds without a write after which the number of wanted workers counts as outdated: an advisor writes each ten
+"""Seconds without a write after which the number of wanted workers counts as outdated: an advisor writes every ten
 seconds, and a master that lost its node is back within two minutes."""
 _UNANSWERED: Final = "it has not answered yet"
 
@@ -84,8 +84,8 @@ _UNANSWERED: Final = "it has not answered yet"
 class StoreFollower:
     """Watches `wanted/` and `master_reports/` of a store.
 
-    `on_change` is called in any thread with a key of the store that now tells resources something else; an empty key
-    stands for all. Raises SettingsError if the URL is invalid, DiscoveryError if the store cannot be opened now.
+    `on_change` is called in any thread with a key of the store whose value has changed for resources; an empty key
+    means all. Raises SettingsError if the URL is invalid, DiscoveryError if the store cannot be opened now.
     """
 
     def __init__(self, url: str, on_change: Callable[[str], None]) -> None:
@@ -111,7 +111,7 @@ class StoreFollower:
             self._loops.append(BackgroundLoop("edl-operator-store", functools.partial(self._step, watch, take)))
 
     def ask(self, kind: WantedKind, name: str) -> StoreAnswer:
-        """Return what the last snapshots say; sends nothing."""
+        """Return the answer from the last snapshots; sends no request."""
         with self._lock:
             key = wanted_key(kind, name)
             wanted = self._wanted.get(key, (b"", None))[1]
@@ -121,7 +121,7 @@ class StoreFollower:
             )
 
     def advise(self, wanted: bool) -> None:
-        """Have this process run an advisor, which decides how many teachers are useful, or stop it."""
+        """Start or stop an advisor in this process, which decides how many teachers are useful."""
         with self._lock:
             if wanted and self._advisor is None:
                 settings = AdvisorSettings(TeacherScalingSettings(least=0))
@@ -131,7 +131,7 @@ class StoreFollower:
             if advisor is not None:
                 self._advisor = None
         if advisor is not None:
-            start_call("edl-operator-advisor-close", advisor.close)  # which waits for a call of the store under way
+            start_call("edl-operator-advisor-close", advisor.close)  # which waits for a store call in flight
 
     def close(self) -> None:
         """Stop watching, and close the store."""
@@ -168,7 +168,7 @@ class StoreFollower:
                     before = self._wanted.get(key)
                     is_same = before is not None and before[0] == entry.value
                     found[key] = before if before is not None and is_same else (entry.value, _read_count(entry))
-                    # While a store was away nothing could be written to it.
+                    # While a store was unreachable, nothing could be written to it.
                     written_s[key] = self._written_s[key] if is_same and not was_stale else now_s
                 self._written_s = written_s
                 for key in found.keys() | self._wanted.keys():
@@ -206,7 +206,7 @@ class StoreFollower:
             self._on_change(key)
 
     def _check(self) -> None:
-        """Note changes that time alone makes."""
+        """Check for changes that happen with time alone."""
         self._check_away()
         with self._lock:
             now_s, before = time.monotonic(), self._silent
@@ -217,7 +217,7 @@ class StoreFollower:
             self._on_change(key)
 
     def _check_away(self) -> None:
-        """Have all resources of the store looked at once it has been away for long."""
+        """Reconcile all resources of the store once it has been unreachable for long."""
         with self._lock:
             since_s = self._away_since_s
             if self._unreachable or since_s is None or time.monotonic() - since_s < _AWAY_S:
@@ -226,11 +226,11 @@ class StoreFollower:
         self._on_change("")
 
     def _note_stale(self, prefix: str, snapshot: StoreSnapshot) -> bool:
-        """Note whether the store answers; return whether it does again."""
+        """Record whether the store answers; return whether it answers again."""
         before = self._stale[prefix]
         self._stale[prefix] = snapshot.stale
         if snapshot.stale and (not before or before == _UNANSWERED):
-            logger.warning("store %s is away, and what was wanted last stays: %s", _show(self._url), snapshot.stale)
+            logger.warning("store %s is unreachable, wanted numbers stay: %s", _show(self._url), snapshot.stale)
         elif before and before != _UNANSWERED and not snapshot.stale:
             logger.info("store %s answers again", _show(self._url))
         return bool(before) and not snapshot.stale
@@ -247,16 +247,16 @@ def _is_done(progress: WorkProgress | None) -> bool:
 
 
 _RETRY_S: Final = 30.0
-"""Between two attempts to open a store that cannot be opened."""
+"""Time between attempts to open a store."""
 _MOST_STORES: Final = 100
-"""Open beside the operator's own: each has connections and threads, and resources choose how many they are."""
+"""Most stores open besides the operator's own: each has connections and threads, and resources choose their number."""
 _MOST_OF_NAMESPACE: Final = 10
-"""How many of these one namespace's resources hold open: its authors cannot use up all."""
+"""Most of these that one namespace's resources may hold open, so that its authors cannot use up all."""
 
 
 @dataclass(frozen=True)
 class _Subject:
-    """What a resource asks of which store.
+    """The store that a resource names, and its query.
 
     `store` is the same for all spellings of its `url`. `advised` says whether this process decides how many teachers of
     the service are useful.
@@ -271,7 +271,7 @@ class _Subject:
 
 
 class StoreDirectory:
-    """Knows what stores say about resources; calls `on_change` with a resource's key if that changes. Thread-safe."""
+    """Provides stores' answers about resources; calls `on_change` with a resource's key if they change. Thread-safe."""
 
     def __init__(self, on_change: Callable[[str], None], allowlist: StoreAllowlist) -> None:
         self._on_change = on_change
@@ -286,7 +286,7 @@ class StoreDirectory:
     def ask(
         self, key: str, url: str, kind: WantedKind, name: str, *, namespace: str, advised: bool = False
     ) -> StoreAnswer:
-        """Return what a store says about a resource, and follow the store from now on."""
+        """Return a store's answer about a resource, and follow the store from now on."""
         if reason := self._allowlist.find_refusal(url):
             self.forget(key)
             return StoreAnswer(refused=f"{_show(url)}: {reason}")
@@ -302,7 +302,7 @@ class StoreDirectory:
         return follower if isinstance(follower, StoreAnswer) else follower.ask(kind, name)
 
     def forget(self, key: str) -> None:
-        """Follow nothing more for a resource."""
+        """Stop following stores for a resource."""
         with self._lock:
             self._settle(self._subjects.pop(key, None))
 
@@ -324,7 +324,7 @@ class StoreDirectory:
         failed_s, failure = self._failed.get(url, (0.0, None))
         now_s = time.monotonic()
         if self._closed:
-            return StoreAnswer(stale="the operator ends")
+            return StoreAnswer(stale="the operator is stopping")
         if failure is not None and now_s - failed_s < _RETRY_S:
             return failure
         if reason := self._find_limit(subject):
@@ -343,7 +343,7 @@ class StoreDirectory:
         return follower
 
     def _find_limit(self, subject: _Subject) -> str:
-        """Return why another store is not opened, because too many are; empty if it may be."""
+        """Return why another store is not opened, if too many are open; empty if it may be."""
         if subject.store == self._own:
             return ""
         others = self._followers.keys() - {self._own}
@@ -353,7 +353,7 @@ class StoreDirectory:
         return f"{len(others)} stores are open, which is the limit" if len(others) >= _MOST_STORES else ""
 
     def _settle(self, subject: _Subject | None) -> None:
-        """Close the store if no resource names it any longer, else run its advisor if one is wanted."""
+        """Close the store if no resource names it any longer; otherwise run its advisor if one is needed."""
         if subject is None or self._closed:
             return
         if not any(other.url == subject.url for other in self._subjects.values()):
@@ -382,6 +382,6 @@ class StoreDirectory:
 
 
 def _show(url: str) -> str:
-    """Return a URL for people, without parts that may be a token."""
+    """Return a URL for display, without parts that may be a token."""
     scheme, slashes, rest = url.partition("?")[0].partition("//")
     return shown(f"{scheme}{slashes}{rest.rpartition('@')[2]}")

@@ -1,9 +1,9 @@
-"""`LiveSurroundings`: everything beside a resource and its pods: stores, idle capacity, and the shares of jobs.
+"""`LiveSurroundings`: everything outside a resource and its pods: stores, idle capacity, and the shares of jobs.
 
 Jobs with GPUs share them by arbitration, which limits how far they grow. The scheduler places the pods of minima, but
-once a job has waited too long, no other of its priority class starts before it. Jobs that a queue of Kueue, a gang
-scheduler (Volcano, KAI) or `/scale` decides about take no part; what they hold is not shared. A resource that wants
-more members than it has is looked at when room comes.
+once a job has waited too long, no other job of its priority class starts before it. Jobs controlled by Kueue, a gang
+scheduler (Volcano, KAI) or `/scale` take no part, and their GPUs are not shared. A resource that wants more members
+than it has is reconciled when room appears.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ logger = logging.getLogger(__name__)
 
 
 _RETRY_S: Final = 60.0
-"""Between two lists of a namespace that may not be listed: as often as its watch is tried again."""
+"""Retry interval for listing a forbidden namespace: as often as its watch is retried."""
 
 
 class ServiceHolders:
-    """Finds the pool that holds a service: the oldest that has it, or whose outdated teachers have it. Thread-safe.
+    """Finds the pool that holds a service: the oldest one that has it, or whose outdated teachers have it. Thread-safe.
 
-    The pools of each namespace are listed before the first answer: otherwise an operator that has just started would
-    take the first pool that it looks at for the only one, and make teachers of another model. A namespace that may not
-    be listed is tried again later; until then its pools count for nothing.
+    The pools of each namespace are listed before the first answer: otherwise a newly started operator would take the
+    first pool that it sees for the only one, and create teachers of the wrong model. A forbidden namespace is retried
+    later; until then its pools are ignored.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ServiceHolders:
         self._pools: dict[str, TeacherPool] = {}
 
     def get_pool(self, key: str) -> TeacherPool | None:
-        """Return a pool as it was seen last; None if it is not known."""
+        """Return a pool as last seen; None if it is unknown."""
         with self._lock:
             return self._pools.get(key)
 
@@ -75,10 +75,10 @@ class ServiceHolders:
             return list(self._pools.values())
 
     def find_holder(self, pool: TeacherPool) -> str:
-        """Return the key of another namespace's pool that holds a pool's service; empty if it is the pool's own.
+        """Return the key of the pool in another namespace that holds a pool's service; empty if the pool itself does.
 
         Raises:
-            EDLError: pools cannot be listed just now.
+            EDLError: pools cannot be listed now.
         """
         self._list_unlisted()
         with self._lock:
@@ -114,13 +114,13 @@ class ServiceHolders:
                     added = [pool for pool in found if pool.key not in self._pools]
                     self._pools.update((pool.key, pool) for pool in added)
                 for pool in added:
-                    self._on_key(pool.key)  # which finds out whether it has gone since
+                    self._on_key(pool.key)  # which finds out whether it is gone
 
     def _list_others(self, pool: TeacherPool) -> list[TeacherPool]:
         return [other for other in self._pools.values() if other.namespace != pool.namespace]
 
     def _wake(self, others: Sequence[TeacherPool], places: frozenset[str]) -> None:
-        """Have the pools looked at that should have teachers at one of the places: the service may be theirs now."""
+        """Reconcile the pools that should have teachers at one of the places: the service may be theirs now."""
         for other in others:
             if hash_place(other) in places:
                 self._on_key(other.key)
@@ -128,14 +128,14 @@ class ServiceHolders:
 
 _PATIENCE_S: Final = ArbitrationSettings().patience_s or math.inf
 _MOST_ROUNDS: Final = 8
-"""Arbitrations in a row, each of which goes on where the steps of the one before were used up."""
+"""Most successive arbitrations, each continuing where the previous one ran out of steps."""
 
 
 @dataclass(frozen=True)
 class SharingJob:
-    """A job as arbitration sees it: `claim` is what a worker asks for, `most` how many workers the job can use.
+    """A job for arbitration: `claim` is a worker's claim, `most` the number of workers that the job can use.
 
-    `remaining_s` is how long the rest takes with the present workers; `waiting_since_s` since when the job waits for
+    `remaining_s` is the remaining time with the present workers; `waiting_since_s` is since when the job has waited for
     GPUs of its minimum, Unix time. Both are None if unknown.
     """
 
@@ -166,7 +166,7 @@ class JobShare:
 def read_sharing_job(
     job: ElasticJob, wanted: int | None = None, remaining_s: int | None = None, pods: Iterable[MemberPod] = ()
 ) -> SharingJob | None:
-    """Return a job as arbitration sees it; None if it takes no part."""
+    """Return a job for arbitration; None if it takes no part."""
     spec = job.template.get("spec")
     spec = spec if isinstance(spec, dict) else {}
     if job.scaling != "auto" or job.suspend or not shares_cluster(job):
@@ -198,8 +198,8 @@ def compute_shares(
 ) -> Mapping[str, JobShare]:
     """Return how many workers each job may have, by its key.
 
-    All jobs count as old, because the arbiter would take pods that wait for their node from young ones. `pools` maps
-    the uid of each pool that lends its teachers to how many it keeps.
+    All jobs count as old, because the arbiter would take pods that wait for a node from young ones. `pools` maps the
+    uid of each pool that lends teachers to the number that it keeps.
 
     A job that waits for its minimum holds others back only if its workers could start on an empty cluster, since the
     arbiter does not know which nodes they may use; and only jobs of its own priority class, because the scheduler
@@ -244,7 +244,7 @@ def compute_shares(
     for _ in range(_MOST_ROUNDS):
         if allocation.settled:
             break
-        allocation = arbitrate(nodes, requests, allocation.placements)  # its steps were used up before it was done
+        allocation = arbitrate(nodes, requests, allocation.placements)  # it ran out of steps before it was done
     known = {job.key: job for job in jobs}
     held_back = {
         key: first
@@ -255,7 +255,7 @@ def compute_shares(
 
 
 def _find_lent(capacity: ClusterCapacity, pools: Mapping[str, int], priority: int) -> frozenset[str]:
-    """Return the uids of teachers whose places workers can take, since the scheduler preempts only lower priority."""
+    """Return the uids of teachers whose places workers can take: the scheduler preempts only lower priority."""
     teachers: dict[str, list[PodClaim]] = {uid: [] for uid in pools}
     for pod in capacity.pods:
         owner = pod.labels.get(OWNER_UID_LABEL, "")
@@ -269,11 +269,11 @@ def _find_lent(capacity: ClusterCapacity, pools: Mapping[str, int], priority: in
 
 
 _QUIET_S: Final = 10.0
-"""Between two looks at a resource for this reason: room that comes and goes is not worth a look each."""
+"""Shortest time between reconciliations of a resource for this reason: room may appear and vanish often."""
 
 
 class WaitingOwners:
-    """Finds resources to look at when room for more of their pods comes. Thread-safe."""
+    """Finds resources to reconcile when there is room for more of their pods. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -282,14 +282,14 @@ class WaitingOwners:
         self._told_s: dict[str, float] = {}
 
     def observe(self, owner: MemberOwner, capacity: ClusterCapacity | None) -> None:
-        """Note the capacity by which a resource is planned now; it is looked at once there is more room."""
+        """Record the capacity that a resource's plan is based on; it is reconciled once there is more room."""
         claim = _read_claim(owner)
         room = 0 if capacity is None or claim is None else _count_room(claim, capacity)
         with self._lock:
             self._room[owner.key] = room
 
     def note(self, owner: MemberOwner, waits: bool) -> None:
-        """Note whether a resource wants more members than it has."""
+        """Record whether a resource wants more members than it has."""
         claim = _read_claim(owner) if waits else None
         with self._lock:
             if claim is not None:
@@ -298,14 +298,14 @@ class WaitingOwners:
                 self._claims.pop(owner.key, None)
 
     def forget(self, key: str) -> None:
-        """Drop a resource."""
+        """Forget a resource."""
         with self._lock:
             self._claims.pop(key, None)
             self._room.pop(key, None)
             self._told_s.pop(key, None)
 
     def find_due(self, capacity: ClusterCapacity, now_s: float) -> tuple[list[str], float | None]:
-        """Return the keys of resources for which room has come, and in how many seconds the next may be due."""
+        """Return the keys of resources that now have room, and in how many seconds the next may be due."""
         with self._lock:
             claims = dict(self._claims)
         rooms: dict[str, int] = {}  # by shape: many resources have the same template
@@ -329,9 +329,9 @@ class WaitingOwners:
 
 
 def _read_claim(owner: MemberOwner) -> PodClaim | None:
-    """Return what a pod of a resource asks for; None if the template is invalid, which the API server will say.
+    """Return the claim of a resource's pod; None if the template is invalid, which the API server will report.
 
-    The planner may find less room, since it knows which nodes are left out and whether memory was raised.
+    The planner may find less room, since it knows which nodes are excluded and whether memory was raised.
     """
     try:
         return PodClaim.of(owner.template)
@@ -347,15 +347,15 @@ def _count_room(claim: PodClaim, capacity: ClusterCapacity) -> int:
 
 
 _SPREAD_S: Final = 1.0
-"""Between two looks at changed capacity: pods change many times a second, and each look may start others."""
+"""Shortest time between checks of changed capacity: pods change many times a second, and a check may trigger more."""
 _ENDED: Final = frozenset({"Succeeded", "Failed"})
 
 
 class LiveSurroundings:
-    """Knows everything that is beside resources and pods. Thread-safe.
+    """Knows everything outside resources and their pods. Thread-safe.
 
-    `on_key` is called with the key of a resource that should be looked at. `has_pods` and `list_pools` ask the API
-    server, and `clock` tells its time.
+    `on_key` is called with the key of a resource to reconcile. `has_pods` and `list_pools` ask the API server, and
+    `clock` tells its time.
     """
 
     def __init__(
@@ -384,17 +384,17 @@ class LiveSurroundings:
         self._loop = BackgroundLoop("edl-operator-shares", self._step)
 
     def set_capacity(self, get_capacity: Callable[[], ClusterCapacity | None]) -> None:
-        """Take idle capacity from a source, which calls `note_capacity` when it changes."""
+        """Set the source of idle capacity, which calls `note_capacity` when it changes."""
         self._get_capacity = get_capacity
         self.note_capacity()
 
     def note_capacity(self) -> None:
-        """Note that idle capacity has changed. Returns at once."""
+        """Record that idle capacity has changed. Returns at once."""
         self._changed = True
         self._loop.wake()
 
     def look(self, owner: MemberOwner, pods: Iterable[MemberPod] = ()) -> OwnerObservation:
-        """Return what is known now, but for the resource's pods; an EDLError if pools cannot be listed just now."""
+        """Return the observation of a resource, without its pods; EDLError if pools cannot be listed now."""
         assert isinstance(owner, ElasticJob | TeacherPool)
         self._cleanup.note(owner)
         if isinstance(owner, ElasticJob) and find_final_phase(owner):
@@ -412,7 +412,7 @@ class LiveSurroundings:
         return found if share is None else replace(found, allocation=share.workers, starts_after=share.starts_after)
 
     def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:
-        """Note whether a resource waits for room; a job that has ended leaves its share."""
+        """Record whether a resource waits for room; an ended job gives up its share."""
         if status.get("phase") in _ENDED:
             self.forget(owner.key)
             return
@@ -421,19 +421,19 @@ class LiveSurroundings:
         self._waiting.note(owner, waits)
 
     def note_gone(self, key: str) -> None:
-        """Note that a resource was deleted: its keys in its store go once its pods have gone."""
+        """Record that a resource was deleted: its keys in its store are deleted once its pods are gone."""
         self._cleanup.note_gone(key)
         self.forget(key)
 
     def forget(self, key: str) -> None:
-        """Drop a resource that is gone or has ended."""
+        """Forget a resource that is gone or has ended."""
         self._stores.forget(key)
         self._waiting.forget(key)
         with self._lock:
             shared = self._sharing.pop(key, None)
         self._services.forget(key)
         if shared is not None:
-            self.note_capacity()  # what it had is the others'
+            self.note_capacity()  # other jobs get its share
 
     def close(self) -> None:
         """Stop, and close all stores."""
@@ -442,11 +442,11 @@ class LiveSurroundings:
         self._stores.close()
 
     def _find_holder(self, pool: TeacherPool) -> str:
-        """Return the holder of a pool's service in another namespace, and note how many GPUs the pool lends."""
+        """Return the holder of a pool's service in another namespace, and record how many GPUs the pool lends."""
         before = self._services.get_pool(pool.key)
         holder = self._services.find_holder(pool)
         if before is None or before.min_replicas != pool.min_replicas:
-            self.note_capacity()  # what it lends is shared among jobs
+            self.note_capacity()  # jobs share what it lends
         return holder
 
     def _ask_store(self, owner: ElasticJob | TeacherPool) -> StoreAnswer:
@@ -454,7 +454,7 @@ class LiveSurroundings:
         if isinstance(owner, TeacherPool):
             return ask("teachers", owner.service, advised=owner.scaling == "auto" and not owner.suspend)
         answer = ask("workers", owner.job_id)
-        # If the operator keeps the job's master alive, what was wanted last is the best that is known.
+        # If the operator keeps the job's master alive, the last wanted number is the best estimate.
         return answer if owner.master.enabled or not answer.silent else replace(answer, wanted=None)
 
     def _share(self, job: ElasticJob, sharing: SharingJob | None, capacity: ClusterCapacity | None) -> JobShare | None:
@@ -500,9 +500,9 @@ class LiveSurroundings:
         return any(self._computed_s < since_s + _PATIENCE_S <= self._clock() for since_s in since)
 
     def _recompute(self, but: str = "") -> Mapping[str, JobShare]:
-        """Compute and return the shares, and have all other jobs looked at whose share has changed.
+        """Compute and return the shares, and reconcile all other jobs whose share has changed.
 
-        One thread at a time: a thread that began earlier would write over newer shares.
+        One thread at a time: a thread that started earlier would overwrite newer shares.
         """
         with self._computing:
             capacity = self._get_capacity()

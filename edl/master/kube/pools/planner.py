@@ -1,8 +1,8 @@
 """`plan_pool`: decides what to do about a TeacherPool, from an observation of one moment. Pure.
 
-After a teacher that found no room, or was preempted, nothing is tried for a while. That back-off is in
-`status.lastProbe`, so that a new operator does not probe at once. A pool with a `scaleTargetRef` only moves the
-`/scale` of another object, such as a Deployment of Triton's.
+After a teacher found no room or was preempted, the pool backs off. The back-off is in `status.lastProbe`, so that a new
+operator does not probe at once. A pool with a `scaleTargetRef` only changes the `/scale` of another object, such as a
+Deployment of Triton.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from edl.master.scaling.terminations import (
 )
 
 SERVE_PORT: Final = 8001
-"""gRPC, as Triton's: https://github.com/triton-inference-server/server/blob/main/docs/protocol/README.md."""
+"""gRPC, as in Triton: https://github.com/triton-inference-server/server/blob/main/docs/protocol/README.md."""
 METRICS_PORT: Final = 8002
-"""Metrics and probes, as Triton's."""
+"""Metrics and probes, as in Triton."""
 _METRICS_NAME: Final = "metrics"
 """The port's name, by which the chart's PodMonitor `edl-teachers` finds it in all teachers, whatever other ports they
-have. Where the template gives this name to a port of its own, that one is asked."""
+have. If the template gives this name to its own port, that one is scraped."""
 _EXIT_MARGIN_S: Final = 2.0
 """Seconds of the grace period for all but draining: the kubelet's SIGTERM, deregistration, closing the model, and the
-end of the interpreter. With less, a teacher that drains to its deadline is killed before it has left discovery."""
+interpreter's exit. With less, a teacher that drains until its deadline is killed before it leaves discovery."""
 _LINGER: Final = "100ms"
-"""How long a teacher that leaves still takes requests, after discovery shows it as draining: its students' watches hear
-of it within some 10 ms. The pod that takes its GPU waits for this as well; later requests are asked elsewhere."""
+"""How long a leaving teacher still takes requests after discovery shows it as draining: its students' watches learn of
+it within about 10 ms. The pod that takes its GPU waits for this too; later requests go to other teachers."""
 _LOADING_S: Final = 1800
 """How long a model may load and warm up before the kubelet restarts its container."""
 _QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
 """https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/"""
 _PROBE_S: Final = 5
-"""Between probes, and for an answer: a teacher's own check waits for 4 s."""
+"""Interval and timeout of probes: a teacher's own check waits for 4 s."""
 
 
 def build_teacher_args(pool: TeacherPool) -> list[str]:
-    """Return the arguments of `edl` in a teacher's container; what `spec.serve` says comes last, and wins."""
+    """Return the arguments of `edl` in a teacher's container; `spec.serve` comes last, and takes precedence."""
     drain_s = max(pool.grace_period_s / 2, pool.grace_period_s - _EXIT_MARGIN_S)
     args = ["serve", "--service", pool.service]
     if pool.store:
@@ -80,8 +80,8 @@ def build_teacher_args(pool: TeacherPool) -> list[str]:
 def build_teacher_pod(pool: TeacherPool, index: int, try_number: int, excluded_nodes: Sequence[str] = ()) -> Object:
     """Return the pod of a teacher.
 
-    A container that ends is restarted by the kubelet, as a server's: its pod keeps what it borrowed. So a model that
-    crashes at each start is seen as `CrashLoopBackOff`, and its pool does not grow until it starts.
+    The kubelet restarts a container that ends, as for any server: its pod keeps the borrowed resources. So a model that
+    crashes at each start shows as `CrashLoopBackOff`, and its pool does not grow until it starts.
     """
     launch = MemberLaunch(
         "teacher",
@@ -97,7 +97,7 @@ def build_teacher_pod(pool: TeacherPool, index: int, try_number: int, excluded_n
     main: dict[str, Any] = dict(find_main_container(spec))
     spec["containers"] = [main if item.get("name") == main.get("name") else item for item in spec["containers"]]
     if any(arg.startswith("--metrics-port") for arg in pool.serve):
-        return pod  # its probes would ask another port
+        return pod  # its probes would use a different port
     main.setdefault("startupProbe", _probe("/livez", failures=_LOADING_S // _PROBE_S))
     main.setdefault("livenessProbe", _probe("/livez", failures=6))
     main.setdefault("readinessProbe", {**_probe("/readyz", failures=1), "periodSeconds": 2})
@@ -122,10 +122,10 @@ def _probe(path: str, failures: int) -> dict[str, Any]:
 
 
 def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) -> int:
-    """Return how many teachers a pool should have, between its bounds; 0 if it is suspended or its service is taken.
+    """Return how many teachers a pool should have, within its bounds; 0 if it is suspended or its service is taken.
 
-    If EDL scales and the store does not say how many are wanted, nothing moves: while the store is away or may not be
-    asked, the number that was wanted last stays; else the number of `present` teachers, pending ones included.
+    If EDL scales and the store does not say how many are wanted, nothing changes: while the store is unreachable or may
+    not be asked, the last wanted number stays; else the number of `present` teachers, including pending ones.
     """
     if pool.suspend or observation.service_holder:
         return 0
@@ -142,16 +142,16 @@ def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) 
 
 
 _CAPACITY_LAG_S: Final = 1.0
-"""For a watch to show a pod that a list shows already: it takes milliseconds, and a busy API server a second."""
+"""Time for a watch to show a pod that a list already shows: milliseconds, or a second with a busy API server."""
 _CAPACITY_LOOK_S: Final = 30.0
-"""After so long it is looked again whether there is room, where no event came that says so."""
+"""Interval for rechecking whether there is room, if no event reports it."""
 
 
 def decide_growth(draft: PoolDraft, target: int, not_before_s: float | None, pod: Mapping[str, Any]) -> Growth:
-    """Decide whether a pool makes another teacher, up to `target`, which `pod` would be.
+    """Decide whether a pool creates another teacher, up to `target`, of which `pod` would be the pod.
 
-    Where capacity is known, `pod` avoids the node of `find_launch_failure`. `not_before_s` is when its member may be
-    made; None for at once.
+    If capacity is known, `pod` avoids the node of `find_launch_failure`. `not_before_s` is when its member may be
+    created; None for at once.
     """
     pool, observation, live, now_s = draft.pool, draft.observation, draft.live, draft.observation.now_s
     if pool.suspend:
@@ -174,12 +174,12 @@ def decide_growth(draft: PoolDraft, target: int, not_before_s: float | None, pod
     if not_before_s is not None and now_s < not_before_s:
         return Growth(False, "BackOff", "the next teacher waits, since others ended", requeue_s=not_before_s - now_s)
     if len(live) < pool.min_replicas:
-        return Growth(True, "BelowMinimum", "a teacher is made, since minReplicas is not reached", create=True)
+        return Growth(True, "BelowMinimum", "a teacher is created, since minReplicas is not reached", create=True)
     return _grow_into_idle_room(draft, pod)
 
 
 def find_launch_failure(live: Sequence[MemberPod], now_s: float) -> MemberPod | None:
-    """Return the teacher that has not started for long where no other fails: its node may be why, and others may do."""
+    """Return a teacher that has long failed to start, if no other fails: its node may be the cause."""
     failing = [other for other in live if is_failing(other, now_s)]
     if len(failing) != 1 or now_s - failing[0].placed_s < LAUNCH_PATIENCE_S:
         return None
@@ -188,7 +188,7 @@ def find_launch_failure(live: Sequence[MemberPod], now_s: float) -> MemberPod | 
 
 
 def _may_start_elsewhere(observation: OwnerObservation, live: Sequence[MemberPod], pod: Mapping[str, Any]) -> bool:
-    """Whether a teacher that fails is no reason to make none. A second one that fails is: then it is not the node."""
+    """Whether another teacher may be tried despite a failing one. If a second one fails, it is not the node."""
     if find_launch_failure(live, observation.now_s) is None:
         return False
     if observation.capacity is None:
@@ -200,41 +200,41 @@ def _may_start_elsewhere(observation: OwnerObservation, live: Sequence[MemberPod
 
 
 def _grow_into_idle_room(draft: PoolDraft, pod: Mapping[str, Any]) -> Growth:
-    """Decide by idle capacity; if that is unknown, a teacher that waits for a node finds out."""
+    """Decide by idle capacity; if that is unknown, a teacher that waits for a node serves as a probe."""
     capacity = draft.observation.capacity
     left_s = draft.backoff.left_s(draft.observation.now_s) if draft.backoff is not None else 0.0
     fitting = None
     if capacity is not None:
         if not all(capacity.shows(other.uid, other.node) for other in draft.live):
-            return Growth(True, "LooksForRoom", "what is idle is being found out", requeue_s=_CAPACITY_LAG_S)
+            return Growth(True, "LooksForRoom", "checking idle capacity", requeue_s=_CAPACITY_LAG_S)
         try:
             fitting = capacity.count_fitting(pod)
-        except ValueError:  # not as the API has it: the API server says so in its own words when the pod is made
+        except ValueError:  # malformed: the API server reports it when the pod is created
             fitting = None
     if fitting == 0:
         return Growth(False, "NoIdleCapacity", "no node has room for a teacher", requeue_s=_CAPACITY_LOOK_S)
     if left_s > 0:
-        message = "the last teacher that was tried found no node, or was preempted; tried again later"
+        message = "the last attempted teacher found no node, or was preempted; retried later"
         return Growth(False, "NoIdleCapacity", message, requeue_s=left_s)
-    return Growth(True, "Creating", "a teacher is made", create=True)
+    return Growth(True, "Creating", "a teacher is created", create=True)
 
 
 def _scale_target(draft: PoolDraft) -> None:
-    """Decide what the `/scale` of the pool's `scaleTargetRef` should say; it is written only if it says something else.
+    """Decide the value for the `/scale` of the pool's `scaleTargetRef`; it is written only if it differs.
 
-    Its pods are not the pool's: they are neither made, probed nor removed one by one, and idle capacity does not
+    Its pods are not the pool's: they are neither created, probed nor removed one by one, and idle capacity does not
     matter. An autoscaler that writes the same `/scale` would be overwritten, and is not supported. Teachers that the
-    pool had before go, and are remembered in case it gets its own again.
+    pool had before are removed, and remembered in case it gets its own again.
     """
     pool, ref, holder = draft.pool, draft.pool.scale_target_ref, draft.observation.service_holder
     assert ref is not None
     for pod in draft.live:
-        draft.release(pod, "the pool scales another object in place of pods of its own")
+        draft.release(pod, "the pool scales another object instead of its own pods")
     present = draft.replicas
     draft.target = find_target(pool, draft.observation, present)
     named = f"{ref.kind} {ref.name}"
     if holder:
-        draft.target = present  # not the pool's to end: its registrations are what is wrong
+        draft.target = present  # not for the pool to end: its registrations are the problem
         draft.growth = Growth(False, "ServiceTaken", f"{holder} serves {pool.service} in the same store")
     elif draft.observation.target is None:
         draft.growth = Growth(False, "TargetMissing", f"this namespace has no {named}")
@@ -251,23 +251,23 @@ def _scale_target(draft: PoolDraft) -> None:
 
 
 _ELSEWHERE: Final = frozenset({TerminationCause.EVICTED, TerminationCause.HARDWARE, TerminationCause.NODE_LOST})
-"""Causes that a node has: the teacher's next pod keeps away from it for a while."""
+"""Causes that lie with a node: the teacher's next pod avoids it for a while."""
 _TEACHER_TABLE: Final = {
     cause: (RelaunchRule(RelaunchAction.ELSEWHERE if cause in _ELSEWHERE else RelaunchAction.NEW_POD),)
     for cause in TerminationCause
 }
-"""A teacher is a server: whatever ended it, another follows. The kubelet restarts containers that end by themselves."""
+"""A teacher is a server: whatever ended it, a new one follows. The kubelet restarts containers that exit."""
 
 _START_LOOK_S: Final = 30.0
-"""After so long teachers that do not start are looked at again: their pods' events are read as seldom."""
+"""Interval for rechecking teachers that do not start: their pods' events are read at the same interval."""
 _TARGET_LOOK_S: Final = 15.0
-"""Pause between two requests for the object of a `scaleTargetRef` that is as the pool wants it."""
+"""Interval for rechecking the object of a `scaleTargetRef` that is as the pool wants it."""
 _LEAVING_LOOK_S: Final = 1.0
-"""After so long it is looked again whether an outdated teacher has gone, and the watch of what is idle has seen it."""
+"""Interval for rechecking whether an outdated teacher is gone, and whether the watch of idle capacity has seen that."""
 
 
 def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
-    """Decide what to do about a pool. At rest that is nothing, and the status is as it was."""
+    """Decide what to do about a pool. At rest, nothing changes, not even the status."""
     teachers = [pod for pod in observation.pods if pod.role == "teacher"]
     draft = PoolDraft(pool, observation, teachers, read_member_records(pool.status), ProbeBackoff.read(pool.status))
     _settle_members(draft)
@@ -287,12 +287,12 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
 
 
 def _size(draft: PoolDraft, update: TeacherUpdate) -> None:
-    """Decide which teachers stay, go and come."""
+    """Decide which teachers to keep, remove and add."""
     draft.target = find_target(draft.pool, draft.observation, update.count_present(draft.live))
     if draft.backoff is not None and draft.backoff.is_over(pod for pod in draft.live if pod.scheduled):
         draft.backoff = None
     if draft.pool.status.get("revision") not in (None, update.revision):
-        draft.backoff = None  # of teachers of another spec
+        draft.backoff = None  # from teachers of a different spec
     _shrink(draft, update)
     draft.awaited = update.keep_awaited(draft.live, draft.target)
     draft.growth = _grow(draft, draft.target)
@@ -306,26 +306,26 @@ def _size(draft: PoolDraft, update: TeacherUpdate) -> None:
 
 
 def _find_requeue_s(draft: PoolDraft) -> float | None:
-    """Return when to look again at what no event tells."""
+    """Return when to recheck what no event reports."""
     now_s, times = draft.observation.now_s, [draft.growth.requeue_s, draft.look_again_s]
     if draft.update is not None:
         if any(is_failing(pod, now_s) for pod in draft.live):
             times.append(STEADY_S)  # when it may be steady again
         if any(pod.scheduled and pod.phase == "Pending" for pod in draft.live):
-            times.append(_START_LOOK_S)  # a volume or secret that is missing, or that came, changes no pod
+            times.append(_START_LOOK_S)  # a missing volume or secret changes no pod, nor does its arrival
         if list_places(draft.pool) - set(draft.places):
-            times.append(_LEAVING_LOOK_S)  # to tell others of the place that is free
+            times.append(_LEAVING_LOOK_S)  # to tell others of the free place
     return min((value for value in times if value is not None), default=None)
 
 
 def _find_leaving_look_s(leaving: Sequence[MemberPod], now_s: float) -> float:
-    """Return when to look whether teachers have gone: soon, unless all of them hang beyond their grace periods."""
+    """Return when to check whether teachers are gone: soon, unless all of them hang beyond their grace periods."""
     hang = [pod.delete_by_s is not None and now_s > pod.delete_by_s + _START_LOOK_S for pod in leaving]
     return _START_LOOK_S if hang and all(hang) else _LEAVING_LOOK_S
 
 
 def _settle_members(draft: PoolDraft) -> None:
-    """Record the ends of teachers, and find those that are live: the newest of their members, and not leaving."""
+    """Record the ends of teachers, and find the live ones: the newest of their members, and not leaving."""
     now_s = draft.observation.now_s
     newest: dict[str, MemberPod] = {}
     for pod in draft.teachers:
@@ -344,12 +344,12 @@ def _settle_members(draft: PoolDraft) -> None:
             draft.delete.append(
                 PodDeletion(pod.name, pod.uid, 0, "its containers have ended: others wait for its place")
             )
-        elif not pod.deleting:  # it ended for good, or was released by an operator that did not live to delete it
+        elif not pod.deleting:  # it ended for good, or was released by an operator that died before deleting it
             draft.delete.append(PodDeletion(pod.name, pod.uid, None, "another pod has its place"))
 
 
 def _record_end(draft: PoolDraft, key: str, pod: MemberPod | None, now_s: float) -> None:
-    """Count a teacher's end; if capacity is unknown, a place that was taken is not asked for again at once."""
+    """Count a teacher's end; if capacity is unknown, a place that was taken is not requested again at once."""
     report = pod.termination if pod is not None else TerminationReport(events=("Preempted",))
     outcome = record_end(draft.records[key], report, pod, now_s, table=_TEACHER_TABLE)
     record, cause, evidence = outcome.record, outcome.verdict.cause, outcome.verdict.evidence
@@ -358,27 +358,27 @@ def _record_end(draft: PoolDraft, key: str, pod: MemberPod | None, now_s: float)
     if taken:
         record = record.forgive(now_s)
         if draft.observation.capacity is None:
-            # Not before the teacher is gone, and the pod has its node that took its place: another scheduler than the
-            # pod's does not keep the place for it, and a probe would be there first.
+            # Not before the teacher is gone and the pod that took its place has its node: a scheduler other than the
+            # pod's does not reserve the place for it, and a probe would get there first.
             least_s = float(max(draft.pool.probe_s, draft.pool.grace_period_s))
             wait_s = max(least_s, draft.backoff.wait_s if draft.backoff is not None else 0.0)
             draft.backoff = ProbeBackoff(now_s, wait_s)
     draft.records[key] = record
     name = pod.name if pod is not None else key
-    message = f"{name}: {'it was asked to leave, and has drained' if drained else evidence}"
+    message = f"{name}: {'it was asked to end, and has drained' if drained else evidence}"
     draft.events.append(
         EventNote("Normal", "Preempted" if taken else "TeacherEnded", message, pod.name if pod is not None else "")
     )
-    if pod is None:  # it was gone before it was seen to leave
+    if pod is None:  # it was gone before it was seen leaving
         draft.events.append(EventNote("Normal", "GaveBack", f"{name} has ended: what it had is free"))
 
 
 def _shrink(draft: PoolDraft, update: TeacherUpdate) -> None:
-    """Let surplus teachers go: first those without a node, then the newest. Keep one that waits for a node."""
+    """Release surplus teachers: first those without a node, then the newest. Keep one that waits for a node."""
     now_s, pool, target = draft.observation.now_s, draft.pool, draft.target
     gone = set()
     for pod in update.list_useless(draft.live, now_s):
-        draft.release(pod, "it has a former spec, and serves no student")
+        draft.release(pod, "it has an earlier spec, and serves no student")
         gone.add(pod.name)
     kept = sorted(
         (pod for pod in draft.live if pod.name not in gone),
@@ -390,7 +390,7 @@ def _shrink(draft: PoolDraft, update: TeacherUpdate) -> None:
     kept = [pod for pod in kept if pod.name not in gone]
     waiting = [pod for pod in kept if not pod.scheduled]
     for pod in waiting[1:]:
-        draft.release(pod, "a single teacher waits for a node at a time")
+        draft.release(pod, "only one teacher waits for a node at a time")
     kept = [pod for pod in kept if pod.scheduled or pod is waiting[0]]
     # A teacher of the minimum waits as long as it takes, and so does one whose start Kueue decides.
     is_probe = bool(waiting) and len(kept) > pool.min_replicas and not pool.queue
@@ -402,7 +402,7 @@ def _shrink(draft: PoolDraft, update: TeacherUpdate) -> None:
 
 
 def _grow(draft: PoolDraft, target: int) -> Growth:
-    """Add a teacher if there is one too few, and room for it; say why or why not."""
+    """Add a teacher if one is missing and has room; say why or why not."""
     pool, observation, live = draft.pool, draft.observation, draft.live
     taken = {pod.index for pod in live}
     index = next(number for number in range(len(taken) + 1) if number not in taken)
@@ -418,7 +418,7 @@ def _grow(draft: PoolDraft, target: int) -> Growth:
     growth = decide_growth(draft, target, record.not_before_s, pod)
     if left_out and growth.reason == "NoIdleCapacity":
         words = ", ".join(f"{node.node} until {format_time(node.until_s)} ({node.cause})" for node in left_out)
-        growth = replace(growth, message=f"{growth.message}; left out: {words}")
+        growth = replace(growth, message=f"{growth.message}; excluded: {words}")
     if growth.create:
         draft.records.setdefault(f"teacher-{index}", record)
         draft.create.append(pod)
@@ -426,14 +426,14 @@ def _grow(draft: PoolDraft, target: int) -> Growth:
 
 
 def _replace_outdated(draft: PoolDraft, update: TeacherUpdate) -> None:
-    """Take an update one step on: make a successor if there is room for it, or let an outdated teacher go."""
+    """Advance an update by one step: create a successor if there is room for it, or release an outdated teacher."""
     pool, observation, live, target = draft.pool, draft.observation, draft.live, draft.target
     chosen = update.list_outdated(live)[0]
     starting, draft.look_again_s = update.find_starting(live, observation.now_s)
     if update.find_failing(live, observation.now_s) is not None:
         return
     waiting = starting if starting is not None and not starting.scheduled else None
-    # For want of quota, which Kueue gives, or one of the minimum: neither goes by itself, and both need a place.
+    # It lacks quota, which Kueue grants, or belongs to the minimum: neither leaves by itself, and both need a place.
     is_stuck = waiting is not None and (bool(pool.queue) or len(live) <= target)
     left_s = waiting.created_s + pool.probe_s - observation.now_s if waiting is not None and is_stuck else 0.0
     if starting is not None and (not is_stuck or left_s > 0):
@@ -458,17 +458,17 @@ def _replace_outdated(draft: PoolDraft, update: TeacherUpdate) -> None:
             if draft.growth.create or not has_no_room:
                 return
         if not _makes_room(draft, chosen, waiting):
-            draft.waits_for = f"no node could take its successor, even if {chosen.name} went"
+            draft.waits_for = f"no node could take its successor, even if {chosen.name} left"
             draft.look_again_s = _START_LOOK_S
             return
         draft.awaited = (waiting or chosen).key
-        draft.backoff = None  # what it leaves is there for its successor
-    draft.release(chosen, "it is made from a spec before, and another takes its place")
+        draft.backoff = None  # its successor gets the freed room
+    draft.release(chosen, "it has an earlier spec, and a successor takes its place")
     live.remove(chosen)
 
 
 def _makes_room(draft: PoolDraft, chosen: MemberPod, waiting: MemberPod | None) -> bool:
-    """Whether a successor could be placed if a teacher went; True if capacity is unknown."""
+    """Whether a successor could be placed if a teacher were removed; True if capacity is unknown."""
     capacity = draft.observation.capacity
     if capacity is None:
         return True
@@ -478,12 +478,12 @@ def _makes_room(draft: PoolDraft, chosen: MemberPod, waiting: MemberPod | None) 
     pod = build_teacher_pod(draft.pool, member.index, record.try_number, excluded)
     try:
         return capacity.without({chosen.uid}).count_fitting(pod, ignored=(member.uid,)) > 0
-    except ValueError:  # not as the API has it: the API server says so in its own words when the pod is made
+    except ValueError:  # malformed: the API server reports it when the pod is created
         return True
 
 
 def _is_proven(draft: PoolDraft, update: TeacherUpdate) -> bool:
-    """Whether the present spec works, now that no teacher of another is left; else note what is awaited."""
+    """Whether the present spec works, now that no teacher of an earlier one is left; if not, record what is awaited."""
     if draft.awaited:
         draft.waits_for = f"no node has room for the successor of {draft.awaited}"
         return False
@@ -495,7 +495,7 @@ def _is_proven(draft: PoolDraft, update: TeacherUpdate) -> bool:
 
 
 def _has_ended(pod: MemberPod) -> bool:
-    """Whether a pod has ended or was asked to; a container that ended is restarted in its pod."""
+    """Whether a pod has ended or was asked to end; a container that ended is restarted in its pod."""
     return pod.deleting or pod.phase in ("Succeeded", "Failed")
 
 

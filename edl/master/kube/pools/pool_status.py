@@ -1,4 +1,4 @@
-"""A pool's plan in the making (`PoolDraft`), and the status and events that follow from it."""
+"""A pool's plan being built (`PoolDraft`), and the status and events derived from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edl.master.kube.pools.updating import TeacherUpdate, is_failing
 from edl.master.kube.resources import TeacherPool
 
 _MOST_S: Final = 300.0
-"""Between two probes: idle room is borrowed within 5 minutes, at 12 pods an hour while there is none."""
+"""Longest time between probes: idle room is borrowed within 5 minutes, at 12 pods an hour while there is none."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ProbeBackoff:
 
     Attributes:
         at_s: when its probe was removed, or a teacher preempted, Unix time.
-        wait_s: how long nothing is tried after it.
+        wait_s: how long to wait before the next attempt.
     """
 
     at_s: float
@@ -54,7 +54,7 @@ class ProbeBackoff:
         return {"at": format_time(self.at_s), "backoffSeconds": math.ceil(self.wait_s)}
 
     def left_s(self, now_s: float) -> float:
-        """Return how many seconds to wait before the next try. A clock that was set back makes it no longer."""
+        """Return how many seconds to wait before the next attempt. Setting the clock back does not prolong it."""
         return max(0.0, min(self.wait_s, self.at_s + self.wait_s - now_s))
 
     def is_over(self, pods: Iterable[MemberPod]) -> bool:
@@ -70,11 +70,11 @@ def back_off(before: ProbeBackoff | None, first_s: float, now_s: float) -> Probe
 
 @dataclass(frozen=True)
 class Growth:
-    """Whether a pool grows, as the condition `Growing` says.
+    """Whether a pool grows, for the condition `Growing`.
 
     Attributes:
-        create: a teacher should be made now.
-        requeue_s: when to look again; None if only an event changes it.
+        create: a teacher should be created now.
+        requeue_s: seconds until the next check; None if only an event changes it.
     """
 
     growing: bool
@@ -86,15 +86,15 @@ class Growth:
 
 @dataclass
 class PoolDraft:
-    """A pool's plan in the making: the planner fills it, and the status is written from it.
+    """A pool's plan being built: the planner fills it, and the status is written from it.
 
     Attributes:
         teachers: all its teacher pods.
         live: teachers that count: the newest of their members, and not leaving.
-        update: which teachers are outdated; None if the pool scales another object.
-        awaited: the member that went to make room for its successor, which has no node yet; empty for none.
+        update: which teachers are outdated; None if the pool scales a different object.
+        awaited: the member removed to make room for its successor, which has no node yet; empty for none.
         waits_for: what the next replacement of an outdated teacher waits for; empty for nothing.
-        look_again_s: when to look whether that is there; None if an event tells.
+        look_again_s: when to check whether it has happened; None if an event reports it.
         places: where its teachers may be found, see `list_places`.
         unproven: no outdated teacher is left, and those of the present spec have not all been ready for some seconds.
     """
@@ -120,7 +120,7 @@ class PoolDraft:
 
     @property
     def replicas(self) -> int:
-        """How many teachers there are or are being made."""
+        """How many teachers exist or are being created."""
         if self.update is not None:
             return len(self.live) + len(self.create)
         return 0 if self.observation.target is None else self.observation.target.replicas
@@ -156,9 +156,9 @@ class PoolDraft:
         return next((describe_failure(pod) for pod in self.live if is_failing(pod, now_s)), "")
 
     def release(self, pod: MemberPod, reason: str) -> None:
-        """Let a teacher go by the pool's own will: recorded first, so that its name is not given again.
+        """Release a teacher at the pool's own will: recorded first, so that its name is not reused.
 
-        It drains within the grace period that its pod was made with: an edit may have shortened the pool's.
+        It drains within the grace period that its pod was created with: an edit may have shortened the pool's.
         """
         self.records[pod.key] = self.records[pod.key].begin_try(self.observation.now_s)
         self.delete.append(PodDeletion(pod.name, pod.uid, None, reason))
@@ -172,7 +172,7 @@ def describe_failure(pod: MemberPod) -> str:
 
 
 def write_status(draft: PoolDraft) -> Object:
-    """Return the whole status. The same for the same draft: nothing in it counts seconds."""
+    """Return the whole status. Equal drafts give equal statuses: nothing in it counts seconds."""
     pool, store, update = draft.pool, draft.observation.store, draft.update
     ready, message = _describe_readiness(draft)
     conditions = [
@@ -185,9 +185,9 @@ def write_status(draft: PoolDraft) -> Object:
     if draft.observation.service_holder:
         message = conditions[0].message
     if store.stale and pool.scaling == "auto":
-        message += "; how many are wanted is not known, as the store is away"
+        message += "; the wanted number is unknown, as the store is unreachable"
     if store.refused and pool.scaling == "auto" and not pool.suspend:
-        message += f"; how many are wanted is not known: {store.refused}"
+        message += f"; the wanted number is unknown: {store.refused}"
     before, now_s = pool.status.get("conditions"), draft.observation.now_s
     status = {
         "observedGeneration": pool.generation,
@@ -216,7 +216,7 @@ def write_status(draft: PoolDraft) -> Object:
 
 
 def _list_excluded(records: Mapping[str, MemberRecord], now_s: float) -> list[Object] | None:
-    """Return the nodes that teachers keep away from, why, and the latest time until when."""
+    """Return the nodes that teachers avoid, why, and the latest time until when."""
     nodes = [node for record in records.values() for node in record.excluded_nodes if node.until_s > now_s]
     latest = {node.node: node for node in sorted(nodes, key=lambda node: (node.node, node.until_s))}
     found = [{"node": node.node, "until": format_time(node.until_s), "cause": node.cause} for node in latest.values()]
@@ -232,11 +232,11 @@ def _describe_acceptance(draft: PoolDraft) -> Condition:
         return Condition("Accepted", True, "StoreNotAllowed", store.refused)
     if store.unreachable and pool.scaling == "auto":
         return Condition("Accepted", True, "StoreUnreachable", store.unreachable)
-    return Condition("Accepted", True, "Valid", "the specification can be carried out")
+    return Condition("Accepted", True, "Valid", "the spec is valid")
 
 
 def _describe_readiness(draft: PoolDraft) -> tuple[Condition, str]:
-    """Return the condition `Ready`, and the status's message."""
+    """Return the condition `Ready` and the status message."""
     counted = f"{draft.ready} of {draft.target} teachers are ready"
     if draft.pool.suspend:
         return Condition("Ready", False, "Suspended", counted), "suspended"
@@ -260,25 +260,25 @@ def _describe_update(draft: PoolDraft) -> Condition:
     failing = draft.update.find_failing(draft.live, draft.observation.now_s)
     stopped = describe_failure(failing) if failing is not None else ""
     if not draft.outdated and not draft.unproven:
-        return Condition("Updated", True, "UpToDate", "all teachers are made from the present spec")
+        return Condition("Updated", True, "UpToDate", "all teachers are created from the present spec")
     reason = "UpdateStopped" if stopped else "Updating"
     if not draft.outdated:
         waits = stopped or draft.waits_for or "those of the present one start"
-        return Condition("Updated", False, reason, f"no teacher of a spec before is left: {waits}")
-    counted = f"{draft.outdated} of {draft.replicas} teachers are made from a spec before"
+        return Condition("Updated", False, reason, f"no teacher of an earlier spec is left: {waits}")
+    counted = f"{draft.outdated} of {draft.replicas} teachers are created from an earlier spec"
     if stopped:
-        return Condition("Updated", False, reason, f"{counted}, and go on: {stopped}")
+        return Condition("Updated", False, reason, f"{counted}, and keep running: {stopped}")
     waits = f": {draft.waits_for}" if draft.waits_for else ", and are replaced one at a time"
     return Condition("Updated", False, reason, f"{counted}{waits}")
 
 
 def _find_ignored(pool: TeacherPool) -> int | None:
-    """Return what `/scale` wrote where that decides nothing."""
+    """Return the value from `/scale` if it has no effect."""
     return pool.replicas if pool.scaling == "auto" else None
 
 
 def describe_transitions(draft: PoolDraft) -> tuple[EventNote, ...]:
-    """Return the events of what differs from the status before; at rest there are none."""
+    """Return the events for changes from the previous status; at rest there are none."""
     events = []
     pool, before, growth = draft.pool, draft.pool.status, draft.growth
     was_scheduled = before.get("scheduledReplicas")
@@ -287,14 +287,14 @@ def describe_transitions(draft: PoolDraft) -> tuple[EventNote, ...]:
     was_leaving, leaving = before.get("leaving"), {pod.name for pod in draft.leaving}
     for name in was_leaving if isinstance(was_leaving, list) else []:
         if isinstance(name, str) and name not in leaving:
-            events.append(EventNote("Normal", "GaveBack", f"{name} has ended: what it had is free", name))
+            events.append(EventNote("Normal", "GaveBack", f"{name} has ended: its resources are free", name))
     if growth.reason != find_condition(before, "Growing").get("reason"):
         if growth.reason == "NoIdleCapacity":
             events.append(EventNote("Normal", "NoIdleCapacity", growth.message))
         if growth.reason == "ServiceTaken":
             events.append(EventNote("Warning", "ServiceTaken", growth.message))
         if growth.reason == "Suspended":
-            events.append(EventNote("Normal", "Suspended", "all teachers are taken away"))
+            events.append(EventNote("Normal", "Suspended", "all teachers are removed"))
     if draft.failing and find_condition(before, "Ready").get("reason") != "TeacherFailing":
         events.append(EventNote("Warning", "TeacherFailing", draft.failing))
     if draft.update is not None:
@@ -304,6 +304,6 @@ def describe_transitions(draft: PoolDraft) -> tuple[EventNote, ...]:
             events.append(EventNote(kind, "Updated" if now.status else now.reason, now.message))
     ignored = _find_ignored(pool)
     if ignored is not None and ignored != before.get("ignoredReplicas"):
-        text = f"replicas: {ignored} decides nothing, as scaling is auto; set external"
+        text = f"replicas: {ignored} has no effect, as scaling is auto; set external"
         events.append(EventNote("Normal", "ScaleIgnored", text))
     return tuple(events)

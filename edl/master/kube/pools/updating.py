@@ -1,9 +1,9 @@
 """How a pool replaces its teachers after an edit of its spec: one by one, the successor first if there is room.
 
-A digest of all that a pod is made from, its revision, tells which teachers are outdated. A teacher goes once its
-successor has been ready for some seconds. If no node has room for one more, a teacher goes first, and no other until
-its successor has a node, because someone else may take borrowed room. If a successor does not start, the update stops,
-and the outdated teachers stay.
+A digest of everything that a pod is created from, its revision, tells which teachers are outdated. A teacher is removed
+once its successor has been ready for a few seconds. If no node has room for one more, a teacher is removed first, and
+no other until its successor has a node, because someone else may take borrowed room. If a successor does not start, the
+update stops, and the outdated teachers stay.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from edl.master.kube.resources import TeacherPool
 
 REVISION_LABEL: Final = "edl.io/revision"
 _CHARS: Final = 10
-"""Characters of the digest: 40 bits tell the specs of a pool apart."""
+"""Characters of the digest: 40 bits distinguish the specs of a pool."""
 _PLACE_CHARS: Final = 16
-"""Characters of the digest: 64 bits tell the places of a cluster apart."""
+"""Characters of the digest: 64 bits distinguish the places of a cluster."""
 
 
 def hash_revision(pool: TeacherPool) -> str:
-    """Return the digest of all that a teacher's pod is made from, and of no other field of the spec.
+    """Return the digest of everything that a teacher's pod is created from, and of no other field of the spec.
 
-    A change of what is counted here replaces all teachers of all pools when the operator is upgraded.
+    A change of the fields included here replaces all teachers of all pools when the operator is upgraded.
     """
     parts = {
         "serve": list(pool.serve),
@@ -53,15 +53,15 @@ def hash_place(pool: TeacherPool) -> str:
 
 
 def list_places(pool: TeacherPool) -> frozenset[str]:
-    """Return the places of a pool's teachers: the spec's, and those of former specs, which the status keeps."""
+    """Return the places of a pool's teachers: the spec's, and those of earlier specs, which the status keeps."""
     written = pool.status.get("servedPlaces")
     former = written if isinstance(written, list) else []
     return frozenset({hash_place(pool), *(place for place in former if isinstance(place, str))})
 
 
 _RESTART_S: Final = 600.0
-"""How long a restarted container counts as failing: by then it loads a large model. The kubelet's longest back-off
-between two restarts is half of that."""
+"""How long a restarted container counts as failing: enough to load a large model. The kubelet's longest back-off
+between two restarts is half of it."""
 _TEACHER: Final = re.compile(r"teacher-[0-9]{1,9}")
 STEADY_S: Final = 10.0
 """A successor counts after it has been ready for this time: a student's first request may end it."""
@@ -72,10 +72,10 @@ class TeacherUpdate:
     """Which teachers to replace, from the pool's status and its pods.
 
     Attributes:
-        awaited: the member that went first to make room; empty for none.
+        awaited: the member removed first to make room; empty for none.
         full: the namespace's quota has no room for another teacher.
-        wanted: teachers that were wanted last; None if unknown.
-        begun: an update has begun and is not over.
+        wanted: last wanted number of teachers; None if unknown.
+        begun: an update has started and is not over.
     """
 
     revision: str
@@ -125,7 +125,7 @@ class TeacherUpdate:
         return next((pod for pod in self.list_updated(live) if is_failing(pod, now_s)), None)
 
     def find_starting(self, live: Sequence[MemberPod], now_s: float) -> tuple[MemberPod | None, float | None]:
-        """Return a teacher with the present spec that is not steady yet, and seconds until the next look."""
+        """Return a teacher with the present spec that is not steady yet, and seconds until the next check."""
         waits = [(_find_unsteady_s(pod, now_s), pod) for pod in self.list_updated(live)]
         unready = next((pod for _, pod in waits if not pod.ready), None)
         if unready is not None:
@@ -142,7 +142,7 @@ class TeacherUpdate:
 def is_failing(pod: MemberPod, now_s: float) -> bool:
     """Whether a teacher's container cannot start, or ended and has not been steady since.
 
-    A container in a crash loop runs for some seconds each time, and must not seem to start then.
+    A container in a crash loop runs for a few seconds each time, which must not count as a start.
     """
     if pod.failing or (pod.finished and pod.phase == "Running"):
         return True
@@ -190,6 +190,6 @@ def _find_unsteady_s(pod: MemberPod, now_s: float) -> float:
     """Return for how many more seconds a teacher must be ready until it counts."""
     if pod.ready_s is None:
         return 0.0
-    # It is by the node's clock: where that is wrong, the time at which the pod got its node has to do.
+    # It is by the node's clock: if that is wrong, use the time at which the pod got its node.
     since_s = pod.ready_s if pod.ready_s <= now_s + STEADY_S else pod.placed_s
     return max(0.0, min(STEADY_S, since_s + STEADY_S - now_s))

@@ -206,7 +206,7 @@ def test_what_the_watches_wait_for(looks: Any, caplog: pytest.LogCaptureFixture)
         return str(looks.health.check_ready())
 
     looks.jobs.list()
-    assert settle(None) == "the watches have not begun"
+    assert settle(None) == "the watches have not started"
     looks.pods.list()
     assert settle(None) == ""
     assert settle(KubernetesError("away")) == "", "which requests tell, once it lasts"

@@ -30,7 +30,7 @@ class Times:
 def test_away_is_unready_and_alive() -> None:
     times = Times()
     found = times.health
-    assert found.check_ready() == "the watches have not begun"
+    assert found.check_ready() == "the watches have not started"
     found.set_waiting("")
     assert found.check_ready() == ""
     assert found.note_request(0) is True
@@ -38,7 +38,7 @@ def test_away_is_unready_and_alive() -> None:
     assert found.check_ready() == "", "a short absence is not worth a word"
     times.now_s += 200.0
     found.beat()
-    assert "has been away for 200 s" in found.check_ready()
+    assert "has been unreachable for 200 s" in found.check_ready()
     assert found.check_live() == ""
     assert found.note_request(404) is True
     assert found.check_ready() == ""

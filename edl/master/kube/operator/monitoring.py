@@ -36,7 +36,7 @@ class OperatorHealth:
         self._clock = clock
         self._lock = threading.Lock()
         self._beat_s = self._clock()
-        self._waiting = "the watches have not begun"
+        self._waiting = "the watches have not started"
         self._failing_since_s: float | None = None
 
     def beat(self) -> None:

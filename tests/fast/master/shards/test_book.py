@@ -345,7 +345,7 @@ def test_impossible_commands_are_refused() -> None:
             "use a random session id",
         ),
         (master.Turn(session="a", request=2), "turn 2 of session a: the last was 0"),
-        (master.Turn(session="a", request=1, want=-1), "a turn wants -1 shards"),
+        (master.Turn(session="a", request=1, want=-1), "a turn requests -1 shards"),
         (master.Turn(session="a", request=1, done=[7]), "1 leases with 0 terms"),
     ):
         with pytest.raises((SettingsError, ConflictError), match=words):

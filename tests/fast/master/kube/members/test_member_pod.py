@@ -120,7 +120,7 @@ def test_pod_that_is_not_a_member() -> None:
     assert [pod.name for pod in pods] == ["job-worker-0-0"]
     assert len(reasons) == 2
     assert "not controlled" in reasons[0]
-    assert "missing" in reasons[1]
+    assert "lack" in reasons[1]
 
 
 def build_job(container: Mapping[str, Any] | None = None, spec: Mapping[str, Any] | None = None) -> ElasticJob:

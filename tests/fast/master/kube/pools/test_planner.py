@@ -187,7 +187,7 @@ def test_node_that_is_left_out_is_told() -> None:
     assert (left["node"], left["cause"]) == ("n0", "evicted")
     growing = find_condition(made.resource["status"], "Growing")
     assert growing["reason"] == "NoIdleCapacity"
-    assert f"left out: n0 until {left['until']} (evicted)" in growing["message"]
+    assert f"excluded: n0 until {left['until']} (evicted)" in growing["message"]
 
 
 def test_pods_that_vanish_are_bounded() -> None:

@@ -428,6 +428,9 @@ def as_json(value: Any, after_look: int = -1) -> Any:
     Args:
         value: A dataclass of this module, or a part of it. Fields with metadata `"json": False` are left out.
         after_look: Histories contain only points added after this look; -1 for all.
+
+    Returns:
+        Dicts, lists, strings, numbers, booleans and None.
     """
     if isinstance(value, (JobPoint, ServicePoint)):
         return {

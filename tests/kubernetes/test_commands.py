@@ -119,7 +119,7 @@ def test_without_operator(scene: Scene, person: Person, edl_store: str) -> None:
     person.run(*SUBMIT, "--name", "first", *pool, "steps.py")
     said = person.run(*SUBMIT, "--name", "second", *pool, "steps.py", code=1)
     assert "omit --serve" in said
-    assert "taken back" in said, "a script whose job was not made is not left behind"
+    assert "deleted again" in said, "a script whose job was not made is not left behind"
     names = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
     assert "second" not in names
     person.run(*SUBMIT, "--name", "third", "--teachers", "digits=1:3", "steps.py")

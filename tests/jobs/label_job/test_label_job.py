@@ -113,7 +113,7 @@ def test_poisoned_rows_are_listed(make_run: Callable[..., Run]) -> None:
     run.restart_teacher(path, port)
     retried = run.start("--retry-poisoned")
     assert retried.wait() == 0, retried.err
-    assert "1 shard that had been given up is tried again" in retried.out
+    assert "1 shard that had been given up is being retried" in retried.out
     check(run, "labels")
     assert run.asked.rows()[78] == 1, "no row but the bad one is asked for again"
 
@@ -156,7 +156,7 @@ def test_other_jobs_are_refused(
         (["--model-version", "2"], "--model-version: 2 here, 1 in the job"),
         (["--top-k", "2", "--dataset", "d"], "--top-k: 2 here, none in the job; --dataset: d here, none in the job"),
     ):
-        assert f"edl label: job 'numbers' is another one: {words}. " in said(*more)
+        assert f"edl label: job 'numbers' is different: {words}. " in said(*more)
     write_data(run.data, 299)
     assert "299 rows here, 300 in the job" in said()
     x = np.arange(600, dtype=np.float32).reshape(300, 2)

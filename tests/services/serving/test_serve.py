@@ -71,7 +71,7 @@ def test_outage_is_reported_and_not_felt(tmp_path: Path) -> None:
                 assert " ? s the registry does not respond; showing the last known list" in wait_for("")
                 agent.start()
                 wait_until(step(lambda stats: not stats.discovery))
-                assert " = s the registry answers again" in wait_for("")
+                assert " = s the registry responds again" in wait_for("")
                 with LocalTeacher("echo", service="s", discovery=agent.url):
                     wait_until(step(lambda stats: stats.teachers_live == 2))
         finally:

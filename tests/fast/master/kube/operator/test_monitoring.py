@@ -128,7 +128,7 @@ def test_settings_that_cannot_be(settings: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-A", "-n", "lab"], "give either"),
+        (["-A", "-n", "lab"], "cannot be combined"),
         (["-n", ""], "expected a name"),
         (["--resync", "nan"], "--resync nan"),
         (["--kubeconfig", "/nowhere/config"], "/nowhere/config"),

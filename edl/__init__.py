@@ -1,4 +1,4 @@
-"""EDL makes soft labels on idle GPUs.
+"""EDL turns idle GPUs into soft labels.
 
 Subpackages, from the bottom up (a layer imports only those before it; `import-linter` enforces this):
 

@@ -27,7 +27,7 @@ from edl.settings import read
 __all__ = ["main"]
 
 _INTRODUCTION = """\
-EDL makes soft labels on idle GPUs. Teachers serve a model and register
+EDL turns idle GPUs into soft labels. Teachers serve a model and register
 themselves. Students find the teachers that are live and pull soft labels from
 them while they train. Teachers may join, leave or die at any moment: every
 sample still gets its label, once and in order."""

@@ -189,7 +189,7 @@ class KubeWatch:
     def _set_error(self, error: EDLError) -> None:
         before, self._error = self.stale, error
         if not before:
-            logger.debug("watching %s: keeping what is known: %s", self._kind.plural, error)
+            logger.debug("watching %s: keeping the last known objects: %s", self._kind.plural, error)
         if str(error) != before:
             self._announce("STALE", None)
 

@@ -289,7 +289,7 @@ def parse_record(key: str, value: bytes) -> StudentRate | TeacherRate:
         raise ValueError(f"it is not JSON: {type(exc).__name__}") from exc
     if not isinstance(fields, dict) or fields.get("v") != VERSION:
         version = fields.get("v") if isinstance(fields, dict) else None
-        raise ValueError(f"it is of format {version!r:.20}, and {VERSION} is what this version reads")
+        raise ValueError(f"it has format {version!r:.20}; this version of EDL reads {VERSION}")
     if fields.get("id") != publisher:
         raise ValueError("its id is not that of its key")
     since = fields.get("since")

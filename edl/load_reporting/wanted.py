@@ -80,7 +80,7 @@ def parse_wanted(key: str, value: bytes) -> dict[str, Any] | None:
         and all(_is_record(decision, "time", "from", "count") for decision in fields["decisions"])
     )
     if not usable:
-        logger.debug("%s is left out: not a record of what is wanted", shown(key))
+        logger.debug("%s is skipped: not a record of a wanted number", shown(key))
         return None
     return dict(fields)
 

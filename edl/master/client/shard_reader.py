@@ -447,5 +447,5 @@ def _check_position(state: object) -> None:
         or not 0 < mark < 2**63
     ):
         raise SettingsError(
-            f"{clip(repr(state), 200)} is not the position of a ShardReader: pass what its state_dict() returned"
+            f"{clip(repr(state), 200)} is not a position of a ShardReader: pass the result of its state_dict()"
         )

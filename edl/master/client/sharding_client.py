@@ -169,7 +169,7 @@ class ShardingClient(ShardReader):
             name, progress = found["dataset_name"], base64.b64decode(found["progress"], validate=True)
         except (ValueError, TypeError, KeyError) as exc:
             raise SettingsError(
-                "this is not a checkpoint of shards: pass what get_shard_checkpoint() returned"
+                "this is not a checkpoint of shards: pass the result of get_shard_checkpoint()"
             ) from exc
         if name != self.dataset:
             raise SettingsError(f"this is a checkpoint of {name!r}, not of {self.dataset!r}")

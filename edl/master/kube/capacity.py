@@ -461,7 +461,7 @@ class CapacityWatch:
                 self._stale_since_s = time.monotonic()
             before, self._reason = self._reason, self.reason
         if self._reason != before:
-            what = f"is not known: {self._reason}" if self._reason else "is known"
+            what = f"is unknown: {self._reason}" if self._reason else "is known"
             logger.info("idle capacity of the cluster %s", what)
         self._on_change()
 

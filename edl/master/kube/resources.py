@@ -151,7 +151,7 @@ def _read_owner(
     metadata: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
     name = str(metadata.get("name") or "")
     if len(name) > _LONGEST_NAME or not _DNS_NAME.fullmatch(name):
-        what = f"choose a DNS name of at most {_LONGEST_NAME} characters: pods carry it as label"
+        what = f"choose a DNS name of at most {_LONGEST_NAME} characters: pods carry it as a label"
         FieldReader({}, "metadata", spec.problems).refuse("InvalidName", "name", name, what)
     least = spec.read_count("minReplicas", default_min, most=MOST_MEMBERS)
     most = spec.read_count("maxReplicas", max(least, 1), 1, MOST_MEMBERS)
@@ -202,7 +202,7 @@ def _check_template(spec: FieldReader, arguments: str) -> None:
         if not name or names.count(name) > 1:
             container.refuse("InvalidContainer", "name", name, "give each container a name of its own")
         if not container.read("image", ""):
-            container.refuse("InvalidContainer", "image", None, "name the image that the container is made from")
+            container.refuse("InvalidContainer", "image", None, "name the container's image")
     if member.has("args"):
         args = list(member.read_texts("args"))
         member.refuse("ArgsInTemplate", "args", args, f"they are the operator's: write them to spec.{arguments}")

@@ -68,8 +68,8 @@ class TeacherScalingSettings:
     most_retry_s: float = 3600.0  # and at least this often;
     changed_share: float = 0.2  # sooner, if demand or rate have changed by this share
     gap_s: float = 30.0  # after this long without an observation all timers restart
-    least: int = 1  # wanted in any case
-    most: int | None = None  # wanted at most; None for no limit
+    least: int = 1  # minimum number of teachers
+    most: int | None = None  # maximum number of teachers; None for no limit
 
     def __post_init__(self) -> None:
         if not 0 < self.down_below < self.utilization < self.up_above <= 1:

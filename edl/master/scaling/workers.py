@@ -291,7 +291,7 @@ def _give_back(
 ) -> WorkerDecision:
     """Return `count`, at which workers are efficient enough again, unless the job is about to end."""
     now = observation.workers
-    efficiency = f"a worker of {now} does {model.compute_efficiency(now):.0%} of what it would alone"
+    efficiency = f"a worker of {now} does {model.compute_efficiency(now):.0%} of what it would do alone"
     if _remaining_s(observation, settings, model, now) <= observation.pause_s:
         return WorkerDecision(now, f"{now}: {efficiency}, but the job is about to end", model)
     return WorkerDecision(count, f"{now} -> {count}: {efficiency}, less than {settings.min_efficiency:.0%}", model)

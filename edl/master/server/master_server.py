@@ -316,7 +316,7 @@ class MasterServer(Resource):
                             "Store: two masters of a job must have the same Store"
                         ) from failure
                     logger.warning(
-                        "another master began to lead job %r and stopped; this one goes on: %s", self.job, failure
+                        "another master began to lead job %r and stopped; this one continues: %s", self.job, failure
                     )
                 continue
             # A master that is paused in the middle of a commit keeps its file locked until it resumes, or is killed.
@@ -446,7 +446,7 @@ class MasterServer(Resource):
                 return
             except (EDLError, ValueError) as exc:
                 if not self._store_is_away:
-                    logger.warning("cannot write this master's report to the store; the job goes on: %s", exc)
+                    logger.warning("cannot write this master's report to the store; the job continues: %s", exc)
                 self._store_is_away = True
 
     def _status(self, term: Term) -> dict[str, Any]:
@@ -529,8 +529,8 @@ def check_continued(last: Mapping[str, Any] | None, term: int, journal: str) -> 
     if last is None or not isinstance(last.get("term"), int) or last["term"] < term:
         return
     raise SettingsError(
-        f"what is done of job {last.get('job')!r} is in another journal, {last.get('journal')} of host "
-        f"{last.get('host')}, not in {journal}: start the master with that one; or pass --new to start the job over"
+        f"the progress of job {last.get('job')!r} is in a different journal, {last.get('journal')} on host "
+        f"{last.get('host')}, not in {journal}: start the master with that one, or pass --new to start the job over"
     )
 
 

@@ -96,7 +96,7 @@ def describe_difference(present: master.DatasetSpec, other: master.DatasetSpec) 
         and (getattr(present, field.name), field.has_presence and present.HasField(field.name))
         != (getattr(other, field.name), field.has_presence and other.HasField(field.name))
     ]
-    return ", ".join(fields) or "its files, or what is in them, have changed since it was created"
+    return ", ".join(fields) or "its files or their contents have changed since it was created"
 
 
 # --- Returned units. ---

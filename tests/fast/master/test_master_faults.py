@@ -162,7 +162,7 @@ def test_other_journals_end_it(lead: Lead, tmp_path: Path, client: MasterClient)
     first.close()
     other = lead(wait=False, journal=elsewhere)
     wait_until(lambda: other.failure is not None, "the end of one without the journal")
-    assert "is in another journal" in str(other.failure)
+    assert "is in a different journal" in str(other.failure)
     other.close()
     assert lead(journal=elsewhere, begin_anew=True).failure is None
     assert client.status()["datasets"] == []

@@ -523,7 +523,7 @@ def test_garbage_is_no_position(led: Lead, read: Read, state: Any) -> None:
     next(reader)
     saved = reader.state_dict()
     garbage = saved | state if isinstance(state, dict) else state
-    with pytest.raises(SettingsError, match="is not the position of a ShardReader"):
+    with pytest.raises(SettingsError, match="is not a position of a ShardReader"):
         reader.load_state_dict(garbage)
     with pytest.raises(SettingsError, match="no history of"):
         reader.load_state_dict(saved | {"session": "another"})

@@ -182,5 +182,5 @@ def test_other_jobs_are_refused(
     with open_store(run.store) as store:
         for entry in store.list("journals/"):
             store.delete(entry.key)
-    with pytest.raises(SettingsError, match="what is done of job 'numbers' is in another journal"):
+    with pytest.raises(SettingsError, match="the progress of job 'numbers' is in a different journal"):
         label.main(run.arguments("labels", "--no-data-check"))

@@ -132,7 +132,7 @@ def find_scale_target(api: KubeClient, pool: TeacherPool) -> ScaleTarget | None:
         raise InvalidObjectError(f"{target.kind} {target.name} is part of EDL itself, which pools cannot scale")
     if (metadata.get("annotations") or {}).get(SCALED_BY) != pool.name:
         raise InvalidObjectError(
-            f"{target.kind} {target.name} does not let pool {pool.name} scale it: those who may edit it annotate it"
+            f"{target.kind} {target.name} does not let pool {pool.name} scale it: have its owner annotate it"
             f" with {SCALED_BY}={pool.name}"
         )
     scale = api.read_scale(kind, target.name, namespace)

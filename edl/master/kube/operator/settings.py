@@ -54,7 +54,7 @@ class StoreAllowlist:
         if parts is None or parts.scheme not in (*_SCHEMES, "sqlite"):
             return "not a store URL"
         if parts.scheme == "sqlite":
-            return "a file on the operator's machine, which it opens only as its own --store"
+            return "a file on the operator's machine, which the operator opens only as its own --store"
         if extras := _find_extras(parts):
             return f"a URL with {extras}, which the operator does not accept from a resource"
         own = _split(self.own)

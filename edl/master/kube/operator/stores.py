@@ -316,7 +316,7 @@ class StoreDirectory:
             follower.close()
 
     def _open(self, subject: _Subject) -> StoreFollower | StoreAnswer:
-        """Return the follower of a store, or an answer that says why there is none."""
+        """Return the follower of a store, or an answer with the reason why there is none."""
         url, store = subject.url, subject.store
         found = self._followers.get(store)
         if found is not None:

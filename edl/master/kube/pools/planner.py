@@ -370,7 +370,7 @@ def _record_end(draft: PoolDraft, key: str, pod: MemberPod | None, now_s: float)
         EventNote("Normal", "Preempted" if taken else "TeacherEnded", message, pod.name if pod is not None else "")
     )
     if pod is None:  # it was gone before it was seen leaving
-        draft.events.append(EventNote("Normal", "GaveBack", f"{name} has ended: what it had is free"))
+        draft.events.append(EventNote("Normal", "GaveBack", f"{name} has ended: its resources are free"))
 
 
 def _shrink(draft: PoolDraft, update: TeacherUpdate) -> None:

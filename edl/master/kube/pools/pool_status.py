@@ -260,12 +260,12 @@ def _describe_update(draft: PoolDraft) -> Condition:
     failing = draft.update.find_failing(draft.live, draft.observation.now_s)
     stopped = describe_failure(failing) if failing is not None else ""
     if not draft.outdated and not draft.unproven:
-        return Condition("Updated", True, "UpToDate", "all teachers are created from the present spec")
+        return Condition("Updated", True, "UpToDate", "all teachers have the present spec")
     reason = "UpdateStopped" if stopped else "Updating"
     if not draft.outdated:
         waits = stopped or draft.waits_for or "those of the present one start"
         return Condition("Updated", False, reason, f"no teacher of an earlier spec is left: {waits}")
-    counted = f"{draft.outdated} of {draft.replicas} teachers are created from an earlier spec"
+    counted = f"{draft.outdated} of {draft.replicas} teachers have an earlier spec"
     if stopped:
         return Condition("Updated", False, reason, f"{counted}, and keep running: {stopped}")
     waits = f": {draft.waits_for}" if draft.waits_for else ", and are replaced one at a time"

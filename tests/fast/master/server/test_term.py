@@ -261,7 +261,7 @@ def test_another_journal_is_refused() -> None:
     last = {"job": "j", "term": 3, "journal": "sqlite:///a", "host": "x"}
     check_continued(None, 1, "sqlite:///b")
     check_continued(last, 4, "sqlite:///a")
-    with pytest.raises(SettingsError, match="is in another journal, sqlite:///a of host x"):
+    with pytest.raises(SettingsError, match="is in a different journal, sqlite:///a on host x"):
         check_continued(last, 1, "sqlite:///b")
 
 
@@ -298,7 +298,7 @@ def test_changed_text_is_refused(tmp_path: Path) -> None:
     text.write_text("a\nb\n" * 100)
     check_data(book, {"data": open_dataset(f"lines:{text}").spec})
     text.write_text("a\nc\n" * 100)
-    with pytest.raises(ConflictError, match="its files, or what is in them, have changed"):
+    with pytest.raises(ConflictError, match="its files or their contents have changed"):
         check_data(book, {"data": open_dataset(f"lines:{text}").spec})
 
 

@@ -256,7 +256,7 @@ class Reconciler:
     def _parse_former(self, kind: ResourceHandling, key: str, resource: Object) -> MemberOwner | None:
         """Return a resource with its last valid spec; None if this operator has not seen one.
 
-        Otherwise, after a wrong edit, the status would not follow the pods, and `suspend` would do nothing.
+        Otherwise, after an invalid edit, the status would not follow the pods, and `suspend` would do nothing.
         """
         former, now = self._accepted.get(key), resource.get("spec")
         if former is None or former["metadata"].get("uid") != resource["metadata"].get("uid"):
@@ -275,7 +275,7 @@ class Reconciler:
         return owner
 
     def _note_problems(self, owner: MemberOwner, plan: Plan, problems: tuple[SpecProblem, ...]) -> Plan:
-        """Return the plan of a former spec with the problems of the present one."""
+        """Return the plan of an earlier spec with the problems of the present one."""
         message = (
             f"{'; '.join(problem.message for problem in problems)}; until you correct this, the previous spec applies"
         )

@@ -246,7 +246,7 @@ def _scale_target(draft: PoolDraft) -> None:
         draft.growth = Growth(False, "AtWanted", "as many teachers as wanted")
     if draft.observation.target is not None and present != draft.target:
         draft.scale_target = draft.target
-    # No event tells of changes to the object: nothing watches it.
+    # No event reports changes to the object: nothing watches it.
     draft.look_again_s = _TARGET_LOOK_S if present == draft.ready == draft.target else _LEAVING_LOOK_S
 
 
@@ -261,7 +261,7 @@ _TEACHER_TABLE: Final = {
 _START_LOOK_S: Final = 30.0
 """Interval for rechecking teachers that do not start: their pods' events are read at the same interval."""
 _TARGET_LOOK_S: Final = 15.0
-"""Interval for rechecking the object of a `scaleTargetRef` that is as the pool wants it."""
+"""Interval for rechecking the object of a `scaleTargetRef` that already has the desired scale."""
 _LEAVING_LOOK_S: Final = 1.0
 """Interval for rechecking whether an outdated teacher is gone, and whether the watch of idle capacity has seen that."""
 

@@ -1,12 +1,13 @@
-"""Soft labels into a training loop.
+"""Feeds soft labels into a training loop.
 
-`DistillReader` is the reader for any framework; `edl.distill.torch.distill` wraps a PyTorch `DataLoader`. Inside:
+`DistillReader` is the reader for any framework; `edl.distill.torch.distill` wraps a PyTorch `DataLoader`. Modules:
 
 - `scoring` labels sequences call by call, for loops in which the student generates them;
-- `pipeline` takes data from its source to the training loop: reads ahead, has it labelled, delivers it in order;
-- `source` cuts the user's data into requests, and checks that it does not change meanwhile;
-- `engine` runs the requests of one service on the event loop, `dispatch` decides, purely, what goes where and when;
-- `transport` sends one request to one teacher; `teachers` names teachers, and follows them through discovery;
+- `pipeline` moves data from its source to the training loop: it reads ahead, requests labels, delivers in order;
+- `source` cuts the user's data into requests, and checks that the data do not change meanwhile;
+- `engine` runs the requests of one service on the event loop; `dispatch` decides, without I/O, what to send when and
+  where;
+- `transport` sends one request to one teacher; `teachers` names teachers and watches them through discovery;
 - `cache`, `compress` and `losses` keep, shrink and use soft labels; `labelling` fills a cache ahead of time.
 
 What does not belong here: serving a model, and training loops.

@@ -1,4 +1,4 @@
-"""Makes soft labels smaller: the k largest logits of each row with the mass of the rest, and float16.
+"""Compresses soft labels: to the k largest logits of each row plus the mass of the rest, and to float16.
 
 numpy only: neither torch nor paddle is imported here.
 """
@@ -21,11 +21,11 @@ logger = logging.getLogger("edl.distill")
 
 _MOST = float(np.finfo(np.float16).max)
 _MOST_BITS = int(np.float16(_MOST).view(np.uint16))
-_MAGNITUDE = 0x7FFF  # all bits of a float16 but its sign
+_MAGNITUDE = 0x7FFF  # all bits of a float16 except its sign
 
 
 class ClampWarnings:
-    """Warns once of each output with finite values beyond float16's range; `remedy` says how to keep them."""
+    """Warns once per output with finite values beyond float16's range; `remedy` says how to keep them."""
 
     def __init__(self, where: str, remedy: str) -> None:
         self._where = where
@@ -33,7 +33,7 @@ class ClampWarnings:
         self._warned: set[str] = set()
 
     def before(self, name: str, array: Array) -> None:
-        """Check an output that is about to become float16."""
+        """Check an output before its conversion to float16."""
         if name in self._warned or array.dtype.kind != "f" or array.dtype.itemsize <= 2 or not array.size:
             return
         if array.min() >= -_MOST and array.max() <= _MOST:
@@ -43,7 +43,7 @@ class ClampWarnings:
             self._warn(name, float(beyond[np.abs(beyond).argmax()]))
 
     def after(self, name: str, array: Array) -> None:
-        """Check an output that a teacher made float16; whole numbers are compared in a fraction of the time."""
+        """Check an output that a teacher sent as float16; comparing bits as integers takes a fraction of the time."""
         if name in self._warned or array.dtype != np.float16:
             return
         if ((array.view(np.uint16) & _MAGNITUDE) == _MOST_BITS).any():
@@ -52,7 +52,7 @@ class ClampWarnings:
     def _warn(self, name: str, value: float | None) -> None:
         self._warned.add(name)
         logger.warning(
-            "output %r of %s has finite values beyond what float16 holds%s: they are clamped to +-%g. That is harmless "
+            "output %r of %s has finite values beyond float16's range%s: they are clamped to +-%g. This is harmless "
             "for masks such as -1e9; if these are labels, %s",
             name,
             self._where,
@@ -70,22 +70,22 @@ class TopK:
     all other classes together is `exp(tail_lse[i] - L[i])`, where L is the log of the sum over both. Only the
     distribution within the tail is lost.
 
-    The arrays are numpy arrays. `map` converts them to another framework's tensors, with which only the attributes,
-    `len`, indexing and `map` work.
+    The arrays are numpy arrays. `map` converts them to a framework's tensors, for which only the attributes, `len`,
+    indexing and `map` work.
 
-    A single row, such as `labels[3]` or a reader's sample, has no axis of rows: ids and values are [k], and tail_lse
-    has no dimension. `stack` joins such rows again.
+    A single row, such as `labels[3]` or a reader's sample, has no row axis: ids and values are [k], and tail_lse is a
+    scalar. `stack` joins such rows again.
 
     Attributes:
-        ids: Class ids by falling logit, int32 [rows, ..., k]; each class at most once in a row.
+        ids: Class ids by descending logit, int32 [rows, ..., k]; each class at most once per row.
         values: Logits of these classes, float16 or float32 [rows, ..., k].
         tail_lse: Log of the sum of exp(logit / temperature) over the other classes, float32 [rows, ...]; -inf if there
             are none.
-        temperature: Temperature of the tail, which cannot be converted to another one.
+        temperature: Temperature of the tail, which cannot be converted to a different one.
         classes: Number of classes; None if unknown.
 
     Raises:
-        SettingsError: The arrays do not fit together, or a class id is invalid.
+        SettingsError: The arrays do not match, or a class id is invalid.
     """
 
     ids: Array
@@ -98,7 +98,7 @@ class TopK:
         _check_temperature(self.temperature)
         if type(self.temperature) is not float:
             object.__setattr__(self, "temperature", float(self.temperature))
-        if isinstance(self.ids, np.ndarray):  # tensors come from arrays that were checked; looking costs a GPU a stop
+        if isinstance(self.ids, np.ndarray):  # tensors come from checked arrays; reading them would stall a GPU
             self._check_arrays()
 
     def _check_arrays(self) -> None:
@@ -121,12 +121,12 @@ class TopK:
 
     @property
     def k(self) -> int:
-        """Classes kept of a row."""
+        """Classes kept per row."""
         return int(self.ids.shape[-1])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Size of the arrays in bytes."""
         return self.ids.nbytes + self.values.nbytes + self.tail_lse.nbytes
 
     def __len__(self) -> int:
@@ -136,13 +136,13 @@ class TopK:
         return len(self.ids)
 
     def __getitem__(self, rows: int | slice | Array | Sequence[int]) -> TopK:
-        """Return a row without the axis of rows, or some of the rows.
+        """Return a row without the row axis, or some of the rows.
 
         Args:
             rows: Position or slice (for views of the same memory), indices, or a mask.
         """
         if self.ids.ndim < 2:
-            raise SettingsError("top-k labels of one sample have no rows to choose from; its classes are `ids`")
+            raise SettingsError("top-k labels of one sample have no rows to select; its classes are `ids`")
         tail_lse = self.tail_lse[rows, ...] if isinstance(rows, int | np.integer) else self.tail_lse[rows]
         return TopK(self.ids[rows], self.values[rows], tail_lse, self.temperature, self.classes)
 
@@ -155,23 +155,23 @@ class TopK:
         return TopK(function(self.ids), function(self.values), function(self.tail_lse), self.temperature, self.classes)
 
     def to(self, *args: Any, **kwargs: Any) -> TopK:
-        """Return the same labels, of tensors, moved to a device. Trainers of other libraries call this to move batches.
+        """Return the same labels, as tensors, moved to a device. Other libraries' trainers call this to move batches.
 
         Args:
             *args: Positional arguments of the tensors' `to`.
             **kwargs: Keyword arguments of the tensors' `to`.
         """
-        return self.map(lambda tensor: tensor.to(*args, **kwargs))  # type: ignore[attr-defined]  # of no array
+        return self.map(lambda tensor: tensor.to(*args, **kwargs))  # type: ignore[attr-defined]  # tensors, not arrays
 
     @staticmethod
     def concatenate(pieces: Sequence[TopK]) -> TopK:
         """Return the rows of all pieces in new arrays.
 
         Args:
-            pieces: Labels with the same k, temperature and, where known, number of classes.
+            pieces: Labels with the same k, temperature and, if known, number of classes.
 
         Raises:
-            SettingsError: The pieces differ, or have no axis of rows.
+            SettingsError: The pieces differ, or have no row axis.
         """
         if any(piece.ids.ndim < 2 for piece in pieces):
             raise SettingsError("top-k labels of one sample have no rows to concatenate: use TopK.stack")
@@ -182,7 +182,7 @@ class TopK:
         """Return labels of single samples as rows, in new arrays.
 
         Args:
-            samples: Labels of one sample each, with the same k, temperature and, where known, number of classes.
+            samples: Labels of one sample each, with the same k, temperature and, if known, number of classes.
 
         Raises:
             SettingsError: The samples differ.
@@ -190,26 +190,26 @@ class TopK:
         shapes = {sample.ids.shape for sample in samples}
         if len(shapes) > 1:
             found = " and ".join(str(list(shape)) for shape in sorted(shapes))
-            raise SettingsError(f"top-k labels of shapes {found} cannot be the rows of one: pad the samples alike")
+            raise SettingsError(f"top-k labels of shapes {found} cannot be stacked: pad the samples to one shape")
         return _put_together(samples, np.stack)
 
     def to_dense(self, classes: int | None = None) -> Array:
         """Return logits of all classes, float32 [rows, ..., classes].
 
-        An approximation: the tail's mass is spread evenly over the classes left out. At `temperature` the softmax of
-        the kept classes is exact.
+        This is an approximation: the tail's mass is spread evenly over the other classes. At `temperature` the softmax
+        of the kept classes is exact.
 
         Args:
-            classes: Number of classes; required if the labels do not have it.
+            classes: Number of classes; required if the labels do not give it.
 
         Raises:
             SettingsError: The number is unknown, or the labels have a larger class id.
         """
         classes = classes if classes is not None else self.classes
         if classes is None:
-            raise SettingsError("how many classes there are is unknown: pass classes=")
+            raise SettingsError("the number of classes is unknown: pass classes=")
         if classes < self.k or (self.ids.size and int(self.ids.max()) >= classes):
-            raise SettingsError(f"classes={classes}: the labels name class {int(self.ids.max())} and have k={self.k}")
+            raise SettingsError(f"classes={classes}: the labels have class {int(self.ids.max())} and k={self.k}")
         left_out = max(classes - self.k, 1)
         even = self.temperature * (self.tail_lse.astype(np.float32) - np.float32(np.log(left_out)))
         dense = np.repeat(even[..., None], classes, axis=-1)
@@ -219,14 +219,14 @@ class TopK:
 
 def _put_together(pieces: Sequence[TopK], join: Callable[[list[Array]], Array]) -> TopK:
     if not pieces:
-        raise SettingsError("no top-k labels to put together: pass at least one piece")
-    # One that knows the number of classes says it for those that do not: teachers of both kinds serve one service.
+        raise SettingsError("no top-k labels to join: pass at least one piece")
+    # Pieces without a number of classes take it from the others: a service may have teachers of both kinds.
     first = next((piece for piece in pieces if piece.classes is not None), pieces[0])
     for piece in pieces:
         classes = first.classes if piece.classes is None else piece.classes
         if (piece.k, piece.temperature, classes) != (first.k, first.temperature, first.classes):
             raise SettingsError(
-                f"top-k labels do not go together: k={first.k}, temperature={first.temperature:g}, "
+                f"top-k labels cannot be combined: k={first.k}, temperature={first.temperature:g}, "
                 f"classes={first.classes} and k={piece.k}, temperature={piece.temperature:g}, "
                 f"classes={piece.classes}"
             )
@@ -240,11 +240,11 @@ def _put_together(pieces: Sequence[TopK], join: Callable[[list[Array]], Array]) 
 
 
 def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:
-    """Keep the `k` largest logits of each row. Of equal logits at the border any may be kept.
+    """Keep the `k` largest logits of each row. Ties at the border are broken arbitrarily.
 
     Args:
         logits: Logits, floating-point [rows, ..., classes].
-        k: Number of logits to keep, from 1 to the number of classes; with all of them, no information is lost.
+        k: Number of logits to keep, from 1 to the number of classes; keeping all loses no information.
         temperature: Temperature at which the student's loss will use the labels.
 
     Returns:
@@ -267,8 +267,8 @@ def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:
 def to_float16(array: Array) -> Array:
     """Return the array as float16; finite values beyond float16's range are clamped to it instead of becoming infinite.
 
-    An infinite logit makes every probability of its row NaN; masks such as -1e9 are common, so this matters. Infinities
-    and NaN that were there stay as they are.
+    An infinite logit makes every probability of its row NaN; masks such as -1e9 are common, so this matters. Existing
+    infinities and NaN stay as they are.
 
     Args:
         array: Floating-point array of any shape.

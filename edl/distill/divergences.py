@@ -1,7 +1,7 @@
-"""Losses over the teacher's and the student's distributions, written once for PyTorch and PaddlePaddle.
+"""Losses over the teacher's and the student's distributions, for both PyTorch and PaddlePaddle.
 
-`edl.distill.losses` and `edl.distill.paddle_losses` offer them, and give the few operations that the two frameworks
-name differently (`Framework`). Neither framework is imported here: a function uses that of the student's logits.
+`edl.distill.losses` and `edl.distill.paddle_losses` export them, with the few operations that the two frameworks name
+differently (`Framework`). Neither is imported here: a function uses the framework of the student's logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 """A framework's tensor."""
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
-"""How the losses of a batch's rows are reduced, as in torch; with `none` they are returned one by one."""
+"""How the losses of a batch's rows are reduced, as in torch; `none` returns them unreduced."""
 
 TeacherIs: TypeAlias = Literal["logits", "probabilities"]
 """Kind of the teacher's output."""
@@ -37,16 +37,16 @@ probabilities have errors of about 1e-7, so with a smaller floor a student would
 larger floor would tolerate tokens that the teacher finds improbable."""
 
 _LOWEST = float(np.finfo(np.float32).min) / 4
-"""Log-probability of what is impossible: finite, since 0 times infinity is NaN, and so is its gradient. A quarter, so
-that no difference overflows; of float32, because Paddle clips to nothing lower."""
+"""Log-probability of the impossible: finite, since 0 times infinity and its gradient are NaN. It is a quarter of the
+lowest number, so that no difference overflows; of float32, because Paddle cannot clip to a lower one."""
 SUM_TOLERANCE = 0.02  # float16 probabilities of many classes sum to 1 only with this accuracy
-_LOOKED_AT = 1 << 14  # class ids that are compared with one another in a step, in less than a millisecond
+_LOOKED_AT = 1 << 14  # class ids compared with one another per step, in less than a millisecond
 
 
 class Framework(abc.ABC):
-    """What PyTorch and PaddlePaddle name differently. `ids` choose along the last axis."""
+    """The operations that PyTorch and PaddlePaddle name differently. `ids` index the last axis."""
 
-    module: Any  # the framework itself, for what both name alike
+    module: Any  # the framework's module, for operations with the same name in both
 
     @abc.abstractmethod
     def tensor(self, value: Any, like: Any) -> Any:
@@ -54,7 +54,7 @@ class Framework(abc.ABC):
 
     @abc.abstractmethod
     def cast(self, tensor: Any, dtype: Any) -> Any:
-        """Return a tensor with another type, a name or a type of the framework's."""
+        """Return a tensor as another dtype, given by name or as the framework's dtype."""
 
     @abc.abstractmethod
     def pick(self, tensor: Any, ids: Any) -> Any:
@@ -66,23 +66,23 @@ class Framework(abc.ABC):
 
     @abc.abstractmethod
     def count(self, like: Any, ids: Any, counted: Any) -> Any:
-        """Return by class how many of its ids are `counted`, int32 of the shape of `like`."""
+        """Return how many of each class's ids are `counted`, int32 in the shape of `like`."""
 
     @abc.abstractmethod
     def join(self, parts: Sequence[Any]) -> Any:
-        """Return parts side by side along the last axis."""
+        """Return parts concatenated along the last axis."""
 
     @abc.abstractmethod
     def can_look(self, tensor: Any) -> bool:
-        """Return whether there are values to look at: an accelerator would have to be waited for."""
+        """Return whether values can be read without waiting for an accelerator."""
 
 
 FRAMEWORKS: Final[list[Framework]] = []
-"""Those whose losses were imported."""
+"""The frameworks whose losses were imported."""
 
 
 def framework_of(tensor: Any) -> Framework:
-    """Return the framework of the student's outputs; a `SettingsError` unless they are a floating-point tensor."""
+    """Return the framework of the student's outputs; raise `SettingsError` unless they are a floating-point tensor."""
     for framework in FRAMEWORKS:
         if isinstance(tensor, framework.module.Tensor):
             if tensor.is_floating_point():
@@ -110,8 +110,8 @@ def soft_cross_entropy(
         student_logits: Logits of the student, floating-point [rows, ..., classes].
         teacher: Outputs of the teacher, of the same shape.
         temperature: Temperature T, above 0.
-        teacher_is: Kind of the teacher's outputs. Probabilities p become p^(1/T), scaled to sum to 1, as their logits
-            would give. On the CPU, an error is raised if they are not probabilities.
+        teacher_is: Kind of the teacher's outputs. Probabilities p become p^(1/T), scaled to sum to 1, as from their
+            logits. On the CPU, an error is raised if they are not probabilities.
         reduction: Reduction over rows; see `edl.distill.losses`.
     """
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
@@ -142,14 +142,14 @@ def kl_divergence(
 
 
 def top_k_kl(student_logits: T, teacher: TopK, *, reduction: Reduction = "mean") -> T:
-    """Return T² times KL(teacher ‖ student) over the k kept classes and one class for all the others.
+    """Return T² times KL(teacher ‖ student) over the k kept classes and one class for all others.
 
     T is the temperature at which the labels were made. If every class is kept, this is `kl_divergence`; otherwise it is
-    smaller by the divergence within the tail. Without the extra class, the student could move its whole probability out
+    smaller by the divergence within the tail. Without the extra class, the student could move all its probability out
     of the k classes, or into them, at no cost.
 
-    Only the forward direction is offered, because KL(student ‖ teacher) grows without bound where the teacher's
-    probability is near 0. A teacher that is confident in its top k leaves almost nothing for the tail, where an
+    Only the forward direction is offered, because KL(student ‖ teacher) grows without bound as the teacher's
+    probability approaches 0. A teacher that is confident in its top k leaves almost nothing for the tail, where an
     untrained student has nearly all of its probability.
 
     Args:
@@ -189,8 +189,8 @@ def _log_probabilities(student_logits: Any, teacher: Any, temperature: float, te
             low, furthest = float(given.min()), float((given.sum(-1) - 1).abs().max())
             if low < 0 or not furthest <= SUM_TOLERANCE:
                 raise SettingsError(
-                    f"teacher_is='probabilities', but the labels reach down to {low:g} and sum to as far as "
-                    f"{furthest:g} from 1: if they are logits, pass teacher_is='logits'"
+                    f"teacher_is='probabilities', but the smallest label is {low:g} and rows' sums differ by up to "
+                    f"{furthest:g} from 1: for logits, pass teacher_is='logits'"
                 )
         given = given.log()
     log_softmax = framework.module.nn.functional.log_softmax
@@ -220,32 +220,32 @@ def token_loss(
     M = `beta` P + (1 - `beta`) Q the divergence is
 
     - KL(P ‖ Q), the forward direction, for `beta` 0;
-    - `beta` KL(P ‖ M) + (1 - `beta`) KL(Q ‖ M) between;
+    - `beta` KL(P ‖ M) + (1 - `beta`) KL(Q ‖ M) in between;
     - KL(Q ‖ P'), the reverse direction, for `beta` 1. P' is P with no probability below `floor`, scaled to sum to 1:
-      KL(Q ‖ P) is infinite where a teacher says 0.
+      KL(Q ‖ P) is infinite if a teacher's probability is 0.
 
     Source: Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", 2024,
-    section 2, and TRL's `generalized_jsd_loss`, whose `beta` this is. As there, the loss tends to 0 as `beta` tends to
+    section 2, and TRL's `generalized_jsd_loss`, whose `beta` this is. As in TRL, the loss tends to 0 as `beta` tends to
     0 or 1, and is a whole KL at 0 and at 1. TRL does not multiply by T².
 
-    The same divergence over k tokens and the tail is never more than the one over the whole vocabulary, and equal to it
-    with every token kept, or where the two distributions differ by a factor within the tail.
+    The same divergence over k tokens and the tail is never more than the one over the whole vocabulary, and equals it
+    if every token is kept, or if the two distributions differ only by a factor within the tail.
 
     Args:
         student_logits: Logits of the student, floating-point [rows, ..., vocabulary].
         labels: Labels of as many rows, as numpy arrays or tensors.
-        mask: Token mask, bool or integer [rows, ...], 0 for tokens that do not count. Such tokens add nothing and get a
-            gradient of 0, even if their logits or labels are NaN. Values below 0, such as -100 in labels, are refused
-            on the CPU. None if all tokens count.
+        mask: Token mask, bool or integer [rows, ...], 0 for tokens to ignore. These add nothing and get a gradient of
+            0, even if their logits or labels are NaN. Values below 0, such as -100 in labels, are refused on the CPU.
+            None if all tokens count.
         beta: Direction of the divergence, from 0 (forward KL) to 1 (reverse KL).
         hard_labels: Targets for `hard_weight`, whole numbers [rows, ...]: token t + 1 at row t. Rows with -100 have no
             cross-entropy, but count in the divisor like the others.
         hard_weight: Share of the cross-entropy with `hard_labels`, from 0 to 1; the divergence has the rest. The two
             are mixed token by token, so both are divided by the same count.
         temperature: Temperature T, which must equal that of the labels; None to use theirs.
-        token_count: Divisor of the sum over tokens with reduction "mean"; None for the tokens kept here. With
-            gradient accumulation, or several processes, give the number of tokens of the whole optimizer step, such
-            as `num_items_in_batch` of Hugging Face's Trainer, so that each token weighs the same.
+        token_count: Divisor of the sum over tokens with reduction "mean"; None for this call's kept tokens. With
+            gradient accumulation or several processes, pass the number of tokens in the whole optimizer step, such as
+            `num_items_in_batch` of Hugging Face's Trainer, so that each token weighs the same.
         floor: Smallest teacher probability in the reverse direction, above 0 and below 1.
         padded_vocabulary: Whether student and teacher may have different numbers of classes, as models with the same
             tokenizer but different padding of the vocabulary do. Classes that one lacks count in the other's tail.
@@ -263,10 +263,10 @@ def token_loss(
     framework = framework_of(logits)
     kept = kept_rows(mask, logits)
     if kept is not None:
-        # The inputs, not only the losses: a gradient of 0 times NaN would be NaN, and padding may hold invalid ids.
+        # Mask the inputs too: a gradient of 0 times NaN would be NaN, and padding may hold invalid ids.
         if list(labels.ids.shape[:-1]) != list(kept.shape):
             raise SettingsError(
-                f"logits have rows {list(kept.shape)}, top-k labels are {list(labels.ids.shape)}: the rows do not agree"
+                f"logits have rows {list(kept.shape)}, top-k labels are {list(labels.ids.shape)}: the rows do not match"
             )
         logits = framework.module.where(kept.unsqueeze(-1), logits, 0.0)
         parts: Any = labels.map(lambda array: framework.tensor(array, logits))
@@ -295,12 +295,12 @@ def divergence(log_p: Any, log_q: Any, beta: float, floor: float) -> Any:
 
 
 def hard_targets(hard_labels: Any, hard_weight: float, rows_of: Any, kept: Any | None) -> Any | None:
-    """Return the hard labels that have a part in the loss, int64 [rows, ...]; None where they have no weight.
+    """Return the hard labels that contribute to the loss, int64 [rows, ...]; None if their weight is 0.
 
-    `rows_of`: a tensor [rows, ..., any]. Where `kept` leaves a row out, its label may be anything.
+    `rows_of`: a tensor [rows, ..., any]. The labels of rows that `kept` leaves out may be anything.
 
     Raises:
-        SettingsError: The share is invalid, or the labels are missing or have another shape or type.
+        SettingsError: The share is invalid, or the labels are missing or have the wrong shape or type.
     """
     if not is_share(hard_weight):
         raise SettingsError(f"hard_weight={hard_weight!r}: the share of the cross-entropy must be from 0 to 1")
@@ -314,35 +314,35 @@ def hard_targets(hard_labels: Any, hard_weight: float, rows_of: Any, kept: Any |
         raise SettingsError(f"hard_labels are {targets.dtype}: expected whole numbers")
     rows = list(rows_of.shape[:-1])
     if list(targets.shape) != rows:
-        raise SettingsError(f"hard_labels are {list(targets.shape)}, the logits have rows {rows}: they do not agree")
+        raise SettingsError(f"hard_labels are {list(targets.shape)}, the logits have rows {rows}: they do not match")
     targets = framework.cast(targets, "int64")
     return targets if kept is None else targets.masked_fill(~kept, NO_LABEL)
 
 
 def mixed_losses(losses: Any, student_logits: Any, targets: Any | None, hard_weight: float) -> Any:
-    """Return losses [rows, ...] in which the cross-entropy with hard labels has a share."""
+    """Return losses [rows, ...] mixed with the cross-entropy with hard labels."""
     if targets is None:
         return losses
     hard = _cross_entropy(student_logits, targets)
-    # Not 0 times the divergence, which may be NaN.
+    # The divergence may be NaN, so it is not multiplied by 0.
     return hard if hard_weight == 1 else (1 - hard_weight) * losses + hard_weight * hard
 
 
 def kept_rows(mask: Any | None, rows_of: Any) -> Any | None:
-    """Return a mask, bool or integer [rows, ...], as booleans; None without. `rows_of`: a tensor [rows, ..., any]."""
+    """Return a mask, bool or integer [rows, ...], as bool; None without one. `rows_of`: a tensor [rows, ..., any]."""
     if mask is None:
         return None
     framework = framework_of(rows_of)
     mask = framework.tensor(mask, rows_of)
     if mask.is_floating_point():
-        raise SettingsError(f"the mask is {mask.dtype}: expected bool or whole numbers, 0 for what is left out")
+        raise SettingsError(f"the mask is {mask.dtype}: expected bool or whole numbers, 0 for tokens to ignore")
     rows = list(rows_of.shape[:-1])
     if list(mask.shape) != rows:
-        raise SettingsError(f"the mask is {list(mask.shape)}, the logits have rows {rows}: they do not agree")
+        raise SettingsError(f"the mask is {list(mask.shape)}, the logits have rows {rows}: they do not match")
     if mask.dtype == framework.module.bool:
         return mask
     if framework.can_look(mask) and bool((mask < 0).any()):
-        raise SettingsError(f"the mask holds {int(mask.min())}: it is 0 for what is left out, of labels labels != -100")
+        raise SettingsError(f"the mask holds {int(mask.min())}: use 0 for tokens to ignore, or pass labels != -100")
     return mask > 0
 
 
@@ -356,7 +356,7 @@ def total(losses: Any, kept: Any | None, token_count: Any, reduction: Reduction)
 
 
 def divisor(token_count: Any, here: Any, losses: Any) -> Any:
-    """Return the number to divide a sum of losses by: the count that was given, or that of the tokens here."""
+    """Return the divisor for a sum of losses: the given count, or this call's token count."""
     framework = framework_of(losses)
     count = here if token_count is None else token_count
     if isinstance(count, framework.module.Tensor):
@@ -364,7 +364,7 @@ def divisor(token_count: Any, here: Any, losses: Any) -> Any:
             raise SettingsError(f"token_count is of shape {list(count.shape)}: expected a single number")
         return framework.cast(framework.tensor(count, losses).detach().reshape([]), losses.dtype).clip(min=1)
     if not isinstance(count, numbers.Real) or not 0 <= float(count) < math.inf or (count == 0 and int(here)):
-        raise SettingsError(f"token_count={count!r}: must be a number of tokens, or None for those that the mask keeps")
+        raise SettingsError(f"token_count={count!r}: must be a number of tokens, or None to count those in the mask")
     return max(float(count), 1.0)
 
 
@@ -383,14 +383,14 @@ class MixedLoss:
         teacher_is: TeacherIs = "logits",
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__()  # of the framework's module
+        super().__init__()  # initializes the framework's module
         check_temperature(temperature)
         check_alpha(alpha)
         if soft not in ("kl", "cross_entropy", "mse"):
             raise SettingsError(f"soft={soft!r}: must be 'kl', 'cross_entropy' or 'mse'")
         _check_teacher_is(teacher_is)
         if soft == "mse" and teacher_is != "logits":
-            raise SettingsError("soft='mse' compares logits: it cannot use a teacher that gives probabilities")
+            raise SettingsError("soft='mse' compares logits: it cannot use a teacher's probabilities")
         check_reduction(reduction)
         self.temperature = temperature
         self.alpha = alpha
@@ -403,9 +403,9 @@ class MixedLoss:
 
         Args:
             student_logits: Logits of the student, [rows, ..., classes].
-            teacher: Outputs of the teacher, of the same shape, or `TopK`. None for the hard loss alone, as in batches
-                without teachers.
-            labels: True classes, whole numbers [rows, ...] or [rows, ..., 1], or probabilities of the shape of the
+            teacher: Outputs of the teacher, of the same shape, or `TopK`. None for the hard loss only, such as in
+                batches without teachers.
+            labels: True classes, whole numbers [rows, ...] or [rows, ..., 1], or probabilities in the shape of the
                 logits; required unless `alpha` is 1 and there is a teacher. Rows with label -100 do not count in the
                 hard loss, which is 0 if all rows have it.
 
@@ -419,9 +419,9 @@ class MixedLoss:
             return self._soft(student_logits, teacher)
         if labels is None:
             raise SettingsError(
-                f"labels are missing: alpha={self.alpha} mixes in a hard loss; with alpha=1 none is used"
+                f"labels are missing: alpha={self.alpha} mixes in a hard loss; alpha=1 uses none"
                 if teacher is not None
-                else "there are neither a teacher's labels nor hard ones"
+                else "both the teacher's labels and hard labels are missing"
             )
         hard = self._hard(student_logits, labels)
         return hard if teacher is None else self.alpha * self._soft(student_logits, teacher) + (1 - self.alpha) * hard
@@ -433,7 +433,7 @@ class MixedLoss:
     def _soft(self, student_logits: Any, teacher: Any) -> Any:
         if isinstance(teacher, TopK):
             if self.soft != "kl":
-                raise SettingsError(f"top-k labels go with soft='kl', not {self.soft!r}")
+                raise SettingsError(f"top-k labels require soft='kl', not {self.soft!r}")
             _check_made_at(teacher, self.temperature)
             return top_k_kl(student_logits, teacher, reduction=self.reduction)
         if self.soft == "mse":
@@ -448,7 +448,7 @@ class MixedLoss:
         )
 
     def _hard(self, student_logits: Any, labels: Any) -> Any:
-        """Return the cross-entropy with hard labels; a mean is over the rows that have one."""
+        """Return the cross-entropy with hard labels; a mean covers the rows that have one."""
         framework = framework_of(student_logits)
         labels, rows = framework.tensor(labels, student_logits), list(student_logits.shape[:-1])
         given = f"labels are {labels.dtype} {list(labels.shape)}, logits {list(student_logits.shape)}"
@@ -465,11 +465,11 @@ class MixedLoss:
         if self.reduction != "mean":
             return reduced(losses, self.reduction)
         labelled = framework.cast((targets != NO_LABEL).sum(), losses.dtype)
-        return losses.sum() / labelled.clip(min=1)  # the frameworks' own mean of no rows is NaN
+        return losses.sum() / labelled.clip(min=1)  # the frameworks' own mean over no rows is NaN
 
 
 def _cross_entropy(student_logits: Any, targets: Any) -> Any:
-    """Return the cross-entropy [rows, ...] with classes, int64 of that shape; 0 where there is none (-100)."""
+    """Return the cross-entropy [rows, ...] with classes, int64 in that shape; 0 for rows without one (-100)."""
     framework, classes = framework_of(student_logits), student_logits.shape[-1]
     check_classes(framework, targets, classes, NO_LABEL)
     flat = widened(student_logits).reshape([-1, classes])
@@ -496,25 +496,25 @@ def widened(tensor: T) -> T:
 
 
 def of_one_shape(student: Any, teacher: Any) -> tuple[Any, Any]:
-    """Return the student's outputs and the teacher's, of the same type and shape [rows, ..., classes]."""
+    """Return the student's outputs and the teacher's, with the same dtype and shape [rows, ..., classes]."""
     student = widened(student)
     teacher = teachers_part(teacher, student)
     if list(student.shape) != list(teacher.shape) or student.ndim < 2:
         raise SettingsError(
-            f"logits of the student are {list(student.shape)}, of the teacher {list(teacher.shape)}: "
+            f"the student's logits are {list(student.shape)}, the teacher's {list(teacher.shape)}: "
             "both must be [rows, ..., classes]"
         )
     return student, teacher
 
 
 def teachers_part(value: Any, student: Any) -> Any:
-    """Return labels as a tensor on the student's device, of its type and without a gradient."""
+    """Return labels as a tensor with the student's device and dtype, without a gradient."""
     framework = framework_of(student)
     return framework.cast(framework.tensor(value, student).detach(), student.dtype)
 
 
 def reduced(rows: T, reduction: Reduction) -> T:
-    """Return the losses of rows, their mean or their sum."""
+    """Return per-row losses, their mean or their sum."""
     check_reduction(reduction)
     if reduction == "none":
         return rows
@@ -526,7 +526,7 @@ def bucket_log_probabilities(student_logits: Any, teacher: TopK, *, padded_vocab
     """Return the logarithms of the teacher's and the student's probabilities at the labels' temperature.
 
     Returns:
-        Two tensors [rows, ..., k + 1], the tail last; [rows, ..., k] where every class is kept.
+        Two tensors [rows, ..., k + 1], the tail last; [rows, ..., k] if every class is kept.
     """
     student = widened(student_logits)
     framework = framework_of(student)
@@ -543,10 +543,10 @@ def bucket_log_probabilities(student_logits: Any, teacher: TopK, *, padded_vocab
         tail = teachers_part(teacher.tail_lse, student)
         known = ids < student.shape[-1]
         ids = ids.masked_fill(~known, 0)
-        # Counted instead of set, so that the id that replaces an unknown class does not undo what a known one set.
+        # Counted, not set, so that the id that replaces an unknown class does not undo a known one.
         named = framework.count(scaled, ids, known) > 0
-        tail = module.logaddexp(tail, kept.masked_fill(known, lowest).logsumexp(-1))  # of -inf alone, Paddle finds NaN
-        # A student all of whose classes are kept has no tail: the teacher's is of classes that it lacks.
+        tail = module.logaddexp(tail, kept.masked_fill(known, lowest).logsumexp(-1))  # of only -inf, Paddle returns NaN
+        # If all of a student's classes are kept, it has no tail: the teacher's tail covers classes that it lacks.
         tail = tail.masked_fill(named.all(-1), -math.inf)
         buckets = framework.join([kept.masked_fill(~known, -math.inf), tail.unsqueeze(-1)])
         log_p = buckets - buckets.logsumexp(-1, keepdim=True)  # Paddle's `log_softmax` of -inf is about -64
@@ -562,7 +562,7 @@ def bucket_log_probabilities(student_logits: Any, teacher: TopK, *, padded_vocab
     return log_p, framework.join([log_q, left_out.logsumexp(-1, keepdim=True) - whole])
 
 
-# Checks, each of which raises a `SettingsError`; of values only where they can be looked at without waiting
+# Checks that raise `SettingsError`; values are checked only if they can be read without waiting
 
 
 def check_reduction(reduction: Reduction) -> None:
@@ -603,13 +603,13 @@ def check_divergence(labels: TopK, beta: float, temperature: float | None, floor
 def _check_made_at(labels: TopK, temperature: float) -> None:
     if temperature != labels.temperature:
         raise SettingsError(
-            f"top-k labels were made at temperature {labels.temperature:g}, the loss uses {temperature!r}: "
-            "ask the teachers for that temperature"
+            f"top-k labels have temperature {labels.temperature:g}, but the loss uses {temperature!r}: "
+            "request labels at that temperature"
         )
 
 
 def check_classes(framework: Framework, labels: Any, classes: int, ignored: int | None = None) -> None:
-    """Check that labels are classes. `ignored`: a label that stands for none."""
+    """Check that labels are classes. `ignored`: a label that means no class."""
     if not framework.can_look(labels):
         return
     found = labels.numpy()
@@ -620,20 +620,20 @@ def check_classes(framework: Framework, labels: Any, classes: int, ignored: int 
 
 
 def check_distinct(framework: Framework, ids: Any) -> None:
-    """Check that no row of top-k labels has a class twice; the first rows are looked at."""
+    """Check that no row of top-k labels has a class twice; only the first rows are checked."""
     if not framework.can_look(ids):
         return
     rows = ids.numpy().reshape(-1, ids.shape[-1])[: max(_LOOKED_AT // ids.shape[-1], 1)]
     rows = np.sort(rows[rows.any(axis=-1)], axis=-1)  # padding is rows of zeros
     twice = rows[:, 1:][rows[:, 1:] == rows[:, :-1]]
     if twice.size:
-        raise SettingsError(f"top-k labels have class {int(twice[0])} twice in a row: each may be there once")
+        raise SettingsError(f"top-k labels have class {int(twice[0])} twice in a row: each may appear once")
 
 
 def _check_top_k(framework: Framework, student: Any, teacher: TopK, ids: Any, padded_vocabulary: bool) -> None:
     classes = student.shape[-1]
     if list(student.shape[:-1]) != list(ids.shape[:-1]):
-        raise SettingsError(f"logits are {list(student.shape)}, top-k labels {list(ids.shape)}: the rows do not agree")
+        raise SettingsError(f"logits are {list(student.shape)}, top-k labels {list(ids.shape)}: the rows do not match")
     if not padded_vocabulary and (teacher.k > classes or teacher.classes not in (None, classes)):
         raise SettingsError(
             f"the student has {classes} classes, the teacher {teacher.classes or f'at least {teacher.k}'}"
@@ -642,5 +642,5 @@ def _check_top_k(framework: Framework, student: Any, teacher: TopK, ids: Any, pa
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or (high >= classes and not padded_vocabulary):
-        raise SettingsError(f"the student has {classes} classes, the labels name class {low if low < 0 else high}")
+        raise SettingsError(f"the student has {classes} classes, the labels contain class {low if low < 0 else high}")
     check_distinct(framework, ids)

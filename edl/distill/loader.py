@@ -1,4 +1,4 @@
-"""Adds soft labels to a data loader's batches; the part that is the same for every framework."""
+"""Adds soft labels to a data loader's batches: the part common to all frameworks."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ Route: TypeAlias = str | int | Callable[[Any], Any] | None
 
 
 class DistillLoader(Generic[B], abc.ABC):
-    """Yields `(batch, soft labels)` for every batch of `loader`. Iterate it once an epoch; `close` it when done.
+    """Yields `(batch, soft labels)` for every batch of `loader`. Iterate it once per epoch; `close` it when done.
 
     Soft labels are a tensor [rows, ...] for a single output, and a tuple for several, ordered by service and output.
     The arrays of `TopK` labels are tensors.
 
     Args:
         loader: Iterable that yields batches.
-        request: The labels to get; None without teachers, which yields `(batch, None)`.
-        device: Device to move batches and labels to before they are used; None to leave them where they are.
-        ahead: Number of batches to read ahead in the training loop's own thread; None to read in another thread.
+        request: The labels to request; None without teachers, which yields `(batch, None)`.
+        device: Device to move batches and labels to before use; None to leave them where they are.
+        ahead: Number of batches to read ahead in the training loop's own thread; None to read in a separate thread.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class DistillLoader(Generic[B], abc.ABC):
         self._batches_ahead = ahead
         self._session: LabelSession | None = None
         if request is None:
-            logger.info("no teachers: batches come without soft labels")
+            logger.info("no teachers: batches have no soft labels")
             return
         open_session(request, self._keep)
 
     def _keep(self, session: LabelSession) -> None:
         self._session = session
-        weakref.finalize(self, session.close_without_waiting).atexit = False  # the session sees to that
+        weakref.finalize(self, session.close_without_waiting).atexit = False  # the session closes itself at exit
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ class DistillLoader(Generic[B], abc.ABC):
         return self.label(self.loader)
 
     def label(self, batches: Iterable[B]) -> Iterator[tuple[B, Any]]:
-        """Return an epoch over other batches than all of the loader's: what is left of an epoch, for example.
+        """Return an epoch over given batches instead of all of the loader's, for example the rest of an epoch.
 
         Args:
             batches: Like the loader's.
@@ -115,7 +115,7 @@ class DistillLoader(Generic[B], abc.ABC):
         return cutter
 
     def stats(self) -> ReaderStats:
-        """Return what has been done so far; may be called from any thread."""
+        """Return the counters so far; may be called from any thread."""
         return self._session.stats() if self._session is not None else ReaderStats()
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class DistillLoader(Generic[B], abc.ABC):
 
     @abc.abstractmethod
     def move(self, value: Any, device: Any) -> Any:
-        """Return a tensor on its way to `device`; any other value as it is."""
+        """Return a tensor being moved to `device`; any other value unchanged."""
 
     def _labelled(self, epoch: Epoch, session: LabelSession) -> Generator[tuple[B, Any], None, None]:
         for item, found in session.labelled(epoch):
@@ -147,8 +147,8 @@ class DistillLoader(Generic[B], abc.ABC):
     def _read_here(
         self, batches: Iterator[B], handover: Handover, labelled: Generator[tuple[B, Any], None, None]
     ) -> Generator[tuple[B, Any], None, None]:
-        """Read batches in the thread that asks for them, as many ahead of the labelled ones on all ranks alike."""
-        before: deque[Any] = deque()  # what each batch under way was read in
+        """Read batches in the thread that asks for them, equally far ahead of the labelled ones on all ranks."""
+        before: deque[Any] = deque()  # reading state of each pending batch
         left = True
         try:
             while True:
@@ -159,7 +159,7 @@ class DistillLoader(Generic[B], abc.ABC):
                     except StopIteration:
                         left = False
                         handover.end()
-                    except Exception as exc:  # noqa: BLE001 - raised again behind the batches that came before it
+                    except Exception as exc:  # noqa: BLE001 - raised again after the batches before it
                         left = False
                         handover.end(exc)
                 try:
@@ -174,13 +174,13 @@ class DistillLoader(Generic[B], abc.ABC):
             self._set_reading_state(None)
 
     def _reading_state(self) -> Any:
-        """Return what the loop around may ask the loader about the batch that was just read."""
+        """Return the loader state that the training loop may query for the batch just read."""
 
     def _set_reading_state(self, state: Any) -> None:
-        """Have the loop around find that again, as the batch is delivered; None behind the last."""
+        """Restore that state for the training loop when the batch is delivered; None after the last."""
 
     def _ahead(self, batches: Iterator[tuple[B, Any]]) -> Generator[tuple[B, Any], None, None]:
-        """Start moving the next batch to the device, if there is one, before the present batch is used."""
+        """Start moving the next batch to the device, if there is one, before the current batch is used."""
         if self._device is None:
             yield from batches
             return
@@ -191,7 +191,7 @@ class DistillLoader(Generic[B], abc.ABC):
                 if len(waiting) > 1:
                     yield waiting.popleft()
         except Exception:
-            yield from waiting  # came before the error
+            yield from waiting  # was read before the error
             raise
         yield from waiting
 
@@ -232,11 +232,11 @@ def batch_request(
     dataset: str = "",
     options: Options | None = None,
 ) -> LabelRequest | None:
-    """Return what the arguments of a framework's `distill` ask for, None if there are no teachers to ask."""
+    """Return the request that the arguments of a framework's `distill` describe, None without teachers."""
     if isinstance(outputs, bytes) or not isinstance(outputs, Sequence):
         raise SettingsError(f"outputs={outputs!r}: expected the name of the teachers' output, or a list of several")
     if cache is not None and ids is None:
-        raise SettingsError("cache without ids: say where the samples' ids are in a batch, by which it finds labels")
+        raise SettingsError("cache without ids: say where a batch has the sample ids; labels are cached by id")
     unasked = no_teachers(teachers)
     groups, router = ([], None) if unasked else resolve_routes(teachers, route, discovery, optional=cache is not None)
     request = LabelRequest(
@@ -262,16 +262,16 @@ def batch_request(
 
 
 def no_teachers(teachers: TeachersLike) -> bool:
-    """Return whether a program trains without teachers, which an empty list says: None is what the environment says."""
+    """Return whether a program trains without teachers: an empty list. None means the environment's teachers."""
     return isinstance(teachers, Sequence | Mapping) and not isinstance(teachers, str) and not teachers
 
 
 def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, optional: bool = False) -> list[Teachers]:
-    """Return the services that `teachers` names, in whichever way."""
+    """Return the services that `teachers` names, in any of its forms."""
     if teachers is None:
         return teachers_from_env(optional=optional)
     if isinstance(teachers, Mapping):
-        raise SettingsError("teachers by the value of a field, and no field: name it with route=")
+        raise SettingsError("teachers is a mapping by field value: name the field with route=")
     if isinstance(teachers, str | Teachers):
         return [Teachers.parse(teachers, discovery=discovery)]
     parts = list(teachers) if isinstance(teachers, Iterable) else [teachers]
@@ -289,16 +289,16 @@ def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, op
 def resolve_routes(
     teachers: TeachersLike, route: Route, discovery: str | None = None, *, optional: bool = False
 ) -> tuple[list[Teachers], Router | None]:
-    """Return the services that `teachers` names, and which of them labels what.
+    """Return the services that `teachers` names, and the router that selects among them.
 
-    `route`: where in a sample or batch the value is that `teachers` has as a key; None where all label everything.
+    `route`: where a sample or batch has the value that is a key in `teachers`; None if all label everything.
     """
     if route is None:
         return resolve_teachers(teachers, discovery, optional=optional), None
     if not isinstance(teachers, Mapping) or not teachers:
         raise SettingsError(
-            f"route={route!r} needs the teachers of each value, such as teachers={{'math': 'math-teacher', None: "
-            f"'general'}}, and they are {teachers!r}"
+            f"route={route!r} needs the teachers for each value, such as teachers={{'math': 'math-teacher', None: "
+            f"'general'}}, not {teachers!r}"
         )
     groups: list[Teachers] = []
     routes: dict[Any, int] = {}
@@ -318,7 +318,7 @@ def resolve_routes(
 
 
 def input_getters(inputs: Inputs, argument: str = "inputs") -> dict[str, Getter]:
-    """Return by input name how to find it in a batch."""
+    """Return, by input name, the function that finds the input in a batch."""
     if isinstance(inputs, str):
         inputs = {inputs: lambda batch: batch[0] if isinstance(batch, tuple | list) else batch}
     found: dict[str, Getter] = {}
@@ -327,27 +327,27 @@ def input_getters(inputs: Inputs, argument: str = "inputs") -> dict[str, Getter]
     elif isinstance(inputs, Sequence):
         found = {name: _part_getter(at, len(inputs)) for at, name in enumerate(inputs) if name is not None}
         if len(found) + list(inputs).count(None) < len(inputs):
-            raise SettingsError(f"{argument}={inputs!r}: a name comes twice; an input of the teachers is one field")
+            raise SettingsError(f"{argument}={inputs!r}: a name appears twice; each teacher input is one field")
     if not found or not all(isinstance(name, str) and name for name in found):
         raise SettingsError(
-            f'{argument}={inputs!r}: name at least one input of the teachers, as in "image", '
-            '["image", None] or {"image": 0}; None is the name of what is not sent'
+            f'{argument}={inputs!r}: name at least one input of the teachers, such as "image", '
+            '["image", None] or {"image": 0}; use None for a field that is not sent'
         )
     return found
 
 
 def _part_getter(index: int, count: int) -> Getter:
-    """Return a function that finds the part at `index` of a sample or batch, of which `count` are named or None."""
+    """Return a function that finds the part at `index` of a sample or batch with at least `count` parts."""
 
     def get(value: Any) -> Any:
         if index + 1 < count and hasattr(value, "__len__") and len(value) < count:
-            found = f"{len(value)} of the {count} fields that are named"
-            raise SourceError(f"a sample or batch of the source has {found}; None names one, too")
+            found = f"{len(value)} of the {count} named fields"
+            raise SourceError(f"a sample or batch of the source has {found} (None counts as a name)")
         return value[index]
 
     return get
 
 
 def field_getter(key: str | int | Getter) -> Getter:
-    """Return a function that finds the field at `key`, which may be one itself."""
+    """Return a function that finds the field at `key`, which may itself be such a function."""
     return key if callable(key) else operator.itemgetter(key)

@@ -1,4 +1,4 @@
-"""Exports a reader's counters to Prometheus, which reads them when it asks."""
+"""Exports a reader's counters to Prometheus, which reads them at each scrape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["export"]
 
 
 _DEPARTED = "departed"
-"""The label of all teachers that left; sums over teachers never fall."""
+"""The label of all teachers that left, so that sums over teachers never decrease."""
 
 
 class _HasStats(Protocol):
@@ -34,19 +34,17 @@ class _ReaderCollector(Collector):
         if reader is None:
             return
         stats, name = reader.stats(), self._name
-        rows = CounterMetricFamily("edl_reader_rows", "Rows by what happened to them.", labels=["reader", "event"])
+        rows = CounterMetricFamily("edl_reader_rows", "Rows by event.", labels=["reader", "event"])
         for event in ("asked", "received", "resent", "hedged", "cached", "not_cached", "delivered"):
             rows.add_metric([name, event], getattr(stats, f"rows_{event}"))
-        aside = CounterMetricFamily(
-            "edl_reader_set_aside", "A teacher was given nothing for a while.", labels=["reader", "reason"]
-        )
+        aside = CounterMetricFamily("edl_reader_set_aside", "Pauses of teachers.", labels=["reader", "reason"])
         for kind in FailureKind:
             aside.add_metric([name, kind.value], stats.set_aside.get(kind.value, 0))
         yield from (rows, aside)
         counter, gauge = CounterMetricFamily, GaugeMetricFamily
         for family, metric, text, value in (
-            (counter, "wait_seconds", "Training waited for labels.", stats.wait_s),
-            (counter, "hedges", "Late requests, sent twice.", stats.requests_hedged),
+            (counter, "wait_seconds", "Seconds that training waited for labels.", stats.wait_s),
+            (counter, "hedges", "Late requests sent a second time.", stats.requests_hedged),
             (gauge, "bytes_held", "Inputs and answers held.", stats.bytes_held),
             (gauge, "rows_buffered", "Rows read ahead.", stats.rows_buffered),
             (gauge, "cache_queue_bytes", "Labels queued for the cache.", stats.cache_queue_bytes),
@@ -60,10 +58,10 @@ class _ReaderCollector(Collector):
             (counter, "rows", "Rows delivered from this teacher.", "rows"),
             (counter, "failures", "Requests that failed.", "failures"),
             (gauge, "latency_seconds", "Median of the last answers.", "median_s"),
-            (gauge, "in_flight", "Requests at this teacher now.", "in_flight"),
+            (gauge, "in_flight", "Requests now pending at this teacher.", "in_flight"),
         ):
             found = family(f"edl_reader_teacher_{metric}", text, labels=["reader", "teacher"])
-            # A label for each teacher that ever was would grow without an end where pods come and go.
+            # A label for every teacher that ever joined would grow without bound as pods come and go.
             if family is counter and (stats.departed.requests or stats.departed.failures):
                 found.add_metric([name, _DEPARTED], getattr(stats.departed, field))
             for teacher, each in stats.teachers.items():
@@ -73,7 +71,7 @@ class _ReaderCollector(Collector):
 
 
 def export(reader: _HasStats, name: str = "reader", registry: CollectorRegistry = REGISTRY) -> Collector:
-    """Let Prometheus see a reader's `stats()`; `prometheus_client.start_http_server(port)` serves them.
+    """Export a reader's `stats()` to Prometheus; `prometheus_client.start_http_server(port)` serves them.
 
     Args:
         reader: A `DistillReader`, or a loader returned by `distill`. It is not kept alive.

@@ -11,24 +11,24 @@ from edl.settings import Credentials, is_above_zero
 
 @dataclass(frozen=True)
 class Policy:
-    """Limits and deadlines of the dispatcher. Durations in seconds.
+    """Limits and deadlines of the dispatcher. Durations are in seconds.
 
     Attributes:
-        window: Largest number of requests in flight at a teacher.
+        window: Largest number of requests in flight per teacher.
         hedge_after: A request older than this many median latencies of its teacher is sent to a second teacher.
-        hedge_budget: Extra requests by hedging, as a share of all; 0 turns hedging off. Only a request that the
-            training loop stands still for, and that is late for a second and more, goes beyond it.
-        hedge_min_s: A younger request is never hedged.
-        request_timeout_s: A request without an answer after this time is sent elsewhere.
-        failures_to_open: Number of failures in a row that take a teacher out for a while.
-        open_min_s: How long a teacher is taken out the first time. A task that failed at all live teachers waits as
-            long before a teacher that failed is asked again.
-        open_max_s: The longest such time; it doubles until an answer is good.
-        coming_s: How long a task that failed waits, from its first failure, for teachers that are being connected to,
-            before it is sent again where it failed, or given up.
-        aside_s: How long a teacher with unusable outputs is left out.
-        task_failures: A task that failed this often, at any teachers, is given up.
-        task_losses: A task whose teacher was lost more often than this is given up: the task may be what kills them.
+        hedge_budget: Extra requests from hedging, as a share of all; 0 turns hedging off. Only a request that blocks
+            the training loop and is late by a second or more may exceed it.
+        hedge_min_s: Requests younger than this are never hedged.
+        request_timeout_s: A request unanswered after this time is sent to a different teacher.
+        failures_to_open: Number of failures in a row after which a teacher is paused.
+        open_min_s: Length of a teacher's first pause. A task that failed on all live teachers waits as long before one
+            of them is asked again.
+        open_max_s: Longest pause; pauses double until an answer is valid.
+        coming_s: How long a failed task waits, from its first failure, for teachers still connecting, before it is sent
+            again to a teacher it failed on, or given up.
+        aside_s: How long a teacher with unusable outputs is set aside.
+        task_failures: A task that failed this often, on any teachers, is given up.
+        task_losses: A task whose teacher was lost more often than this is given up: it may be what kills teachers.
     """
 
     window: int = 32
@@ -47,29 +47,29 @@ class Policy:
 
 @dataclass(frozen=True)
 class Options:
-    """Deadlines, memory and retries of a reader. Durations in seconds.
+    """Deadlines, memory and retries of a reader. Durations are in seconds.
 
     Attributes:
         teacher_timeout_s: How long to wait without a live teacher before `NoTeacherError` is raised.
         memory_bytes: Largest size of items and answers held ahead of the training loop; pending answers are estimated
-            from earlier ones. If answers grow to more than twice that, pending requests are taken back, and sent again
-            later. Two requests, and the batch that the training loop waits for, are sent however large they are.
+            from earlier ones. If answers grow to more than twice that, pending requests are cancelled and sent again
+            later. Two requests, and the batch that the training loop waits for, are sent at any size.
         cache_queue_bytes: Largest size of labels queued for the cache. If the disk cannot keep up, further labels are
             not cached (`stats().rows_not_cached`) and are requested again later.
-        linger_s: A request of samples that is not full is sent when the training loop waits for it and the source has
-            been silent this long.
+        linger_s: A partly filled request of samples is sent when the training loop waits for it and the source has been
+            silent this long.
         source_timeout_s: How long a new epoch waits for a source that is still busy with the previous epoch, before
             `TemporaryError` is raised.
         max_request_bytes: Largest size of the inputs in a request, unless a teacher accepts less; larger batches are
             split.
         max_answer_bytes: Largest size of an answer.
         shared_memory: Whether to use shared memory for teachers on this host.
-        mixed_versions: "warn" uses labels of several versions of a model in an epoch and says so; "refuse" uses only
-            those of the first teacher's version, or of the version named with `version=`. See docs/students.md.
-        progress_s: Interval between log lines of progress (logger `edl.distill`, level INFO).
-        publish_load: Whether to publish through discovery what is asked of a service, and how long training waits for
-            it, so that EDL can say how many teachers are needed (docs/scaling.md). None for `EDL_PUBLISH_LOAD`, or yes.
-            Never with fixed endpoints.
+        mixed_versions: "warn" accepts labels of several model versions in an epoch and logs a warning; "refuse" accepts
+            only those of the first teacher's version, or of `version=`. See docs/students.md.
+        progress_s: Interval between progress log lines (logger `edl.distill`, level INFO).
+        publish_load: Whether to publish through discovery the load on a service and how long training waits for it, so
+            that EDL can compute how many teachers are needed (docs/scaling.md). None for `EDL_PUBLISH_LOAD`, else True.
+            Nothing is published with fixed endpoints.
         policy: Windows, hedging, retries.
         credentials: TLS and tokens; None for `EDL_TLS_CA`, `EDL_TOKEN_FILE` and the related variables.
 
@@ -80,7 +80,7 @@ class Options:
     teacher_timeout_s: float = 60.0
     memory_bytes: int = 512 << 20
     cache_queue_bytes: int = 256 << 20
-    linger_s: float = 0.02  # longer than a sample takes to decode: a source that is only slow gets its requests full
+    linger_s: float = 0.02  # longer than decoding a sample takes, so that a slow source still fills its requests
     source_timeout_s: float = 60.0
     max_request_bytes: int = 1 << 30
     max_answer_bytes: int = 1 << 30

@@ -1,4 +1,4 @@
-"""Rows of sequences in batches that are padded to one length."""
+"""Rows of sequences in batches padded to one length."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from edl.protocol.tensors import Array
 
 
 def as_token_mask(mask: Array, what: str) -> Array:
-    """Return which elements of a batch are tokens, bool [sequences, length].
+    """Return a batch's token mask as bool [sequences, length].
 
-    `mask`: 1 where a token is and 0 elsewhere, of any type.
+    `mask`: 1 for tokens and 0 elsewhere, of any dtype.
     """
     if mask.ndim != 2:
-        raise SourceError(f"{what}: its mask has shape {list(mask.shape)}, and must be [sequences, length]")
+        raise SourceError(f"{what}: its mask has shape {list(mask.shape)}: must be [sequences, length]")
     other = mask[(mask != 0) & (mask != 1)]
-    if other.size:  # the numbers of texts that are packed into a row, or what is added to attention's scores
+    if other.size:  # numbers of the texts packed into a row, or values added to attention scores
         raise SourceError(
-            f"{what}: its mask has {other.flat[0]} in it, and must be 1 where a token is and 0 elsewhere. Where rows "
-            "hold several texts, which would be taken for one, name positions that begin at 0 with each of them as an "
-            "input, or yield the texts one by one (set_sequence_list_generator)"
+            f"{what}: its mask contains {other.flat[0]}: must be 1 for tokens and 0 elsewhere. If rows "
+            "hold several texts, which would be read as one, name as an input positions that restart at 0 with each "
+            "text, or yield the texts one by one (set_sequence_list_generator)"
         )
     found: Array = mask != 0
     return found
 
 
 def padded(output: Array | TopK, mask: Array) -> Array | TopK:
-    """Return the rows of a batch of padded sequences in their places, and 0 everywhere else, as arrays of their own."""
+    """Return new arrays with the rows of a batch of padded sequences in their places, and 0 everywhere else."""
     if isinstance(output, TopK):
         return output.map(lambda array: _scattered(array, mask))
     return _scattered(np.asarray(output), mask)

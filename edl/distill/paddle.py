@@ -1,4 +1,4 @@
-"""Puts soft labels beside the batches of a PaddlePaddle `DataLoader`, as tensors."""
+"""Adds soft labels, as tensors, to the batches of a PaddlePaddle `DataLoader`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def distill(loader: Iterable[B], teachers: TeachersLike = None, **arguments: Any
 
     Args:
         loader: Yields batches, such as a `paddle.io.DataLoader`.
-        teachers: Teachers to ask, as in `edl.distill.torch.distill`; an empty list for none: `(batch, None)`.
-        **arguments: The other arguments of `edl.distill.torch.distill`, which describes them, `inputs` and `outputs`
-            first. There is no `device`, since Paddle makes the tensors of labels on its current device, and no `ahead`.
+        teachers: Teachers to ask, as in `edl.distill.torch.distill`; with an empty list it yields `(batch, None)`.
+        **arguments: The other arguments of `edl.distill.torch.distill`, such as `inputs` and `outputs`, except `device`
+            and `ahead`: Paddle creates the tensors of labels on its current device.
 
     Returns:
-        An iterable with the loader's length, of batches and their labels as Paddle's tensors.
+        An iterable with the loader's length, of batches and their labels as Paddle tensors.
 
     Raises:
         SettingsError: An argument is invalid.
@@ -43,4 +43,4 @@ class PaddleLoader(DistillLoader[B]):
 
     @override
     def move(self, value: Any, device: Any) -> Any:
-        return value  # Paddle makes tensors on its current device
+        return value  # Paddle creates tensors on its current device

@@ -1,6 +1,6 @@
 """Losses of a student that learns from soft labels, for PaddlePaddle.
 
-The functions are those of `edl.distill.losses`, whose documentation holds here.
+The functions are those of `edl.distill.losses`, which documents them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from edl.errors import SettingsError
 __all__ = ["DistillLoss", "kl_divergence", "logit_mse", "soft_cross_entropy", "token_loss", "top_k_kl"]
 
 
-class _Paddle(Framework):  # paddle ships no types
+class _Paddle(Framework):  # paddle has no type annotations
     module = paddle
 
     def tensor(self, value: Any, like: Any) -> Any:
@@ -61,12 +61,12 @@ FRAMEWORKS.append(_Paddle())
 
 
 class DistillLoss(MixedLoss, nn.Layer):
-    """A soft loss against the teacher mixed with the cross-entropy against the true labels, as a layer of Paddle's.
+    """A soft loss against the teacher mixed with the cross-entropy against the true labels, as a Paddle layer.
 
     ::
 
         loss = DistillLoss(temperature=4.0, alpha=0.9)
         loss(student(images), soft_labels, labels).backward()
 
-    The arguments are those of `edl.distill.losses.DistillLoss`, which describes them.
+    The arguments are those of `edl.distill.losses.DistillLoss`, which documents them.
     """

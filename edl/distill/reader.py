@@ -1,6 +1,6 @@
-"""`DistillReader`: a data source in, the same data with soft labels out, in order and each sample exactly once.
+"""`DistillReader`, which adds soft labels to a data source, in order and with each sample exactly once.
 
-The contract is that of PaddlePaddle EDL 0.3's class of the same name, so that its users' programs go on working.
+It keeps the contract of PaddlePaddle EDL 0.3's class of the same name, so that existing programs keep working.
 """
 
 from __future__ import annotations
@@ -54,36 +54,36 @@ class DistillReader:
         for image, label, logits in reader():
             ...
 
-    The source runs in a background thread, ahead of the training loop; what it yields is passed on as it is, so it must
-    yield new arrays every time, not a buffer filled again and again.
+    The source runs in a background thread, ahead of the training loop. Its values are passed on uncopied, so it must
+    yield new arrays every time and not reuse a buffer.
 
-    Methods that set something return this reader. They raise `SettingsError` for invalid values, for a second
-    source, for teachers if some are set already, and once the first epoch has started.
+    Setters return this reader. They raise `SettingsError` for invalid values, if the source or teachers are already
+    set, and once the first epoch has started.
 
     Args:
-        ins: Name of the teachers' input that each field of a sample is, or None for a field that only passes through.
-            Further fields pass through, too; a name that the teachers' model does not have is not sent. A sample with
-            fewer fields is a `SourceError`.
-        predicts: Names of the teachers' outputs, which are added behind the fields.
+        ins: For each field of a sample, the name of the teachers' input, or None for a field that only passes through.
+            Further fields pass through too; names that the teachers' model does not have are not sent. A sample with
+            fewer fields raises `SourceError`.
+        predicts: Names of the teachers' outputs, which are appended to the fields.
         teachers: Alternative to `set_fixed_teacher` and `set_dynamic_teacher`: a service's name, endpoints, `Teachers`,
             or a list of `Teachers` for an ensemble.
-        teacher_batch_size: Rows of a request; see `set_teacher_batch_size`.
-        route: Position of the field whose value says which teachers label a sample, or a function of the sample; in a
-            batch, each row has its value, or all have one. `teachers` is then a mapping from value to a service,
-            endpoints or `Teachers`; the key None labels all other values.
-        combine: What to make of an ensemble's answers; see `edl.distill.pipeline.answers.Combiner`. With "each" the
+        teacher_batch_size: Rows per request; see `set_teacher_batch_size`.
+        route: Position of the field whose value selects a sample's teachers, or a function of the sample; a batch has a
+            value per row, or one for all rows. `teachers` is then a mapping from value to a service, endpoints or
+            `Teachers`; the key None covers all other values.
+        combine: How to combine an ensemble's answers; see `edl.distill.pipeline.answers.Combiner`. With "each" the
             predictions of all services follow one another, in the order of `teachers`.
-        top_k: Deliver the k largest logits of a row as `TopK`; None for whole outputs.
-        temperature: Temperature at which the tail's mass is summed up with `top_k`.
+        top_k: Deliver the k largest logits per row as `TopK`; None for whole outputs.
+        temperature: Temperature at which `top_k` sums up the tail's mass.
         dtype: "float16" or "float32" for floating-point outputs, None for the model's own.
-        version: Use labels of this version of the model only; empty for any.
-        tokenizer: Path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash: teachers with
-            another tokenizer are refused by name. Empty for any.
-        cache: Keeps soft labels, so that samples seen before are not asked for again. If the cache has all labels, no
-            teachers need to be named.
+        version: Use only labels of this model version; empty for any.
+        tokenizer: Path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash; an error names
+            teachers with a different one. Empty for any.
+        cache: Cache of soft labels: samples seen before are not sent to teachers again. If the cache has all labels,
+            you need not name teachers.
         id_field: Position of the field that holds a sample's id (an integer or a string); used only with a cache.
-        dataset: What the ids mean, with a cache; see `edl.distill.cache.CacheKey`.
-        options: Deadlines, memory, hedging; see `Options`.
+        dataset: With a cache: tag for what the ids mean; see `edl.distill.cache.CacheKey`.
+        options: Deadlines, memory and hedging; see `Options`.
 
     Raises:
         SettingsError: An argument is invalid.
@@ -114,7 +114,7 @@ class DistillReader:
             raise SettingsError(f"predicts={predicts!r}: expected a list of output names")
         if cache is not None and id_field is None:
             raise SettingsError(
-                "cache without id_field: name the field with the samples' ids, by which it finds labels"
+                "cache without id_field: name the field that holds the sample ids; labels are cached by id"
             )
         self._ins = tuple(ins)
         router: Router | None = None
@@ -149,10 +149,10 @@ class DistillReader:
     # Configuration
 
     def set_sample_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
-        """Set a source of samples: tuples of fields. Delivered: the tuple with the predictions behind it.
+        """Set a source of samples: tuples of fields. The reader yields each tuple with the predictions appended.
 
-        A sample's prediction is an array without the axis of rows; with `top_k` a `TopK` likewise, ids and values [k].
-        `TopK.stack` makes a batch of several.
+        A sample's prediction is an array without a row axis, or with `top_k` a `TopK` with ids and values [k].
+        `TopK.stack` combines several into a batch.
 
         Args:
             reader: Function that is called once per epoch and returns an iterable of samples.
@@ -162,7 +162,7 @@ class DistillReader:
     def set_sample_list_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
         """Set a source of lists of samples.
 
-        Delivered: lists of the same lengths, of samples as `set_sample_generator` has them.
+        The reader yields lists of the same lengths; see `set_sample_generator` for their samples.
 
         Args:
             reader: Function that is called once per epoch and returns an iterable of lists.
@@ -170,7 +170,7 @@ class DistillReader:
         return self._set_source("sample_list", reader)
 
     def set_batch_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
-        """Set a source of batches: tuples of arrays [rows, ...]. Delivered: the same with predictions behind.
+        """Set a source of batches: tuples of arrays [rows, ...]. The reader yields them with predictions appended.
 
         Args:
             reader: Function that is called once per epoch and returns an iterable of batches.
@@ -178,13 +178,13 @@ class DistillReader:
         return self._set_source("batch", reader)
 
     def set_sequence_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
-        """Set a source of sequences: tuples of fields; of those named in `ins`, arrays [tokens, ...] of equal length.
+        """Set a source of sequences: tuples of fields. Fields named in `ins` are arrays [tokens, ...] of equal length.
 
         Sequences may differ in length, and nothing is padded: a sequence of T tokens is T rows; row t holds token t and
-        the teacher's prediction of token t + 1 (the last row predicts what would follow). Requests are filled with
-        whole sequences up to `teacher_batch_size` tokens. Where the teachers' model has an input `position`, and `ins`
-        does not name it, the tokens' positions are sent as well. Delivered: the tuple with the predictions behind it,
-        arrays [tokens, ...] or `TopK` with a row for each token.
+        the teacher's prediction of token t + 1 (the last row predicts the token after the end). Requests are filled
+        with whole sequences up to `teacher_batch_size` tokens. If the teachers' model has an input `position` that is
+        not in `ins`, the tokens' positions are sent too. The reader yields the tuple with the predictions appended:
+        arrays [tokens, ...], or `TopK` with a row per token.
 
         Args:
             reader: Function that is called once per epoch and returns an iterable of sequences.
@@ -194,7 +194,7 @@ class DistillReader:
     def set_sequence_list_generator(self, reader: Callable[[], Iterable[Any]]) -> Self:
         """Set a source of lists of sequences.
 
-        Delivered: lists of the same lengths, of sequences as `set_sequence_generator` has them.
+        The reader yields lists of the same lengths; see `set_sequence_generator` for their sequences.
 
         Args:
             reader: Function that is called once per epoch and returns an iterable of lists.
@@ -253,14 +253,14 @@ class DistillReader:
         return self
 
     def set_teacher_batch_size(self, teacher_batch_size: int) -> Self:
-        """Set the rows of a request.
+        """Set the rows per request.
 
-        Default: 32 with samples; with batches the whole batch, or pieces of 256 if it is larger; with sequences 2,048
-        tokens, or a quarter of what a teacher queues. A request is smaller if a teacher accepts no more. A longer
-        sequence is never split; it is a request of its own.
+        Default: 32 with samples; with batches the whole batch, split into pieces of 256 if it is larger; with sequences
+        2,048 tokens, or a quarter of what a teacher queues. Requests are smaller if a teacher accepts fewer rows. A
+        longer sequence is not split; it becomes its own request.
 
         Args:
-            teacher_batch_size: Rows of a request, at least 1.
+            teacher_batch_size: Rows per request, at least 1.
 
         Raises:
             SettingsError: The first epoch has started, or the number is below 1.
@@ -297,10 +297,10 @@ class DistillReader:
     # Use
 
     def __call__(self) -> Iterator[Any]:
-        """Start an epoch, which ends the epoch before it.
+        """Start an epoch and end the previous one.
 
         Returns:
-            An iterator over what the source yields, with predictions.
+            An iterator over the source's values with predictions appended.
 
         Raises:
             ClosedError: The reader is closed.
@@ -310,7 +310,7 @@ class DistillReader:
         if self._closed:
             raise ClosedError("the reader is closed")
         if self._source is None or self._kind is None:
-            raise SettingsError("no data source: call set_batch_generator, set_sample_generator or its like first")
+            raise SettingsError("no data source: first call set_batch_generator, set_sample_generator or similar")
         source = self._source
         session = self._start()
         session.labeller.check()
@@ -321,7 +321,7 @@ class DistillReader:
         return EpochIterator(self._deliver(session, epoch))
 
     def stats(self) -> ReaderStats:
-        """Return what has been done so far; may be called from any thread while the reader runs."""
+        """Return the counters so far; may be called from any thread while the reader runs."""
         return self._session.stats() if self._session is not None else ReaderStats()
 
     def close(self) -> None:
@@ -347,21 +347,21 @@ class DistillReader:
         return self._session
 
     def _keep(self, session: LabelSession) -> None:
-        if self._closed or self._session is not None:  # after an error of a signal handler in `_start`
+        if self._closed or self._session is not None:  # after an error in a signal handler during `_start`
             session.close()
         if self._session is None:
             self._session = session
-            weakref.finalize(self, session.close_without_waiting).atexit = False  # the session sees to that
+            weakref.finalize(self, session.close_without_waiting).atexit = False  # the session closes itself at exit
 
     def _deliver(self, session: LabelSession, epoch: Epoch) -> Generator[Any, None, None]:
-        """Yield what the user gets. This holds the reader, which its user may have let go by then."""
+        """Yield items with predictions. This keeps the reader alive even if its user no longer references it."""
         _, shape = _KINDS[self._kind or "batch"]
         for item, predictions in session.labelled(epoch):
             yield shape(item, predictions)
 
     def _set_source(self, kind: _Kind, reader: Callable[[], Iterable[Any]]) -> Self:
         if self._source is not None:
-            raise SettingsError(f"the data source is set already (as {self._kind})")
+            raise SettingsError(f"the data source is already set (as {self._kind})")
         if not callable(reader):
             raise SettingsError(
                 f"{reader!r} is not callable: pass a function that returns an iterator, not the iterator"
@@ -372,21 +372,21 @@ class DistillReader:
 
     def _not_started(self, method: str) -> None:
         if self._session is not None:
-            raise SettingsError(f"{method} after the first epoch has started: make a new reader")
+            raise SettingsError(f"{method} after the first epoch has started: create a new reader")
 
     def _check_no_teachers(self, method: str) -> None:
         self._not_started(method)
         if self._request.router is not None:
-            raise SettingsError(f"{method} with route=: name the teachers of each value with teachers=")
+            raise SettingsError(f"{method} with route=: name the teachers for each value with teachers=")
         if self._teachers:
             names = ", ".join(group.name for group in self._teachers)
-            raise SettingsError(f"{method}: the teachers are set already ({names}); make a new reader for others")
+            raise SettingsError(f"{method}: the teachers are already set ({names}); create a new reader for others")
 
 
 def _checked(found: Any) -> Any:
     if not isinstance(found, Iterable) and not hasattr(found, "__getitem__"):
         raise SourceError(
-            f"the data source returned {found!r}: it must return an iterable, as a function with `yield` does"
+            f"the data source returned {found!r}: it must return an iterable, like a function with `yield`"
         )
     return found
 
@@ -419,4 +419,4 @@ _KINDS: dict[_Kind, tuple[type[Cutter], Callable[[Item, list[Any]], Any]]] = {
     "sequence": (SequenceCutter, _batch),
     "sequence_list": (SequenceListCutter, _sequence_list),
 }
-"""What cuts the values of a kind of source, and what puts predictions behind them."""
+"""For each kind of source, the class that cuts its values and the function that appends predictions."""

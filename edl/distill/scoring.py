@@ -1,7 +1,7 @@
-"""Gets teachers' labels for sequences that a program creates as it runs, for loops in which the student generates.
+"""Requests teachers' labels for sequences created at run time, for loops in which the student generates them.
 
-`Scorer` labels sequences call by call, on the same engine as a reader's; `on_policy` is the loop of generating and
-scoring, one step ahead. Generation and losses are up to the user, and data sources are for a reader.
+`Scorer` labels sequences call by call, on the same engine as a reader's; `on_policy` is a loop that generates and
+scores one step ahead. Generation and losses are up to the user; for data sources, use a reader.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ _LOOK_S = 0.05
 _FOLLOW_S = 1.0
 """How often the teachers' version is checked. Each check costs every teacher a request, and a new version may be
 noticed this late."""
-_IDLE_S = 3600.0  # nothing to do: calls and answers wake the thread
+_IDLE_S = 3600.0  # wait when idle: calls and answers wake the thread
 
 
 @dataclass(eq=False)
 class ScoreCall:
-    """Sequences that are scored together."""
+    """The sequences of one call."""
 
-    # tuples of arrays [tokens, ...]; with routes, of each behind them the number of the service
+    # tuples of arrays [tokens, ...]; with routes, followed by each sequence's service number
     samples: Sequence[tuple[Any, ...]]
     future: Future[list[Any]]  # of the labels of each sequence
     owner: object  # kept alive until the call has ended
     deadline: float | None  # on the monotonic clock, None for none
-    timeout_s: float | None  # as the user said it, for messages
-    labels: Callable[[Mapping[str, Array | TopK]], Any]  # makes what the user gets of a sequence's outputs
+    timeout_s: float | None  # as the user passed it, for messages
+    labels: Callable[[Mapping[str, Array | TopK]], Any]  # turns a sequence's outputs into the user's labels
     longest: dict[int | None, int] = field(default_factory=dict)  # by route, tokens of the longest sequence
     began: float = field(default_factory=time.monotonic)  # on the monotonic clock
     item: Item | None = None  # where its rows are; None until it is cut
     unsent: deque[Chunk] = field(default_factory=deque)  # chunks that wait for room
-    sent: list[Chunk] = field(default_factory=list)  # chunks on their way, or answered
+    sent: list[Chunk] = field(default_factory=list)  # chunks in flight or answered
 
 
 class ScoreCalls:
@@ -87,9 +87,9 @@ class ScoreCalls:
         self._request_tokens = request_tokens
         self._max_tokens = max_tokens
         self._added: deque[ScoreCall] = deque()
-        self._calls: deque[ScoreCall] = deque()  # of the loop's thread alone, the oldest first
+        self._calls: deque[ScoreCall] = deque()  # used only by the loop's thread; oldest first
         self._closed = False
-        self._lock = threading.Lock()  # of `_closed` and what is added
+        self._lock = threading.Lock()  # guards `_closed` and added calls
         self.tokens = 0  # pending
         self._abandoned = False
         self._made_at = time.monotonic()
@@ -97,7 +97,7 @@ class ScoreCalls:
         self._loop = BackgroundLoop("edl-score", self._step)
 
     def add(self, call: ScoreCall) -> None:
-        """Add a call. One without sequences is done at once, because no answer would ever wake the thread for it."""
+        """Add a call. An empty one is completed at once, because no answer would ever wake the thread for it."""
         if not call.samples:
             call.future.set_result([])
             return
@@ -119,7 +119,7 @@ class ScoreCalls:
             self._loop.wake()
 
     def let_go(self) -> None:
-        """End after the scorer was garbage-collected. It only sets a flag and wakes the thread, as finalizers must."""
+        """End after garbage collection of the scorer. As a finalizer, it only sets a flag and wakes the thread."""
         self._abandoned = True
         self._loop.wake()
 
@@ -175,7 +175,7 @@ class ScoreCalls:
                 if call.item is None:
                     if self._awaits_teacher(call):
                         wait_s = _LOOK_S
-                        continue  # others need not wait for it
+                        continue  # others do not wait for it
                     self._cut(call)
                 while call.unsent:
                     chunk = call.unsent[0]
@@ -259,7 +259,7 @@ class ScoreCalls:
         call.owner = None
 
     def _end_all(self) -> None:
-        """End all calls, and refuse new ones. In the loop's thread, or when that has ended."""
+        """End all calls, and refuse new ones. Call it in the loop's thread, or after the thread has ended."""
         with self._lock:
             self._closed = True
             calls = [*self._calls, *self._added]
@@ -270,7 +270,7 @@ class ScoreCalls:
 
 
 def _length(sample: tuple[Any, ...]) -> int:
-    """Return the length of a sequence; 1 of a single value, which the cutter refuses."""
+    """Return the length of a sequence; 1 for a single value, which the cutter refuses."""
     return len(sample[0]) if sample[0].ndim else 1
 
 
@@ -284,7 +284,7 @@ def _fail(call: ScoreCall, error: BaseException) -> None:
 
 
 def _outputs(chunk: Chunk, start: int, stop: int) -> Mapping[str, Array | TopK]:
-    """Return a sequence's outputs as arrays of its own: the user may keep a sequence, and not all of its request."""
+    """Return copies of a sequence's outputs: the user may keep one sequence without the rest of its request."""
     outputs = chunk.outputs[0]
     assert outputs is not None
     return {name: copied(output[start:stop]) for name, output in outputs.items()}
@@ -295,28 +295,26 @@ class Scorer:
 
     ::
 
-        scorer = Scorer("qwen-teacher", top_k=64, tokenizer="student/")
-        future = scorer.score([ids, more_ids])
-        ...
-        first, second = future.result()   # TopK of as many rows as each sequence has tokens
+        scorer = Scorer("qwen-teacher", top_k=64, tokenizer="student/") future = scorer.score([ids, more_ids]) ...
+        first, second = future.result() # TopK with a row for each token
 
-    Row t of a label belongs to token t, and is the teacher's prediction of token t + 1 (the last row predicts what
-    would follow). Requests are filled, sent again and hedged as a reader's are. Thread-safe.
+    Row t of a label belongs to token t, and is the teacher's prediction of token t + 1 (the last row predicts the token
+    after the end). Requests are filled, resent and hedged like a reader's. Thread-safe.
 
     Args:
         teachers: A service's name, `host:port` of teachers, or `Teachers`; None to read the environment. If teachers
-            differ by domain, a mapping from domain to these; the key None covers all other domains, and each call needs
-            `route`.
+            differ by domain, a mapping from domain to any of these; the key None covers all other domains, and each
+            call needs `route`.
         top_k: Number of the most probable tokens to return, as `TopK`.
         targets: Whether to ask for the log-probabilities of given tokens as well; each call then needs `targets`.
         temperature: Temperature of the tail; some teachers support only 1.
         dtype: Type of the values of `TopK`, "float16" or "float32"; None for the model's own. Log-probabilities of
             `targets` are always float32.
-        version: Use labels of this version of the model only; empty for any.
-        tokenizer: Path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash. Teachers with
-            another tokenizer are refused. Empty for any.
+        version: Use only labels of this model version; empty for any.
+        tokenizer: Path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash. Teachers with a
+            different one are refused. Empty for any.
         discovery: URL of the registry for the service in `teachers`.
-        request_tokens: Tokens of a request; None for 2,048, or a quarter of what teachers queue.
+        request_tokens: Tokens per request; None for 2,048, or a quarter of what teachers queue.
         max_tokens: Largest number of pending tokens; further calls wait.
         options: Deadlines, hedging and credentials; see `Options`.
 
@@ -352,7 +350,7 @@ class Scorer:
             groups = resolve_teachers(teachers, discovery)
         if len(groups) != 1 and self._router is None:
             raise SettingsError(
-                f"each sequence is scored by one service, and {len(groups)} are named: make a Scorer for each, or name "
+                f"each sequence is scored by one service, but {len(groups)} are given: create a Scorer each, or name "
                 "them by domain, as teachers={'math': ..., None: ...}"
             )
         self.targets = targets
@@ -367,7 +365,7 @@ class Scorer:
         )
         names = (IDS, TARGETS) if targets else (IDS,)
         getters: Mapping[str, Getter] = {name: operator.itemgetter(index) for index, name in enumerate(names)}
-        # Sequences are sent with the number of the service that labels them behind their arrays.
+        # Each sequence's arrays are followed by the number of the service that labels it.
         numbers = (
             Router(operator.itemgetter(-1), {index: index for index in range(len(groups))}) if self._router else None
         )
@@ -378,7 +376,7 @@ class Scorer:
         def keep(session: LabelSession) -> None:
             self._session = session
             self._calls = ScoreCalls(session.labeller, getters, request_tokens, max_tokens, numbers)
-            weakref.finalize(self, _let_go, session, self._calls).atexit = False  # the session sees to that
+            weakref.finalize(self, _let_go, session, self._calls).atexit = False  # the session closes itself at exit
 
         open_session(LabelRequest(output_spec, groups, options or Options(), router=self._router), keep)
 
@@ -390,20 +388,20 @@ class Scorer:
         route: Any = None,
         timeout_s: float | None = None,
     ) -> Future[list[Any]]:
-        """Ask for the labels of sequences. Returns at once; the arrays may be used again.
+        """Request the labels of sequences. Returns at once; the arrays may be reused.
 
         Args:
-            sequences: Sequences of token ids, each [tokens], of at least one token: arrays, tensors or lists of
+            sequences: Sequences of token ids, each [tokens] with at least one token: arrays, tensors or lists of
                 integers.
             targets: For each sequence, the tokens whose log-probabilities are requested, [tokens, m] with the same m
-                for all; required if the scorer was made with `targets=True`, else not allowed.
-            route: The domain of each sequence (a list, an array or a tensor), or one for all of them, if teachers are
-                named by domain.
+                for all; required if the scorer was created with `targets=True`, else not allowed.
+            route: If teachers are named by domain: the domain of each sequence (a list, an array or a tensor), or one
+                for all.
             timeout_s: Seconds until the future fails with `TemporaryError`; None for the deadlines of `Options` only.
 
         Returns:
-            A future of a list with a `TopK` for each sequence, of as many rows as it has tokens; with `targets` a pair
-            of the `TopK` and the log-probabilities, float32 [tokens, m]. It may be cancelled. Its errors are those of a
+            A future of a list with a `TopK` for each sequence, with a row per token; with `targets`, a pair of the
+            `TopK` and the log-probabilities, float32 [tokens, m]. You can cancel it. It fails with the errors of a
             reader: `NoTeacherError`, `RejectedError`, `BadOutputError`, `SourceError` for a sequence that no teacher
             takes, and `ClosedError`.
 
@@ -414,9 +412,7 @@ class Scorer:
         """
         self._session.labeller.check()
         if (targets is not None) != self.targets:
-            raise SettingsError(
-                "targets are given with each call if, and only if, the scorer is made with targets=True"
-            )
+            raise SettingsError("pass targets with each call if, and only if, the scorer was created with targets=True")
         if timeout_s is not None and not is_above_zero(timeout_s):
             raise SettingsError(f"timeout_s={timeout_s!r}: must be a number of seconds above 0, or None")
         samples = _samples(sequences, targets)
@@ -424,21 +420,21 @@ class Scorer:
             numbers = self._router.of_batch(route, len(samples), "the call")
             samples = [(*sample, number) for sample, number in zip(samples, numbers, strict=True)]
         elif route is not None:
-            raise SettingsError(f"route={route!r}, and this scorer has one service: name teachers by domain")
+            raise SettingsError(f"route={route!r}, but this scorer has one service: name teachers by domain")
         future: Future[list[Any]] = Future()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        # Not a method: the traceback of an error that a future holds would hold the scorer.
+        # Not a method: an error's traceback, kept by a future, would keep the scorer alive.
         labels = operator.itemgetter(*self._outputs)
         self._calls.add(ScoreCall(samples, future, self, deadline, timeout_s, labels))
         return future
 
     @property
     def max_sequence(self) -> int:
-        """Length in tokens of the longest sequence that some known teacher accepts; 0 if unknown."""
+        """Length in tokens of the longest sequence that any known teacher accepts; 0 if unknown."""
         return self._session.labeller.max_sequence()
 
     def stats(self) -> ReaderStats:
-        """Return what has been done so far, in tokens where it says rows; may be called from any thread."""
+        """Return the counters so far, in which rows are tokens; may be called from any thread."""
         return self._session.stats()
 
     def close(self) -> None:
@@ -459,7 +455,7 @@ def _let_go(session: LabelSession, calls: ScoreCalls) -> None:
 
 
 def _samples(sequences: Sequence[Any], targets: Sequence[Any] | None) -> list[tuple[Any, ...]]:
-    """Return tuples of arrays of their own: the caller may go on with what it gave."""
+    """Return tuples of copied arrays, so that the caller may reuse its own."""
     if isinstance(sequences, str | bytes) or not hasattr(sequences, "__len__"):
         raise SourceError(f"sequences of type {type(sequences).__name__}: expected a list of sequences of token ids")
     columns = [(IDS, sequences)] if targets is None else [(IDS, sequences), (TARGETS, targets)]
@@ -486,19 +482,19 @@ def on_policy(
 ) -> Generator[tuple[P, Sequence[Any], list[Any]], None, None]:
     """Generate from prompts, and yield the sequences with their labels in the order of the prompts.
 
-    The teacher scores a batch while the next ones are generated. With `ahead=1`, a batch is generated by the student as
-    it was one optimizer step earlier; with `ahead=0`, each batch is generated by the current student and waited for.
+    The teacher scores a batch while the next ones are generated. With `ahead=1`, a batch is generated by the student of
+    one optimizer step earlier; with `ahead=0`, the current student generates each batch and waits for its labels.
 
     Args:
         prompts: Batches of prompts, of any type.
         generate: Function that returns the sequences of a batch, prompt and continuation, as `Scorer.score` takes them.
-            It is called in the thread that iterates. There may be several sequences of a prompt. Prompts and sequences
-            must not be changed before they are yielded.
-        teacher: Scorer of the sequences. If it was made with `targets`, they are the next tokens: token t + 1 at row t,
-            and the last token again at the last row, which nothing follows.
-        ahead: Number of batches that are generated ahead and being scored when a batch is yielded.
-        route: Where in a batch of prompts the domain of each sequence, or of all of them, is found (a key, a position
-            or a function), if the scorer's teachers are named by domain.
+            It is called in the iterating thread and may return several sequences per prompt. Prompts and sequences must
+            not be changed before they are yielded.
+        teacher: Scorer of the sequences. If it was created with `targets`, these are the next tokens: token t + 1 at
+            row t, and the last token again at the last row.
+        ahead: Number of batches already generated and being scored when a batch is yielded.
+        route: If the scorer's teachers are named by domain: key, position or function that finds in a batch of prompts
+            the domain of each sequence, or of all.
         timeout_s: Seconds until a batch fails; see `Scorer.score`.
 
     Yields:
@@ -507,8 +503,8 @@ def on_policy(
 
     Raises:
         SettingsError: `ahead` is below 0.
-        SourceError: There are fewer sequences than prompts, or these or the sequences were changed meanwhile.
-        EDLError: as `Scorer.score`'s future.
+        SourceError: There are fewer sequences than prompts, or prompts or sequences were changed meanwhile.
+        EDLError: The future of `Scorer.score` failed.
     """
     if ahead < 0:
         raise SettingsError(f"ahead={ahead}: must be 0 or more")
@@ -521,7 +517,7 @@ def on_policy(
             values = None if find is None else find(batch)
             targets = [_next_tokens(sequence) for sequence in sequences] if teacher.targets else None
             future = teacher.score(sequences, targets=targets, route=values, timeout_s=timeout_s)
-            made = ItemFingerprint(f"what was generated of batch {number}", (batch, sequences), {})
+            made = ItemFingerprint(f"the sequences generated for batch {number}", (batch, sequences), {})
             waiting.append((batch, sequences, future, made))
             while len(waiting) > ahead:
                 yield _scored(*waiting.popleft())
@@ -533,7 +529,7 @@ def on_policy(
 
 
 def _check_generated(number: int, prompts: Any, sequences: Any) -> None:
-    """Check that there is a sequence for each prompt, as far as the type of a batch of prompts says how many it has."""
+    """Check that there is a sequence for each prompt, if the type of the batch tells the number of prompts."""
     texts = isinstance(prompts, list) and all(isinstance(prompt, str | list) for prompt in prompts)
     least = len(prompts) if texts or getattr(prompts, "ndim", None) else 1
     if hasattr(sequences, "__len__") and len(sequences) < least:
@@ -544,7 +540,7 @@ def _check_generated(number: int, prompts: Any, sequences: Any) -> None:
 
 
 def _next_tokens(sequence: Any) -> Array:
-    tokens = np.atleast_1d(as_array(sequence, "sequence"))  # a number alone is refused, by name, by the scorer
+    tokens = np.atleast_1d(as_array(sequence, "sequence"))  # the scorer refuses a single number, with its name
     return np.concatenate([tokens[1:], tokens[-1:]])[:, None]
 
 

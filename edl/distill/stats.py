@@ -15,11 +15,11 @@ class TeacherStats:
     Attributes:
         endpoint: Address of the teacher.
         state: State of the teacher: "ready", "connecting", "draining", "set aside" or "gone".
-        why: Reason why it is not ready; empty if it is.
+        why: Reason if it is not ready; else empty.
         rows: Rows delivered from this teacher.
-        requests: Requests that it answered well.
+        requests: Requests that succeeded.
         failures: Requests that failed.
-        in_flight: Requests pending at the teacher now.
+        in_flight: Requests now pending at the teacher.
         window: Number of requests that may be pending at it.
         median_s: Median latency of the last answers in seconds; 0 before the first.
     """
@@ -41,7 +41,7 @@ class ReaderStats:
 
     Attributes:
         rows_asked: Rows that needed a teacher's answer (once for each service of an ensemble).
-        rows_received: Rows of these that have been answered.
+        rows_received: Rows of these that were answered.
         rows_resent: Rows sent again because a request failed.
         rows_hedged: Rows sent a second time because a request was late.
         requests_hedged: Requests sent a second time because they were late.
@@ -51,18 +51,18 @@ class ReaderStats:
         rows_buffered: Rows read from the source and not yet taken by the training loop.
         bytes_held: Bytes of these rows' items and answers; pending answers are estimated. See `Options.memory_bytes`.
         wait_s: Seconds that the training loop waited for labels.
-        source_wait_s: Seconds of these in which the data source was still producing the samples.
+        source_wait_s: Seconds of `wait_s` in which the data source was still producing the samples.
         cache_queue_bytes: Bytes of labels queued for the cache.
-        teachers_live: Number of teachers that can take work.
+        teachers_live: Number of teachers that accept work.
         teachers: Counters of each teacher by id. They start at 0 each time the teacher joins. A teacher that left is
             kept as "gone" until it returns, or until a hundred others have left since.
         departed: Sums over all teachers that ever left.
-        set_aside: How often a teacher was paused, by reason: "overloaded" (it had no room), "timeout",
-            "error", "lost", "rejected" (what others accept), "bad output".
+        set_aside: How often a teacher was paused, by reason: "overloaded" (it had no room), "timeout", "error", "lost",
+            "rejected" (a request that others accept), "bad output".
         routes: Counters of each route's teachers, by value of the routing field (`route=`). Values with the same
             teachers share counters. Empty without routes.
-        discovery: Reason why the registry does not answer, or which teachers cannot renew their registration; empty
-            while all is well.
+        discovery: Reason why the registry does not answer, or which teachers cannot renew their registration; empty if
+            there is no problem.
     """
 
     rows_asked: int = 0
@@ -86,7 +86,7 @@ class ReaderStats:
     routes: Mapping[Any, ReaderStats] = field(default_factory=dict)
 
     def line(self) -> str:
-        """Return the state in a line for a person."""
+        """Return the state as one readable line."""
         parts = [f"{self.rows_delivered:,} rows", f"{self.teachers_live} teacher{'s' * (self.teachers_live != 1)}"]
         if self.rows_cached:
             parts.append(f"{self.rows_cached:,} from cache")
@@ -103,7 +103,7 @@ class ReaderStats:
 
 
 def merged(parts: Iterable[ReaderStats]) -> ReaderStats:
-    """Return the sum over several services; ids are told apart by service where they clash."""
+    """Return the sum over several services; clashing ids get the service's number appended."""
     parts = list(parts)
     teachers: dict[str, TeacherStats] = {}
     for index, part in enumerate(parts):

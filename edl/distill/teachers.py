@@ -1,19 +1,19 @@
-"""Names a student's teachers, and follows those of a service through discovery.
+"""Names a student's teachers, and watches those of a service through discovery.
 
-`Teachers` is what the user asks for: fixed endpoints, or the name of a service. `TeacherWatcher` turns it into
-snapshots of instances, and follows a service in a thread of its own.
+`Teachers` holds the user's choice: fixed endpoints, or the name of a service. `TeacherWatcher` turns it into snapshots
+of instances, and watches a service in its own thread.
 
-Students wait for teachers that may still come, and only for those:
+Students wait only for teachers that may still appear:
 
 - A name that no teacher can register under (`host:port`, a name with a space) is refused when `Teachers` is created.
 - For a valid name without teachers, students wait, since teachers may start after them. That includes a name similar to
   a registered service: `digits-2` may be about to start while `digits` runs, and this cannot be distinguished from a
-  typing error. The watcher logs "did you mean" at once, and `NoTeacherError` repeats it if no teacher appears.
-- If all teachers have answered and lack what is asked for (an output, the model, a list of their models), students do
+  typo. The watcher logs "did you mean" at once, and `NoTeacherError` repeats it if no teacher appears.
+- If all teachers have answered and lack something requested (an output, the model, a list of their models), students do
   not wait; see `ConnectionPool.lacking`.
 
-A DNS name of fixed endpoints may have several addresses, as that of a headless service in Kubernetes has, and each is a
-teacher. Names are looked up again and again, since pods come and go.
+A DNS name among fixed endpoints may have several addresses, like that of a headless Kubernetes service; each is a
+teacher. Names are looked up repeatedly, since pods come and go.
 
 Connections to teachers, and checks of their models, are in `edl.distill.engine`.
 """
@@ -45,9 +45,9 @@ from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_c
 logger = logging.getLogger("edl.distill")
 
 _RETRY_S = 1.0
-"""Between attempts: a registry that restarts is back within a second or two."""
+"""Time between attempts: a restarting registry is back within a second or two."""
 _LOOK_S = 0.5
-"""How often a watch without news looks whether this is closed: `close` may take as long."""
+"""How often a quiet watch checks whether this is closed: `close` may take as long."""
 _NEAR_EVERY_S = 10.0
 """How often the registry is asked for similar names while a service has no teacher: Consul needs a call per service."""
 _RESOLVE_S = 5.0
@@ -67,10 +67,10 @@ class Teachers:
         max_teachers: Largest number of teachers to use at a time. Students of the same service then share its teachers.
         model: Model name in requests; empty for the name that the teacher registered, or its only model.
         weight: Share in a weighted average with other services.
-        version: Use labels of this model version only; empty for any. See "Versions" in docs/students.md.
-        priority: Priority on a Triton server that has other clients. "lowest" sends few rows and requests at a time;
-            "default" sends no priority; a number is that level. "auto" uses what the server registered
-            (`edl register --priority`), else the lowest level where the model has levels. See docs/borrowing-triton.md.
+        version: Use only labels of this model version; empty for any. See "Versions" in docs/students.md.
+        priority: Priority on a Triton server with other clients. "lowest" sends few rows and requests at a time;
+            "default" sends no priority; a number is that level. "auto" uses what the server registered (`edl register
+            --priority`), else the lowest level if the model has levels. See docs/borrowing-triton.md.
 
     Raises:
         SettingsError: A value is invalid, or neither or both of `service` and `endpoints` are set.
@@ -89,7 +89,7 @@ class Teachers:
         check_version(self.version)
         check_priority(self.priority)
         if bool(self.service) == bool(self.endpoints):
-            raise SettingsError("name either a service or endpoints of teachers (and not both)")
+            raise SettingsError("name either a service or endpoints of teachers, not both")
         if self.service:
             if isinstance(self.service, str) and ":" in self.service:
                 raise SettingsError(
@@ -107,7 +107,7 @@ class Teachers:
 
     @classmethod
     def parse(cls, teachers: str | Sequence[str] | Teachers, *, discovery: str | None = None) -> Teachers:
-        """Return the teachers that text names.
+        """Return the teachers that a name or addresses specify.
 
         Args:
             teachers: A service's name, `host:port[,host:port…]`, a list of `host:port`, or `Teachers`, returned as is.
@@ -128,12 +128,12 @@ class Teachers:
 
     @property
     def name(self) -> str:
-        """Name for titles."""
+        """The name for titles."""
         return self.service or ", ".join(self.endpoints)
 
     @property
     def described(self) -> str:
-        """Name for messages, with the registry's URL."""
+        """The name for messages, with the registry's URL."""
         return f"{self.service!r} in {DiscoverySettings.of(self.discovery).url}" if self.service else self.name
 
 
@@ -166,7 +166,7 @@ def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
     )
 
 
-_NO_URL: Final = "name a service, or host:port of teachers; the store in which a service is found is another setting"
+_NO_URL: Final = "name a service, or host:port of teachers; the store with the services is a separate setting"
 
 
 def fixed_instance(endpoint: str) -> Instance:
@@ -193,13 +193,13 @@ def _is_endpoint(text: str) -> bool:
 
 @dataclass(frozen=True)
 class ResolvedInstance(Instance):
-    """One of several addresses of a DNS name. `authority` is the name and port, which the server's certificate has."""
+    """One of several addresses of a DNS name. `authority` is the name and port, as in the server's certificate."""
 
     authority: str = ""
 
 
 def addresses_of(host: str) -> list[str]:
-    """Return the addresses of a host name, of the family that this host prefers: one with both would count twice."""
+    """Return a host name's addresses, of this host's preferred family only: using both would count a teacher twice."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return sorted({str(address[0]) for family, _, _, _, address in found if family == found[0][0]})
 
@@ -213,13 +213,13 @@ def _is_name(instance: Instance) -> bool:
 
 
 class TeacherWatcher:
-    """Reports the teachers of a service whenever they change, from a thread of its own, until closed.
+    """Reports the teachers of a service whenever they change, from its own thread, until closed.
 
-    Fixed endpoints are reported once, unless DNS names are among them.
+    Fixed endpoints are reported once unless they include DNS names.
 
-    `changed` is called with each snapshot, and with "; did you mean …?" where the service has never had a teacher and
-    the registry has a service of a similar name, otherwise an empty string. A third argument is false where the service
-    has teachers that the snapshot leaves to other students (`max_teachers`).
+    `changed` is called with each snapshot, and with "; did you mean …?" if the service has never had a teacher and the
+    registry has a similarly named service, otherwise an empty string. The third argument is false if the snapshot
+    leaves some of the service's teachers to other students (`max_teachers`).
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class TeacherWatcher:
         self._closing = False
         self._loop: BackgroundLoop | None = None
         self._registry: Registry | None = None
-        self._last = Snapshot(teachers.name, ())  # the teachers known last stay while the registry fails
+        self._last = Snapshot(teachers.name, ())  # the last known teachers stay while the registry fails
         self._has_answered = False
         self._never_seen = True  # whether no instance of the service has ever been registered, as far as we know
         self._near = ""
@@ -250,7 +250,7 @@ class TeacherWatcher:
                 changed(Snapshot(teachers.name, tuple(self._fixed)), "", True)
             return
         self._url = DiscoverySettings.of(teachers.discovery).url
-        self._registry = open_registry(self._url)  # a wrong URL is an error of the caller, here and now
+        self._registry = open_registry(self._url)  # a wrong URL is the caller's error, raised here
         self._loop = BackgroundLoop(f"edl-follow-{teachers.service}", self._follow)
 
     def close(self) -> None:
@@ -279,7 +279,7 @@ class TeacherWatcher:
     def _at_addresses(self, named: Instance) -> list[Instance]:
         addresses = self._addresses[named.address]
         if len(addresses) == 1:
-            return [named]  # gRPC looks it up itself, and so does whatever a certificate is checked with
+            return [named]  # gRPC resolves the name itself, and certificates are checked against it
         return [
             ResolvedInstance(
                 named.service,
@@ -306,7 +306,7 @@ class TeacherWatcher:
                 # Whatever it was, a student that no longer heard of teachers would wait for them without a word.
                 words = f"{type(exc).__name__}: {exc}"
                 if words != self._failure:
-                    logger.exception("following %s failed in a way not foreseen, and is tried again", service)
+                    logger.exception("watching %s failed unexpectedly; retrying", service)
             self._failure = words
             self._changed(replace(self._last, stale=words), self._near, False)
         return _RETRY_S
@@ -355,12 +355,12 @@ class TeacherWatcher:
         return replace(snapshot, instances=named, lapsed=lapsed)
 
     def _suggest(self, service: str) -> None:
-        """Look for a service of a similar name, and log what is found for the first time."""
+        """Look for a similarly named service, and log the first result."""
         assert self._registry is not None
         try:
             known = self._registry.services()
         except EDLError:
-            return  # the watch reports that the registry is away
+            return  # the watch reports that the registry does not answer
         near = "" if service in known else did_you_mean(service, known)
         if near == self._near:
             return

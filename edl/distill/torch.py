@@ -1,4 +1,4 @@
-"""Puts soft labels beside the batches of a PyTorch `DataLoader`, as tensors."""
+"""Adds soft labels, as tensors, to the batches of a PyTorch `DataLoader`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["TorchLoader", "distill"]
 B = TypeVar("B")
 
 _BATCHES_AHEAD = 16
-"""Enough for a few teachers that are asked for some batches at a time. More costs memory, and time before the first."""
+"""Enough for a few teachers with some batches in flight each. More costs memory, and delays the first batch."""
 
 
 def distill(
@@ -56,43 +56,43 @@ def distill(
     Args:
         loader: Yields batches: a tensor, a tuple or list of tensors, or a mapping. Its workers, pinning and `len` work.
         teachers: A service's name, `host:port` of teachers, `Teachers`, or a list of `Teachers` for an ensemble; None
-            for what the environment says (`EDL_SERVICE`, `EDL_TEACHERS`). With an empty list no teacher is asked:
-            batches come in the same order as `(batch, None)`, and of the other arguments only `device` counts.
-        inputs: Parts of a batch that the teachers need: names by position (None: not sent), a single name for a batch
-            that is a tensor or whose first part is meant, or a mapping from name to key, position or function of the
+            to read the environment (`EDL_SERVICE`, `EDL_TEACHERS`). With an empty list no teacher is asked: the loader
+            yields `(batch, None)` in the same order, and of the other arguments only `device` has an effect.
+        inputs: Parts of a batch that the teachers need: names by position (None: not sent), a single name if the batch
+            is a tensor or only its first part is sent, or a mapping from name to key, position or function of the
             batch.
         outputs: Name of the teachers' output, or several names.
-        discovery: URL of the registry that has the service named by `teachers`.
-        route: Where in a batch each row has the value by which its teachers are found (a key such as "domain", a
-            position or a function): a list, an array or a tensor, or one value for the whole batch. `teachers` is then
-            a mapping from value to a service, endpoints or `Teachers`; the key None labels all other values. None
-            where all services label everything.
-        tokens: Where a batch of padded sequences, as collators for language models make it, has the mask of what is a
-            token (a key such as "attention_mask", a position or a function), 0 and 1 [sequences, length]. The inputs
-            are then [sequences, length, ...], what the mask keeps is sent, a token a row, and labels come as
-            [sequences, length, ...], with 0 where the mask has 0. None for batches of rows.
-        tokenizer: Path of the student's tokenizer, or its hash: teachers with another one are refused by name. Empty
-            for any.
-        batch_rows: Rows of a request; None for the whole batch, in pieces where it has more than 256 rows or a teacher
-            accepts fewer; with `tokens`, None is 2,048 tokens, or a quarter of what a teacher lets wait.
-        combine: What to make of an ensemble's answers; see `DistillReader`.
-        top_k: Keep the k largest logits of a row, as `TopK` of tensors; None for whole outputs.
-        temperature: Temperature at which the tail's mass is summed up with `top_k`.
+        discovery: URL of the registry for the service in `teachers`.
+        route: Key (such as "domain"), position or function that finds in a batch the values that select the teachers: a
+            list, array or tensor with a value per row, or one value for the whole batch. `teachers` is then a mapping
+            from value to a service, endpoints or `Teachers`; the key None covers all other values. None if all services
+            label everything.
+        tokens: For batches of padded sequences from a language-model collator: key (such as "attention_mask"), position
+            or function that finds the token mask, 0 and 1 [sequences, length]. Inputs are then [sequences, length,
+            ...]; the tokens that the mask keeps are sent, one per row; labels are [sequences, length, ...], with 0
+            where the mask is 0. None for batches of rows.
+        tokenizer: Path of the student's tokenizer, or its hash; an error names teachers with a different one. Empty for
+            any.
+        batch_rows: Rows per request; None for the whole batch, split if it has more than 256 rows or a teacher accepts
+            fewer; with `tokens`, None means 2,048 tokens, or a quarter of what a teacher queues.
+        combine: How to combine an ensemble's answers; see `DistillReader`.
+        top_k: Keep the k largest logits per row, as `TopK` of tensors; None for whole outputs.
+        temperature: Temperature at which `top_k` sums up the tail's mass.
         dtype: "float16" or "float32" for floating-point outputs, None for the model's own.
-        version: Use labels of this version of the model only; empty for any.
-        device: Device to move tensors to a batch before they are used; pinned batches without waiting.
-        cache: Keeps soft labels by sample id. See `DistillReader`.
-        ids: How to find the ids in a batch, with a cache: a key, a position or a function.
-        dataset: What the ids mean, with a cache. See `DistillReader`.
+        version: Use only labels of this model version; empty for any.
+        device: Device to move tensors to, one batch ahead; pinned batches are moved without waiting.
+        cache: Cache of soft labels by sample id. See `DistillReader`.
+        ids: With a cache: key, position or function that finds the sample ids in a batch.
+        dataset: With a cache: tag for what the ids mean. See `DistillReader`.
         ahead: Number of batches to read ahead in the training loop's own thread, so that all ranks do it at the same
-            place. None reads in another thread, as far ahead as teachers can use. What Accelerate has prepared is
-            always read in the loop's thread, 16 batches ahead: its loaders exchange with other ranks, and count
+            point. None reads in a separate thread, as far ahead as teachers can use. Loaders prepared by Accelerate are
+            always read in the loop's thread, 16 batches ahead, because they communicate with other ranks and count
             batches.
-        options: Deadlines, memory, hedging.
+        options: Deadlines, memory and hedging; see `Options`.
 
     Returns:
         An iterable with the loader's length. Soft labels are a tensor [rows, ...] for a single output, a tuple for
-        several (for every service of an ensemble that is not combined), `TopK` of tensors with `top_k`; None where
+        several (for every service of an ensemble that is not combined), `TopK` of tensors with `top_k`; None if
         `teachers` is an empty list.
 
     Raises:
@@ -150,10 +150,10 @@ class TorchLoader(DistillLoader[B]):
 
 
 class _DeliveredPlace:
-    """Stands for a loader of Accelerate's where an `Accelerator` asks it how far it is.
+    """Replaces an Accelerate loader when an `Accelerator` asks for its position.
 
-    The loader is ahead of the training loop. Near its end it would report, some batches too early, that gradients must
-    be synchronized.
+    The loader is ahead of the training loop: near its end it would tell Accelerate to synchronize gradients some
+    batches too early.
     """
 
     def __init__(self, loader: Any, end_of_dataloader: bool, remainder: int) -> None:
@@ -166,5 +166,5 @@ class _DeliveredPlace:
 
 
 def _is_prepared(loader: Any) -> bool:
-    """Return whether a loader is what `accelerator.prepare` returned."""
+    """Return whether a loader was returned by `accelerator.prepare`."""
     return hasattr(loader, "gradient_state") and hasattr(loader, "end_of_dataloader")

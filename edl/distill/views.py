@@ -1,11 +1,10 @@
-"""Augmented views that come again: each a function of a sample's id and a number, so that soft labels can be kept.
+"""Repeatable augmented views: each is a function of a sample's id and a number, so that soft labels can be cached.
 
-Student and teacher see the same view of an image, which makes the teacher's label right for just these pixels
-("consistent teaching": Beyer et al., "Knowledge distillation: A good teacher is patient and consistent", 2022). With m
-views of a sample, the labels of all are kept after m epochs, as in FKD (Shen and Xing, "A Fast Knowledge Distillation
-Framework for Visual Recognition", 2021) and DataCompDR (Vasu et al., "MobileCLIP", 2024). These store each crop's
-parameters beside its label; here a seed, derived from the id and the view's number, stands for them, and nothing is
-stored.
+Student and teacher see the same view of an image, so the teacher's label is right for exactly these pixels ("consistent
+teaching": Beyer et al., "Knowledge distillation: A good teacher is patient and consistent", 2022). With m views of a
+sample, the labels of all are kept after m epochs, as in FKD (Shen and Xing, "A Fast Knowledge Distillation Framework
+for Visual Recognition", 2021) and DataCompDR (Vasu et al., "MobileCLIP", 2024). These store each crop's parameters with
+its label; here a seed, derived from the id and the view's number, replaces them, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ __all__ = ["AugmentedViews", "view_id", "view_seed"]
 
 logger = logging.getLogger("edl.distill")
 
-_MOST_VIEWS = 1 << 16  # 65,536 epochs; more would leave fewer bits for the ids of samples
-_MOST_ID = 1 << 47  # so that an id and the number of a view fit into 64 bits
+_MOST_VIEWS = 1 << 16  # 65,536 epochs; more would leave fewer bits for sample ids
+_MOST_ID = 1 << 47  # so that an id and a view's number fit into 64 bits
 _PLAIN = (int, float, complex, str, bytes, type(None))
-_CHECKED = 8  # first samples whose view is made twice: most augmentations change all of them
+_CHECKED = 8  # first samples whose view is computed twice: most augmentations change all of them
 _CHECKED_LATER = 256  # later, one in this many is checked (0.4 %), since some augmentations change few samples
 
 
@@ -44,13 +43,13 @@ class _Samples(Protocol):
 def view_seed(sample_id: int | str, view: int, seed: int = 0) -> int:
     """Return the seed of a view: the same on every machine, in every process and version.
 
-    The first 8 bytes, as a little-endian number, of BLAKE2b (RFC 7693) with a digest of 16 bytes over the UTF-8 text
-    `edl-view-1/{seed}/{view}/int/{sample_id}`, or `…/str/…` where the id is a string.
+    It is the first 8 bytes, as a little-endian number, of a 16-byte BLAKE2b digest (RFC 7693) of the UTF-8 text
+    `edl-view-1/{seed}/{view}/int/{sample_id}`, or `…/str/…` if the id is a string.
 
     Args:
         sample_id: Id of the sample.
         view: Number of the view, from 0.
-        seed: Number that distinguishes runs with other augmentations of the same samples.
+        seed: Number that distinguishes runs with different augmentations of the same samples.
 
     Raises:
         SettingsError: The id or the number is invalid.
@@ -65,7 +64,7 @@ def view_id(sample_id: int | str, view: int) -> int | str:
     """Return the id under which the label of a view is cached.
 
     For an integer it is 65536 times the sample's id plus the view's number; for a string, the string, `#` and the
-    number. It does not depend on the number of views.
+    number. It does not depend on how many views there are.
 
     Args:
         sample_id: Id of the sample.
@@ -80,7 +79,7 @@ def view_id(sample_id: int | str, view: int) -> int | str:
 
 
 class AugmentedViews(Dataset[Any]):
-    """A data set of which each sample has `views` views, one an epoch; each comes with its id, and is always the same.
+    """A data set with `views` views of each sample, one per epoch, each with an id and always the same.
 
     ::
 
@@ -93,20 +92,20 @@ class AugmentedViews(Dataset[Any]):
                 ...
 
     `dataset[index]` is called with the random numbers of Python, numpy and PyTorch (on the CPU) seeded by `view_seed`,
-    and their state is restored afterwards. So all randomness in it, including transforms, depends only on the sample
-    and the view, not on the order, the epoch, or the number of a loader's workers.
+    and their state is restored afterwards. So all its randomness, including transforms, depends only on the sample and
+    the view, not on the order, the epoch, or a loader's number of workers.
 
-    A sample that is a tuple or list comes as a tuple with the view's id behind; a mapping has it as "view_id"; any
-    other comes as (sample, id).
+    A tuple or list becomes a tuple with the view's id appended; a mapping gets the key "view_id"; any other sample
+    becomes (sample, id).
 
     Args:
-        dataset: Data set that augments its samples itself; it needs `__getitem__` and a length.
+        dataset: Data set that augments its own samples; it needs `__getitem__` and a length.
         views: Number of views of each sample, up to 65536. You can add more later; the first ones stay the same.
-        seed: Another number gives other views of the same samples. Like the augmentation, it then belongs into the
+        seed: A different number gives different views of the same samples. Like the augmentation, it belongs in the
             cache's `dataset` tag.
-        ids: Ids of the samples by index, integers or strings, if an index may later mean another sample; None to use
-            the index.
-        reseed: Function that is called with the view's seed, for augmentations with their own random numbers, such as
+        ids: Ids of the samples by index, integers or strings, if an index may later mean a different sample; None to
+            use the index.
+        reseed: Function to call with the view's seed, for augmentations with their own random generator, such as
             `transform.set_random_seed` of albumentations.
 
     Attributes:
@@ -114,8 +113,8 @@ class AugmentedViews(Dataset[Any]):
         views: The number of views, as given.
 
     Raises:
-        SettingsError: An argument is invalid. Also raised when a sample is read, if its augmentation is found to differ
-            with the same seed: the first 8 samples of a process, and later one in 256, are made twice.
+        SettingsError: An argument is invalid. Also raised when a sample is read, if its augmentation differs under the
+            same seed: the first 8 samples of a process, and later one in 256, are computed twice.
     """
 
     def __init__(
@@ -141,11 +140,11 @@ class AugmentedViews(Dataset[Any]):
         self._seed = seed
         self._ids = ids
         self._reseed = reseed
-        self._view = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # also workers that live on see it change
+        self._view = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # persistent workers see it change too
         self._made = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the view of the next epoch, `epoch` modulo `views`; before the loader is iterated.
+        """Set the view of the next epoch to `epoch` modulo `views`; call this before iterating the loader.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -171,20 +170,20 @@ class AugmentedViews(Dataset[Any]):
             same = _same(sample, self._seeded(index, number), unknown)
             if self._made == 1 and unknown:
                 logger.warning(
-                    "samples hold values of type %s, which cannot be compared: whether they are the same if made again "
+                    "samples contain values of type %s, which cannot be compared: whether they are repeatable "
                     "is not checked",
                     ", ".join(sorted(unknown)),
                 )
             if not same:
                 raise SettingsError(
-                    f"sample {index} is not the same when it is made again with the same seed, so labels of its views "
-                    "cannot be kept: its augmentation draws random numbers that neither random, numpy.random nor torch "
-                    "(on the CPU) gives; name what seeds them with reseed="
+                    f"sample {index} differs when computed again with the same seed, so labels of its views "
+                    "cannot be cached: its augmentation draws random numbers outside random, numpy.random and torch "
+                    "(on the CPU); pass the function that seeds them as reseed="
                 )
         return _with_id(sample, view_id(sample_id, view))
 
     def _sample_id(self, index: int) -> int | str:
-        at = range(len(self.dataset))[index]  # -1 is the last sample's index as well
+        at = range(len(self.dataset))[index]  # -1 is also the last sample's index
         return at if self._ids is None else self._ids[at]
 
     def _seeded(self, index: int, number: int) -> Any:
@@ -196,7 +195,7 @@ class AugmentedViews(Dataset[Any]):
 
 @contextlib.contextmanager
 def _seeded_random(number: int) -> Iterator[None]:
-    """Seed the random numbers of Python, numpy and PyTorch on the CPU; afterwards they go on as before."""
+    """Seed the random generators of Python, numpy and PyTorch on the CPU; restore their state afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(number)
     np.random.seed([number & 0xFFFFFFFF, number >> 32])
@@ -216,7 +215,7 @@ def _with_id(sample: Any, number: int | str) -> Any:
 
 
 def _same(first: Any, second: Any, unknown: set[str]) -> bool:
-    """Return whether two samples are equal; types that cannot tell are added to `unknown`."""
+    """Return whether two samples are equal; types that cannot be compared are added to `unknown`."""
     if type(first) is not type(second):
         return False
     if isinstance(first, torch.Tensor):
@@ -227,7 +226,7 @@ def _same(first: Any, second: Any, unknown: set[str]) -> bool:
         return first.keys() == second.keys() and all(_same(value, second[key], unknown) for key, value in first.items())
     if isinstance(first, tuple | list):
         return len(first) == len(second) and all(_same(*pair, unknown) for pair in zip(first, second, strict=True))
-    if hasattr(first, "tobytes"):  # Pillow's pictures, numpy's numbers
+    if hasattr(first, "tobytes"):  # Pillow images, numpy scalars
         return bool(first.tobytes() == second.tobytes())
     if isinstance(first, _PLAIN):
         return bool(first == second or first != first)
@@ -243,7 +242,7 @@ def _checked_id(sample_id: Any) -> int | str:
     if isinstance(sample_id, bool) or not isinstance(sample_id, int | str):
         raise SettingsError(f"sample id {sample_id!r}: must be an integer or a string")
     if isinstance(sample_id, int) and not 0 <= sample_id < _MOST_ID:
-        raise SettingsError(f"sample id {sample_id}: integers must be from 0 to {_MOST_ID - 1}; name others by strings")
+        raise SettingsError(f"sample id {sample_id}: integers must be from 0 to {_MOST_ID - 1}; use strings for others")
     return sample_id
 
 

@@ -1,13 +1,13 @@
-"""Keeps soft labels, so that teachers are asked only once for inputs which do not change.
+"""Caches soft labels, so that teachers are asked only once for inputs that do not change.
 
-`SoftLabelCache` keeps rows by sample id, apart for everything else that an answer depends on (`CacheKey`), in memory
-and in a folder that several processes may share. `load_labels` reads such a folder whole. Inside:
+`SoftLabelCache` stores rows by sample id, separately for each `CacheKey` (everything else that an answer depends on),
+in memory or in a folder that several processes may share. `load_labels` reads a whole folder. Modules:
 
-- `records`: the identity of labels, and how a row of several outputs becomes a run of bytes;
+- `records`: the identity of labels, and the encoding of a row of several outputs as bytes;
 - `folder`: the records on disk, in a SQLite database;
-- `store`: the front, and the records in memory; `labels`: `load_labels`.
+- `store`: the cache's interface, and the records in memory; `labels`: `load_labels`.
 
-What does not belong here: deciding when to ask teachers.
+Deciding when to ask teachers does not belong here.
 """
 
 from __future__ import annotations

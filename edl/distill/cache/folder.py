@@ -2,19 +2,19 @@
 
 ::
 
-    key      what labels depend on (`CacheKey` as JSON), the layout of their records, which data they are of
+    key      what labels depend on (`CacheKey` as JSON), the layout of their records, their data set
     label    a record under a key and sample id, with a checksum; numbers grow, so the lowest is the oldest
 
-Several processes of a machine share the database. In WAL mode none of them waits to read. The labels of a `put` are one
-transaction, which the disk need not have when it ends (`synchronous = NORMAL`): a sync takes longer than the labels. A
-process that is killed loses nothing, because the system has them; a machine that loses power loses what came after the
-last `flush`. Either way the database holds whole labels only. Under a bound (`disk_bytes`) the oldest labels make room
-in the same transaction, and their pages are used again.
+Several processes on a machine share the database. In WAL mode none of them waits to read. The labels of a `put` are one
+transaction, which need not be on disk when it ends (`synchronous = NORMAL`): a sync takes longer than the labels. A
+killed process loses nothing, because the system has the labels; a power failure loses everything since the last
+`flush`. Either way the database contains only whole labels. Under a bound (`disk_bytes`) the oldest labels are deleted
+in the same transaction, and their pages are reused.
 
-A key's number is random, and changes when its labels are discarded because the data are others. Each process remembers
-the number that it began with, and each of its transactions checks it, so no label of the data before comes afterwards.
+A key's number is random, and changes when its labels are discarded because the data changed. Each process remembers the
+number that it began with, and each of its transactions checks it, so no label of the old data is added afterwards.
 
-Disks, and what lies between, flip bits: each label has a checksum over its key, layout, id and bytes, verified when it
+Disks and the path to them flip bits, so each label has a checksum over its key, layout, id and bytes, verified when it
 is first read. A label that fails counts as missing.
 """
 
@@ -43,14 +43,14 @@ logger = logging.getLogger("edl.distill")
 
 _DATABASE = "labels.sqlite"
 _PAGE_NBYTES = 8192
-"""Two rows of 1,000 float32. Labels of texts are read faster from larger pages, single rows more slowly."""
+"""Two rows of 1,000 float32. Larger pages speed up reading labels of texts and slow down reading single rows."""
 _JOURNAL_PAGES = (48 << 20) // _PAGE_NBYTES
-"""Pages after which the journal goes into the database, with a sync: enough that syncs do not count."""
+"""Pages after which the journal is moved into the database, with a sync: enough that syncs cost little."""
 _TABLES = Tables(
     kind="soft-label cache",
     application_id=0x45444C43,  # "EDLC"
-    version=3,  # 1 had the labels in files beside the database, 2 the columns of a sequence one after the other
-    # `label_id` tells which labels there are, so that no record is read for that.
+    version=3,  # 1 stored labels in files beside the database, 2 a sequence column by column
+    # The index `label_id` lists the labels, so that listing them reads no record.
     schema="""
         CREATE TABLE key (number INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE, layout TEXT, data_set TEXT);
         CREATE TABLE label (
@@ -60,34 +60,34 @@ _TABLES = Tables(
         CREATE INDEX label_id ON label (key, id, fingerprint, size)
     """,
     error=lambda words, is_busy: TemporaryError(words),
-    remedy="name another folder, or delete the folder, and its labels are asked for again",
-    elsewhere="Give each machine a folder on a disk of its own (load_labels reads several)",
+    remedy="name a different folder, or delete this one to request its labels again",
+    elsewhere="Give each machine a folder on its own disk (load_labels reads several)",
     pragmas=(
         "synchronous = NORMAL",
         f"wal_autocheckpoint = {_JOURNAL_PAGES}",
-        "cache_size = -16000",  # KiB: the index's pages stay while records pass
+        "cache_size = -16000",  # KiB: keeps the index's pages in memory while records are read
     ),
-    new_pragmas=(f"page_size = {_PAGE_NBYTES}", "auto_vacuum = INCREMENTAL"),  # the latter for a bound that is lowered
+    new_pragmas=(f"page_size = {_PAGE_NBYTES}", "auto_vacuum = INCREMENTAL"),  # the latter for a lowered bound
 )
 _NUMBER_BITS = 62
-"""Random bits of a key's number, which must not come again; SQLite's integers have 63."""
+"""Random bits of a key's number, which must not repeat; SQLite's integers have 63."""
 _NUMBER = "(SELECT number FROM key WHERE text = ?)"
 _KEY = "SELECT number, layout, coalesce(data_set, '') FROM key WHERE text = ?"
 _PART = 16
-"""A transaction under a bound adds a sixteenth of it at most, so that few labels make room too early."""
+"""A transaction adds at most a sixteenth of the bound, so that few labels are deleted too early."""
 _LABEL_NBYTES = 128
-"""Bytes that a label takes in the database besides its record."""
+"""Bytes that a label takes in the database in addition to its record."""
 _BUSY_S = 30.0
-"""How long to wait for another process that writes: a slow disk takes seconds for a batch."""
+"""How long to wait while another process writes: a slow disk takes seconds per batch."""
 READ_AT_ONCE = 64
-"""Labels that are read at a time where many are, so that memory stays bounded for wide rows."""
+"""Labels to read at a time when reading many, so that memory stays bounded for wide rows."""
 _MOST_VERIFIED = 1 << 22
-"""Labels remembered as verified, about 200 bytes each: hashing a label takes as long as reading it."""
+"""Number of labels remembered as verified, about 200 bytes each: hashing a label takes as long as reading it."""
 
 
 @dataclass(eq=False)
 class Namespace:
-    """The labels of a key: its layout (None before there are any), its number, and which data were noted with it."""
+    """The labels of a key: their layout (None without labels), the key's number, and the data set recorded for it."""
 
     key: CacheKey
     layout: RowLayout | None = None
@@ -99,17 +99,17 @@ class Namespace:
         self._seed: tuple[RowLayout | None, int] = (None, 0)
 
     def checksum(self, sample: SampleId, record: bytes) -> int:
-        """Return the checksum of a label: of its key, layout, id and bytes."""
+        """Return the checksum of a label's key, layout, id and bytes."""
         if self._seed[0] is not self.layout:
             self._seed = self.layout, zlib.crc32(f"{self.text} {self.layout}".encode())
         return zlib.crc32(record, zlib.crc32(repr(sample).encode(), self._seed[1]))
 
 
 class LabelFolder:
-    """Reads and writes labels; makes nothing if `read_only`. Thread-safe.
+    """Reads and writes labels; creates nothing if `read_only`. Thread-safe.
 
-    Counts the labels `evicted` to make room, and the `failures` of `put`, of which `failure` is the last. Remembers the
-    keys and ids of labels found `damaged`, and why it was `unreadable` last.
+    Counts the labels `evicted` to make room, and the `failures` of `put`; `failure` is the last one. Remembers the keys
+    and ids of labels found `damaged`, and why the folder was last `unreadable`.
     """
 
     def __init__(self, path: object, limit_bytes: int | None = None, *, read_only: bool = False) -> None:
@@ -121,7 +121,7 @@ class LabelFolder:
         self._said: set[str] = set()
         self._verified: set[tuple[int, int, SampleId]] = set()
         self._pid = os.getpid()
-        self._lost = 0  # labels that could not be written since the last flush
+        self._lost = 0  # labels not written since the last flush
         self._has_written = False
         try:
             if not read_only:
@@ -134,30 +134,30 @@ class LabelFolder:
                 )
         except OSError as exc:
             raise SettingsError(f"soft-label cache {str(path)!r}: {exc.strerror or exc}") from exc
-        # Two connections: one that is in a transaction would show labels before they are certain.
+        # Two connections: one in a transaction would show uncommitted labels.
         self._reading, self._writing = (_Database(path, read_only) for _ in range(2))
         try:
             self._reading.file()
-        except TemporaryError as exc:  # a full disk, say: that may pass
-            self._warn(f"labels cannot be read now, and are asked for again: {exc}")
+        except TemporaryError as exc:  # such as a full disk, which may be temporary
+            self._warn(f"labels cannot be read now and will be requested again: {exc}")
 
     def nbytes(self) -> int:
         """Return the bytes of the database, its journal and its shared memory."""
-        with contextlib.suppress(OSError):  # a journal that goes at this moment
+        with contextlib.suppress(OSError):  # the journal may disappear meanwhile
             return sum(file.stat().st_size for file in self.path.glob(f"{_DATABASE}*"))
         return 0
 
     def _warn(self, words: str, once: str = "") -> None:
-        if (once or words) not in self._said:  # once for each label would fill the log
+        if (once or words) not in self._said:  # a warning per label would fill the log
             self._said.add(once or words)
             logger.warning("soft-label cache %s: %s", self.path, words)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until the disk has all labels. See `SoftLabelCache.flush`."""
+        """Wait until all labels are on disk. See `SoftLabelCache.flush`."""
         try:
             start_call("edl-cache", self._sync).result(timeout_s)
         except futures.TimeoutError as exc:
-            raise TemporaryError(f"soft-label cache {self.path}: not written within {timeout_s:g} s") from exc
+            raise TemporaryError(f"soft-label cache {self.path}: not written to disk within {timeout_s:g} s") from exc
         except OSError as exc:
             raise TemporaryError(f"soft-label cache {self.path} cannot be written: {exc.strerror or exc}") from exc
         lost, self._lost = self._lost, 0
@@ -170,10 +170,10 @@ class LabelFolder:
             os.fsync(journal.fileno())
 
     def close(self) -> None:
-        """Have the disk write what it has, and close the database. May be called twice. Not for a forked child."""
+        """Sync to disk, and close the database. May be called twice. Not for a forked child."""
         if os.getpid() != self._pid:
             return
-        self._lost = 0  # these are in the log
+        self._lost = 0  # these were logged
         try:
             if self._has_written:
                 self.flush(_BUSY_S)
@@ -195,7 +195,7 @@ class LabelFolder:
         return found
 
     def refresh(self, space: Namespace) -> None:
-        """Find out which layout the labels have, if that is not known."""
+        """Read the layout of the labels if it is not known yet."""
         if space.layout is None and (found := self._found_key(space)) is not None and found[1] is not None:
             space.number = found[0] if space.number is None else space.number
             try:
@@ -213,7 +213,7 @@ class LabelFolder:
         return [sample for (sample,) in self._query(sql, space.text)]
 
     def read(self, space: Namespace, ids: Sequence[SampleId]) -> dict[SampleId, bytes]:
-        """Return the records of those ids that have one, but for damaged ones."""
+        """Return the records of these ids, without missing and damaged ones."""
         records: dict[SampleId, bytes] = {}
         self.refresh(space)
         if len(self._verified) > _MOST_VERIFIED:
@@ -223,20 +223,20 @@ class LabelFolder:
             places = ",".join("?" * len(part))
             sql = f"SELECT number, id, checksum, record FROM label WHERE key = {_NUMBER} AND id IN ({places})"
             for number, sample, checksum, record in self._query(sql, space.text, *part):
-                # Numbers alone may come again; a damaged index has another label's number for a sample.
+                # Numbers may be reused; a damaged index may give a sample another label's number.
                 version = number, checksum, sample
                 if version not in self._verified:
                     if type(record) is not bytes or space.checksum(sample, record) != checksum:
                         self.damaged.add((space.text, sample))
-                        again = "a reader and `edl label` ask for them again"
-                        self._warn(f"labels are damaged, that of sample {sample!r} first: {again}", "damaged")
+                        again = "a reader and `edl label` request them again"
+                        self._warn(f"labels are damaged, first that of sample {sample!r}: {again}", "damaged")
                         continue
                     self._verified.add(version)
                 records[sample] = record
         return records
 
     def read_all(self, space: Namespace) -> Iterator[dict[SampleId, bytes]]:
-        """Yield all records, some at a time, but for damaged ones."""
+        """Yield all records except damaged ones, some at a time."""
         ids = self.ids(space)
         for start in range(0, len(ids), READ_AT_ONCE):
             yield self.read(space, ids[start : start + READ_AT_ONCE])
@@ -246,18 +246,18 @@ class LabelFolder:
             return self._reading.query(sql, values)
         except (SettingsError, TemporaryError) as exc:
             self.unreadable = str(exc)
-            self._warn(f"labels cannot be read now, and are asked for again: {exc}")
+            self._warn(f"labels cannot be read now and will be requested again: {exc}")
             return []
 
-    # Which data the labels are of
+    # The data set of the labels
 
     def data_set(self, space: Namespace) -> str:
-        """Return what `note_data_set` wrote down; empty if nothing is known. From here on `space` is of these data."""
+        """Return the text of `note_data_set`, empty if unknown. From now on `space` belongs to these data."""
         space.number, _, space.data_set = self._found_key(space) or (None, None, "")
         return space.data_set
 
     def check_data_set(self, space: Namespace) -> None:
-        """Raise `ConflictError` if labels were discarded since `data_set` or `note_data_set`, for other data."""
+        """Raise `ConflictError` if labels were discarded for other data since `data_set` or `note_data_set`."""
         found = self._found_key(space)
         if found is not None:
             if space.number not in (None, found[0]):
@@ -265,13 +265,13 @@ class LabelFolder:
             space.data_set = found[2]
 
     def note_data_set(self, space: Namespace, text: str, *, relabel: bool = False) -> None:
-        """Write down which data the labels are of, for a later process to compare.
+        """Record which data the labels belong to, for a later process to compare.
 
-        With `relabel` also forget the labels, which are of other data. Call it before the first is read.
+        With `relabel`, also delete the labels, which belong to other data. Call this before reading labels.
 
         Raises:
-            ConflictError: Another process wrote down other data since `data_set` was asked for.
-            TemporaryError: It could not be written.
+            ConflictError: Another process recorded other data since `data_set` was called.
+            TemporaryError: The folder could not be written.
         """
         with self._writing.transaction() as db:
             number, _, there = self._row_of(db, space)
@@ -286,26 +286,26 @@ class LabelFolder:
 
     def _discarded(self) -> str:
         return (
-            f"the folder {str(self.path)!r} is another run's now, which labels other data there (with --relabel, or "
-            "before there were labels), so this run's labels were discarded: give each data set a folder of its own"
+            f"the folder {str(self.path)!r} now belongs to another run, which labels other data (with --relabel, or "
+            "because it had no labels), so this run's labels were discarded: give each data set its own folder"
         )
 
     # Writing
 
     def put(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
-        """Add labels. Those that cannot be written are logged, counted, and missing: they are asked for again."""
+        """Add labels. Those that cannot be written are logged and counted, and will be requested again."""
         try:
             self._write(space, records)
             self._has_written = True
-            self._said.discard(self.failure)  # to be said again if it fails again
+            self._said.discard(self.failure)  # so that the next failure is logged again
         except EDLError as exc:
             self.failure = str(exc)
-            self._warn(f"{len(records)} rows were not written, and will be asked for again: {exc}", self.failure)
+            self._warn(f"{len(records)} rows were not written and will be requested again: {exc}", self.failure)
             self.failures += 1
             self._lost += len(records)
 
     def _write(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
-        # The last page of a long record is partly empty, as is each page of short ones.
+        # The last page of a long record is partly empty, like each page of short ones.
         nbytes = sum(len(record) + min(len(record), _PAGE_NBYTES) + _LABEL_NBYTES for record in records.values())
         if self.limit_bytes is not None and nbytes > self.limit_bytes // _PART:
             if len(records) == 1:
@@ -339,16 +339,16 @@ class LabelFolder:
                 break
             if any(of == key for _, of in oldest):
                 self._warn(
-                    "it is full: labels of the same teacher and data set make room for each other, so teachers are "
+                    "it is full: labels of the same teacher and data set displace each other, so teachers are "
                     f"asked for them again; raise disk_bytes={self.limit_bytes}"
                 )
             db.execute("DELETE FROM label WHERE number <= ?", (oldest[-1][0],))
             self.evicted += len(oldest)
-        for _ in range(count("page_count") - most_pages):  # the bound was higher before
-            db.execute("PRAGMA incremental_vacuum(1)")  # of more pages, Python's sqlite3 would free one as well
+        for _ in range(count("page_count") - most_pages):  # if the bound was higher before
+            db.execute("PRAGMA incremental_vacuum(1)")  # Python's sqlite3 frees only one page per call
 
     def _enter_key(self, db: sqlite3.Connection, space: Namespace) -> int:
-        """Return the number of a key, with its layout as it is and will be in the database."""
+        """Return the number of a key, after merging its layout with the one in the database."""
         assert space.layout is not None
         number, text, _ = self._row_of(db, space)
         if space.number not in (None, number):
@@ -356,31 +356,31 @@ class LabelFolder:
         space.number = number
         there = RowLayout.from_json(text) if text is not None else space.layout
         if (merged := there.merged(space.layout)) is None:
-            raise SettingsError(f"its rows are {space.layout}; others of the same key are {there}")
+            raise SettingsError(f"its rows are {space.layout}, but others of the same key are {there}")
         if text is None or merged != there:
             db.execute("UPDATE key SET layout = ? WHERE number = ?", (merged.to_json(), number))
         space.layout = merged
         return number
 
     def _row_of(self, db: sqlite3.Connection, space: Namespace) -> tuple[int, str | None, str]:
-        """Return number, layout and data set of a key. It is made if it is missing, as in a folder that was deleted."""
+        """Return number, layout and data set of a key. The key is added if missing, as after the folder was deleted."""
         new = space.number or secrets.randbits(_NUMBER_BITS), space.text, space.data_set
         db.execute("INSERT OR IGNORE INTO key (number, text, data_set) VALUES (?, ?, ?)", new)
         row: tuple[int, str | None, str] | None = db.execute(_KEY, (space.text,)).fetchone()
-        if row is None:  # another key has this number now
+        if row is None:  # another key has this number
             raise ConflictError(self._discarded())
         return row
 
 
 def folder_path(path: object) -> Path:
-    """Return the path of a folder that is named. An empty name is refused: it would be the current folder."""
+    """Return the path of a named folder. An empty name, which would mean the current folder, is refused."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise SettingsError(f"{path!r} names no folder of labels: pass its path, such as 'labels'")
+        raise SettingsError(f"{path!r} does not name a folder of labels: pass a path such as 'labels'")
     return Path(path)
 
 
 class _Database:
-    """A connection to a folder's database, opened again where another database took its place."""
+    """A connection to a folder's database, reopened if another database replaced it."""
 
     def __init__(self, folder: Path, read_only: bool) -> None:
         self._folder = folder
@@ -389,7 +389,7 @@ class _Database:
         self._lock = threading.RLock()
 
     def file(self) -> SqliteFile:
-        """Return the connection: one that writes if that is possible, otherwise one that reads what is there."""
+        """Return the connection: writable if possible, otherwise read-only."""
         if self._file is not None and (self._file.change() == "" or not (self._file.writable or self._read_only)):
             self.close()
         if self._file is None:
@@ -398,12 +398,12 @@ class _Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run a transaction that writes."""
+        """Run a write transaction."""
         with self._lock, self.file().transaction() as db:
             yield db
 
     def query(self, sql: str, values: Sequence[Any]) -> list[Any]:
-        """Return the rows that a statement finds."""
+        """Return the rows of a query."""
         with self._lock:
             file = self.file()
             with file.translated():
@@ -422,10 +422,10 @@ class _Database:
         if not self._read_only and os.access(self._folder, os.W_OK):
             try:
                 return SqliteFile(str(path), _TABLES, _BUSY_S)
-            except (SettingsError, TemporaryError) as exc:  # the disk is full, say: what is there can still be read
+            except (SettingsError, TemporaryError) as exc:  # such as a full disk: existing labels can still be read
                 if is_open or not path.exists() or not isinstance(exc.__cause__, sqlite3.OperationalError):
                     raise
-        if path.exists():  # where no process has it open, it can be read from anywhere, also from another machine
+        if path.exists():  # a database that no process has open can be read from anywhere, even another machine
             return SqliteFile(str(path), _TABLES, _BUSY_S, "rw" if is_open else "ro&immutable=1")
         if self._read_only:
             return SqliteFile(str(path), _TABLES, _BUSY_S, "memory")  # an empty one

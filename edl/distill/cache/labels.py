@@ -22,12 +22,12 @@ from edl.protocol.tensors import Array
 
 @dataclass(frozen=True, eq=False)
 class LabelSet:
-    """All labels of a key, in memory: of rows, or of sequences with rows of their own number.
+    """All labels of a key, in memory: of rows, or of sequences with varying numbers of rows.
 
     Attributes:
-        key: The teacher and the data set that they are of.
-        ids: Integers sorted by value before strings sorted likewise; [rows] or [sequences].
-        outputs: Arrays [rows, ...] or `TopK`, in the order of `ids`; of sequences the rows of all, behind one another.
+        key: The teacher and the data set of the labels.
+        ids: Sample ids, sorted, integers before strings; [rows] or [sequences].
+        outputs: Arrays [rows, ...] or `TopK`, in the order of `ids`; for sequences, the concatenated rows of all.
         sequences: Ids, lengths and fingerprints of the sequences, in the order of `ids`; None for labels of rows.
     """
 
@@ -46,7 +46,7 @@ class LabelSet:
             ids: Ids of the samples, [rows], a sequence or an integer array.
 
         Raises:
-            SettingsError: some of them lack a label, or the labels are of sequences.
+            SettingsError: Some samples have no label, or the labels are of sequences.
         """
         if self.sequences is not None:
             raise SettingsError("these are labels of sequences: read them with of_sequences(ids) or padded(ids, mask)")
@@ -54,33 +54,33 @@ class LabelSet:
         return {name: output[index] for name, output in self.outputs.items()}
 
     def of_sequences(self, ids: Ids, inputs: Mapping[str, Sequence[Any]] | None = None) -> list[dict[str, Any]]:
-        """Return the outputs of each of these sequences, arrays [tokens, ...] or `TopK` of its own.
+        """Return the outputs of each of these sequences as an array [tokens, ...] or a `TopK`.
 
         Args:
             ids: Ids of the sequences.
-            inputs: The texts themselves, to see that they are those which were labelled: by the name of the teachers'
-                input, [tokens, ...] for each sequence. None to trust the ids.
+            inputs: The texts themselves, to check that they are the ones labelled: by name of the teachers' input,
+                [tokens, ...] for each sequence. None to trust the ids.
 
         Raises:
-            SettingsError: some of them lack a label, or have that of another text; or labels are of rows.
-            SourceError: a text is a tensor that cannot be read as it is.
+            SettingsError: Some have no label or another text's label, or the labels are for rows.
+            SourceError: A text is a tensor that cannot be read as an array.
         """
         texts = {name: [_array_of(text, f"input {name!r}") for text in texts] for name, texts in (inputs or {}).items()}
         index = self._rows_of_texts(ids, texts if inputs is not None else None)
         return [{name: output[rows] for name, output in self.outputs.items()} for rows in index]
 
     def padded(self, ids: Ids, mask: Any, inputs: Mapping[str, Any] | None = None) -> dict[str, Array | TopK]:
-        """Return the outputs of a batch of padded sequences, [sequences, length, ...], 0 where nothing is a token.
+        """Return the outputs of a batch of padded sequences, [sequences, length, ...], with 0 outside tokens.
 
         Args:
-            ids: Ids of the sequences; that of a sequence without tokens is not looked up.
-            mask: Which elements are tokens, 0 and 1 [sequences, length], such as a collator's `attention_mask`; an
-                array or a tensor. A sequence must have as many tokens as when it was labelled.
-            inputs: The texts themselves, as for `of_sequences`: [sequences, length, ...] by the name of the input.
+            ids: Ids of the sequences; sequences without tokens are not looked up.
+            mask: Token mask, 0 and 1 [sequences, length], such as a collator's `attention_mask`; an array or a tensor.
+                A sequence must have as many tokens as when labelled.
+            inputs: The texts themselves, as for `of_sequences`: [sequences, length, ...] by input name.
 
         Raises:
-            SettingsError: some of them lack a label, or have that of another text; or labels are of rows.
-            SourceError: the mask is none, or it or a text is a tensor that cannot be read as it is.
+            SettingsError: Some have no label or another text's label, or the labels are for rows.
+            SourceError: The mask is invalid, or the mask or a text is a tensor that cannot be read as an array.
         """
         kept = as_token_mask(_array_of(mask, "the batch: its mask"), "the batch")
         samples = as_ids(ids)
@@ -95,14 +95,13 @@ class LabelSet:
         for row, labelled in zip(rows, found, strict=True):
             if len(labelled) != kept[row].sum():
                 raise SettingsError(
-                    f"sample {samples[row]!r} has {kept[row].sum()} tokens, and the text that was labelled "
-                    f"{len(labelled)}"
+                    f"sample {samples[row]!r} has {kept[row].sum()} tokens, but the labelled text has {len(labelled)}"
                 )
         index = np.concatenate([np.empty(0, np.intp), *found])
         return {name: padded(output[index], kept) for name, output in self.outputs.items()}
 
     def _rows_of_texts(self, ids: Ids, texts: Mapping[str, Sequence[Array]] | None) -> list[Array]:
-        """Return the rows of each of these sequences, after a comparison with their texts, if these are given."""
+        """Return the rows of each of these sequences, after comparing their texts if given."""
         sequences = self.sequences
         if sequences is None:
             raise SettingsError("these are labels of rows: read them with rows(ids)")
@@ -111,7 +110,7 @@ class LabelSet:
             missing = sorted({*sequences.inputs} - {*texts})
             if missing:
                 raise SettingsError(
-                    f"texts were labelled by their inputs {list(sequences.inputs)}: {missing[0]!r} is missing"
+                    f"texts were labelled with inputs {list(sequences.inputs)}: {missing[0]!r} is missing"
                 )
             lengths = {name: [len(part) for part in texts[name]] for name in sequences.inputs}
             own, *others = lengths.values()
@@ -121,7 +120,7 @@ class LabelSet:
             assert sequences.fingerprints is not None
             same = fingerprints_of(columns, np.array(own, np.int64)) == sequences.fingerprints[places]
             for place in np.array(places)[~same][:1]:
-                raise SettingsError(f"sample {self.ids[place]!r} is not the text that was labelled under this id")
+                raise SettingsError(f"sample {self.ids[place]!r} is not the text labelled under this id")
         return [np.arange(self._stops[place], self._stops[place + 1]) for place in places]
 
     def _places(self, ids: Ids) -> list[int]:
@@ -148,7 +147,7 @@ class LabelSet:
 def load_labels(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], key: CacheKey | None = None
 ) -> LabelSet:
-    """Read the labels that `edl label` or a `SoftLabelCache` wrote to the folder `path`.
+    """Read the labels that `edl label` or a `SoftLabelCache` wrote to a folder.
 
     ::
 
@@ -160,15 +159,15 @@ def load_labels(
         top_k = labels.padded(batch["id"], batch["attention_mask"])["logprobs"]  # TopK of [sequences, length, k]
 
     Args:
-        path: A folder; or several, where machines wrote to folders of their own. If several have a label of one
-            sample, that of the last folder counts.
-        key: Which labels, if the folders have those of several teachers or data sets.
+        path: A folder, or several, if each machine wrote to its own. If several have a label for one sample, the last
+            folder's label counts.
+        key: Which labels to read, if the folders have those of several teachers or data sets.
 
     Returns:
         All labels of the key, in memory.
 
     Raises:
-        SettingsError: the folders hold nothing, several keys to choose from, or labels that do not fit together.
+        SettingsError: The folders contain no labels, labels of several keys, or labels that cannot be combined.
     """
     paths: list[Any] = [*path] if isinstance(path, Iterable) and not isinstance(path, str) else [path]
     roots = [folder_path(part) for part in paths]
@@ -176,7 +175,7 @@ def load_labels(
         raise SettingsError("no folder of labels: name at least one")
     for root in roots:
         if not root.is_dir():
-            raise SettingsError(f"{str(root)!r} is not a folder: name the one that `edl label --output` wrote to")
+            raise SettingsError(f"{str(root)!r} is not a folder: pass the one that `edl label --output` wrote to")
     name = ", ".join(repr(str(root)) for root in roots)
     layout: RowLayout | None = None
     records: dict[SampleId, bytes] = {}
@@ -192,13 +191,13 @@ def load_labels(
             merged = layout.merged(space.layout) if layout is not None and space.layout is not None else space.layout
             if merged is None and space.layout is not None:
                 raise SettingsError(
-                    f"labels in {str(folder.path)!r} are {space.layout}, those of the folders before it {layout}: they "
-                    "do not go together"
+                    f"labels in {str(folder.path)!r} are {space.layout}, but in the folders before it {layout}: "
+                    "they cannot be combined"
                 )
             layout = merged or layout
         if layout is None or not records:
             why = "".join(f"; they cannot be read: {folder.unreadable}" for folder in folders if folder.unreadable)
-            what = "no labels" if key is None else f"no labels of {key} that are whole"
+            what = "no labels" if key is None else f"no intact labels of {key}"
             raise SettingsError(f"{name} has {what}: `edl label --output` writes some{why}")
     ids = sorted(records, key=lambda sample: (isinstance(sample, str), sample))
     packed = [records[sample] for sample in ids]
@@ -213,5 +212,5 @@ def load_labels(
 def _array_of(value: Any, what: str) -> Array:
     try:
         return np.asarray(value)
-    except (RuntimeError, TypeError, ValueError) as exc:  # a tensor that requires grad, lies on a GPU, is sparse, ...
-        raise SourceError(f"{what}: cannot be made an array: {exc}") from exc
+    except (RuntimeError, TypeError, ValueError) as exc:  # a tensor that requires grad, is on a GPU, is sparse, ...
+        raise SourceError(f"{what}: cannot be converted to an array: {exc}") from exc

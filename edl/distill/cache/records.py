@@ -1,11 +1,11 @@
-"""Labels: the key and the id by which one is kept, and how its outputs become a run of bytes, its record.
+"""Labels: the key and the id under which each is stored, and the encoding of its outputs as bytes, its record.
 
-`CacheKey` stands for everything that is the same for all samples of a teacher and data set. Ids are integers or
-strings. They may come with fingerprints of the inputs, which tell one text from another that comes under the same id:
-always for sequences (`SequenceIds`), for one row in 16 otherwise (`RowIds`).
+`CacheKey` identifies everything that all samples of a teacher and data set share. Ids are integers or strings. They may
+have fingerprints of the inputs, which distinguish texts that appear under the same id: always for sequences
+(`SequenceIds`), for one row in 16 otherwise (`RowIds`).
 
-A record is the fingerprint of the sample's inputs (0 where it was not computed), then the sample's rows: one, or those
-of a sequence. A row has its columns one after the other; `TopK` is three columns.
+A record is the fingerprint of the sample's inputs (0 if not computed), followed by the sample's rows: one, or those of
+a sequence. A row is its columns in order; `TopK` is three columns.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Head: TypeAlias = tuple[int, bytes]
 """Rows and fingerprint of a sample."""
 
 FINGERPRINT_NBYTES = 8
-"""Two texts share a fingerprint by chance in 1 of 2**64 cases; it does not keep out an attacker."""
+"""Two texts share a fingerprint by chance in 1 of 2**64 cases; it does not stop an attacker."""
 UNKNOWN = bytes(FINGERPRINT_NBYTES)
-"""In place of a fingerprint that was not computed."""
+"""Replaces a fingerprint that was not computed."""
 _FINGERPRINTED_ONE_IN = 16
-"""Rows of which one has a fingerprint: hashing every image would take a core, and a data set that has changed as a
-whole shows at once."""
+"""One row in this many has a fingerprint: hashing every image would take a core, and a data set that changed as a whole
+is noticed at once."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,21 @@ class CacheKey:
 
     Attributes:
         model: The model's name in requests.
-        version: The model's version as the answer names it, or the model's metadata where answers name none. Another
-            version is another teacher.
+        version: The model's version as named by the answer, or by the model's metadata if answers name none. A
+            different version is a different teacher.
         outputs: Names of the outputs kept.
         top_k: The k of `TopK` labels, None for whole outputs.
-        temperature: The temperature of `TopK` labels; without `top_k` it plays no part and becomes 1.
-        dtype: "float16" or "float32" if the labels were asked for or stored in it, None as the model gives them.
+        temperature: The temperature of `TopK` labels; without `top_k` it has no effect and becomes 1.
+        dtype: "float16" or "float32" if the labels were requested or stored as that, None for the model's own.
         dataset: The user's tag for what the ids mean: the data set, its version, how samples are augmented. Ids of an
             augmented sample must name the augmentation too (for example `f"{index}/{seed}"`).
-        service: The source of the version: the service's name, or the endpoints of fixed teachers. Version "1" of
-            another service is another model. Empty where the teachers say that the version is a hash of the weights,
-            as `edl serve` does: that is the same model wherever it is served.
-        inputs: Names of the inputs sent, where the teachers do not say which inputs their model has; sorted.
+        service: The source of the version: the service's name, or the endpoints of fixed teachers. Version "1" of a
+            different service is a different model. Empty if the teachers say that the version is a hash of the weights,
+            as `edl serve` does: it is then the same model wherever it is served.
+        inputs: Sorted names of the inputs sent, if the teachers do not say which inputs their model has.
 
     Raises:
-        SettingsError: a value of another type, or no output.
+        SettingsError: A value has the wrong type, or no output is named.
     """
 
     model: str
@@ -86,14 +86,14 @@ class CacheKey:
             raise SettingsError(f"cache key with temperature={self.temperature!r}: must be a finite number above 0")
         if self.dtype not in (None, "float16", "float32"):
             raise SettingsError(f"cache key with dtype={self.dtype!r}: must be 'float16', 'float32' or None")
-        # Plain numbers, because JSON does not know numpy's.
+        # Plain numbers, because JSON cannot encode numpy's.
         object.__setattr__(self, "outputs", tuple(self.outputs))
         object.__setattr__(self, "inputs", tuple(sorted(self.inputs)))
         object.__setattr__(self, "top_k", int(self.top_k) if self.top_k is not None else None)
         object.__setattr__(self, "temperature", float(self.temperature) if self.top_k is not None else 1.0)
 
     def to_json(self) -> str:
-        """Return the same text for equal keys. Fields that older files do not have are left out if empty."""
+        """Return the same text for equal keys. Fields that older files lack are omitted if empty."""
         fields = {name: value for name, value in asdict(self).items() if value or name not in ("service", "inputs")}
         return json.dumps(fields, sort_keys=True, ensure_ascii=True)
 
@@ -102,7 +102,7 @@ class CacheKey:
         """Return the key that `to_json` wrote.
 
         Args:
-            text: The text as it was written.
+            text: The text that was written.
 
         Raises:
             ValueError: `to_json` did not write this.
@@ -113,7 +113,7 @@ class CacheKey:
         except (TypeError, KeyError, RecursionError) as exc:
             raise ValueError(f"not a cache key: {exc}") from exc
         if key.to_json() != json.dumps(fields, sort_keys=True):
-            raise ValueError("not a cache key: values of other types")
+            raise ValueError("not a cache key: values have wrong types")
         return key
 
 
@@ -123,7 +123,7 @@ def as_ids(ids: Ids) -> list[SampleId]:
     if not isinstance(samples, list):
         raise SettingsError(f"sample ids {samples!r}: expected a sequence of integers or strings")
     if not {*map(type, samples)} <= {int, str}:
-        # Scalars of numpy, and tensors without a dimension.
+        # numpy scalars, and tensors without dimensions.
         samples = [sample.item() if getattr(sample, "shape", None) == () else sample for sample in samples]
     for sample in samples:
         if type(sample) not in (int, str):
@@ -136,11 +136,11 @@ def as_ids(ids: Ids) -> list[SampleId]:
 
 
 class RowIds(list[SampleId]):
-    """Sample ids of rows, with the fingerprints of the inputs of some of them, to notice that a data set has changed.
+    """Sample ids of rows, with fingerprints of some rows' inputs, to notice that a data set has changed.
 
     Args:
         ids: The ids, [rows].
-        fingerprints: 8 bytes by id, of as many ids as wanted.
+        fingerprints: 8 bytes by id, for any of the ids.
     """
 
     def __init__(self, ids: Iterable[SampleId], fingerprints: Mapping[SampleId, bytes]) -> None:
@@ -170,12 +170,12 @@ class SequenceIds:
 
     Attributes:
         ids: The ids, integers and strings, [sequences].
-        lengths: int64 [sequences], rows of each; None where only the ids are known.
-        fingerprints: uint64 [sequences], of the inputs; None where only the ids are known.
-        inputs: Names of the inputs that the fingerprints are of, sorted.
+        lengths: int64 [sequences], rows of each; None if only the ids are known.
+        fingerprints: uint64 [sequences], of the inputs; None if only the ids are known.
+        inputs: Sorted names of the inputs that the fingerprints cover.
 
     Raises:
-        SettingsError: these do not have the same length.
+        SettingsError: The fields have different lengths.
     """
 
     ids: Sequence[SampleId]
@@ -186,25 +186,25 @@ class SequenceIds:
     def __post_init__(self) -> None:
         counts = {len(part) for part in (self.ids, self.lengths, self.fingerprints) if part is not None}
         if len(counts) > 1:
-            raise SettingsError(f"{len(self.ids)} ids of sequences, with lengths or fingerprints of another number")
+            raise SettingsError(f"{len(self.ids)} sequence ids, but a different number of lengths or fingerprints")
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, places: slice | Array) -> SequenceIds:
-        """Return some of them: a slice, or those where a bool [sequences] is true."""
+        """Return some of the sequences: a slice, or those selected by a bool mask [sequences]."""
         ids = [self.ids[at] for at in np.arange(len(self.ids))[places].tolist()]
         lengths, prints = (part[places] if part is not None else None for part in (self.lengths, self.fingerprints))
         return SequenceIds(ids, lengths, prints, self.inputs)
 
     @property
     def rows(self) -> int:
-        """Rows of all sequences, 0 where they are not known."""
+        """Total rows of all sequences, 0 if unknown."""
         return int(self.lengths.sum()) if self.lengths is not None else 0
 
     @property
     def heads(self) -> list[Head] | None:
-        """Rows and fingerprint of each sequence; None where they are not known."""
+        """Rows and fingerprint of each sequence; None if unknown."""
         if self.lengths is None or self.fingerprints is None:
             return None
         prints = self.fingerprints.astype("<u8").tobytes()
@@ -215,12 +215,12 @@ class SequenceIds:
 def fingerprints_of(inputs: Mapping[str, Array], lengths: Array, positions: Array | None = None) -> Array:
     """Return fingerprints of the inputs of sequences, uint64 [sequences].
 
-    Numbers count by their value: token ids as int32 and as int64 have the same fingerprint.
+    Only the values of numbers count: token ids as int32 and as int64 have the same fingerprint.
 
     Args:
-        inputs: The inputs of all sequences behind one another, [rows, ...] by name.
+        inputs: The concatenated inputs of all sequences, [rows, ...] by name.
         lengths: Rows of each sequence, [sequences].
-        positions: Positions of the rows in their sequences, [rows]. They count where they are not those from 0 on.
+        positions: Positions of the rows in their sequences, [rows]. They count unless they are 0, 1, 2, ...
     """
     stops = np.cumsum(lengths, dtype=np.int64).tolist()
     places = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
@@ -252,7 +252,7 @@ class RowLayout:
     Attributes:
         columns: A structured dtype, little-endian, its fields sorted by name.
         top_k: Temperature and number of classes of each output that is `TopK`.
-        sequence_inputs: The inputs that fingerprints of sequences cover; None where a record is a row.
+        sequence_inputs: The inputs that fingerprints of sequences cover; None if records are rows.
     """
 
     columns: np.dtype[Any]
@@ -264,10 +264,10 @@ class RowLayout:
         return [(name, self.columns[name]) for name in self.columns.names or ()]
 
     def merged(self, other: RowLayout) -> RowLayout | None:
-        """Return the layout of records of both; None where they do not go together.
+        """Return the common layout of both layouts' records; None if they cannot be combined.
 
-        Teachers of one model may know its number of classes or not, as an engine behind a gateway does not: that number
-        counts where it is known.
+        Teachers of one model may or may not know its number of classes (an engine behind a gateway does not): the
+        number is compared only if both know it.
         """
         ours, theirs = self.top_k, other.top_k
         if (self.columns, self.sequence_inputs, {*ours}) != (other.columns, other.sequence_inputs, {*theirs}):
@@ -277,7 +277,7 @@ class RowLayout:
         return replace(self, top_k=merged) if fits else None
 
     def pack(self, arrays: Mapping[str, Array], heads: Sequence[Head]) -> list[bytes]:
-        """Return a record for each head, of as many rows as it says; `arrays` are [rows of all, ...] by column."""
+        """Return a record for each head, with the head's number of rows; `arrays` are [total rows, ...] by column."""
         table = np.empty(sum(rows for rows, _ in heads), self.columns)
         for name in self.columns.names or ():
             table[name] = arrays[name]
@@ -289,7 +289,7 @@ class RowLayout:
         ]
 
     def unpack(self, records: Sequence[bytes]) -> dict[str, Array]:
-        """Return arrays [rows of all, ...] by column."""
+        """Return arrays [total rows, ...] by column."""
         rows = b"".join([memoryview(record)[FINGERPRINT_NBYTES:] for record in records])
         table = np.frombuffer(rows, self.columns)
         return {name: np.ascontiguousarray(table[name]) for name in self.columns.names or ()}
@@ -303,7 +303,7 @@ class RowLayout:
         return self.rows_of(record), record[:FINGERPRINT_NBYTES]
 
     def restore(self, arrays: Mapping[str, Array]) -> dict[str, Array | TopK]:
-        """Return outputs out of columns: the arrays of `TopK` put together again."""
+        """Return outputs from columns, with the arrays of each `TopK` reassembled."""
         outputs: dict[str, Array | TopK] = dict(arrays)
         for name, (temperature, classes) in self.top_k.items():
             ids, values, tail = (arrays[part] for part in top_k_names(name))
@@ -323,7 +323,7 @@ class RowLayout:
         """Return the layout that `to_json` wrote; raise `SettingsError` for any other text."""
         checksum, _, fields = str(text).partition(" ")
         if checksum != f"{zlib.crc32(fields.encode('utf-8', 'replace')):08x}":
-            raise SettingsError("the layout of its rows is damaged: delete the folder, and labels are asked for again")
+            raise SettingsError("the layout of its rows is damaged: delete the folder to request its labels again")
         columns, top_k, inputs = json.loads(fields)
         return cls(
             np.dtype([(name, dtype, tuple(shape)) for name, dtype, shape in columns]),
@@ -371,14 +371,13 @@ def _half(array: Array, half: bool) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Rows, or sequences, that a look-up found.
+    """Rows, or sequences, found by a look-up.
 
     Attributes:
-        mask: bool [ids], which of the ids are there.
-        outputs: Arrays [rows found, ...] or `TopK`, in the order of the ids; empty if none is there. Arrays may be
+        mask: bool [ids], which of the ids were found.
+        outputs: Arrays [rows found, ...] or `TopK`, in the order of the ids; empty if none was found. Arrays may be
             read-only.
-        lengths: int64 [ids] of sequences, how many rows each has (0 where that is not known); None where an id is a
-            row.
+        lengths: int64 [ids], for sequences: the rows of each (0 if unknown); None if an id is a row.
     """
 
     mask: Array
@@ -387,23 +386,23 @@ class Found:
 
     @property
     def row_mask(self) -> Array:
-        """Which rows are there, bool [rows]."""
+        """Which rows were found, bool [rows]."""
         found: Array = self.mask if self.lengths is None else np.repeat(self.mask, self.lengths)
         return found
 
     @property
     def complete(self) -> bool:
-        """Whether every id was there."""
+        """Whether every id was found."""
         return bool(self.mask.all())
 
     def filled(self, rest: Outputs) -> dict[str, Array | TopK]:
         """Return outputs of all rows, in the cache's dtypes.
 
         Args:
-            rest: Outputs of the rows that were not there, in their order.
+            rest: Outputs of the missing rows, in their order.
 
         Raises:
-            SettingsError: `rest` has other outputs or shapes than the rows of the cache.
+            SettingsError: `rest` has different outputs or shapes from the cache's rows.
         """
         if not self.outputs:
             return dict(rest)
@@ -413,8 +412,8 @@ class Found:
         shapes, other_shapes = ({name: array.shape[1:] for name, array in arrays.items()} for arrays in (have, new))
         merged = layout.merged(replace(other, columns=layout.columns)) if shapes == other_shapes else None
         if merged is None:
-            remedy = "rows of several shapes cannot be kept: pad them alike, or leave the cache out"
-            raise SettingsError(f"rows of the cache are {layout}, the others {other}; {remedy}")
+            remedy = "rows of several shapes cannot be cached: pad them to one shape, or use no cache"
+            raise SettingsError(f"rows of the cache are {layout}, but the others are {other}; {remedy}")
         arrays = {}
         for name, found in have.items():
             arrays[name] = array = np.empty((len(mask), *found.shape[1:]), found.dtype)

@@ -1,13 +1,12 @@
-"""`SoftLabelCache`: soft labels by key and sample id, in a folder or in memory. `CacheView`: those of a key.
+"""`SoftLabelCache`: soft labels by key and sample id, in a folder or in memory. `CacheView`: the labels of one key.
 
-`put` packs outputs into records and hands them to the `LabelFolder`, or without a folder to `MemoryTier`. Records of a
-folder are not kept in memory as well: the system does that, and unpacking takes as long as reading.
+`put` packs outputs into records and passes them to the `LabelFolder`, or without a folder to `MemoryTier`. A folder's
+records are not also kept in memory: the system caches them, and unpacking takes as long as reading.
 
-A training loop is the worst case for a memory that drops the least recently used row: an epoch uses every row once, so
-each is gone just before it is wanted again. So `MemoryTier` lets new rows into a full memory rarely: those that are
-there stay and are found again, and yet a working set that changes is followed. (Qureshi et al., "Adaptive Insertion
-Policies for High Performance Caching", ISCA 2007: bimodal insertion.) Rows of a key that is no longer used, such as
-those of an older teacher, make room at once.
+A training loop is the worst case for LRU eviction: an epoch uses every row once, so each is evicted just before it is
+needed again. So `MemoryTier` rarely admits new rows to a full memory: existing rows stay and are found again, yet a
+changing working set is followed. (Qureshi et al., "Adaptive Insertion Policies for High Performance Caching", ISCA
+2007: bimodal insertion.) Rows of a key that is no longer used, such as those of an older teacher, are evicted at once.
 """
 
 from __future__ import annotations
@@ -47,28 +46,28 @@ logger = logging.getLogger("edl.distill")
 _LEAST_BYTES = 1 << 20
 """The smallest bound on disk: the tables alone take tens of KB."""
 ROW_OVERHEAD = 256
-"""Bytes that a row takes in memory besides its record: the objects around it and its place in the dictionary."""
+"""Bytes that a row takes in memory in addition to its record: Python objects and the dictionary entry."""
 ADMIT_ONE_IN = 32
-"""How rarely a row is let into a full memory; the paper's 1/32. With 1 the oldest row would go each time."""
+"""One in this many rows is admitted to a full memory, as in the paper. With 1, each would evict the oldest row."""
 IDLE_AFTER_CALLS = 1024
-"""Calls after which a key's rows make room: several epochs of other keys, so that an ensemble's are kept."""
+"""Calls after which an unused key's rows are evicted: several epochs of other keys, to keep an ensemble's rows."""
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counters since the cache was made, and gauges of this moment.
+    """Counters since the cache was created, and current gauges.
 
     Attributes:
-        hits: Rows looked up that were there.
-        misses: Rows looked up that were not there.
+        hits: Rows looked up and found.
+        misses: Rows looked up and not found.
         memory_rows: Rows in memory.
-        memory_bytes: Bytes of these rows, bookkeeping included.
+        memory_bytes: Bytes of these rows, including bookkeeping.
         disk_rows: Rows on disk under the keys of this cache's views.
-        disk_bytes: Bytes of the database in the folder, its journal included.
-        evicted_rows: Rows that made room in memory.
+        disk_bytes: Bytes of the database in the folder, including its journal.
+        evicted_rows: Rows evicted from memory.
         evicted_disk_rows: Rows that this cache deleted from the disk to make room.
-        failed_writes: Batches that could not be written; their rows will be asked for again.
-        damaged_rows: Rows found on disk that are damaged; they count as misses.
+        failed_writes: Batches that could not be written; their rows will be requested again.
+        damaged_rows: Damaged rows found on disk; they count as misses.
     """
 
     hits: int = 0
@@ -84,7 +83,7 @@ class CacheStats:
 
 
 class SoftLabelCache:
-    """Soft labels by sample id, so that an epoch over the same inputs asks teachers nothing.
+    """Soft labels by sample id, so that an epoch over the same inputs sends no requests to teachers.
 
     ::
 
@@ -94,22 +93,22 @@ class SoftLabelCache:
         if not found.complete:
             ...
 
-    Thread-safe. Several processes of a machine may use one folder at a time; each sees what the others have written. In
-    a forked child it cannot be used: open another one there.
+    Thread-safe. Several processes on a machine may share one folder; each sees what the others have written. It cannot
+    be used in a forked child: open a new one there.
 
     Args:
-        memory_bytes: Bytes of the rows in memory, bookkeeping included, where there is no `path`.
-        path: The folder, made if it is missing; None to keep rows in memory. It must not lie on a file system that
-            several machines share, unless `EDL_SHARED_FILE` is set because one of them uses it.
-        disk_bytes: Bytes of the folder's database, at least 1 MiB; the oldest labels make room. Its journal needs up to
-            100 MiB more. A label above a 32nd of it may not fit. None for no bound.
-        store_dtype: "float16" keeps floating-point outputs so, whatever teachers give; finite values stay finite.
+        memory_bytes: Bytes of the rows in memory, including bookkeeping, if there is no `path`.
+        path: The folder, created if missing; None to keep rows in memory. It must not be on a file system that several
+            machines share, unless `EDL_SHARED_FILE` is set because only one of them uses it.
+        disk_bytes: Bytes of the folder's database, at least 1 MiB; the oldest labels are deleted to make room. Its
+            journal needs up to 100 MiB more. A label above a 32nd of it may not fit. None for no bound.
+        store_dtype: "float16" stores all floating-point outputs as float16; finite values stay finite.
 
     Attributes:
         path: The folder on disk; None without.
 
     Raises:
-        SettingsError: invalid argument, or a folder that cannot be used.
+        SettingsError: An argument is invalid, or the folder cannot be used.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class SoftLabelCache:
         """Return the rows of a key; the same object for equal keys.
 
         Args:
-            key: What the rows depend on. With `store_dtype`, that is part of it.
+            key: What the rows depend on; `store_dtype` is added to it.
         """
         self.check()
         return self._view(key if self.store_dtype is None else replace(key, dtype=self.store_dtype))
@@ -156,10 +155,10 @@ class SoftLabelCache:
         """Copy the labels of another folder, such as another machine's, into this cache.
 
         Args:
-            path: The other folder. It may lie anywhere, if no process of another machine has it open.
+            path: The other folder. It may be anywhere, if no process on a different machine has it open.
 
         Raises:
-            SettingsError: the folder cannot be read, or its labels do not fit those that are here.
+            SettingsError: The folder cannot be read, or its labels do not match the existing ones.
         """
         self.check()
         with contextlib.closing(LabelFolder(path, read_only=True)) as other:
@@ -170,12 +169,12 @@ class SoftLabelCache:
                         self._view(key)._keep(space.layout, records)
 
     def keys(self) -> list[CacheKey]:
-        """Return the keys that there are rows for."""
+        """Return the keys that have rows."""
         self.check()
         return self.records.keys()
 
     def stats(self) -> CacheStats:
-        """Return what has been done so far; may be called from any thread."""
+        """Return the counters so far; may be called from any thread."""
         folder = self.folder
         with self.lock:
             views = list(self._views.values())
@@ -193,13 +192,13 @@ class SoftLabelCache:
         )
 
     def flush(self, timeout_s: float = 60.0) -> None:
-        """Wait until the disk has every row that was put so far. Without it, a loss of power may cost some.
+        """Wait until all rows put so far are on disk. Without a flush, a power failure may lose some.
 
         Args:
-            timeout_s: Seconds to wait for it.
+            timeout_s: Seconds to wait.
 
         Raises:
-            TemporaryError: rows could not be written since the last flush, or the disk takes longer than `timeout_s`.
+            TemporaryError: Rows could not be written since the last flush, or the disk takes longer than `timeout_s`.
         """
         self.check()
         if self.folder is not None:
@@ -224,28 +223,28 @@ class SoftLabelCache:
         """Check that the cache can be used.
 
         Raises:
-            ClosedError: it is closed, or belongs to the process that forked this one.
+            ClosedError: The cache is closed, or belongs to the process that forked this one.
         """
         if os.getpid() != self._pid:
-            raise ClosedError("this soft-label cache belongs to the process that forked this one: open another")
+            raise ClosedError("this soft-label cache belongs to the process that forked this one: open a new one")
         if self._closed:
             raise ClosedError("the soft-label cache is closed")
 
 
 class CacheView:
-    """The rows of a key, or its sequences. Made by `SoftLabelCache.view`. Thread-safe.
+    """The rows or sequences of a key. Created by `SoftLabelCache.view`. Thread-safe.
 
-    Ids are integers of 64 bits or strings; 1 and "1" are two ids. Under a key there are either rows, by plain ids, or
-    sequences, by `SequenceIds`, each of which has rows of its own number. A sequence is found where its id, its length
-    and the fingerprint of its inputs are those under which it was kept: a text that was edited has no label.
+    Ids are 64-bit integers or strings; 1 and "1" are different ids. A key has either rows, by plain ids, or sequences,
+    by `SequenceIds`, with varying numbers of rows. A sequence is found if its id, its length and the fingerprint of its
+    inputs match the stored ones: an edited text has no label.
 
     Args:
         key: What the rows depend on.
-        cache: The cache that keeps them.
+        cache: The cache that stores them.
 
     Attributes:
-        hits: Rows, or sequences, looked up that were there.
-        misses: Rows, or sequences, looked up that were not there.
+        hits: Rows, or sequences, looked up and found.
+        misses: Rows, or sequences, looked up and not found.
     """
 
     def __init__(self, key: CacheKey, cache: SoftLabelCache) -> None:
@@ -255,26 +254,26 @@ class CacheView:
         self.folder = cache.folder
         self._cache = cache
         where = f"soft-label cache {cache.path or 'in memory'}, model {key.model!r}"
-        self._clamped = ClampWarnings(where, "leave store_dtype='float16' out of SoftLabelCache, under another path")
+        self._clamped = ClampWarnings(where, "use SoftLabelCache without store_dtype='float16', with a new path")
         self._warned = False
 
     @property
     def layout(self) -> RowLayout | None:
-        """Columns of the records; None before there are any."""
+        """Columns of the records; None while there are no records."""
         self._cache.records.refresh(self.space)
         return self.space.layout
 
     def get(self, ids: Ids | SequenceIds) -> Found:
-        """Look rows or sequences up.
+        """Look up rows or sequences.
 
         Args:
-            ids: Ids of rows, a sequence or an integer array; or those of sequences.
+            ids: Ids of rows, a sequence or an integer array; or `SequenceIds`.
 
         Returns:
-            Which of them are there, and their outputs.
+            Which of them were found, and their outputs.
 
         Raises:
-            SettingsError: rows are looked up, and the labels of the key are of sequences; or the other way round.
+            SettingsError: Rows are looked up, but the key's labels are of sequences, or the other way round.
         """
         self._cache.check()
         sequences, samples = _split(ids)
@@ -296,17 +295,17 @@ class CacheView:
         return Found(mask, outputs, lengths)
 
     def put(self, ids: Ids | SequenceIds, outputs: Outputs) -> None:
-        """Keep rows or sequences. If an id comes again, the last one counts.
+        """Store rows or sequences. The last value of a repeated id counts.
 
-        Waits until the folder has them. Rows that cannot be written are logged, and missing later.
+        Waits until they are in the folder. Rows that cannot be written are logged, and will be missing.
 
         Args:
-            ids: Ids of rows; or those of sequences, with lengths of at least 1, and fingerprints.
-            outputs: Arrays [rows, ...] of numbers, or `TopK`, by the names in the key; of sequences the rows of all,
-                behind one another.
+            ids: Ids of rows; or `SequenceIds` with lengths of at least 1, and fingerprints.
+            outputs: Arrays [rows, ...] of numbers, or `TopK`, by the names in the key; for sequences, the concatenated
+                rows of all.
 
         Raises:
-            SettingsError: outputs that cannot be kept, or of other dtypes or shapes than outputs kept before.
+            SettingsError: Outputs cannot be stored, or differ in dtype or shape from those stored before.
         """
         self._cache.check()
         sequences, samples = _split(ids)
@@ -316,7 +315,7 @@ class CacheView:
         elif sequences.heads is not None and all(rows for rows, _ in sequences.heads):
             heads = sequences.heads
         else:
-            raise SettingsError("sequences are kept with their lengths, of at least one token, and fingerprints")
+            raise SettingsError("sequences are stored with their lengths (at least one token) and fingerprints")
         if sorted(outputs) != sorted(self.key.outputs):
             raise SettingsError(f"outputs {sorted(outputs)}: the cache's key names {sorted(self.key.outputs)}")
         half = self._cache.store_dtype == "float16"
@@ -328,26 +327,25 @@ class CacheView:
         self._keep(layout, dict(zip(samples, layout.pack(arrays, heads), strict=True)))
 
     def _keep(self, layout: RowLayout, records: Mapping[SampleId, bytes]) -> None:
-        """Keep records that are packed already, such as those of another folder."""
+        """Store packed records, such as those of another folder."""
         cache, space = self._cache, self.space
         cache.records.refresh(space)
         with cache.lock:
             merged = layout if space.layout is None else space.layout.merged(layout)
             if merged is None:
-                remedy = "use another `dataset` tag" + (f", or delete {cache.path}" if cache.path is not None else "")
+                remedy = "use a new `dataset` tag" + (f", or delete {cache.path}" if cache.path is not None else "")
                 raise SettingsError(
-                    f"soft labels do not fit the cache: rows are {layout}, before them {space.layout}: {remedy}"
+                    f"soft labels do not match the cache: rows are {layout}, those before {space.layout}: {remedy}"
                 )
             space.layout = merged
         if records:
             cache.records.put(space, records)
 
     def contains(self, ids: Ids | SequenceIds) -> Array:
-        """Return which ids there are rows for, bool [ids].
+        """Return which ids have rows, bool [ids].
 
         Args:
-            ids: Ids of rows, a sequence or an integer array; or those of sequences, which count if they are the same
-                texts.
+            ids: Ids of rows, a sequence or an integer array; or `SequenceIds`, which count if their texts match.
         """
         self._cache.check()
         sequences, samples = _split(ids)
@@ -360,25 +358,25 @@ class CacheView:
         return np.array(found, np.bool_)
 
     def ids(self) -> list[SampleId]:
-        """Return all ids that there are rows for."""
+        """Return all ids that have rows."""
         self._cache.check()
         return self._cache.records.ids(self.space)
 
     def _check_kind(self, sequences: SequenceIds | None) -> None:
-        """Check that labels are of sequences if, and only if, those are looked up, and of the same inputs."""
+        """Check that labels are of sequences if, and only if, sequences are looked up, and have the same inputs."""
         if self.layout is None:
             return
         kept, wanted = self.layout.sequence_inputs, None if sequences is None else sequences.inputs
         if kept == wanted or (kept is not None and sequences is not None and sequences.heads is None):
             return
         raise SettingsError(
-            f"the cache's labels of model {self.key.model!r} are of {_kind(kept)}, and {_kind(wanted)} are looked up: "
+            f"the cache's labels of model {self.key.model!r} are of {_kind(kept)}, but {_kind(wanted)} are looked up: "
             "read them as they were labelled (sequences with set_sequence_generator, or distill with tokens=, and by "
-            "the same inputs), or use another `dataset` tag"
+            "the same inputs), or use a different `dataset` tag"
         )
 
     def _records(self, samples: list[SampleId], heads: list[Head] | None) -> list[bytes | None]:
-        """Return the records, None where there is none, or that of another text."""
+        """Return the records, None for a missing one or one of another text."""
         found = self._cache.records.read(self.space, samples)
         records = [found.get(sample) for sample in samples]
         layout = self.layout
@@ -387,28 +385,28 @@ class CacheView:
         for at, (record, head) in enumerate(zip(records, heads, strict=True)):
             if record is not None and layout.head_of(record) != head:
                 self._warn(
-                    f"sample {samples[at]!r} is another text than the one whose label is kept under this id: this "
-                    "label, and those of other samples like it, are not used"
+                    f"sample {samples[at]!r} differs from the text whose label is stored under this id: this "
+                    "label, and those of similar samples, are not used"
                 )
                 records[at] = None
         return records
 
     def _compare_inputs(self, ids: RowIds, records: Sequence[bytes | None]) -> None:
-        """Warn of a row whose inputs are not those that its label was kept for.
+        """Warn of a row whose inputs differ from those that its label was stored for.
 
-        The label is used all the same: decoders of images differ by a bit from machine to machine.
+        The label is still used: image decoders differ slightly between machines.
         """
         for sample, record in zip(ids, records, strict=True):
             head = record[: len(UNKNOWN)] if record is not None else UNKNOWN
             if head != UNKNOWN and ids.fingerprints.get(sample, head) != head:
                 self._warn(
-                    f"the inputs of sample {sample!r} are not those that its label was kept for. If the data set has "
-                    "changed, or is augmented at random, labels of other inputs are used: name another `dataset` tag, "
-                    "or have ids say which augmentation it is"
+                    f"the inputs of sample {sample!r} differ from those of its stored label. If the data set has "
+                    "changed, or is augmented at random, labels of other inputs are used: set a new `dataset` tag, "
+                    "or include the augmentation in the ids"
                 )
 
     def _warn(self, words: str) -> None:
-        if not self._warned:  # once for each sample would fill the log
+        if not self._warned:  # a warning per sample would fill the log
             self._warned = True
             logger.warning("soft-label cache %s: %s", self._cache.path or "in memory", words)
 
@@ -418,20 +416,20 @@ def _kind(inputs: Sequence[str] | None) -> str:
 
 
 def _split(ids: Ids | SequenceIds) -> tuple[SequenceIds | None, list[SampleId]]:
-    """Return the sequences, if these are any, and plain ids."""
+    """Return the `SequenceIds`, if these are any, and plain ids."""
     return (ids, as_ids(ids.ids)) if isinstance(ids, SequenceIds) else (None, as_ids(ids))
 
 
 class MemoryTier:
-    """Records of all keys, in `limit_bytes` together, bookkeeping included. Counts the rows `evicted` to make room.
+    """Records of all keys, within `limit_bytes` including bookkeeping. Counts the rows `evicted` to make room.
 
-    Thread-safe. Used in place of a `LabelFolder`, by the same methods.
+    Thread-safe. Has the methods of a `LabelFolder`, which it replaces.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.nbytes = self.evicted = 0
-        self.records: dict[tuple[Namespace, SampleId], bytes] = {}  # the least recently used first
+        self.records: dict[tuple[Namespace, SampleId], bytes] = {}  # least recently used first
         self._calls = self._turned_away = 0
         self._used_at: dict[Namespace, int] = {}
         self._lock = threading.Lock()
@@ -442,7 +440,7 @@ class MemoryTier:
             return [*dict.fromkeys(space.key for space, _ in self.records)]
 
     def refresh(self, space: Namespace) -> None:
-        """Do nothing: `space` has the layout."""
+        """Do nothing: `space` already has the layout."""
 
     def ids(self, space: Namespace) -> list[SampleId]:
         """Return the ids of a key's records."""
@@ -450,7 +448,7 @@ class MemoryTier:
             return [sample for owner, sample in self.records if owner is space]
 
     def read(self, space: Namespace, ids: Sequence[SampleId]) -> dict[SampleId, bytes]:
-        """Return the records of those ids that have one; they become the most recently used."""
+        """Return the existing records of these ids; they become the most recently used."""
         with self._lock:
             self._use(space)
             found = {sample: self.records.pop((space, sample)) for sample in ids if (space, sample) in self.records}
@@ -458,7 +456,7 @@ class MemoryTier:
             return found
 
     def put(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
-        """Keep what there is room for, and what takes the place of an older record of the same id."""
+        """Store the records that fit, and those that replace an older record of the same id."""
         with self._lock:
             self._use(space)
             for sample, record in records.items():

@@ -17,7 +17,7 @@ class FailureKind(enum.Enum):
     OVERLOADED = "overloaded"  # the teacher's queue is full
     TIMEOUT = "timeout"  # no answer within the request's deadline
     ERROR = "error"  # the teacher failed to compute it
-    REJECTED = "rejected"  # the teacher says that the request is invalid
+    REJECTED = "rejected"  # the teacher declared the request invalid
     BAD_OUTPUT = "bad output"  # an answer that cannot be used
 
 
@@ -26,8 +26,8 @@ class RequestFailure:
     """A failed request."""
 
     kind: FailureKind  # decides how the dispatcher reacts
-    message: str  # for logs and errors: a single printable line of limited length, whatever text the teacher sent
-    retry_after_s: float = 0.0  # seconds after which the teacher asks to be retried; 0 without a hint
+    message: str  # for logs and errors: one printable line of limited length, whatever the teacher sent
+    retry_after_s: float = 0.0  # seconds after which the teacher asks for a retry; 0 without a hint
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "message", shown(self.message))
@@ -41,7 +41,7 @@ class Limits(NamedTuple):
     max_sequence: int = 0  # rows of a sequence
 
     def accepts(self, rows: float, nbytes: float, longest: float) -> bool:
-        """Return whether a request of this size is accepted, whose longest sequence has `longest` rows."""
+        """Return whether a request of this size, with `longest` rows in its longest sequence, is accepted."""
         return (
             (not self.max_rows or rows <= self.max_rows)
             and (not self.max_nbytes or nbytes <= self.max_nbytes)
@@ -59,7 +59,7 @@ NO_LIMITS = Limits()
 
 @dataclass(eq=False)
 class Send:
-    """Action: send task `task` to `teacher`. The object stands for this attempt until the caller reports its end."""
+    """Action: send task `task` to `teacher`. The object identifies this attempt until the caller reports its end."""
 
     task: int
     teacher: str

@@ -1,11 +1,11 @@
-"""Decides which request goes to which teacher, when it is sent to another one, and when it is given up. No I/O.
+"""Decides which teacher gets a request, when to send it to a second one, and when to give it up. No I/O.
 
 `Dispatcher` is a plain state machine. It takes events with their time and returns actions, which `edl.distill.engine`
 carries out. It knows tasks by number and teachers by name, and nothing about tensors or networks.
 
-A task waits in a heap until a teacher has room for it (`_place_waiting`). If it has failed at every teacher that could
-get it soon, it waits for teachers that are still connecting, then for a pause, and is given up when that is hopeless.
-For a late attempt, `_hedge` sends a second one to another teacher, within a budget.
+A task waits in a heap until a teacher has room for it (`_place_waiting`). If it has failed on every teacher that could
+get it soon, it waits for teachers that are still connecting, then for a pause, and is given up if it has no chance. For
+a late attempt, `_hedge` sends a second one to a different teacher, within a budget.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from edl.distill.dispatch.teacher_state import TeacherState, Window
 from edl.distill.options import Policy
 
 _STARVING_S = 1.0
-"""Seconds that the training loop may stand still before a hedge beyond the budget is allowed; people notice this
-long."""
+"""Seconds that the training loop may be blocked before a hedge may exceed the budget: long enough for people to
+notice."""
 _MIN_FULL_PAUSE_S = 0.01
-"""Shortest pause of a full teacher, whatever it hints; a hundred refusals a second cost little."""
+"""Shortest pause of a full teacher, whatever its hint; a hundred refusals per second cost little."""
 _FULL_PAUSE_S = 0.05
-"""First pause of a full teacher that gives no usable hint: the time of a few batches. It doubles until there is
+"""First pause of a full teacher that gives no usable hint: the time of a few batches. It doubles until the teacher has
 room."""
 _MAX_FULL_PAUSE_S = 2.0
 """Longest such pause, which a person hardly notices."""
 _MAX_HEDGE_TOKENS = 4.0
-"""How many hedges may be saved up: enough for a burst of stragglers, and too few to double a teacher's load."""
+"""Number of hedges that may be saved up: enough for a burst of stragglers, too few to double a teacher's load."""
 _HEDGE_EARNINGS = 0.9
 """Share of the hedging budget that each request earns. It is below 1 so that even with all hedges saved up, extra
-requests stay below the budget in any thousand."""
+requests stay within the budget per thousand."""
 
 
 _BLAMELESS = (FailureKind.LOST, FailureKind.OVERLOADED)
-"""Failures that say nothing about the task."""
+"""Failures that are not caused by the task."""
 
 
 @dataclass
@@ -52,11 +52,10 @@ class _Task:
     lost: int = 0
     first_failed_at: float = 0.0
     again_at: float = 0.0
-    """When it may be sent again to a teacher where it failed, if it failed everywhere, because errors may be
-    temporary."""
+    """When a task that failed everywhere may be sent to the same teachers again, because errors may be temporary."""
     no_room_at: dict[str, int] = field(default_factory=dict)
-    """How often each teacher had no room for it. These teachers are asked last; otherwise it could bounce between them
-    for ever while another teacher has room."""
+    """How often each teacher had no room for the task. These teachers are asked last; otherwise the task could bounce
+    between them forever while another teacher has room."""
 
     def failed_at(self, teacher: str) -> bool:
         return any(name == teacher for name, _ in self.failures)
@@ -81,12 +80,12 @@ class Dispatcher:
         self.last = math.inf  # number of the last task that may be sent; see `send_until`
         self._tasks: dict[int, _Task] = {}
         self._attempts: dict[Send, None] = {}  # in the order of sending
-        self._waiting: list[int] = []  # heap: the oldest task goes first, so a resent one overtakes
+        self._waiting: list[int] = []  # heap: the oldest task is sent first, so a resent one overtakes
         self._hedge_tokens = 0.0
         self._awaited_task = -1
         self._connecting: set[str] = set()
         self._again_at = math.inf  # when the first task that failed everywhere may be sent again
-        self._changed = False  # whether teachers came or went since waiting tasks were last placed
+        self._changed = False  # whether teachers joined or left since waiting tasks were last placed
 
     # Events
 
@@ -105,7 +104,7 @@ class Dispatcher:
         return attempts
 
     def send_until(self, last: float) -> list[Send]:
-        """Send only tasks up to the number `last` from now on; other pending tasks wait as if they were not sent yet.
+        """Send only tasks up to the number `last` from now on; other pending tasks wait as if not sent yet.
 
         Returns the pending attempts of those tasks, which the caller should cancel and need not report.
         """
@@ -118,23 +117,23 @@ class Dispatcher:
         return recalled
 
     def teacher_connecting(self, teacher: str) -> None:
-        """Note that a first connection to a teacher is being made; tasks that failed elsewhere wait for it."""
+        """Record that a teacher is being connected to for the first time; tasks that failed elsewhere wait for it."""
         self._connecting.add(teacher)
 
     def teacher_unreachable(self, teacher: str, now: float) -> list[Action]:
-        """Note that a first attempt to connect failed. It is repeated, but tasks no longer wait for the teacher."""
+        """Record that a first attempt to connect failed. It is repeated, but tasks no longer wait for the teacher."""
         self._connecting.discard(teacher)
         self._changed = True
         return self._assign(now)
 
     def teacher_up(self, teacher: str, now: float, limits: Limits = NO_LIMITS, max_in_flight: int = 0) -> list[Action]:
-        """Note that a teacher is connected, for the first time or again, with the limits that it announces.
+        """Record that a teacher is connected, for the first time or again, with the limits that it announces.
 
         Without `max_in_flight` (0), the policy's window applies.
         """
         self._connecting.discard(teacher)
         state = self.teachers.get(teacher) or TeacherState(Window())
-        if not state.live:  # what was measured before it was away no longer holds
+        if not state.live:  # measurements from before its absence no longer hold
             state = replace(state, window=Window(), closed_until=0.0, failures=0, half_open=False, why="")
         state.live = True
         state.draining = False
@@ -146,14 +145,14 @@ class Dispatcher:
         return self._assign(now)
 
     def teacher_draining(self, teacher: str) -> None:
-        """Note that a teacher finishes its requests and accepts no new ones."""
+        """Record that a teacher is draining and accepts no new requests."""
         self._connecting.discard(teacher)
         self._changed = True
         if teacher in self.teachers:
             self.teachers[teacher].draining = True
 
     def teacher_down(self, teacher: str) -> None:
-        """Note that a teacher's connection broke. Its attempts are reported as failed separately."""
+        """Record that a teacher's connection broke. Its attempts are reported as failed separately."""
         self._changed = True
         if teacher in self.teachers:
             self.teachers[teacher].live = False
@@ -174,7 +173,7 @@ class Dispatcher:
             state.why = why
 
     def attempt_answered(self, attempt: Send, now: float) -> list[Action]:
-        """Handle a good answer; the actions have a `Deliver` if this is the first answer to its task."""
+        """Handle a valid answer; the actions include a `Deliver` if it is the first answer to its task."""
         if not self._end(attempt):
             return []
         actions: list[Action] = []
@@ -191,13 +190,13 @@ class Dispatcher:
             # flight, so that these teachers count as busy, and their answers are dropped.
             for name, failure in task.failures:
                 if failure.kind is FailureKind.REJECTED:
-                    why = f"refused what {attempt.teacher} accepted: {failure.message}"
+                    why = f"refused a request that {attempt.teacher} accepted: {failure.message}"
                     self.set_aside(name, failure.kind, why, now)
             actions.append(Deliver(attempt.task, attempt.teacher))
         return actions + self._assign(now)
 
     def attempt_failed(self, attempt: Send, failure: RequestFailure, now: float) -> list[Action]:
-        """Handle a failed attempt: send its task elsewhere or give it up, and pause its teacher if necessary."""
+        """Handle a failed attempt: resend its task or give it up, and pause its teacher if necessary."""
         if not self._end(attempt):
             return []
         actions: list[Action] = []
@@ -233,7 +232,7 @@ class Dispatcher:
         self._awaited_task = task
         return self._assign(now)
 
-    # Questions
+    # Queries
 
     def next_event(self, now: float) -> float | None:
         """Return when `tick` should be called next, in seconds; None if no event is due."""
@@ -250,13 +249,13 @@ class Dispatcher:
         return due if due < math.inf else None
 
     def count_serving(self, now: float) -> int:
-        """Count the teachers that can take work, now or when they have room."""
+        """Count the teachers that can take work, now or once they have room."""
         return sum(state.serves(now) for state in list(self.teachers.values()))
 
     def oversized(self, now: float) -> tuple[int, int]:
-        """Return the rows of the largest waiting task that no usable teacher accepts, 0 if there is none.
+        """Return the rows of the largest waiting task that no usable teacher accepts, 0 if none.
 
-        The second number is the rows of the longest sequence in such tasks that is too long for all of them.
+        The second number is the rows of the longest sequence in such tasks that is too long for all of these teachers.
         """
         usable = [state for state in self.teachers.values() if state.is_usable(now)]
         if not usable or any(state.limits == NO_LIMITS for state in usable):
@@ -269,7 +268,7 @@ class Dispatcher:
 
     @property
     def limits(self) -> Limits:
-        """What every known teacher accepts, lost ones included; for sequences, what some teacher accepts."""
+        """What every known teacher accepts, including lost ones; for sequences, what any teacher accepts."""
         all_limits = [state.limits for state in self.teachers.values()]
         longest = max((limits.longest_sequence for limits in all_limits), default=math.inf)
         return Limits(
@@ -280,13 +279,13 @@ class Dispatcher:
 
     @property
     def capacity(self) -> int:
-        """Requests that all live teachers together want in flight."""
+        """Requests that all live teachers together can have in flight."""
         return sum(state.window.size for state in self.teachers.values() if state.live and not state.draining)
 
     # Decisions
 
     def _end(self, attempt: Send) -> bool:
-        """Take an attempt out; return whether it was pending."""
+        """Remove an attempt; return whether it was pending."""
         if attempt not in self._attempts:
             return False
         del self._attempts[attempt]
@@ -306,7 +305,7 @@ class Dispatcher:
                 pause_s = _doubled(_FULL_PAUSE_S, state.refusals_without_hint, _MAX_FULL_PAUSE_S)
                 state.refusals_without_hint += 1
             else:
-                pause_s = 0.0  # of requests refused together, only the first counts
+                pause_s = 0.0  # of requests refused at once, only the first counts
             if now + pause_s >= state.closed_until:
                 state.closed_until = state.no_room_until = now + pause_s
             state.why = failure.message
@@ -317,7 +316,7 @@ class Dispatcher:
         if failure.kind is FailureKind.REJECTED:
             return  # decided once another teacher has seen the same request
         if now < state.closed_until or (failure.kind is FailureKind.LOST and not state.live):
-            return  # counted already: when a connection breaks, all its pending requests fail
+            return  # already counted: when a connection breaks, all its pending requests fail
         state.failures += 1
         if state.failures >= self.policy.failures_to_open or state.half_open:
             state.closed_until = now + _doubled(self.policy.open_min_s, state.opened, self.policy.open_max_s)
@@ -331,11 +330,11 @@ class Dispatcher:
         return GiveUp(number, tuple(self._tasks.pop(number).failures))
 
     def _awaits_teachers_until(self, task: _Task) -> float:
-        """Return until when a failed task waits for teachers that are still connecting."""
+        """Return the time until which a failed task waits for teachers that are still connecting."""
         return task.first_failed_at + self.policy.coming_s if self._connecting else -math.inf
 
     def _is_hopeless(self, task: _Task, now: float) -> bool:
-        """Return whether a failed task should not be sent again, to any teacher."""
+        """Return whether a failed task should not be sent again to any teacher."""
         if now < self._awaits_teachers_until(task):
             return False
         if len(task.failures) >= self.policy.task_failures:
@@ -389,17 +388,17 @@ class Dispatcher:
         return actions, free
 
     def _failed_everywhere(self, task: _Task, now: float) -> bool:
-        """Return whether a task has failed at all teachers that it could soon be sent to."""
+        """Return whether a task has failed on all teachers that it could soon be sent to."""
         if not task.failures:
             return False
         reachable = self._reachable_soon(task, now)
         return bool(reachable) and all(task.failed_at(name) for name in reachable)
 
     def _reachable_soon(self, task: _Task, now: float) -> list[str]:
-        """Return the teachers that a failed task may be sent to within the time that it waits for connections.
+        """Return the teachers that a failed task may be sent to while it waits for connections.
 
-        After that time, teachers that never had room for it are left out. They still get it if they become free, but
-        the task does not wait for them.
+        After that time, teachers that never had room for it are excluded. They still get the task if they become free,
+        but it does not wait for them.
         """
         soon = now + self.policy.coming_s
         there = [
@@ -414,9 +413,9 @@ class Dispatcher:
     def _choose(
         self, free: list[tuple[str, TeacherState]], task: _Task, now: float, *, again: bool = False
     ) -> str | None:
-        """Return the free teacher that should answer a task soonest.
+        """Return the free teacher expected to answer a task soonest.
 
-        A teacher that failed at the task is chosen only with `again`, and one that refused it never.
+        A teacher that failed on the task is chosen only with `again`, and one that refused it never.
         """
         excluded = {name for name, failure in task.failures if not again or failure.kind is FailureKind.REJECTED}
         fit = [(name, state) for name, state in free if name not in excluded and task.fits(state)]
@@ -447,7 +446,7 @@ class Dispatcher:
     def _hedge(self, free: list[tuple[str, TeacherState]], now: float) -> Iterator[Send]:
         """Send late tasks to a second teacher as well.
 
-        If no other work waits, so is the awaited task if an idle teacher would answer it sooner.
+        If no other work waits, the awaited task is also sent to an idle teacher that would answer it sooner.
         """
         old = now - self.policy.hedge_min_s
         late = {
@@ -459,7 +458,7 @@ class Dispatcher:
         if head is not None and self._idle_due(head) <= now:
             late.add(head)
         for attempt in sorted(late, key=lambda attempt: attempt.task):
-            # Only a task that the training loop has waited for too long goes beyond the budget.
+            # Only a task that has blocked the training loop too long may exceed the budget.
             if self._hedge_tokens < 1 and not (attempt is head and self._starving_at(attempt) <= now):
                 continue
             task = self._tasks[attempt.task]
@@ -476,7 +475,7 @@ class Dispatcher:
         return attempt.sent_at + self._late_s(attempt.teacher)
 
     def _late_s(self, teacher: str) -> float:
-        """Return how many seconds after its start an attempt at a teacher is late; infinity if that is unknown."""
+        """Return how many seconds after its start an attempt at a teacher is late; infinity if unknown."""
         state = self.teachers.get(teacher)
         if state is None:
             return self.policy.hedge_min_s
@@ -492,11 +491,11 @@ class Dispatcher:
         return next(iter(task.attempts)) if task is not None and len(task.attempts) == 1 else None
 
     def _starving_at(self, head: Send) -> float:
-        """Return from when on the hedging budget is ignored for the task that the training loop waits for."""
+        """Return when the hedging budget stops applying to the task that the training loop waits for."""
         return head.sent_at + max(4 * self._late_s(head.teacher), _STARVING_S)
 
     def _idle_due(self, head: Send) -> float:
-        """Return when to ask an idle teacher as well for what the training loop waits for; infinity for never."""
+        """Return when to also send the awaited task to an idle teacher; infinity for never."""
         waiting = (self._tasks[number] for number in self._waiting if number <= self.last and number in self._tasks)
         if self._hedge_tokens <= _MAX_HEDGE_TOKENS / 2 or any(not task.attempts for task in waiting):
             return math.inf
@@ -518,5 +517,5 @@ class Dispatcher:
 
 
 def _doubled(first_s: float, times: int, longest_s: float) -> float:
-    # A teacher that is away overnight is doubled more than a thousand times, which would overflow a float.
+    # The pause of a teacher missing overnight doubles over a thousand times, which would overflow a float.
     return float(min(first_s * 2 ** min(times, 64), longest_s))

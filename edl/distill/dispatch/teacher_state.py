@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from edl.distill.dispatch.actions import NO_LIMITS, Limits, Send
 
 QUEUE_S = 0.010
-"""Seconds of work that may wait at a teacher, if that is more than one request."""
+"""Seconds of work that may wait at a teacher, if this allows more than one request."""
 MOST_QUEUED = 4.0
-"""Largest number of requests that may wait at a teacher for that reason."""
+"""Largest number of requests that `QUEUE_S` may allow to wait at a teacher."""
 MOST_QUEUED_QUICK = 12.0
-"""The same if a request takes less than `QUICK_S`: a wake-up costs more than the request. With slower requests, a
-larger window would only push warm memory out of the caches."""
+"""The same if a request takes less than `QUICK_S`, because a wake-up costs more than the request. With slower requests,
+a larger window would only evict warm memory from the caches."""
 QUICK_S = 0.001
 """Service time below which, on one host, a message costs more than the request in it."""
 PROBE_EVERY_S = 10.0
@@ -32,7 +32,7 @@ _KEPT = 32
 
 @dataclass
 class Window:
-    """How many requests a teacher may have in flight, and the measurements behind it."""
+    """The number of requests that a teacher may have in flight, with the measurements behind it."""
 
     limit: int = 32  # largest number of requests in flight
     size: int = 1  # requests to keep in flight
@@ -40,7 +40,7 @@ class Window:
     base_s: float = float("inf")  # latency of a request that found the teacher idle
     median_s: float | None = None  # median latency of the last answers; None before the first
     usual_s: float | None = None  # upper quartile of the last latencies; None before the third answer
-    # average of latency divided by requests in flight, which is what another request adds; 0 at first
+    # average of latency divided by requests in flight, the cost of another request; 0 at first
     service_s: float = 0.0
     _probed_at: float = 0.0
     _since_change: int = 0
@@ -97,15 +97,15 @@ class TeacherState:
     live: bool = True  # connected, and known to serve the right model
     draining: bool = False  # accepts no new requests
     closed_until: float = 0.0  # gets no requests before this time, in seconds
-    no_room_until: float = 0.0  # the same, if it said that it has no room; it counts as live meanwhile
+    no_room_until: float = 0.0  # the same after it reported no room; it counts as live meanwhile
     why: str = ""  # why it is closed, as text
     limits: Limits = NO_LIMITS  # the largest request that it accepts
     in_flight: set[Send] = field(default_factory=set)
     last_progress_at: float = 0.0  # when it last answered, or got work while idle
     failures: int = 0  # failures in a row
     opened: int = 0  # how often in a row it was closed because of failures
-    refusals_without_hint: int = 0  # how often in a row it had no room and did not say when to retry
-    # whether it gets only one request until it answers well (a circuit breaker's half-open state)
+    refusals_without_hint: int = 0  # how often in a row it had no room and gave no retry hint
+    # whether it gets only one request until one succeeds (a circuit breaker's half-open state)
     half_open: bool = False
 
     def is_usable(self, now: float) -> bool:
@@ -123,8 +123,8 @@ class TeacherState:
     def expected_s(self, now: float) -> float:
         """Return the expected seconds until a request sent now is answered; 0 for a teacher not yet measured.
 
-        If a teacher has been silent for more than 1.1 times its usual latency, the silence is added. So new work goes
-        to other teachers instead of having to be hedged later.
+        If a teacher has been silent for more than 1.1 times its usual latency, the silence is added. So new work is
+        sent to other teachers instead of being hedged later.
         """
         if self.window.median_s is None:
             return 0.0

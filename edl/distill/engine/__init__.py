@@ -5,5 +5,5 @@
 - `compatibility` refuses teachers and answers that differ from earlier ones;
 - `event_loop` is the thread that all readers of a process share.
 
-The user's data and the order of delivery are in `edl.distill.pipeline`, bytes on the wire in `edl.distill.transport`.
+The user's data and the delivery order are in `edl.distill.pipeline`, bytes on the wire in `edl.distill.transport`.
 """

@@ -1,8 +1,8 @@
 """Decides whether a teacher, and each of its answers, can be used.
 
-`lacking` compares a model with what the student asks for. `incompatibility` also compares it with earlier teachers:
-inputs, outputs and rows must be like those of the first teacher. Only what a teacher lacks by itself can end a
-student's wait for its first teacher (`edl.distill.engine.connection`).
+`lacking` compares a model with the student's request. `incompatibility` also compares it with earlier teachers: inputs,
+outputs and rows must match the first teacher's. Only `lacking` can end a student's wait for its first teacher
+(`edl.distill.engine.connection`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ InputTensors: TypeAlias = Sequence[tuple[str, str, tuple[int, ...]]]
 """Name, datatype and shape (with rows) of each tensor of a request."""
 
 _MOST_REMEMBERED = 1024
-"""Number of input shapes whose output shape is remembered: more than padded texts have, and a bound on memory."""
+"""Number of input shapes whose output shape is remembered: more than padded texts have, but bounded."""
 
 
 class TeacherCompatibility:
@@ -47,16 +47,16 @@ class TeacherCompatibility:
         # teachers must have a model of this name.
         self.spec: ModelSpec | None = None
         self.tokenizer = ""  # hash of the teachers' tokenizer, from the first one that reports it
-        self.selecting_version = False  # whether `select_version` comes next, which warns of several versions
-        self.is_unversioned = False  # whether an answer has named no version, where the metadata name none either
-        self.weights_versions: set[str] = set()  # those that a teacher said are hashes of the weights; only grows
+        self.selecting_version = False  # whether `select_version` runs next, which warns of several versions
+        self.is_unversioned = False  # whether neither an answer nor the metadata named a version
+        self.weights_versions: set[str] = set()  # versions declared to be hashes of the weights; only grows
         self._service = service
         self._output_spec = output_spec
         self._refuses = mixed_versions == "refuse"
         self._has_several = False  # whether more than one connection was accepted
-        self._answered_version = ""  # that `spec` has from answers alone, as the metadata name none
+        self._answered_version = ""  # the version in `spec` that is known only from answers
         self._mixed_versions: frozenset[str] = frozenset()
-        # Versions that were warned of, in addition to that of `spec`; the empty one also next to an unknown version.
+        # Versions already warned of, besides that of `spec`; the empty one also when `spec` has an unknown version.
         self._reported_versions: set[str] = set()
         self._row_types: dict[str, tuple[np.dtype[Any], int]] = {}  # dtype and number of dimensions of output rows
         self._row_shapes: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
@@ -68,9 +68,9 @@ class TeacherCompatibility:
     # Models
 
     def lacking(self, instance: Instance, spec: ModelSpec) -> str:
-        """Return what this model lacks of what the student asks for, regardless of other teachers; empty if nothing.
+        """Return which part of the request this model lacks, regardless of other teachers; empty if none.
 
-        Versions do not count, because they change while students run, and students wait for the right one.
+        Versions are ignored, because they change while students run, and students wait for the right one.
         """
         asked = self._output_spec
         missing = [name for name in asked.outputs if spec.outputs and name not in spec.outputs]
@@ -78,17 +78,17 @@ class TeacherCompatibility:
             near = did_you_mean(missing[0], spec.outputs)
             return f"its model {spec.name!r} has no output {missing[0]!r}, only {listed(spec.outputs)}{near}"
         if spec.max_top_k and names.LOGPROBS in asked.outputs and not (asked.top_k and asked.top_k <= spec.max_top_k):
-            wanted = "whole outputs are asked for" if asked.top_k is None else f"top_k={asked.top_k} is asked for"
+            wanted = "whole outputs are requested" if asked.top_k is None else f"top_k={asked.top_k} is requested"
             return (
-                f"its model {spec.name!r} answers with the {spec.max_top_k} largest log-probabilities of a row at "
-                f"most, and {wanted}: set top_k={spec.max_top_k} or less, or serve it with a larger --top-k"
+                f"its model {spec.name!r} returns at most the {spec.max_top_k} largest log-probabilities per "
+                f"row, but {wanted}: set top_k={spec.max_top_k} or less, or serve it with a larger --top-k"
             )
         tokenizer = _tokenizer_of(instance, spec)
         if asked.tokenizer not in ("", tokenizer):
-            has = f"has tokenizer {tokenizer!r}" if tokenizer else "does not say which tokenizer it has"
+            has = f"has tokenizer {tokenizer!r}" if tokenizer else "does not report its tokenizer"
             return (
-                f"its model {spec.name!r} {has}, and the student's is {asked.tokenizer!r}: their token ids "
-                "mean different texts. Use a teacher of the student's tokenizer, or leave tokenizer= out if they agree"
+                f"its model {spec.name!r} {has}, but the student's is {asked.tokenizer!r}: their token ids "
+                "mean different texts. Use a teacher with the student's tokenizer, or omit tokenizer= if they agree"
             )
         return ""
 
@@ -105,7 +105,7 @@ class TeacherCompatibility:
             return difference
         if self._refuses and not spec.version:
             return self._version_refusal("")
-        # If the metadata name no version, answers tell (`_check_version`).
+        # If the metadata name no version, answers do (`_check_version`).
         if spec.version and known.version != spec.version and not self.selecting_version:
             if self._refuses:
                 return self._version_refusal(spec.version)
@@ -125,17 +125,17 @@ class TeacherCompatibility:
     def _version_refusal(self, version: str) -> str:
         if not version:  # two unknown versions may differ
             return (
-                "the version of its model is unknown, and mixed_versions='refuse': give it one (edl serve "
-                "--model-version), or name the one that it has with version="
+                "the version of its model is unknown, but mixed_versions='refuse': give it one (edl serve "
+                "--model-version), or name its version with version="
             )
         known = self.spec.version if self.spec is not None else ""
         return (
-            f"it has version {version!r} of its model, this epoch's labels are of {known!r}, and "
-            "mixed_versions='refuse': name one with version=, or let the next epoch (of a Scorer the next call) follow"
+            f"it has version {version!r} of its model, but this epoch's labels are of {known!r} and "
+            "mixed_versions='refuse': name one with version=, or wait for the next epoch (or a Scorer's next call)"
         )
 
     def _check_version(self, teacher: str, version: str) -> str:
-        """Return why an answer of this version cannot be used; empty if it can. Warns once of each mixture."""
+        """Return why an answer of this version cannot be used; empty if it can. Warns once per mixture."""
         known = self.spec
         if known is None or (version and version == known.version):
             return ""
@@ -157,9 +157,9 @@ class TeacherCompatibility:
         if self._has_several and "" not in self._reported_versions:
             self._reported_versions.add("")
             logger.warning(
-                "nothing tells whether labels of several models are mixed: neither metadata nor answers of %s of "
-                "%s say which version of its model it has, and it was connected to more than once, or after "
-                "others. Give the models versions (edl serve --model-version), or name the one that all have with "
+                "labels of several models may be mixed: neither metadata nor answers of %s of "
+                "%s report its model's version, and it was connected to more than once, or after "
+                "others. Give the models versions (edl serve --model-version), or name their common version with "
                 "version=",
                 teacher,
                 self._service,
@@ -169,7 +169,7 @@ class TeacherCompatibility:
     def _warn_mixed(self, teacher: str, version: str, known: str) -> None:
         self._reported_versions.add(version)
         logger.warning(
-            "labels of two models are mixed: teacher %s of %s has version %r, others have %r. To be sure of one, name "
+            "labels of two models are mixed: teacher %s of %s has version %r, others have %r. To use only one, name "
             "it with version=, or set mixed_versions='refuse'; if the models are the same, give both one "
             "--model-version",
             teacher,
@@ -180,8 +180,8 @@ class TeacherCompatibility:
 
     def _follow(self, spec: ModelSpec, before: str) -> None:
         logger.warning(
-            "the teachers of %s have version %r of their model now, and had %r: from this epoch on, it is labels "
-            "of %r that are looked up and kept",
+            "the teachers of %s now have version %r of their model instead of %r: from this epoch on, only labels "
+            "of %r are looked up and stored",
             self._service,
             spec.version,
             before,
@@ -193,17 +193,17 @@ class TeacherCompatibility:
         self._reported_versions.clear()
 
     def select_version(self, live: Sequence[ModelSpec]) -> None:
-        """Select, before an epoch, the version under which labels are cached. It stays while a live teacher has it.
+        """Before an epoch, select the version under which labels are cached. It stays while a live teacher has it.
 
-        The model's name never changes, because another name means another model than the student asked for. `live` are
-        the models of all teachers in use; without any, the version stays.
+        The model's name never changes, because a different name means a different model. `live` holds the models of all
+        teachers in use; without any, the version stays.
         """
         known = self.spec
         live = [spec for spec in live if known is not None and spec.name == known.name]
         if known is None or not live:
             return
         if self._answered_version:
-            # Such teachers may have been replaced unseen, so each epoch waits for an answer that names the version.
+            # Such teachers may have been replaced unnoticed, so each epoch waits for an answer that names the version.
             live = [spec if spec.versions else replace(spec, version="") for spec in live]
             if known.version == self._answered_version:
                 self.spec = known = replace(known, version="")
@@ -214,8 +214,8 @@ class TeacherCompatibility:
         mixed = frozenset(count) if len(count) > 1 else frozenset()
         if mixed and mixed != self._mixed_versions:
             logger.warning(
-                "the teachers of %s have versions %s of their model: labels of %r are looked up, until none "
-                "has that one",
+                "the teachers of %s have versions %s of their model: labels of %r are looked up until no teacher "
+                "has it",
                 self._service,
                 ", ".join(map(repr, sorted(mixed))),
                 self.spec.version if self.spec is not None else "",
@@ -226,20 +226,20 @@ class TeacherCompatibility:
     # Answers
 
     def begin_epoch(self) -> None:
-        """Start an epoch: once the teachers of earlier answers have left, answers may have other shapes."""
+        """Start an epoch: once the teachers of earlier answers have left, answers may have different shapes."""
         self._has_delivered = False
 
     def forget_teacher(self, teacher: str) -> None:
-        """Note that a teacher or its connection is gone. Another teacher may appear under the same name."""
+        """Forget a teacher whose connection ended. A different teacher may appear under the same name."""
         self._confirmed_by.discard(teacher)
 
     def check_reply(self, teacher: str, inputs: InputTensors, reply: Reply) -> RequestFailure | None:
-        """Return why an answer does not go with earlier ones; None if it can be used."""
+        """Return why an answer does not match earlier ones; None if it can be used."""
         why = self._check_version(teacher, reply.version)
         if not why:
             why = self._difference(inputs, reply.outputs)
             if why and not self._has_delivered and self._confirmed_by <= {teacher}:
-                self._reset_shapes()  # no other teacher that gave earlier answers is left
+                self._reset_shapes()  # no teacher of earlier answers is left
                 why = self._difference(inputs, reply.outputs)
         if why:
             return RequestFailure(FailureKind.BAD_OUTPUT, f"{teacher}: {why}")
@@ -264,11 +264,11 @@ class TeacherCompatibility:
             agreed = self._row_types.setdefault(name, kind)
             if agreed != kind:
                 return (
-                    f"output {name!r} has rows of {kind[0]} with {kind[1]} dimensions, the teachers before it of "
-                    f"{agreed[0]} with {agreed[1]}: ask for one dtype=, or give it another --service"
+                    f"output {name!r} has rows of {kind[0]} with {kind[1]} dimensions, earlier teachers' rows are "
+                    f"{agreed[0]} with {agreed[1]}: set dtype=, or give it its own --service"
                 )
             if spec is None:
-                # Only earlier answers are known. Inputs of equal shape should give outputs of equal shape.
+                # Compare with earlier answers: inputs of equal shape should give outputs of equal shape.
                 if len(self._row_shapes) >= _MOST_REMEMBERED:
                     self._row_shapes.clear()
                 want = self._row_shapes.setdefault((name, tuple(of[1:] for _, _, of in inputs)), shape)
@@ -278,20 +278,20 @@ class TeacherCompatibility:
             else:
                 want = spec.shape
             if not shapes_match(shape, want):
-                return f"output {name!r} has rows of shape {list(shape)}, the teachers before it {list(want)}"
+                return f"output {name!r} has rows of shape {list(shape)}, earlier teachers' rows {list(want)}"
         return ""
 
     def _output_metadata(self, name: str) -> TensorMetadata | None:
         return self.spec.outputs.get(name) if self.spec is not None else None
 
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
-        """Check that cached labels, which are looked up by a sample's id, fit the sample's current inputs.
+        """Check that cached labels, which are looked up by sample id, match the sample's current inputs.
 
-        If the shape of a label follows the shape of the inputs, a sample that is now padded to another length would get
-        a cached label of the wrong length.
+        If a label's shape depends on the shape of the inputs, a sample now padded to a different length would get a
+        cached label of the wrong length.
 
-        Call it from a single thread at a time. It raises `SettingsError` if outputs have variable dimensions, and the
-        inputs have other shapes than earlier inputs.
+        Call it from one thread at a time. It raises `SettingsError` if outputs have variable dimensions and the inputs
+        have different shapes from earlier inputs.
         """
         varying = None
         for name in self._output_spec.outputs:
@@ -308,8 +308,8 @@ class TeacherCompatibility:
             if before != shape:
                 raise SettingsError(
                     f"input {name!r} has rows of shape {list(shape)}, before it {list(before)}, and output "
-                    f"{varying.name!r} {list(varying.shape)} (-1 is any size) may follow it: kept soft labels would "
-                    "not fit. Pad all batches to one length, or leave the cache out"
+                    f"{varying.name!r} {list(varying.shape)} (-1 is any size) may depend on it: cached labels would "
+                    "not match. Pad all batches to one length, or use no cache"
                 )
 
 
@@ -318,20 +318,20 @@ def _tokenizer_of(instance: Instance, spec: ModelSpec) -> str:
 
 
 def _model_difference(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> str:
-    """Return how a teacher's model differs from that of the teachers before it; empty if it can be used like it."""
-    others = "the teachers before it"
+    """Return how a teacher's model differs from that of earlier teachers; empty if it is compatible."""
+    others = "earlier teachers"
     if spec.name != known.name:  # equal versions prove nothing: most models start with "1"
         return (
-            f"it serves model {spec.name!r}, {others} {known.name!r}, and labels of two models are "
+            f"it serves model {spec.name!r}, {others} {known.name!r}, but labels of two models are "
             "never mixed: name one of them with model=, or give each model its own --service"
         )
     what = f"its model {spec.name!r}"
     if spec.inputs and known.inputs and dict(spec.inputs) != dict(known.inputs):
-        return f"{what} takes other inputs than {others}"
+        return f"{what} takes different inputs from {others}"
     if spec.batch_rows not in (0, known.batch_rows):
         return (
-            f"{what} takes exactly {spec.batch_rows} rows in a request, {others} "
-            f"{known.batch_rows or 'any number'}: give it another --service"
+            f"{what} takes exactly {spec.batch_rows} rows per request, {others} "
+            f"{known.batch_rows or 'any number'}: give it its own --service"
         )
     if spec.sequences != known.sequences:  # requests are filled for one kind only
         of = {
@@ -347,7 +347,7 @@ def _model_difference(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec
 
 
 def _output_difference(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> tuple[str, str] | None:
-    """Return in what the outputs of two models differ, as words about either; None if they agree."""
+    """Return how the outputs of two models differ, as a phrase for each; None if they agree."""
     if spec.tokenizer and known.tokenizer and spec.tokenizer != known.tokenizer:
         return f"has tokenizer {spec.tokenizer!r}", f"{known.tokenizer!r}: their token ids mean different texts"
     for name in output_spec.outputs:
@@ -358,7 +358,7 @@ def _output_difference(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpe
 
 
 def outputs_disagreement(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> str:
-    """Return how the outputs of two services differ, whose labels may share a batch; empty if they agree."""
+    """Return how the outputs of two services whose labels may share a batch differ; empty if they agree."""
     difference = _output_difference(spec, known, output_spec)
     if difference:
         return f"model {spec.name!r} {difference[0]}, model {known.name!r} {difference[1]}"
@@ -367,6 +367,6 @@ def outputs_disagreement(spec: ModelSpec, known: ModelSpec, output_spec: OutputS
         if have is not None and want is not None and have.datatype != want.datatype and output_spec.dtype is None:
             return (
                 f"model {spec.name!r} gives output {name!r} as {have.datatype}, model {known.name!r} as "
-                f"{want.datatype}: ask for dtype='float32'"
+                f"{want.datatype}: set dtype='float32'"
             )
     return ""

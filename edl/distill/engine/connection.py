@@ -1,10 +1,10 @@
 """Keeps connections to the teachers of a service, from their appearance in discovery until their last request ends.
 
 A `TeacherConnection` connects, checks the model, and reconnects until it is closed. The `ConnectionPool` has one for
-each teacher, and tells the dispatcher which teachers are there. A lapsed registration does not end a connection,
-because only the teacher itself can show whether it is alive. A teacher that answers stays in use even if the registry
-has forgotten it; one that does not answer is tried again while it is listed. The pool also detects when waiting for a
-first teacher is useless, because all have answered and none fits (`ConnectionPool.lacking`).
+each teacher, and tells the dispatcher which teachers exist. A lapsed registration does not end a connection, because
+only the teacher itself can show whether it is alive. A teacher that answers stays in use even if the registry has
+forgotten it; one that does not answer is retried while it is listed. The pool also detects that waiting for a first
+teacher is useless, because all have answered and none is suitable (`ConnectionPool.lacking`).
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ from edl.quoting import listed, shown
 logger = logging.getLogger("edl.distill")
 
 _CONNECT_TIMEOUT_S = 5.0
-"""Deadline of an attempt to connect: enough for several round trips around the world, and the most a dead host
-costs."""
+"""Deadline of an attempt to connect: enough for several round trips around the world, and a dead host's cost."""
 _MOST_FAILED_CHANNELS = 2
-"""Tensor channels in a row that ended before their first answer. After that, requests go over gRPC at first: a firewall
-may let a connection be made and end it, and a teacher that dies twice in its first request is rare."""
+"""Tensor channels in a row that may end before their first answer. After that, requests first use gRPC: a firewall may
+accept a connection and then end it, and a teacher that dies twice in its first request is rare."""
 _FIRST_BACKOFF_S = 0.1
 """Pause before the second attempt to connect, so that a restarting server is missed for at most a few batches."""
 _LAST_BACKOFF_S = 2.0
-"""Longest pause between attempts, within which a returning teacher is found."""
+"""Longest pause between attempts, and so until a returning teacher is found."""
 _LAST_LAPSED_BACKOFF_S = 15.0
-"""The same for teachers that are probably dead. A SQLite file without a writer lists them until the next boot."""
+"""The same for probably dead teachers. A SQLite file without a writer lists them until the next boot."""
 _NEEDS_ATTENTION = (FailureKind.REJECTED, FailureKind.BAD_OUTPUT)  # waiting alone will not make connecting succeed
 _STEADY_S = 2.0
 """A connection that breaks sooner than this counts as a failed attempt to connect."""
@@ -63,13 +62,13 @@ _CHECK_S = 2.0
 _MOST_NAMES = 3  # teachers named in a log line
 _MOST_TEACHERS = 20  # teachers described in an error
 _MOST_GONE = 100
-"""How many departed teachers are remembered by name: enough to see what became of each where pods come and go."""
+"""Number of departed teachers remembered by name: enough to trace each one as pods come and go."""
 
 
 def no_counts() -> Counter[str]:
-    """Return counters of what becomes of a teacher's requests, as in `TeacherStats`.
+    """Return counters for the outcomes of a teacher's requests, as in `TeacherStats`.
 
-    They are written on the event loop and read in any thread, so all keys are there from the beginning.
+    They are written on the event loop and read in any thread, so all keys exist from the start.
     """
     return Counter(rows=0, requests=0, failures=0)
 
@@ -81,24 +80,24 @@ class TeacherConnection:
         self.instance = instance
         self.counts = no_counts()
         self.state = "connecting"  # "ready", "connecting" or "set aside"
-        self.why = ""  # why it is not ready, for people
-        # Whether it has answered and lacks what is asked for, so that only a change of the server would help
+        self.why = ""  # why it is not ready, as text
+        # Whether it has answered and lacks part of the request, so that only a change of the server would help
         self.lacks = False
-        # Whether its registration lapsed. Another server may have taken its address since, so the client connects
-        # only to a server with the same version of the model, and less often.
+        # Whether its registration lapsed. Another server may have taken over its address, so the client connects only
+        # to a server with the same model version, and less often.
         self.lapsed = False
         self.unlisted = False  # whether it lapsed, and the registry no longer lists it
         self.leaving = ""  # "left" or "draining" if it gets no new requests, and ends with its last one
-        # The model that `refresh` found, if it changed; connecting again may take a while
+        # The model that `refresh` found, if it changed; reconnecting may take a while
         self.changed_spec: ModelSpec | None = None
         self._pool = pool
         self._version = instance.meta.get("version", "")
-        # The name that the certificate has, if the instance is one of several addresses of that name
+        # The name in the certificate, if the instance is one of several addresses of that name
         self._authority = instance.authority if isinstance(instance, ResolvedInstance) else ""
         self._output_spec = _complete_spec(pool.output_spec, instance)
         self._client: TeacherClient | None = None
         self._names: RegionNames = {}
-        self._retired: weakref.WeakSet[TeacherClient] = weakref.WeakSet()  # finish their last requests
+        self._retired: weakref.WeakSet[TeacherClient] = weakref.WeakSet()  # clients finishing their last requests
         self._broken = asyncio.Event()
         self._retry_now = asyncio.Event()  # ends the pause before the next attempt
         self._attempted = asyncio.Event()  # whether an attempt to connect has ended since the connection was lost
@@ -127,8 +126,8 @@ class TeacherConnection:
         """Check that the teacher's model is unchanged; if not, return after an attempt to reconnect.
 
         A server may load another model, and gRPC may silently reconnect to another server at the same address. With
-        `must_be_ready`, a teacher that is not ready is lost. Before an epoch that does not matter: Triton is not ready
-        for a moment while it replaces a version, and its metadata name the new one already.
+        `must_be_ready`, a teacher that is not ready is lost. Before an epoch that does not matter: Triton is briefly
+        not ready while it replaces a version, but its metadata already name the new one.
         """
         client = self._client
         self.changed_spec = None
@@ -136,9 +135,9 @@ class TeacherConnection:
             try:
                 spec = await client.refresh_spec(_CONNECT_TIMEOUT_S, must_be_ready=must_be_ready)
                 self.changed_spec = spec if spec != client.spec else None
-                changed = "" if spec == client.spec else f"its model is another one now, of version {spec.version!r}"
+                changed = "" if spec == client.spec else f"its model has changed, to version {spec.version!r}"
             except RequestFailed as exc:
-                # A teacher that is full is alive, and the connection to it would not be accepted again.
+                # A full teacher is alive, and would not accept a new connection.
                 changed = exc.failure.message if exc.failure.kind is not FailureKind.OVERLOADED else ""
             if changed and client is self._client:
                 self.reconnect(changed)
@@ -148,7 +147,7 @@ class TeacherConnection:
         await self._attempted.wait()
 
     def reconnect(self, why: str) -> None:
-        """Reconnect, and check again that the teacher can be used. Pending requests may still succeed."""
+        """Reconnect, and recheck that the teacher can be used. Pending requests may still succeed."""
         client = self._client
         if client is None:
             return
@@ -208,7 +207,7 @@ class TeacherConnection:
                     level = logging.WARNING if self.state == "set aside" else logging.INFO
                     logger.log(level, "teacher %s is not used: %s", self.instance.id, refused)
                     self.why = refused
-                self.lacks = lacks  # after the reason, which another thread may read then
+                self.lacks = lacks  # set after the reason, which another thread may then read
                 self._pool.connect_failed(self)
             with contextlib.suppress(asyncio.TimeoutError):
                 await wait_within(self._retry_now.wait(), backoff_s * CHANCE.uniform(0.8, 1.2))
@@ -216,7 +215,7 @@ class TeacherConnection:
             backoff_s = min(backoff_s * 2, _LAST_LAPSED_BACKOFF_S if self.lapsed else _LAST_BACKOFF_S)
 
     async def _connect(self, client: TeacherClient) -> tuple[str, bool]:
-        """Try to connect; return why the teacher is not used, or "", and whether it lacks what is asked for."""
+        """Try to connect; return why the teacher is not used, or "", and whether it lacks part of the request."""
         lacks, refused = False, "the attempt was cancelled"
         try:
             spec = await client.open(_CONNECT_TIMEOUT_S)
@@ -233,7 +232,7 @@ class TeacherConnection:
             self.state = "set aside" if why or exc.failure.kind in _NEEDS_ATTENTION else "connecting"
         except Exception as exc:
             # Continue after any error, because `refresh` and the dispatcher wait for the attempt to end.
-            logger.debug("connecting to teacher %s failed in a way not foreseen", self.instance.id, exc_info=True)
+            logger.debug("connecting to teacher %s failed unexpectedly", self.instance.id, exc_info=True)
             refused = f"{self.instance.endpoint}: {type(exc).__name__}: {exc}"
             self.state = "set aside"
         finally:
@@ -246,8 +245,8 @@ class TeacherConnection:
         if not self.lapsed or (self._version and self._version in (spec.version, *spec.versions)):
             return ""
         if not self._version:
-            return f"{self.instance.endpoint}: nothing tells whether this is who registered, without a version"
-        return f"{self.instance.endpoint} has version {spec.version!r}, and version {self._version!r} registered"
+            return f"{self.instance.endpoint}: without a version, it cannot be identified as the server that registered"
+        return f"{self.instance.endpoint} has version {spec.version!r}, but version {self._version!r} registered"
 
     async def _until_broken(self, version: int) -> None:
         """Wait until the connection is dropped, and drop it when certificates or tokens change."""
@@ -270,7 +269,7 @@ class TeacherConnection:
             explain = functools.partial(explain_handshake, words, endpoint, self._pool.files, authority=self._authority)
             return await asyncio.wrap_future(start_call("edl-handshake", explain))
         except Exception:
-            logger.exception("the reason why %s cannot be connected to was not found", endpoint)
+            logger.exception("finding out why %s cannot be reached failed", endpoint)
             return ""
 
 
@@ -290,7 +289,7 @@ def _complete_spec(output_spec: OutputSpec, instance: Instance) -> OutputSpec:
 class ConnectionPool:
     """The teachers of a service, on the event loop; other threads may read.
 
-    `changed` is called after teachers have come or gone, with the actions that the dispatcher takes then.
+    `changed` is called after teachers joined or left, with the dispatcher's resulting actions.
     """
 
     def __init__(
@@ -309,20 +308,20 @@ class ConnectionPool:
         self.connections: dict[str, TeacherConnection] = {}  # by the teacher's id
         self.compatibility = TeacherCompatibility(service, output_spec, options.mixed_versions)
         self.limits = (
-            NO_LIMITS  # of the known teachers, or of the last ones. Replaced as a whole, so never half changed
+            NO_LIMITS  # of the known teachers, or of the last ones. Replaced as a whole, so never half updated
         )
-        self.news = Notifier()  # told when a teacher connects
+        self.news = Notifier()  # notified when a teacher connects
         self._service = service
         self._dispatcher = dispatcher
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closing: set[asyncio.Task[None]] = set()  # those that close dropped connections
+        self._closing: set[asyncio.Task[None]] = set()  # tasks that close dropped connections
         self._checking: asyncio.Task[None] | None = None
         self._stale = ""
         self._near = ""
         self._is_whole = False
-        self._lock = threading.Lock()  # so that a leaving teacher's counts are neither doubled nor missing
-        self._gone: dict[str, TeacherStats] = {}  # the teachers that left last
+        self._lock = threading.Lock()  # so that a leaving teacher is counted exactly once
+        self._gone: dict[str, TeacherStats] = {}  # the teachers that left most recently
         self._departed = no_counts()  # sums over all teachers that left
 
     # Any thread
@@ -338,8 +337,8 @@ class ConnectionPool:
         lapsed = ""
         if kept:
             lapsed = (
-                f"the registration of {listed(kept, _MOST_NAMES)} has lapsed, though the teacher answers: it stays in"
-                " use. It cannot renew it: its log says why (a full disk, a file or token that may not write)"
+                f"the registration of {listed(kept, _MOST_NAMES)} has lapsed, but the teacher answers: it stays in"
+                " use. Its log says why it cannot renew the registration (a full disk, missing write permission)"
             )
         return "; ".join(filter(None, [self._stale, lapsed]))
 
@@ -354,11 +353,11 @@ class ConnectionPool:
         return found + (f"; discovery: {self.stale}" if self.stale else "")
 
     def lacking(self) -> str:
-        """Return what each teacher lacks, once all have answered and none has what is asked for.
+        """Return what each teacher lacks, once all have answered and none can serve the request.
 
         The result is empty while a suitable teacher may still appear: while one is connecting, unreachable, draining or
         left to other students, or while the registry does not answer. In a rolling update a teacher drains before it is
-        replaced, so students wait. It is also empty once a teacher has been used, which proves that there are some.
+        replaced, so students wait. It is also empty once a teacher has been used, so suitable ones exist.
         """
         connections = list(self.connections.values())
         if self.compatibility.spec is not None or not self._is_whole or not connections:
@@ -366,7 +365,7 @@ class ConnectionPool:
         return self.describe() if all(connection.lacks for connection in connections) else ""
 
     def teacher_stats(self) -> tuple[dict[str, TeacherStats], TeacherStats]:
-        """Return the counters of each teacher, with gauges of those that are there, and the sums over departed ones."""
+        """Return each teacher's counters, with gauges for present teachers, and the sums over departed ones."""
         with self._lock:
             teachers, present = self._gone.copy(), self.connections.copy()
             departed = TeacherStats("", "gone", "", **self._departed)
@@ -396,7 +395,7 @@ class ConnectionPool:
     # On the loop
 
     def counts_of(self, name: str) -> Counter[str]:
-        """Return the counts of a teacher, for writing: those of departed teachers if it left before its last answer."""
+        """Return a teacher's counts for writing: those of departed teachers if it left before its last answer."""
         connection = self.connections.get(name)
         return connection.counts if connection is not None else self._departed
 
@@ -408,7 +407,7 @@ class ConnectionPool:
         self._is_whole = False
         self._near = near
         if snapshot.stale and snapshot.stale != self._stale:
-            logger.warning("discovery of %s: %s; going on with the teachers last known", self._service, snapshot.stale)
+            logger.warning("discovery of %s: %s; using the last known teachers", self._service, snapshot.stale)
         elif self._stale and not snapshot.stale:
             logger.info("discovery of %s answers again", self._service)
         self._stale = snapshot.stale
@@ -431,7 +430,7 @@ class ConnectionPool:
         kept = [instance.id for instance in lapsed.values() if self._add(instance, lapsed=True)]
         if kept:
             logger.warning(
-                "discovery of %s: the registration of %s has lapsed; it is used for as long as it answers",
+                "discovery of %s: the registration of %s has lapsed; it is used while it answers",
                 self._service,
                 listed(kept, _MOST_NAMES),
             )
@@ -441,13 +440,13 @@ class ConnectionPool:
         self._is_whole = whole and not (snapshot.stale or lapsed or draining or snapshot.rejected)
 
     def _add(self, instance: Instance, *, lapsed: bool) -> bool:
-        """Keep or make the connection to a listed teacher; return whether it lapsed just now, and answers."""
+        """Keep or open the connection to a listed teacher; return whether it just lapsed but answers."""
         known = self.connections.get(instance.id)
         if known is not None and lapsed and known.leaving == "draining":
             return False
         is_renewed = known is not None and known.lapsed and not lapsed
         if known is not None and (known.leaving or (is_renewed and known.spec is None)):
-            self._drop(known)  # one that is registered again is tried again at once
+            self._drop(known)  # a teacher that registered again is retried at once
             known = None
         elif is_renewed:
             logger.info("teacher %s of %s is registered again", instance.id, self._service)
@@ -465,7 +464,7 @@ class ConnectionPool:
         return TeacherConnection(instance, self)
 
     def connection_up(self, connection: TeacherConnection) -> None:
-        """Note that requests may be sent."""
+        """Record that requests may be sent."""
         spec, name = connection.spec, connection.instance.id
         if spec is None or connection.leaving or self.connections.get(name) is not connection:
             return
@@ -479,12 +478,12 @@ class ConnectionPool:
         self._changed(actions)
 
     def connect_failed(self, connection: TeacherConnection) -> None:
-        """Note that an attempt to connect failed."""
+        """Record that an attempt to connect failed."""
         if self.connections.get(connection.instance.id) is connection:
             self._changed(self._dispatcher.teacher_unreachable(connection.instance.id, time.monotonic()))
 
     def connection_lost(self, connection: TeacherConnection) -> None:
-        """Note that a connection broke. It reconnects by itself."""
+        """Record that a connection broke. It reconnects by itself."""
         name = connection.instance.id
         self.compatibility.forget_teacher(name)
         level = logging.INFO if connection.leaving else logging.WARNING
@@ -502,7 +501,7 @@ class ConnectionPool:
             self._drop(connection)
 
     async def follow_version(self, timeout_s: float) -> None:
-        """Ask the teachers, before an epoch, which version they have; see `TeacherCompatibility.select_version`."""
+        """Ask the teachers for their version before an epoch; see `TeacherCompatibility.select_version`."""
         self.compatibility.selecting_version = True
         try:
             asked = [self._spawn(each.refresh()) for each in self.connections.values() if not each.leaving]
@@ -516,12 +515,12 @@ class ConnectionPool:
         self.compatibility.select_version([spec for spec in found if spec is not None])
         for connection in list(self.connections.values()):
             if connection.spec is not None and self.compatibility.refuses_version(connection.spec.version):
-                connection.reconnect("another version of the model is followed")  # and is refused then, with words
+                connection.reconnect("a different version of the model is now used")  # it is then refused with a reason
 
     async def close(self) -> None:
         """End all connections."""
         await asyncio.gather(*(connection.close() for connection in self.connections.values()))
-        await asyncio.gather(*self._closing, return_exceptions=True)  # cancelled, they would leave sockets open
+        await asyncio.gather(*self._closing, return_exceptions=True)  # if cancelled, they would leave sockets open
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -555,7 +554,7 @@ class ConnectionPool:
                 del self._gone[next(iter(self._gone))]
         self.compatibility.forget_teacher(name)
         self._dispatcher.teacher_removed(name)
-        if self._dispatcher.teachers:  # otherwise keep the limits, since the last teacher may come back
+        if self._dispatcher.teachers:  # otherwise keep the limits, since the last teacher may return
             self.limits = self._dispatcher.limits
         self._closing.add(self._spawn(connection.close()))
         self._changed([])

@@ -3,7 +3,7 @@
 The feeding thread submits jobs; `Engine` sends them to teachers, and calls each job back once. `Outage` decides,
 without I/O, when work has waited too long for a teacher. Methods below "Any thread" may be called from anywhere; the
 rest runs on the loop. The set of teachers is in `connection`, decisions are in `edl.distill.dispatch`, and the data
-source and the order of delivery in `edl.distill.pipeline`.
+source and the delivery order in `edl.distill.pipeline`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from edl.protocol.tls import CredentialFiles
 logger = logging.getLogger("edl.distill")
 
 _POLL_EVERY_S = 0.002
-"""Shortest interval between checks of deadlines and gauges, because under load each costs more than a request."""
+"""Shortest interval between checks of deadlines and gauges, since under load a check costs more than a request."""
 _REFRESH_TIMEOUT_S = 1.0
 """How long the start of an epoch waits for the teachers' versions. A live teacher answers within milliseconds."""
 _REMIND_S = 10.0
-"""Pause between two warnings of an outage: often enough for a person who watches, and only six log lines a minute."""
+"""Pause between two outage warnings: often enough for a person watching, and only six log lines a minute."""
 _SILENT_S = 5.0
 """How long live teachers may be silent before a warning: longer than most models need for a batch."""
 
@@ -54,12 +54,12 @@ _SILENT_S = 5.0
 class LabelJob:
     """The rows of one request, to be labelled by one service."""
 
-    number: int  # rising in the order of delivery
+    number: int  # ascending in the order of delivery
     payload: Payload
     # Called on the loop, once, with the outputs or an error, and the model's version
     on_done: Callable[[Outputs | EDLError, str], None]
     on_started: Callable[[], None]  # Called on the loop when the job is sent for the first time
-    open_attempts: int = 0  # number of its pending requests
+    open_attempts: int = 0  # number of the job's pending requests
     dispatched: bool = False  # whether it no longer waits for its first send: sent, cancelled or failed
     finished: bool = False  # whether `on_done` was called, or never will be
 
@@ -92,8 +92,8 @@ class Engine:
             shared_memory=arena is not None,
             files=files,
         )
-        self.compatibility = self._pool.compatibility  # what the teachers have in common
-        self._submitted: deque[LabelJob] = deque()  # jobs that the loop has not taken yet
+        self.compatibility = self._pool.compatibility  # the teachers' common properties
+        self._submitted: deque[LabelJob] = deque()  # jobs not yet taken by the loop
         self._woken = False
         self._jobs: dict[int, LabelJob] = {}
         self._attempts: dict[Send, Callable[[], object]] = {}  # functions that cancel them
@@ -101,17 +101,17 @@ class Engine:
         self._polled_at = 0.0
         self._outage = Outage(options.teacher_timeout_s, options.policy.request_timeout_s)
         self._closed = False
-        # Counted on the loop, read in any thread: rows by what became of them, and jobs that were sent, cancelled or
-        # failed, so that they no longer wait for their first send
+        # Counted on the loop, read in any thread: rows by outcome, and jobs that no longer wait for their first send
+        # because they were sent, cancelled or failed
         self.rows_asked = self._rows_received = self._rows_resent = self._rows_hedged = self.dispatched = 0
-        self.capacity = 0  # requests that the teachers together want in flight, as of some milliseconds ago
+        self.capacity = 0  # requests that all teachers together can have in flight, as of some milliseconds ago
 
     # Any thread
 
     def submit(self, job: LabelJob) -> None:
-        """Ask for a job's labels, from the feeding thread. Jobs are numbered in the order of delivery."""
+        """Request a job's labels, from the feeding thread. Jobs are numbered in the order of delivery."""
         self._submitted.append(job)
-        # The loop looks for jobs after each event that may make a teacher free, so neither side misses the other.
+        # The loop checks for jobs after each event that may free a teacher, so neither side misses the other.
         if not self._woken and not self.full:
             self._woken = True
             self._thread.call(self._wake)
@@ -128,7 +128,7 @@ class Engine:
 
     @property
     def limits(self) -> Limits:
-        """What all teachers accept in a request, and the longest sequence that one accepts, at their last change."""
+        """What all teachers accept in a request, and the longest sequence that any accepts, as of their last change."""
         return self._pool.limits
 
     def await_spec(self, timeout_s: float) -> ModelSpec | None:
@@ -137,9 +137,9 @@ class Engine:
         return self.compatibility.spec
 
     def select_version(self) -> None:
-        """Ask the teachers, before an epoch whose labels are cached, which version of the model they have.
+        """Ask the teachers for their model version, before an epoch whose labels are cached.
 
-        Takes milliseconds if the teachers answer, and about a second otherwise.
+        This takes milliseconds if the teachers answer, and about a second otherwise.
         """
         if self.compatibility.spec is not None:
             with contextlib.suppress(TimeoutError):  # then the version stays for this epoch
@@ -151,47 +151,47 @@ class Engine:
         return any(connection.spec is None for connection in list(self._pool.connections.values()))
 
     def wait_changed(self, timeout_s: float) -> None:
-        """Wait until a teacher connects that changes the limits, or `timeout_s` have passed."""
+        """Wait until a newly connected teacher changes the limits, or `timeout_s` have passed."""
         before = self.limits
         self._pool.news.wait_for(lambda: self.limits != before, timeout_s)
 
     def lacking(self) -> SettingsError | None:
-        """Return the error if all teachers lack what is asked for; None while a suitable teacher may still appear."""
+        """Return the error if no teacher can serve the request; None while a suitable teacher may still appear."""
         found = self._pool.lacking()
         if not found:
             return None
-        return SettingsError(f"no teacher of {self.name} has what is asked for, and none is on its way ({found})")
+        return SettingsError(f"no teacher of {self.name} can serve this request, and none is starting ({found})")
 
     def describe_teachers(self) -> str:
         """Describe all teachers, for messages."""
         return self._pool.describe()
 
     def no_teacher(self, oversized_rows: int = 0, oversized_sequence: int = 0) -> NoTeacherError:
-        """Return the error for a wait that has reached its deadline, with the state of all teachers.
+        """Return the error for an expired wait, with the state of all teachers.
 
-        A request of `oversized_rows` is too large for the live teachers, or has a sequence that is too long for them.
+        A request with `oversized_rows` is too large for the live teachers, or has a sequence too long for them.
         """
         limits, waited, found = self.limits, f"within {self._timeout_s:g} s", self._pool.describe()
         if not oversized_rows:
             return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found})")
         if oversized_sequence:
             what = (
-                f"a sequence of {oversized_sequence} tokens {waited} ({found}): start a teacher that takes it again "
+                f"a sequence of {oversized_sequence} tokens {waited} ({found}): restart a teacher that accepts it "
                 "(edl serve --max-tokens), or cut sequences in your source"
             )
         elif not limits.max_rows or oversized_rows <= limits.max_rows:
             nbytes = max((job.payload.nbytes for job in self._jobs.values()), default=0)
             what = (
-                f"a request of {oversized_rows} rows with {nbytes:,} bytes {waited}, and {limits.max_nbytes:,} bytes "
-                "are what all of them take: set batch_rows (set_teacher_batch_size) to fewer rows, or leave it out; a "
-                "teacher says what it takes (edl serve --max-message), for others it is Options(max_request_bytes=...)"
+                f"a request of {oversized_rows} rows with {nbytes:,} bytes {waited}, and all of them take at most "
+                f"{limits.max_nbytes:,} bytes: set batch_rows (set_teacher_batch_size) to fewer rows, or omit it; a "
+                "teacher reports its limit (edl serve --max-message), for others it is Options(max_request_bytes=...)"
             )
         else:
             what = (
-                f"a request of {oversized_rows} rows {waited}, and {limits.max_rows} rows are what all of them take: "
-                "set batch_rows (set_teacher_batch_size) to that or less, or leave it out"
+                f"a request of {oversized_rows} rows {waited}, and all of them take at most {limits.max_rows}: "
+                "set batch_rows (set_teacher_batch_size) to that or less, or omit it"
             )
-        return NoTeacherError(f"no live teacher for {self.name} took {what}")
+        return NoTeacherError(f"no live teacher for {self.name} accepted {what}")
 
     def stats(self) -> ReaderStats:
         """Return counters and gauges of this service."""
@@ -226,7 +226,7 @@ class Engine:
         self.compatibility.begin_epoch()
 
     def send_until(self, last: float) -> None:
-        """Send only jobs up to the number `last`; others that are under way are taken back, and sent again later."""
+        """Send only jobs up to the number `last`; other pending ones are cancelled, and sent again later."""
         if last == self._dispatcher.last:
             return
         was_idle = self._is_idle
@@ -236,13 +236,13 @@ class Engine:
         self._apply(self._dispatcher.tick(self._now()))
 
     def set_awaited(self, number: int) -> None:
-        """Note that the training loop waits for this job."""
+        """Record that the training loop waits for this job."""
         self._take_jobs()
         if number in self._jobs:
             self._apply(self._dispatcher.set_awaited(number, self._now()))
 
     def cancel(self, numbers: list[int]) -> None:
-        """Drop jobs whose labels are no longer wanted."""
+        """Drop jobs whose labels are no longer needed."""
         self._take_jobs()
         for number in numbers:
             job = self._jobs.pop(number, None)
@@ -269,7 +269,7 @@ class Engine:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no job may be sent now. Jobs were added in the order of their numbers."""
+        """Return whether no job may be sent now. Jobs were added in the order of their numbers."""
         return not self._jobs or next(iter(self._jobs)) > self._dispatcher.last
 
     def _wake(self) -> None:
@@ -310,7 +310,7 @@ class Engine:
         self._set_timer()
 
     def _start(self, send: Send, job: LabelJob) -> Callable[[], object]:
-        """Send a request; return what cancels it."""
+        """Send a request; return a function that cancels it."""
         ended = functools.partial(self._attempt_ended, send, job)
         connection = self._pool.connections.get(send.teacher)
         cancel = connection.start(job.payload, self._request_timeout_s, ended) if connection is not None else None
@@ -415,7 +415,7 @@ class Engine:
         self._take_jobs()
 
     def _check_outage(self, now: float) -> float | None:
-        """Track how long there have been no teachers or answers, and fail all open jobs when it is too long."""
+        """Track how long there have been no teachers or answers, and fail all open jobs after too long."""
         if self._is_idle:
             self._outage.finish_work()
             return None
@@ -440,7 +440,7 @@ class Engine:
 
 
 def _give_up_error(action: GiveUp) -> RejectedError | BadOutputError:
-    """Return the error that the training loop gets for a task that was given up."""
+    """Return the error for a task that was given up."""
     words = "; ".join(f"{teacher}: {failure.kind.value}: {failure.message}" for teacher, failure in action.failures)
     if any(failure.kind is FailureKind.REJECTED for _, failure in action.failures):
         return RejectedError(f"teachers refuse a request: {words}")
@@ -452,8 +452,8 @@ class OutageStatus(NamedTuple):
 
     expired: bool  # whether the work has waited too long and fails
     check_at: float  # when to check again, in seconds
-    message: str = ""  # news of the wait for a live teacher; empty without news
-    silent_s: float = 0.0  # seconds for which live teachers have not answered; 0 without news
+    message: str = ""  # to log about the wait for a live teacher; empty if nothing is due
+    silent_s: float = 0.0  # seconds that live teachers have not answered, to log; 0 if nothing is due
 
 
 class Outage:
@@ -465,7 +465,7 @@ class Outage:
         self._outage_since: float | None = None
         self._reminded_at = 0.0
         self._progress_at = 0.0
-        self._longest_silence_s = 0.0  # longest silence of live teachers that ended with an answer, so it is normal
+        self._longest_silence_s = 0.0  # longest silence of live teachers that ended with an answer, and so is normal
         self._silence_reported = self._had_outage = False
 
     def start_work(self, now: float) -> None:
@@ -475,7 +475,7 @@ class Outage:
         self._silence_reported = self._had_outage = False
 
     def record_answer(self, now: float) -> None:
-        """Note that an answer arrived."""
+        """Record that an answer arrived."""
         if not self._had_outage:
             self._longest_silence_s = max(self._longest_silence_s, now - self._progress_at)
         self._progress_at = now

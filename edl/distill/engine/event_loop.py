@@ -2,8 +2,8 @@
 
 The thread starts with the first reader and ends with the last. grpc.aio needs all its channels on one loop. A forked
 child inherits neither the thread nor the loop, so using the parent's reader there raises `ClosedError`. A child also
-cannot start a loop of its own for gRPC if the parent has ever had one: gRPC stays initialized for the life of a
-process, and in the child it would wait for threads that only the parent has.
+cannot start its own loop for gRPC if the parent ever had one: gRPC stays initialized for the life of a process, and in
+the child it would wait for threads that exist only in the parent.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ logger = logging.getLogger("edl.distill")
 T = TypeVar("T")
 
 _LINGER_S = 0.05
-"""How long the loop runs on for callbacks that gRPC schedules while it closes: milliseconds on a busy machine."""
+"""How long the loop keeps running for callbacks that gRPC schedules while closing: milliseconds on a busy machine."""
 _STOP_S = 10.0
 """How long the last user waits for the loop's thread. It ends within milliseconds unless logging blocks."""
 _REMEDY = (
-    "gRPC does not work in a process that is forked from one that has used it. Start this process with "
-    'multiprocessing.get_context("spawn") or ("forkserver") and make its reader there, or fork it before the first '
-    "reader of its parent is used"
+    "gRPC does not work in a process forked from one that has used it. Start this process with "
+    'multiprocessing.get_context("spawn") or ("forkserver") and create its reader there, or fork before the first '
+    "reader of the parent is used"
 )
 
 
@@ -46,7 +46,7 @@ class EventLoopThread:
         self._users = 0
         self._pid = os.getpid()
         self.loop = asyncio.new_event_loop()
-        # Not a `BackgroundLoop`, because asyncio's loop has its own ways to wake up and to end.
+        # Not a `BackgroundLoop`, because asyncio's loop has its own wake-up and shutdown.
         self._thread = threading.Thread(target=self._run, name="edl-distill", daemon=True)
 
     @classmethod
@@ -54,7 +54,7 @@ class EventLoopThread:
         """Return the process's loop, starting it if necessary."""
         if for_grpc and cls.inherited:
             raise ClosedError(
-                f"a reader cannot connect in process {os.getpid()}: a process that it was forked from has used a "
+                f"a reader cannot connect in process {os.getpid()}: an ancestor process has used a "
                 f"reader, and {_REMEDY}"
             )
         with cls._lock:
@@ -78,7 +78,7 @@ class EventLoopThread:
         if threading.current_thread() is not self._thread:
             self._thread.join(_STOP_S)
             if self._thread.is_alive():
-                logger.warning("the event loop of the readers has not ended after %g s; left alone", _STOP_S)
+                logger.warning("the readers' event loop has not ended after %g s; no longer waiting for it", _STOP_S)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Schedule a function on the loop, from any thread. It takes no lock, because finalizers call it too."""
@@ -91,7 +91,7 @@ class EventLoopThread:
             raise ClosedError("the reader is closed") from None
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine on the loop and return its result. One that takes longer is cancelled: `TimeoutError`."""
+        """Run a coroutine on the loop and return its result. Cancel it and raise `TimeoutError` if it takes longer."""
         self.check()
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
@@ -112,7 +112,7 @@ class EventLoopThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
-            # gRPC may still deliver events of closed channels to this loop. If it were closed, they would appear as
+            # gRPC may still deliver events of closed channels to this loop. On a closed loop, they would appear as
             # tracebacks in the next reader's log.
             self.loop.run_until_complete(asyncio.sleep(_LINGER_S))
             tasks = asyncio.all_tasks(self.loop)
@@ -127,7 +127,7 @@ class EventLoopThread:
 class _GarbageGuard:
     """Keeps a forked child from collecting the parent's garbage.
 
-    If the child collected an unreachable gRPC channel of the parent, it would wait for ever for a thread that only the
+    If the child collected an unreachable gRPC channel of the parent, it would wait forever for a thread that only the
     parent has. So inherited objects are frozen (`gc.freeze`). Several threads may fork at once: the first turns the
     parent's collector off, and the last turns it on again.
     """
@@ -156,7 +156,7 @@ class _GarbageGuard:
     def after_in_child(cls) -> None:
         cls.lock = threading.Lock()  # another thread of the parent may hold the inherited lock
         EventLoopThread._lock = threading.Lock()
-        EventLoopThread._shared = None  # its thread is not here
+        EventLoopThread._shared = None  # its thread does not exist in the child
         turned_off = cls.turned_off
         cls.turned_off = False
         cls.forks = 0

@@ -1,12 +1,12 @@
-"""Which data a folder has labels of, and whether these data change while they are labelled.
+"""Detects which data a folder has labels for, and whether these data change while they are labelled.
 
-Labels are kept by sample id, and an id is mostly a position: the labels of an edited file look like those of the file
-before. So a folder and a job remember a `DataFingerprint`, which compares a few rows: cheap enough for a folder of
-images, and the same on every machine. Within a run that is not enough, because a single row may be rewritten. There
-size, time of the last write and inode of each local file are compared too, which any rewrite changes.
+Labels are stored by sample id, which is usually a position, so labels of an edited file look like those of the
+original. A folder and a job therefore remember a `DataFingerprint`, which covers a few rows: cheap enough for a folder
+of images, and the same on every machine. Within a run that is not enough, because a single row may be rewritten. There,
+size, modification time and inode of each local file are compared too, which any rewrite changes.
 
-`DataGuard` does both. It is asked before shards are reported done, so rows of a changed file are never reported.
-Sequences are treated apart: their labels carry a fingerprint of the text, so a label of another text is never used.
+`DataGuard` does both. It is called before shards are reported done, so rows of a changed file are never reported.
+Sequences are an exception: their labels contain a fingerprint of the text, so another text's label is never used.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from edl.protocol.tensors import Array
 logger = logging.getLogger("edl.distill")
 
 _ROWS = 16
-"""Rows to compare: 16 image files take 0.2 s, and find a change of every tenth row in four cases of five."""
+"""Rows to compare: 16 image files take 0.2 s, and detect a change of every tenth row in four of five cases."""
 _MIXED = "changed while it was labelled"
-"""Stands in a folder in place of a checksum: the labels may be of two versions of the data."""
+"""Replaces a folder's checksum if its labels may be of two versions of the data."""
 FileStates: TypeAlias = Mapping[str, os.stat_result]
 
 
@@ -47,9 +47,9 @@ class DataFingerprint:
     Attributes:
         rows: Number of samples; 0 if unknown.
         inputs: Names, dtypes and shapes of the first row, such as `image float32[3,224,224]`.
-        rows_checksum: Checksum of 16 rows and their ids, spread over the data set. Empty if these rows differ when
-            they are loaded twice, as with random augmentation: then they cannot be compared.
-        file_checksum: Checksum of all rows, if the file's own directory has it (`.npz`); else empty.
+        rows_checksum: Checksum of 16 rows and their ids, spread over the data set. Empty if these rows differ between
+            two loads, as with random augmentation, and so cannot be compared.
+        file_checksum: Checksum of all rows, if the file contains one (`.npz`); else empty.
     """
 
     rows: int
@@ -61,7 +61,7 @@ class DataFingerprint:
     def of(cls, data: LabelDataset, rows: int | None = None) -> DataFingerprint:
         """Load a few of the first `rows` rows of a data set, or the first 16 if it can only be read in sequence.
 
-        A row that cannot be loaded is part of the checksum like any other, and is not an error here.
+        A row that cannot be loaded is not an error here; the failure is part of the checksum.
         """
         if not isinstance(data, IndexedData):
             first = (itertools.islice(data.batches(_ROWS, _none_known), 1) for _ in range(2))
@@ -82,7 +82,7 @@ class DataFingerprint:
         """Parse the text of `to_json`.
 
         Raises:
-            ValueError: The text is something else.
+            ValueError: The text is not from `to_json`.
         """
         try:
             fields = json.loads(text)
@@ -91,7 +91,7 @@ class DataFingerprint:
             raise ValueError(f"not a fingerprint of data: {exc}") from exc
 
     def differences(self, there: DataFingerprint, where: str) -> list[str]:
-        """Return in words how these data differ from others, which `where` names, such as "in the job"."""
+        """Return descriptions of how these data differ from others, which `where` names, such as "in the job"."""
         found = []
         if self.rows != there.rows:
             found.append(f"{self.rows:,} rows here, {there.rows:,} {where}")
@@ -101,14 +101,14 @@ class DataFingerprint:
         if found:
             return found
         if self.rows_checksum and there.rows_checksum and self.rows_checksum != there.rows_checksum:
-            return [f"rows or their ids have another content here than {where}"]
+            return [f"rows or their ids have different content here than {where}"]
         if self.file_checksum and there.file_checksum and self.file_checksum != there.file_checksum:
-            return [f"some rows have another content here than {where}"]
+            return [f"some rows have different content here than {where}"]
         return []
 
 
 def note_files(*names: str | None) -> FileStates:
-    """Return the state of those names that are local files, for `DataGuard`. Call this before they are opened."""
+    """Return the state of the local files among these names, for `DataGuard`. Call this before opening them."""
     states = {}
     for name in names:
         if name is not None and Path(name).is_file():
@@ -130,7 +130,7 @@ def _changes(files: FileStates) -> list[str]:
         elif now.st_mtime_ns != before.st_mtime_ns:
             found.append(f"{name} was written at {datetime.fromtimestamp(now.st_mtime):%Y-%m-%d %H:%M:%S}")
         elif (now.st_dev, now.st_ino) != (before.st_dev, before.st_ino):
-            found.append(f"{name} was replaced by another file")
+            found.append(f"{name} was replaced by a different file")
     return found
 
 
@@ -140,10 +140,10 @@ def _state_of(name: str) -> os.stat_result:
 
 
 class DataGuard:
-    """Keeps labels of different data apart: in a folder, and within a run. Its `fingerprint` is that of the start.
+    """Keeps labels of different data apart, in a folder and within a run. `fingerprint` is that of the run's start.
 
-    `files` is what `note_files` returned. Without `compare_rows`, the number, types and shapes of rows are compared,
-    and not their content.
+    `files` is the result of `note_files`. Without `compare_rows`, the number, types and shapes of rows are compared,
+    but not their content.
     """
 
     def __init__(self, data: LabelDataset, files: FileStates | None = None, *, compare_rows: bool = True) -> None:
@@ -154,13 +154,13 @@ class DataGuard:
             self.fingerprint = replace(self.fingerprint, rows_checksum="", file_checksum="")
 
     def admit(self, view: CacheView, *, relabel: bool = False) -> None:
-        """Check that the labels in a folder are of these data, and write down that they are.
+        """Check that a folder's labels are for these data, and record the data in the folder.
 
-        Data that grew at their end count as the same. With `relabel`, labels of other data are forgotten. A folder
-        without labels, as a mistaken command leaves one, takes any data.
+        Data that grew at the end count as the same. With `relabel`, labels of other data are deleted. A folder without
+        labels, as left by a mistaken command, accepts any data.
 
         Raises:
-            ConflictError: The labels are of other data, or of two versions.
+            ConflictError: The labels are for other data, or for two versions.
         """
         if self.data.sequences:
             return
@@ -180,26 +180,26 @@ class DataGuard:
             )
             here = DataFingerprint.of(self.data, there.rows)
         if there.rows_checksum == _MIXED:
-            problem = "they changed while they were labelled, and it may have labels of both versions"
+            problem = "they changed while they were labelled, so it may have labels of both versions"
         else:
             problem = "; ".join(here.differences(there, "where they were labelled"))
         if problem and not relabel and folder.ids(space):
             raise ConflictError(
-                f"the folder has labels of other data: {problem}. Name another folder or --dataset, or pass --relabel "
-                "to have all rows labelled again"
+                f"the folder has labels of other data: {problem}. Set a new folder or --dataset, or pass --relabel "
+                "to label all rows again"
             )
         if problem or text != self.fingerprint.to_json():
             folder.note_data_set(space, self.fingerprint.to_json(), relabel=bool(problem))
 
     def check_unchanged(self, view: CacheView, *, in_job: bool, at_end: bool = False) -> None:
-        """Check that the data and the folder's are those of the start of this run; mark a folder of two versions.
+        """Check that the data have not changed since the start of this run; mark a folder with labels of two versions.
 
-        This is cheap, except at the end: then the rows of the fingerprint are loaded again, for changes that no file
-        shows. A job needs another remedy than a single process.
+        This is cheap, except at the end, when the fingerprint's rows are loaded again to find changes that no file
+        shows. `in_job` selects the remedy in the error.
 
         Raises:
             ConflictError: The data have changed, or another run took the folder for other data. For changed sequences
-                it is raised only at the end, because their labels are right.
+                it is raised only at the end, because their labels are valid.
         """
         folder, space = _on_disk(view)
         folder.check_data_set(space)
@@ -212,28 +212,26 @@ class DataGuard:
         if not found:
             return
         if sequences:
-            again = "Run it again under another --job name" if in_job else "Run the command again"
+            again = "Run it again under a new --job name" if in_job else "Run the command again"
             remedy = f"{again}: it labels the sequences that have changed"
         else:
             folder.note_data_set(space, replace(self.fingerprint, rows_checksum=_MIXED).to_json())
             remedy = "This folder may have labels of both versions: " + (
-                "delete it, and run under another --job name"
-                if in_job
-                else "pass --relabel to have all rows labelled again"
+                "delete it, and run under a new --job name" if in_job else "pass --relabel to label all rows again"
             )
         raise ConflictError(f"the data changed while they were labelled: {'; '.join(found)}. {remedy}")
 
     def fits(self, noted: str) -> bool:
-        """Return whether labels may be of these data, given what a folder's `data_set` says."""
+        """Return whether labels may be for these data, given a folder's recorded `data_set`."""
         if self.data.sequences or not noted:
             return True
         there = DataFingerprint.from_json(noted)
-        # Where data grew at their end, before or after, the same rows have the same labels.
+        # If data grew at the end, before or after, the same rows have the same labels.
         return there.rows != self.fingerprint.rows or not self.fingerprint.differences(there, "there")
 
 
 def _on_disk(view: CacheView) -> tuple[LabelFolder, Namespace]:
-    assert view.folder is not None  # labels are for later
+    assert view.folder is not None  # labels are always written to a folder
     return view.folder, view.space
 
 

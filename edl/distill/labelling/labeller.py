@@ -1,8 +1,8 @@
-"""`Labeller`: connections to teachers, and the folder that takes their labels; labels a whole data set in one process.
+"""`Labeller`: connects to teachers, and labels a whole data set in one process, into a folder.
 
 A run is a stream of batches through the teachers (`label_batches`), whose labels a thread of the session puts into the
-folder. That thread leaves labels out if the disk is too slow. So each run looks afterwards which rows have a label, and
-passes over the others again.
+folder. That thread drops labels if the disk is too slow. So each run then checks which rows have a label, and repeats
+the others.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from edl.errors import BadOutputError, EDLError, RejectedError, SettingsError, S
 from edl.protocol.tensors import Array
 
 OF_THE_ROWS = (RejectedError, BadOutputError, SourceError)
-"""Errors that a row causes wherever it is labelled. All others are the worker's own."""
+"""Errors caused by a row, on any worker. All others are the worker's own."""
 PASSES = 3
-"""Attempts before an error: labels that were left out twice will be left out a third time unless something changes."""
+"""Attempts before an error: labels dropped twice will be dropped a third time unless something changes."""
 _LOST_LABELS = "either the disk is too slow, or the teachers serve different versions of the model"
 _SETTLE_EVERY = 32
-"""Batches between two waits for the folder: with more, labels of a fast teacher are left out."""
+"""Batches between two waits for the folder: with more, labels of a fast teacher are dropped."""
 _LONGEST_PAUSE_S = 2.0
-"""Longest pause of a teacher that fails. With more, a few bad rows take minutes each where no others are left: between
-them the teacher has no good answer to show that it is sound."""
+"""Longest pause of a failing teacher. With more, a few bad rows take minutes each if only these are left: between them
+the teacher has no successful answer to end its pause."""
 _SEQUENCES_REMEDY = (
     "give it sequences (a .jsonl or .parquet file, an .npz file with --offsets, or a function with --sequences)"
 )
 _ROWS_REMEDY = (
-    "a model of sequences says so (edl_sequences), as those of edl serve --hf and edl register vllm:// do; for others "
+    "a model of sequences declares edl_sequences, as those of edl serve --hf and edl register vllm:// do; for others "
     "give it rows of one shape"
 )
 
 
 @dataclass(frozen=True)
 class LabelPlan:
-    """The labels to ask for.
+    """The labels to request.
 
-    If several processes share a run, `output_spec` must name the model's version: labels of other versions are kept
-    apart.
+    If several processes share a run, `output_spec` must name the model's version: each version's labels are stored
+    separately.
     """
 
     teachers: Teachers
     output_spec: OutputSpec
     dataset: str = ""  # tag of `CacheKey`; a reader must use the same tag
-    batch_rows: int = 32  # of a request
+    batch_rows: int = 32  # rows per request
     options: Options = field(default_factory=Options)
 
 
@@ -68,21 +68,21 @@ class LabelProgress:
     """Progress of a run in this process, in rows."""
 
     total: int | None = None  # None if unknown
-    known: int = 0  # had a label already
+    known: int = 0  # already had a label
     labelled: int = 0
     seconds: float = 0.0  # since the run began
     teachers_live: int = 0
 
     @property
     def rows_per_s(self) -> float:
-        """Rows labelled a second."""
+        """Rows labelled per second."""
         return self.labelled / self.seconds if self.seconds else 0.0
 
 
 class Labeller:
-    """Asks teachers for labels of a data set, and keeps them in the folder of `cache`. For a single run."""
+    """Requests labels for a data set, and stores them in the folder of `cache`. For a single run."""
 
-    _view: CacheView  # from `key` on
+    _view: CacheView  # set by `key`
 
     def __init__(self, guard: DataGuard, plan: LabelPlan, cache: SoftLabelCache) -> None:
         self._guard = guard
@@ -98,13 +98,13 @@ class Labeller:
         self._known = self._labelled = 0
 
     def key(self, *, relabel: bool = False) -> CacheKey:
-        """Return the key of the labels, once the first teacher has told which model it has.
+        """Return the key of the labels, once the first teacher has reported its model.
 
-        With `relabel`, labels of other data are forgotten; otherwise they are an error.
+        With `relabel`, labels of other data are deleted; otherwise they are an error.
 
         Raises:
-            NoTeacherError: No teacher was live for `teacher_timeout_s`, or none has the version that is asked for.
-            SettingsError: Data and model do not fit, or the model's version is unknown and `plan` names none.
+            NoTeacherError: No teacher was live for `teacher_timeout_s`, or none has the requested version.
+            SettingsError: Data and model do not match, or the model's version is unknown and `plan` names none.
             ConflictError: The folder has labels of other data.
         """
         _check_kind(self._data, self._session)
@@ -113,14 +113,14 @@ class Labeller:
         return self._view.key
 
     def label_all(self, tell: Callable[[LabelProgress], None] = lambda _: None) -> LabelProgress:
-        """Ask for the labels of all rows that have none yet. On return all labels are on disk. Call `key` first.
+        """Label all rows that have no label yet. On return all labels are on disk. Call `key` first.
 
-        After a kill, call this again in another process: no label that was answered is lost. `tell` is called after
-        every batch, in this thread.
+        After a kill, call this again in a new process: no answered label is lost. `tell` is called after every batch,
+        in this thread.
 
         Raises:
             ConflictError: The data changed during the run.
-            EDLError: Teachers refuse a row or are away for too long, or a sample or label cannot be read or written.
+            EDLError: Teachers refuse a row or are missing for too long, or a sample or label cannot be read or written.
         """
         self._begin(tell)
         try:
@@ -130,10 +130,10 @@ class Labeller:
                     break
             else:
                 raise TemporaryError(
-                    f"{lost} rows were labelled, but not kept: {self._why_lost()}; run the same command again"
+                    f"{lost} rows were labelled but not stored: {self._why_lost()}; run the same command again"
                 )
         except BaseException:
-            with contextlib.suppress(EDLError):  # marks the folder if the data changed: a later run would not see that
+            with contextlib.suppress(EDLError):  # marks the folder if the data changed; a later run cannot tell
                 self._guard.check_unchanged(self._view, in_job=False)
             raise
         self._cache.flush()
@@ -156,7 +156,7 @@ class Labeller:
         return LabelProgress(total, self._known, self._labelled, seconds, self._session.stats().teachers_live)
 
     def _pass(self, *, first: bool) -> int:
-        """Label all rows without a label; return how many of them have none afterwards."""
+        """Label all rows without a label; return how many still have none."""
         lost = 0
         unsettled: list[Sequence[SampleId] | SequenceIds] = []
 
@@ -202,7 +202,7 @@ def label_batches(
     batches: Iterator[Batch],
     answered: Callable[[Batch], None],
 ) -> None:
-    """Send batches of a data set to teachers, and call `answered` in order with each that has its labels.
+    """Send batches of a data set to teachers, and call `answered` with each labelled batch, in order.
 
     If this returns, or raises one of `OF_THE_ROWS`, no thread uses `batches` any longer.
 
@@ -233,7 +233,7 @@ def label_batches(
 def lookup_of(
     data: LabelDataset, ids: Sequence[SampleId], inputs: Mapping[str, Any] | None
 ) -> Sequence[SampleId] | SequenceIds:
-    """Return what to look labels up by: ids, and for sequences of a file their texts as well, if they are loaded."""
+    """Return the ids for looking up labels; for sequences from a file, with fingerprints of loaded texts."""
     if not data.sequences:
         return ids
     if inputs is None or not isinstance(data, RaggedData):
@@ -247,15 +247,15 @@ def lookup_of(
 
 
 def _check_kind(data: LabelDataset, session: LabelSession) -> None:
-    """Check that data and model are both of rows or both of sequences, once the first teacher has told its model.
+    """Check that data and model are both of rows or both of sequences, once the first teacher has reported its model.
 
-    The data set is told which input of the model holds positions.
+    It also tells the data set which input of the model holds positions.
     """
     spec = session.labeller.model_spec()
     if bool(spec.sequences) != data.sequences:
         kinds = ("sequences", "rows") if data.sequences else ("rows", "sequences")
         raise SettingsError(
-            f"the data set has {kinds[0]}, and the teachers' model {spec.name!r} takes {kinds[1]}: "
+            f"the data set has {kinds[0]}, but the teachers' model {spec.name!r} takes {kinds[1]}: "
             + (_ROWS_REMEDY if data.sequences else _SEQUENCES_REMEDY)
         )
     if isinstance(data, RaggedData):

@@ -1,16 +1,16 @@
-"""`ShardLabeller`: labels ranges of rows that a `ShardSource` hands out, and reports each once its labels are on disk.
+"""`ShardLabeller`, which labels ranges of rows from a `ShardSource` and reports each once its labels are on disk.
 
-The caller's thread takes a shard, and starts a stream of batches. The thread that loads samples takes further shards
-as long as there are some, so that teachers have work between two shards, and ends the stream otherwise. The caller's
-thread counts the answers. From time to time, and whenever a stream has ended, it commits: it waits until all labels are
-on disk, and reports the shards whose rows all have one. So a killed worker costs the shards that it had, and no label
-is missing from a shard that was reported.
+The caller's thread takes a shard and starts a stream of batches. The loading thread takes further shards while there
+are any, so that teachers have work between shards, and then ends the stream. The caller's thread counts the answers.
+From time to time, and whenever a stream has ended, it commits: it waits until all labels are on disk, and reports the
+shards whose rows all have one. So a killed worker costs only the shards it was working on, and a reported shard misses
+no label.
 
-If a row fails (teachers refuse it, or it cannot be loaded), its stream ends. The rows of its shard are then tried by
-halves: the good ones are labelled, and the shard is reported failed with the ids of the others.
+If a row fails (teachers refuse it, or it cannot be loaded), its stream ends. The rows of its shard are then bisected:
+the good ones are labelled, and the shard is reported failed with the ids of the others.
 
-The two threads share queues whose single steps are atomic; when the caller's thread changes anything else, the other
-has ended.
+The two threads share queues with atomic operations; the caller's thread changes anything else only after the other
+thread has ended.
 """
 
 from __future__ import annotations
@@ -45,65 +45,65 @@ from edl.protocol.tensors import Array
 logger = logging.getLogger("edl.distill")
 
 _LOOK_S = 0.2
-"""Wait for a shard before the worker looks whether it should end: too short for a person to notice."""
+"""Wait for a shard before the worker checks whether it should end: too short for a person to notice."""
 _FIRST_COMMIT_S, _LAST_COMMIT_S, _COMMIT_SHARE = 0.5, 10.0, 0.02
-"""Time between two commits, which make a file each: a fiftieth of the time so far, so that a crash costs little of it,
-and a long run leaves some hundred files an hour; at most the time for which a person waits for figures."""
+"""Time between two commits, each of which writes a file: a fiftieth of the time so far, so that a crash costs little
+and a long run writes about a hundred files an hour; at most as long as a person waits for figures."""
 _BUSY_SHARE = 0.05
-"""Share of the time that commits may take on a slow disk: meanwhile no answers are taken, and teachers may wait."""
+"""Share of the time that commits may take on a slow disk: meanwhile answers queue, and teachers may wait."""
 _MOST_SKIPPED = 64
-"""Labelled shards to take in a row before they are reported: a folder may have the labels of a whole job."""
+"""Already labelled shards to take in a row before a report: a folder may have a whole job's labels."""
 _FEW_ROWS = 8
-"""A shard with at most this many rows left, and others labelled, is tried row by row: mostly it failed before."""
+"""A shard with at most this many rows left, and others labelled, is tried row by row: it probably failed before."""
 _MOST_BAD = 8
-"""Bad rows named per shard: people look at the first few, and if all rows are bad, trying each is a waste."""
+"""Bad rows named per shard: people read the first few, and if all rows are bad, trying each is a waste."""
 _LONGEST_TRY_S = 20.0
-"""Time for the rows of a bad shard: a teacher that fails slowly must not stop a worker for hours."""
+"""Time limit for a bad shard's rows: a teacher that fails slowly must not block a worker for hours."""
 _PAUSE_S = 0.05
 """Pause of a teacher that failed while rows are tried: the row is at fault, not the teacher."""
 _NEVER = 1 << 30
 """Failures in a row after which a teacher is set aside while rows are tried: more than there are rows."""
 _MOST_FAILED = 3
-"""Shards that may fail in a row, with no row labelled, before the worker ends: then the rows are not at fault."""
+"""Shards that may fail in a row, with no row labelled, before the worker ends: the rows are then not at fault."""
 _LONGEST_REASON = 1000
-"""Characters of a reason: the master keeps one for every failure, and errors of data sets have whole tracebacks."""
+"""Characters of a reason: the master keeps one for every failure, and data set errors contain whole tracebacks."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowShard:
-    """The rows to label from `start` to before `stop`. Two objects are two shards, even with the same rows."""
+    """The rows to label, from `start` to before `stop`. Two objects are two shards, even with the same rows."""
 
     start: int
     stop: int
-    lease: Any = None  # the source recognizes the shard by it
+    lease: Any = None  # identifies the shard to the source
 
     def __len__(self) -> int:
         return self.stop - self.start
 
 
 class ShardSource(abc.ABC):
-    """Hands out ranges of rows, and takes reports about them. Two threads call `take`, one at a time."""
+    """Hands out ranges of rows and receives reports about them. Two threads call `take`, one at a time."""
 
     @abc.abstractmethod
     def take(self, timeout_s: float) -> RowShard | None:
-        """Wait up to `timeout_s` for a shard; return None if there is none at the moment.
+        """Wait up to `timeout_s` for a shard; return None if there is none now.
 
         Raises:
-            EDLError: The worker cannot go on.
+            EDLError: The worker cannot continue.
         """
 
     @property
     @abc.abstractmethod
     def finished(self) -> bool:
-        """Whether all shards are done or given up, here and at other workers."""
+        """Whether all shards are done or given up, on all workers."""
 
     @abc.abstractmethod
     def report_done(self, shard: RowShard) -> None:
-        """Note that the labels of all rows of a shard are on disk."""
+        """Record that the labels of all rows of a shard are on disk."""
 
     @abc.abstractmethod
     def report_failed(self, shard: RowShard, reason: str) -> None:
-        """Note that some rows of a shard have no label, and why."""
+        """Record that some rows of a shard have no label, and why."""
 
 
 class ShardLabeller(Labeller):
@@ -113,31 +113,31 @@ class ShardLabeller(Labeller):
 
     def __init__(self, guard: DataGuard, plan: LabelPlan, cache: SoftLabelCache) -> None:
         super().__init__(guard, plan, cache)
-        self._waiting: deque[tuple[RowShard, Array]] = deque()  # rows to load, in the size of a request
+        self._waiting: deque[tuple[RowShard, Array]] = deque()  # rows to load, one request each
         self._asked: deque[tuple[RowShard, Array]] = deque()  # rows being loaded or labelled, in order
-        self._left: dict[RowShard, int] = {}  # how many of these each shard has
+        self._left: dict[RowShard, int] = {}  # number of these rows per shard
         self._answered: deque[RowShard] = deque()  # shards to commit
         self._suspects: deque[tuple[RowShard, str]] = deque()  # shards to try row by row, and why
-        self._passes: Counter[RowShard] = Counter()  # how often labels of a shard were left out
+        self._passes: Counter[RowShard] = Counter()  # how often labels of a shard were dropped
         self._failed_in_a_row: set[tuple[int, int]] = set()  # rows of shards that failed since a row was labelled
-        self._skipped = 0  # shards without rows to load since the last commit, or the last rows
+        self._skipped = 0  # shards without rows to load since the last commit or the last rows
         self._in_hand: RowShard | None = None  # shard whose rows are being looked up or tried
         self._committing = False
         self._commit_at = 0.0
-        self._failure: Exception | None = None  # of the source
+        self._failure: Exception | None = None  # the source's error
 
     def label_shards(
         self, source: ShardSource, tell: Callable[[LabelProgress], None] = lambda _: None
     ) -> LabelProgress:
-        """Label what the source hands out until it has finished. Call `key` first.
+        """Label the source's shards until it has finished. Call `key` first.
 
-        However this ends, shards whose labels are on disk are reported. `tell` is called after every batch with the
+        Shards whose labels are on disk are reported even after an error. `tell` is called after every batch with the
         progress of this process, in this thread.
 
         Raises:
             ConflictError: The data changed during the run.
-            PermanentError: Several shards failed in a row, and none of their rows was labelled.
-            EDLError: The source raised it, teachers are away for too long, or labels cannot be written.
+            PermanentError: Several shards failed in a row, with no row labelled.
+            EDLError: The source raised it, teachers are unavailable for too long, or labels cannot be written.
         """
         self._source = source
         self._begin(tell)
@@ -160,13 +160,13 @@ class ShardLabeller(Labeller):
     # The caller's thread
 
     def _label_waiting(self) -> None:
-        """Label what waits, and all shards that come without a pause."""
+        """Label waiting rows, and all shards that are available without a wait."""
         try:
             label_batches(self._session, self._data, self._plan, self._batches(), self._note_answer)
         except OF_THE_ROWS as exc:
             if self._committing or not self._asked:
                 raise
-            failed = self._asked[0][0]  # answers come in the order of `_asked`
+            failed = self._asked[0][0]  # answers arrive in the order of `_asked`
             logger.warning("rows %d to %d: some cannot be labelled: %s", failed.start, failed.stop - 1, exc)
             del self._left[failed]
             again = [part for part in (*self._asked, *self._waiting) if part[0] is not failed]
@@ -201,7 +201,7 @@ class ShardLabeller(Labeller):
             self._cache.flush()
         unkept = 0
         looked_up = [self._data.unknown(self._is_known, shard.start, shard.stop) for shard in shards]
-        self._folder.check_data_set(self._view.space)  # these are labels of other data if another run took the folder
+        self._folder.check_data_set(self._view.space)  # fails if another run took the folder for other data
         for shard, lost in zip(shards, looked_up, strict=True):
             if len(lost):
                 self._passes[shard] += 1
@@ -210,7 +210,7 @@ class ShardLabeller(Labeller):
             else:
                 self._source.report_done(shard)
         if unkept:  # after the other shards were reported
-            raise TemporaryError(f"{unkept} rows were labelled {PASSES} times, but not kept: {self._why_lost()}")
+            raise TemporaryError(f"{unkept} rows were labelled {PASSES} times but not stored: {self._why_lost()}")
         self._schedule_commit(time.monotonic() - begun)
         self._committing = False
 
@@ -220,22 +220,22 @@ class ShardLabeller(Labeller):
         self._commit_at = now + min(interval_s, _LAST_COMMIT_S)
 
     def _end_with(self, exc: BaseException) -> None:
-        """Report what is known of the shards before an error ends the run. The source gives the others back."""
+        """Report known results of shards before an error ends the run. The source returns the others."""
         if self._committing:
             return
         try:
             self._commit()
         except EDLError as failure:
-            logger.warning("labels of the last moments may be lost, and will be asked for again: %s", failure)
+            logger.warning("the latest labels may be lost and will be requested again: %s", failure)
         if isinstance(exc, Exception) and not isinstance(exc, EDLError):
-            # Code of the user's has raised it, perhaps because of these rows. Without a failure counted, the shard
-            # would come first again, to every worker that is started again.
+            # User code raised it, perhaps because of these rows. Without a counted failure, every restarted worker
+            # would get the same shard first.
             shard = self._in_hand or next(iter([*self._left]), None)
             if shard is not None:
                 self._source.report_failed(shard, _cut(f"{type(exc).__name__}: {exc}"))
 
     def _label_singly(self, shard: RowShard, why: str) -> None:
-        """Label the good rows of a shard that has bad ones, and report it failed if that is so."""
+        """Label the good rows of a suspect shard, and report it failed if it has bad ones."""
         self._in_hand = shard
         index = self._unknown(shard)
         bad, untried = self._find_bad_rows(self._parts_of(index))
@@ -244,7 +244,7 @@ class ShardLabeller(Labeller):
             self._note_labelled(labelled)
         if bad or untried:
             ids = ", ".join(map(repr, self._data.ids_of(np.array(sorted(bad), np.int64))))
-            more = f", perhaps others of {untried} that were not tried" if untried else ""
+            more = f", perhaps others among {untried} not tried" if untried else ""
             named = f"sample{'s' if len(bad) > 1 else ''} {ids}{more}: {bad[min(bad)]}" if bad else ""
             reason = _cut(named or why or "not all rows were tried in time")
             self._source.report_failed(shard, reason)
@@ -252,7 +252,7 @@ class ShardLabeller(Labeller):
                 self._failed_in_a_row.add((shard.start, shard.stop))
             if len(self._failed_in_a_row) >= _MOST_FAILED:
                 raise PermanentError(
-                    f"{_MOST_FAILED} shards failed here one after the other, and no row of them was labelled, so the "
+                    f"{_MOST_FAILED} shards failed here in a row, and none of their rows was labelled, so the "
                     f"cause is not a single row; the last: {reason}"
                 )
         else:
@@ -260,9 +260,9 @@ class ShardLabeller(Labeller):
         self._in_hand = None
 
     def _find_bad_rows(self, parts: list[Array]) -> tuple[dict[int, str], int]:
-        """Label rows together, and those that fail together by halves; return why rows failed, and how many are left.
+        """Label rows together, bisecting those that fail; return why rows failed, and how many are left.
 
-        The connections are apart: here a failure is the row's fault, and the teacher is asked on.
+        This uses separate connections: here a failure is the row's fault, and the teacher stays in use.
         """
         options = self._plan.options
         policy = replace(
@@ -288,7 +288,7 @@ class ShardLabeller(Labeller):
     # Either thread
 
     def _has_more(self, timeout_s: float) -> bool:
-        """Return whether there are rows to load, or a shard came that may have some."""
+        """Return whether there are rows to load, or a new shard that may have some."""
         if self._waiting:
             return True
         ends = self._suspects or self._failure is not None or self._skipped >= _MOST_SKIPPED
@@ -297,7 +297,7 @@ class ShardLabeller(Labeller):
     def _take(self, timeout_s: float) -> bool:
         """Take a shard, and queue its rows without a label; return whether there was one.
 
-        An error is kept for the caller's thread: raised within `data.load`, it would look like a sample's.
+        An error is kept for the caller's thread: raised within `data.load`, it would look like a sample's error.
         """
         try:
             shard = self._source.take(timeout_s)
@@ -317,7 +317,7 @@ class ShardLabeller(Labeller):
         return True
 
     def _add(self, shard: RowShard, index: Array) -> None:
-        """Queue rows of a shard to be labelled; without rows, the shard itself to be committed."""
+        """Queue rows of a shard for labelling; without rows, queue the shard for the commit."""
         parts = self._parts_of(index)
         if parts:
             self._left[shard] = len(parts)
@@ -337,17 +337,17 @@ class ShardLabeller(Labeller):
     def _is_known(self, ids: Sequence[SampleId], inputs: Mapping[str, Any] | None) -> Array:
         return self._view.contains(lookup_of(self._data, ids, inputs))
 
-    # The thread that loads
+    # The loading thread
 
     def _batches(self) -> Iterator[Batch]:
         while self._has_more(_LOOK_S):
             yield from _loaded(self._data, self._hand_out())
 
     def _hand_out(self) -> Iterator[Array]:
-        """Yield rows to load as long as there are some without a wait.
+        """Yield rows to load while some are available without a wait.
 
-        Loaders take rows in ahead. One that waited here would keep loaded rows from being labelled, and their shards
-        from being done, for which other workers may wait in the same way.
+        Loaders read ahead. A loader waiting here would keep loaded rows from being labelled and their shards from being
+        completed, which other workers may be waiting for in the same way.
         """
         while self._has_more(0.0):
             if self._waiting:
@@ -358,10 +358,10 @@ class ShardLabeller(Labeller):
 
 
 def _loaded(data: IndexedData, parts: Iterable[Array]) -> Iterator[Batch]:
-    """Yield a batch for each part; without this check, a missing batch would be waited for for ever.
+    """Yield a batch for each part, and check the count: a missing batch would be waited for forever.
 
     Raises:
-        SourceError: Code of the data set raised an error, or yields too few batches.
+        SourceError: The data set's code raised an error, or yields too few batches.
     """
     taken = loaded = 0
 

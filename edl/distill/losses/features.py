@@ -1,4 +1,4 @@
-"""Losses over features and embeddings, and losses of image classifiers beyond the divergence of two distributions."""
+"""Losses over features and embeddings, and losses for image classifiers beyond the divergence of two distributions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from edl.settings import is_above_zero
 
 _LEAST_ELEMENT = 1e-8
 """Vectors without a larger element count as zero and get no gradient, which would be as large as they are small. With a
-smaller bound, rounding errors would count as directions; for probabilities around 0.01 in float32 they are about
-1e-9."""
+smaller bound, rounding errors (about 1e-9 for float32 probabilities around 0.01) would count as directions."""
 
 
 def _unit_vectors(vectors: Tensor) -> Tensor:
-    """Return vectors [..., features] scaled to length 1, however large, and zeros for those without a direction."""
+    """Return vectors [..., features] of any size scaled to length 1, and zeros for vectors without a direction."""
     largest = vectors.detach().abs().amax(dim=-1, keepdim=True)
-    missing = largest <= _LEAST_ELEMENT  # not of NaN, which stays
+    missing = largest <= _LEAST_ELEMENT  # false for NaN, which stays NaN
     # Divided by the largest element first: squares of large ones overflow.
     scaled = vectors / largest.masked_fill(missing, 1.0)
     squares = scaled.square().sum(dim=-1, keepdim=True)
@@ -124,10 +123,10 @@ def contrastive(
         if others.ndim != 2 or others.shape[1] != projected.shape[1]:
             raise SettingsError(f"negatives are {list(others.shape)}: expected [any number, {projected.shape[1]}]")
         candidates = torch.cat([target, others])
-    with torch.autocast(projected.device.type, enabled=False):  # it would multiply in half precision
+    with torch.autocast(projected.device.type, enabled=False):  # autocast would multiply in half precision
         similarities = _unit_vectors(projected) @ _unit_vectors(candidates).T / temperature
     if similarities.shape[0] and similarities.shape[1] < 2:
-        raise SettingsError("a single row has nothing to be told from: pass more rows, or negatives")
+        raise SettingsError("a single row has nothing to contrast with: pass more rows, or negatives")
     return reduced(-similarities.log_softmax(dim=-1).diagonal(), reduction)
 
 
@@ -157,7 +156,7 @@ def attention_transfer(student: Tensor, teacher: Tensor | Array, *, reduction: R
     theirs = teachers_part(teacher, ours)
     if ours.ndim < 3 or ours.shape[0] != theirs.shape[0] or ours.shape[2:] != theirs.shape[2:]:
         raise SettingsError(
-            f"features of the student are {list(ours.shape)}, of the teacher {list(theirs.shape)}: both must be "
+            f"the student's features are {list(ours.shape)}, the teacher's {list(theirs.shape)}: both must be "
             "[rows, channels, height, width] with the same rows, height and width; resize one of them"
         )
     maps = [_attention(features) for features in (ours, theirs)]
@@ -167,7 +166,7 @@ def attention_transfer(student: Tensor, teacher: Tensor | Array, *, reduction: R
 def _attention(features: Tensor) -> Tensor:
     """Return maps [rows, positions] of length 1."""
     largest = features.detach().abs().flatten(1).amax(dim=1).clamp(min=torch.finfo(features.dtype).tiny)
-    # The map does not change with the features' scale, but squares of large ones overflow, those of small ones vanish.
+    # The map does not depend on the features' scale, but squares of large ones overflow and of small ones vanish.
     scaled = features / largest.reshape(-1, *(1,) * (features.ndim - 1))
     return _unit_vectors(scaled.square().sum(dim=1).flatten(1))
 
@@ -179,7 +178,7 @@ def _projected(
     target = teachers_part(teacher, projected)
     if projected.shape != target.shape:
         raise SettingsError(
-            f"features of the student are {list(projected.shape)}, of the teacher {list(target.shape)}: "
+            f"the student's features are {list(projected.shape)}, the teacher's {list(target.shape)}: "
             "pass a projection that gives the teacher's shape, such as torch.nn.Linear or a 1x1 convolution"
         )
     return projected, target
@@ -254,15 +253,14 @@ def correlation_loss(
     """Compute T² times (`beta` (1 - inter) + `gamma` (1 - intra)), DIST.
 
     Inter is Pearson's correlation of the two models' probabilities over the classes, averaged over rows; intra is the
-    correlation over the rows, averaged over classes. So the student learns which classes, and in which rows a class,
-    are more likely, but not the exact probabilities. That is easier than KL if the teacher is much stronger.
+    correlation over the rows, averaged over classes. So the student learns which classes are more likely in a row, and
+    in which rows a class is, but not the exact probabilities. This is easier than KL if the teacher is much stronger.
 
     Source: Huang et al., "Knowledge Distillation from A Stronger Teacher", 2022.
 
     Args:
         student_logits: Logits of the student, floating-point [rows, classes]. Rows whose probabilities are all equal
-            have correlation 0, and so have classes with the same probability in all rows, as in a batch of a single
-            row.
+            have correlation 0, as do classes with the same probability in all rows, such as in a batch of one row.
         teacher_logits: Logits of the teacher, of the same shape.
         beta: Weight of the relation between classes, at least 0.
         gamma: Weight of the relation within classes, at least 0.

@@ -1,4 +1,4 @@
-"""What `edl.distill.divergences` needs of PyTorch, and `DistillLoss`, its mixture with a hard loss."""
+"""The PyTorch operations for `edl.distill.divergences`, and `DistillLoss`, which mixes a soft and a hard loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Torch(Framework):
     module = torch
 
     def tensor(self, value: Any, like: Tensor) -> Tensor:
-        if isinstance(value, np.ndarray):  # whose memory is shared where that is allowed
+        if isinstance(value, np.ndarray):  # shares its memory if possible
             return torch.from_numpy(value if value.flags.writeable else value.copy()).to(like.device)
         if not isinstance(value, Tensor):
             raise SettingsError(f"labels are {type(value).__name__}: expected a tensor or a numpy array")
@@ -47,7 +47,7 @@ FRAMEWORKS.append(TORCH)
 
 
 def mix(hard: Tensor, soft: Tensor, alpha: float) -> Tensor:
-    """Return `alpha` of the soft loss and 1 - `alpha` of the hard loss.
+    """Return `alpha` times the soft loss plus 1 - `alpha` times the hard loss.
 
     Args:
         hard: Loss against the true labels.
@@ -70,8 +70,7 @@ class DistillLoss(MixedLoss, nn.Module):
         loss(student(images), soft_labels, labels).backward()
 
     Args:
-        temperature: Temperature T of the soft loss; "mse" does not use it. It must be the temperature at which `TopK`
-            labels were made.
+        temperature: Temperature T of the soft loss; "mse" does not use it. It must be the temperature of `TopK` labels.
         alpha: Share of the soft loss, from 0 to 1.
         soft: Kind of soft loss: "kl", "cross_entropy" or "mse" (of logits).
         teacher_is: Kind of the teacher's outputs; see `soft_cross_entropy`.

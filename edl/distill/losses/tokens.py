@@ -1,8 +1,8 @@
 """Losses over the tokens of sequences: row t holds token t and the prediction of token t + 1.
 
 `token_loss` (`edl.distill.divergences`) takes the student's logits. `chunked_token_loss` takes its hidden states and
-applies the head to some tokens at a time, so that the logits of all tokens never exist at once. `sampled_kl` and
-`target_labels` are for tokens that the student chose: those that it sampled, or those that it finds most likely.
+applies the head to a chunk of tokens at a time, so that the logits of all tokens never exist at once. `sampled_kl` and
+`target_labels` are for tokens that the student chose: sampled, or most likely.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from edl.protocol.tensors import Array
 from edl.settings import is_count
 
 TokenCount = int | float | Tensor | None
-"""Divisor of a sum over tokens; None for the number of tokens in this call that the mask keeps."""
+"""Divisor of a sum over tokens; None for the number of this call's tokens that the mask keeps."""
 
 _CHUNK_LOGITS = 2**25
-"""Logits at a time: 128 MiB in float32, of which a handful are alive at once. More takes more memory; with some hundred
-tokens or fewer a chunk, the head's matrix product no longer fills an accelerator."""
+"""Logits per chunk: 128 MiB in float32, with a handful of copies alive at once. More takes more memory; with a few
+hundred tokens or fewer per chunk, the head's matrix product no longer fills an accelerator."""
 
 _USUAL_VOCABULARY = 2**17
-"""Size of a vocabulary where neither labels nor head say it; too small a guess makes chunks too large by as much."""
+"""Vocabulary size if neither labels nor head give it; chunks grow by the factor by which this guess is too small."""
 
 
 def chunked_token_loss(
@@ -67,8 +67,8 @@ def chunked_token_loss(
     """Compute `token_loss` of `head(hidden)`, with the logits of only one chunk of tokens at a time.
 
     The logits of 8,192 tokens over 152,000 are 5 GB in float32, and a loss keeps several copies of them. Here each
-    chunk's are computed, and computed again for the backward pass. Tokens that the mask leaves out cost nothing, not
-    even the head. The idea: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024.
+    chunk's logits are computed, and recomputed for the backward pass. Masked tokens cost nothing, not even the head.
+    Source of the idea: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024.
 
     Args:
         hidden: Hidden states before the head, floating-point [rows, ..., features].
@@ -82,10 +82,10 @@ def chunked_token_loss(
         token_count: Divisor of the sum over tokens; see `token_loss`.
         floor: Smallest teacher probability; see `token_loss`.
         padded_vocabulary: Whether the vocabularies may differ in size; see `token_loss`.
-        chunk_tokens: Number of tokens per chunk; None for as many as have about 33 million logits.
+        chunk_tokens: Number of tokens per chunk; None for as many as give about 33 million logits.
 
     Returns:
-        The sum over tokens divided by their count, as `token_loss` with reduction "mean".
+        The sum over tokens divided by their count, like `token_loss` with reduction "mean".
 
     Raises:
         SettingsError: A shape, type or value is invalid.
@@ -96,7 +96,7 @@ def chunked_token_loss(
         raise SettingsError(f"hidden states are {found}: expected floating-point [rows, ..., features]")
     if hidden.shape[:-1] != labels.ids.shape[:-1]:
         raise SettingsError(
-            f"hidden states are {list(hidden.shape)}, top-k labels {list(labels.ids.shape)}: the rows do not agree"
+            f"hidden states are {list(hidden.shape)}, top-k labels {list(labels.ids.shape)}: the rows do not match"
         )
     if chunk_tokens is not None and not is_count(chunk_tokens):
         raise SettingsError(f"chunk_tokens={chunk_tokens!r}: must be a whole number of at least 1, or None")
@@ -125,7 +125,7 @@ def chunked_token_loss(
         return summed
 
     size = chunk_tokens or max(1, _CHUNK_LOGITS // _vocabulary(head, labels))
-    # `split` gives a chunk also where no token is left: each parameter of the head has a gradient then, as DDP wants.
+    # `split` gives a chunk even if no token is left, so every parameter of the head has a gradient, as DDP requires.
     chunks = zip(*(torch.split(part, size) for part in (rows, *parts)), strict=True)
     losses = torch.stack([checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks])
     loss: Tensor = losses.sum() / divisor(token_count, rows.shape[0], losses)
@@ -140,11 +140,11 @@ def _vocabulary(head: Tensor | Callable[[Tensor], Tensor], labels: TopK) -> int:
 
 
 KLEstimator: TypeAlias = Literal["k1", "k3"]
-"""How the value of a KL is estimated from samples, by Schulman's names."""
+"""Estimator of a KL from samples, by Schulman's names."""
 
 _MOST_NATS = 20.0
-"""Largest log-ratio of a sampled token, either way, e^20 being 5e8. float32 overflows at e^88; long before that a
-single token, which one of the two finds all but impossible, would be all of the loss."""
+"""Largest absolute log-ratio of a sampled token (e^20 is 5e8). float32 overflows at e^88; long before that, a single
+token that one of the two models finds almost impossible would dominate the loss."""
 
 
 def token_log_probabilities(student_logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -157,7 +157,7 @@ def token_log_probabilities(student_logits: Tensor, targets: Tensor, *, temperat
         temperature: Temperature at which the student sampled the tokens.
 
     Returns:
-        Of the shape of `targets`, float32 at least.
+        Log-probabilities in the shape of `targets`, at least float32.
 
     Raises:
         SettingsError: The shapes do not agree.
@@ -167,7 +167,7 @@ def token_log_probabilities(student_logits: Tensor, targets: Tensor, *, temperat
     single = targets.ndim == student.ndim - 1
     ids = (targets.unsqueeze(-1) if single else targets).to(student.device).long().clamp(min=0)
     if ids.shape[:-1] != student.shape[:-1]:
-        raise SettingsError(f"targets are {list(targets.shape)}, logits {list(student.shape)}: the rows do not agree")
+        raise SettingsError(f"targets are {list(targets.shape)}, logits {list(student.shape)}: the rows do not match")
     found = scaled.gather(-1, ids) - scaled.logsumexp(dim=-1, keepdim=True)
     return found.squeeze(-1) if single else found
 
@@ -183,20 +183,19 @@ def sampled_kl(
 ) -> Tensor:
     """Estimate KL(student ‖ teacher) from tokens that the student sampled, with the gradient of that KL.
 
-    With r = P(token) / Q(token), Q the student, the value is -log r (k1: without bias, and negative for some tokens) or
-    (r - 1) - log r (k3: without bias, never negative, of less variance). Source: Schulman, "Approximating KL
-    Divergence", 2020.
+    With r = P(token) / Q(token), Q the student, the value is -log r (k1: unbiased, negative for some tokens) or (r - 1)
+    - log r (k3: unbiased, never negative, lower variance). Source: Schulman, "Approximating KL Divergence", 2020.
 
     The gradient is (log Q - log P) ∇log Q with either, whose expectation over tokens of Q is the gradient of the KL at
-    that position. Differentiating the values would give another: that of k1 has expectation 0, that of k3 is the
-    gradient of the forward KL(teacher ‖ student). Source: Tang and Munos, "On a few pitfalls in KL divergence gradient
-    estimation for RL", 2025. The effect of a token on later tokens is ignored, as in token-level on-policy
+    that position. Differentiating the values would give a different gradient: that of k1 has expectation 0, that of k3
+    is the gradient of the forward KL(teacher ‖ student). Source: Tang and Munos, "On a few pitfalls in KL divergence
+    gradient estimation for RL", 2025. The effect of a token on later tokens is ignored, as in token-level on-policy
     distillation.
 
     Args:
         student: Log-probabilities of the sampled tokens, floating-point [rows, ...]; see `token_log_probabilities`.
-        teacher: The teacher's log-probabilities of the same tokens, at the same temperature. -inf, and anything below
-            e^-20 times the student's probability, counts as that much.
+        teacher: The teacher's log-probabilities of the same tokens, at the same temperature. Values are clipped to a
+            ratio of e^-20 to the student's probability, also -inf.
         estimator: Estimator of the value: "k1" or "k3".
         mask: Token mask; see `token_loss`.
         token_count: Divisor of the sum over tokens; see `token_loss`.
@@ -215,15 +214,15 @@ def sampled_kl(
     log_p = teachers_part(teacher, log_q)
     if log_p.shape != log_q.shape:
         raise SettingsError(
-            f"log-probabilities of the student are {list(log_q.shape)}, of the teacher {list(log_p.shape)}: "
-            "both must be those of the sampled tokens [rows, ...]"
+            f"the student's log-probabilities are {list(log_q.shape)}, the teacher's {list(log_p.shape)}: "
+            "both must be for the sampled tokens [rows, ...]"
         )
     kept = kept_rows(mask, log_q.unsqueeze(-1))
     if kept is not None:
-        # The inputs, not only the losses: a gradient of 0 times NaN would be NaN.
+        # Mask the inputs, not only the losses: a gradient of 0 times NaN would be NaN.
         log_q, log_p = torch.where(kept, log_q, 0.0), torch.where(kept, log_p, 0.0)
-    _check_log_probabilities("log-probabilities of the student", log_q)
-    _check_log_probabilities("log-probabilities of the teacher", log_p)
+    _check_log_probabilities("the student's log-probabilities", log_q)
+    _check_log_probabilities("the teacher's log-probabilities", log_p)
     ratio = (log_q.detach() - log_p).clamp(-_MOST_NATS, _MOST_NATS)
     value = ratio if estimator == "k1" else torch.expm1(-ratio) + ratio
     slope = ratio * log_q
@@ -254,8 +253,8 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
         Labels of tensors with temperature 1, on the device of `targets`.
 
     Raises:
-        SettingsError: The shapes do not match, log-probabilities have half precision, or, on the CPU, a row's reach
-            above 0, sum to more than 1 or have a token twice.
+        SettingsError: The shapes do not match, log-probabilities have half precision, or, on the CPU, a row has a value
+            above 0, sums to more than 1 or contains a token twice.
     """
     ids = TORCH.tensor(targets, targets if isinstance(targets, Tensor) else torch.empty(0))
     values = TORCH.tensor(log_probabilities, ids).detach()
@@ -266,15 +265,15 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
         )
     if values.element_size() < 4:
         raise SettingsError(
-            f"log-probabilities are {values.dtype}: what their sum leaves of 1, the tail, would be rounding error. "
-            "Teachers answer float32; a model of your own takes its log_softmax in float32"
+            f"log-probabilities are {values.dtype}: the tail, 1 minus their sum, would be rounding error. "
+            "Teachers answer float32; compute your own model's log_softmax in float32"
         )
     _check_log_probabilities("log-probabilities", values)
     check_distinct(TORCH, ids)
     mass = widened(values).double().logsumexp(dim=-1)
     if TORCH.can_look(mass) and (most := float(mass.max().exp())) > 1 + SUM_TOLERANCE:
-        raise SettingsError(f"log-probabilities of a row sum to a probability of {most:g}, and 1 is the most")
-    # At 1 or, by rounding, above it nothing is left.
+        raise SettingsError(f"log-probabilities of a row sum to a probability of {most:g}: must be at most 1")
+    # At 1, or above it by rounding, no tail is left.
     left = torch.where(mass < 0, torch.log(-torch.expm1(mass.clamp(max=0))), -torch.inf)
     tail_lse = left.masked_fill(torch.isnan(mass), torch.nan).float()
     return TopK(ids, values, tail_lse, 1.0, classes)  # type: ignore[arg-type]  # tensors, as after `TopK.map`
@@ -283,4 +282,4 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
 def _check_log_probabilities(of: str, values: Tensor) -> None:
     """Raise a `SettingsError` for a log-probability above 0, on the CPU."""
     if TORCH.can_look(values) and (most := float(values.detach().max())) > SUM_TOLERANCE:
-        raise SettingsError(f"{of} reach up to {most:g}, and the logarithm of a probability is at most 0")
+        raise SettingsError(f"{of} reach up to {most:g}: the logarithm of a probability is at most 0")

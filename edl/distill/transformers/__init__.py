@@ -1,7 +1,7 @@
 """Distillation with Hugging Face's `Trainer`: `DistillTrainer`, which trains on teachers' labels.
 
-What belongs here: where the `Trainer` reads its batches, and how its loss is made of labels. What labels are, and how
-they are asked for, is the rest of `edl.distill`; the losses are in `edl.distill.losses`.
+This package hooks into the `Trainer` where it reads batches and computes its loss. Labels and requests are handled by
+the rest of `edl.distill`; the losses are in `edl.distill.losses`.
 """
 
 from edl.distill.transformers.student_loss import DistillArguments

@@ -1,8 +1,8 @@
-"""What a `DistillTrainer` learns of a batch: the texts in it, `DistillArguments`, and the loss.
+"""What a `DistillTrainer` learns from a batch: its texts, `DistillArguments`, and the loss.
 
-Texts may be padded on either side or packed end to end: a batch without an attention mask whose position ids begin
-again holds several texts in a row, as `DataCollatorWithFlattening` makes it, and transformers' attention keeps them
-apart by these position ids. The loss is a sum over the rows of an optimizer step.
+Texts may be padded on either side or packed end to end: in a batch without an attention mask, position ids that restart
+mark several texts in a row, as from `DataCollatorWithFlattening`, and transformers' attention separates the texts by
+these position ids. The loss is a sum over the rows of an optimizer step.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Texts:
     """The texts of a batch."""
 
     ids: Array  # [texts, longest], token ids
-    mask: Array  # [texts, longest], what is a token
-    packed: bool  # whether these are not the batch's own rows: their tokens, in order, are all of the batch
+    mask: Array  # [texts, longest], 1 for tokens
+    packed: bool  # whether the texts are not the batch's rows; their tokens, in order, are still all of the batch's
 
 
 def find_texts(batch: Mapping[str, Any]) -> Texts:
     """Return the texts of a batch.
 
     Raises:
-        SettingsError: it cannot be told where texts begin.
+        SettingsError: The starts of the texts cannot be determined.
     """
     ids, mask, positions = (_array(batch, name) for name in ("input_ids", "attention_mask", "position_ids"))
     if ids is None or ids.ndim != 2:
@@ -49,7 +49,7 @@ def find_texts(batch: Mapping[str, Any]) -> Texts:
         named = [name for name in _BOUNDARIES if name in batch]
         if named and mask is None:
             raise SettingsError(
-                f"the batch has {named[0]} and no position_ids, so rows hold several texts, which would be taken for "
+                f"the batch has {named[0]} but no position_ids, so rows hold several texts, which would be read as "
                 "one: have the collator return position_ids (DataCollatorWithFlattening(return_position_ids=True))"
             )
         return Texts(ids, np.ones(ids.shape, np.int8) if mask is None else mask, False)
@@ -61,16 +61,16 @@ def find_texts(batch: Mapping[str, Any]) -> Texts:
             _starts(row[kept != 0])[1:].any() for row, kept in zip(positions, mask, strict=True)
         ):
             raise SettingsError(
-                "position_ids begin again in a row that has an attention_mask: the student would attend across its "
-                "texts, and the teachers would not. Leave the attention_mask out, as DataCollatorWithFlattening does"
+                "position_ids restart in a row that has an attention_mask: the student would attend across its "
+                "texts, but the teachers would not. Leave the attention_mask out, as DataCollatorWithFlattening does"
             )
         return Texts(ids, mask, False)
     starts = np.stack([_starts(row) for row in positions])
     first = positions[starts]
     if first.size and (first != first[0]).any():
         raise SettingsError(
-            f"position_ids begin at {sorted(set(first.tolist()))[:4]}: those of each text must rise by 1 from the same "
-            "number, so that it can be told where texts begin"
+            f"position_ids begin at {sorted(set(first.tolist()))[:4]}: in each text they must rise by 1 from the same "
+            "number, to show where texts begin"
         )
     if not starts[:, 1:].any():
         return Texts(ids, np.ones(ids.shape, np.int8), False)
@@ -82,7 +82,7 @@ def find_texts(batch: Mapping[str, Any]) -> Texts:
 
 
 def check_token_types(batch: Mapping[str, Any], texts: Texts) -> None:
-    """Check that a batch's texts are no pairs, whose second text has another token type: teachers get ids alone."""
+    """Check that a batch has no text pairs, which use a second token type: teachers get only ids."""
     types = _array(batch, "token_type_ids")
     if types is None:
         return
@@ -90,10 +90,10 @@ def check_token_types(batch: Mapping[str, Any], texts: Texts) -> None:
         types = types[texts.mask != 0]
     if types.any():
         raise SettingsError(
-            f"token_type_ids hold {int(types.max())}, as of pairs of texts, and `edl serve --hf` takes ids alone, "
-            "all of type 0: its labels would be others. Serve a function that takes them and name its inputs, "
+            f"token_type_ids contain {int(types.max())}, as for text pairs, but `edl serve --hf` takes only ids, "
+            "all of type 0: its labels would be wrong. Serve a function that takes them and name its inputs, "
             'inputs={"ids": ..., "token_type_ids": "token_type_ids"}; or leave them out for teacher and student '
-            "(return_token_type_ids=False of the tokenizer), if the teacher was trained so"
+            "(return_token_type_ids=False in the tokenizer), if the teacher was trained so"
         )
 
 
@@ -106,22 +106,22 @@ def text_bytes(batch: Mapping[str, Any]) -> Array:
 
 
 def learned_rows(batch: Mapping[str, Any], *, shifted: bool) -> torch.Tensor:
-    """Return the mask bool [rows, length] of the tokens whose prediction is learned.
+    """Return the bool mask [rows, length] of the tokens whose prediction is learned.
 
-    `batch`: with `labels`, or where all tokens are learned without.
+    `batch`: contains `labels`, unless all tokens are learned.
     """
     ids, attended = batch["input_ids"], batch.get("attention_mask")
     rows = next_tokens(batch, shifted=shifted) != NO_LABEL
     if attended is not None:
-        rows &= attended != 0  # padding on the left: the last of it would predict the first token
+        rows &= attended != 0  # with padding on the left, the last pad would predict the first token
     elif shifted and batch.get("position_ids") is not None:
         positions = batch["position_ids"].expand(ids.shape)
-        rows[:, :-1] &= positions[:, 1:] == positions[:, :-1] + 1  # the last token of a text predicts no other's
+        rows[:, :-1] &= positions[:, 1:] == positions[:, :-1] + 1  # a text's last token does not predict the next text
     return rows
 
 
 def next_tokens(batch: Mapping[str, Any], *, shifted: bool) -> torch.Tensor:
-    """Return what each row is to predict, [rows, length], and -100 where that is nothing."""
+    """Return the target token of each row, [rows, length], and -100 for rows without one."""
     tokens: torch.Tensor
     if shifted and batch.get("shift_labels") is not None:
         tokens = batch["shift_labels"]
@@ -140,17 +140,17 @@ def _array(batch: Mapping[str, Any], name: str) -> Array | None:
 
 
 def _starts(positions: Array) -> Array:
-    """Return where a text begins, bool [tokens]: at the first token, and where positions do not rise by 1."""
+    """Return which tokens start a text, bool [tokens]: the first one, and any whose position does not rise by 1."""
     starts = np.ones(positions.shape, bool)
     starts[1:] = positions[1:] != positions[:-1] + 1
     return starts
 
 
-# `HfArgumentParser` reads Optional[...] and Literal[...], in these words.
+# `HfArgumentParser` needs Optional[...] and Literal[...] spelled like this.
 Task = Literal["causal-lm", "masked-lm", "classification"]
 
 _TOP_K = 64
-"""Of tokens: what `edl serve --hf` answers at most unless it is told another number."""
+"""Default `top_k` for tokens: the maximum of `edl serve --hf` unless --top-k changes it."""
 
 
 @dataclass(frozen=True)
@@ -160,35 +160,35 @@ class DistillArguments:
     Attributes:
         task: Meaning of a row: "causal-lm" (row t holds token t and the prediction of token t + 1), "masked-lm" (row t
             predicts token t itself) or "classification" (a row is a sample, with the logits of its classes).
-        top_k: Number of largest log-probabilities to request for a row. None for 64 with tokens, and for whole logits
+        top_k: Number of largest log-probabilities to request per row. None for 64 with tokens, and for whole logits
             with classes.
         beta: Direction of the divergence, as in `edl.distill.losses.token_loss`: 0 for forward KL, 1 for reverse KL,
             Jensen-Shannon in between.
         temperature: Temperature of the teachers' labels and of the loss, which is multiplied by its square.
         hard_weight: The share of the cross-entropy with the batch's own labels, from 0 to 1; the loss with the
-            teachers' labels has the rest.
-        chunked_head: Whether to compute the logits of some tokens at a time while training, so that those of all tokens
-            never exist at once. Models that change logits after their head are refused.
+            teachers' labels gets the rest.
+        chunked_head: Whether to compute logits for a chunk of tokens at a time while training, so that those of all
+            tokens never exist at once. Models that change logits after their head are refused.
         padded_vocabulary: Whether student and teacher may have vocabularies of different size because of padding.
         eval_teachers: Whether evaluations ask the teachers too, so that `eval_loss` is the training loss. If not, it is
             the cross-entropy, and no teacher is needed.
         outputs: Name of the teachers' output. Empty: "logprobs" of tokens, "logits" of classes.
-        tokenizer: Path or hash of the student's tokenizer; teachers with another one are refused. None for that of
-            `processing_class`, if it has one; empty for any.
-        ahead: Number of batches that are read and labelled while the current step is trained.
+        tokenizer: Path or hash of the student's tokenizer; teachers with a different one are refused. None for the one
+            of `processing_class`, if any; empty for any.
+        ahead: Number of batches to read and label while the current step trains.
     """
 
     task: Task = "causal-lm"
-    top_k: Optional[int] = field(default=None, metadata={"help": "log-probabilities of a row that are asked for"})  # noqa: UP045
-    beta: float = field(default=0.0, metadata={"help": "0 forward KL, 1 reverse KL, Jensen-Shannon between"})
-    temperature: float = field(default=1.0, metadata={"help": "of the labels and the loss"})
+    top_k: Optional[int] = field(default=None, metadata={"help": "log-probabilities to request per row"})  # noqa: UP045
+    beta: float = field(default=0.0, metadata={"help": "0 forward KL, 1 reverse KL, between: Jensen-Shannon"})
+    temperature: float = field(default=1.0, metadata={"help": "temperature of labels and loss"})
     hard_weight: float = field(default=0.0, metadata={"help": "share of the cross-entropy with the batch's own labels"})
-    chunked_head: bool = field(default=False, metadata={"help": "never hold the logits of all tokens together"})
-    padded_vocabulary: bool = field(default=False, metadata={"help": "student and teacher may pad their vocabularies"})
-    eval_teachers: bool = field(default=False, metadata={"help": "evaluations ask the teachers as well"})
-    outputs: str = field(default="", metadata={"help": "the teachers' output"})
+    chunked_head: bool = field(default=False, metadata={"help": "never hold the logits of all tokens at once"})
+    padded_vocabulary: bool = field(default=False, metadata={"help": "allow vocabularies padded to different sizes"})
+    eval_teachers: bool = field(default=False, metadata={"help": "request teachers' labels in evaluations too"})
+    outputs: str = field(default="", metadata={"help": "name of the teachers' output"})
     tokenizer: Optional[str] = field(default=None, metadata={"help": "path or hash of the student's tokenizer"})  # noqa: UP045
-    ahead: int = field(default=16, metadata={"help": "batches that are labelled while a step is trained"})
+    ahead: int = field(default=16, metadata={"help": "batches to label while a step trains"})
 
     def __post_init__(self) -> None:
         if self.task not in get_args(Task):
@@ -202,7 +202,7 @@ class DistillArguments:
         if not is_share(self.hard_weight):
             raise SettingsError(f"hard_weight={self.hard_weight!r}: must be from 0 to 1")
         if self.chunked_head and self.task == "classification":
-            raise SettingsError("chunked_head=True is for the vocabularies of language models: leave it out")
+            raise SettingsError("chunked_head=True is only for language models: omit it")
 
     @property
     def of_tokens(self) -> bool:
@@ -216,13 +216,13 @@ class DistillArguments:
 
     @property
     def kept(self) -> int | None:
-        """How many log-probabilities of a row are asked for, None for all."""
+        """Number of log-probabilities to request per row, None for all."""
         return self.top_k if self.top_k is not None or not self.of_tokens else _TOP_K
 
 
 _HEAD_TOLERANCE = 0.02
-"""By how much logits of the head alone may differ from the model's, of their largest: bfloat16 keeps 8 bits, so that
-sums of another order differ by less than 1 %; a soft cap or a scale that matters changes more."""
+"""Largest allowed difference between the head's logits and the model's, relative to the largest logit: bfloat16 keeps 8
+bits, so sums in a different order differ by less than 1 %; a soft cap or a scale that matters changes more."""
 
 
 def student_loss(
@@ -235,8 +235,8 @@ def student_loss(
 ) -> Tensor:
     """Compute the loss of a batch: the sum over its rows, divided by the rows of the whole step.
 
-    `batch`: with the labels of its own, if `hard_weight` needs them. `head`: makes logits of states, for some rows
-    at a time; None where `logits` are the logits.
+    `batch`: contains its own labels, if `hard_weight` needs them. `head`: computes logits from states, for a chunk of
+    rows at a time; None if `logits` are already logits.
     """
     weight = arguments.hard_weight
     rows, hard_rows = count if isinstance(count, Tensor) and count.ndim else (count, count)
@@ -259,7 +259,7 @@ def student_loss(
     found = batch.get("labels")
     if not isinstance(found, Tensor) or found.is_floating_point() or found.ndim != 1:
         what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        raise SettingsError(f"labels are {what}: hard_weight needs a class's number for each sample, or 0")
+        raise SettingsError(f"labels are {what}: hard_weight above 0 needs a class number for each sample")
     # Samples without a label do not count here.
     hard = loss(mask=found != NO_LABEL, token_count=hard_rows, hard_labels=found, hard_weight=1.0)
     return hard if weight == 1 else (1 - weight) * loss(token_count=rows) + weight * hard
@@ -269,28 +269,28 @@ def all_classes(logits: Tensor, temperature: float) -> TopK:
     """Return whole logits [rows, classes] as labels that keep every class."""
     ids = torch.arange(logits.shape[-1], device=logits.device).expand(logits.shape)
     tail = torch.full(logits.shape[:-1], -torch.inf, device=logits.device)
-    return TopK(ids, logits, tail, temperature, logits.shape[-1])  # type: ignore[arg-type]  # tensors, as after map
+    return TopK(ids, logits, tail, temperature, logits.shape[-1])  # type: ignore[arg-type]  # tensors, as from `map`
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """Return the logits among a model's outputs."""
+    """Return the logits from a model's outputs."""
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
     if isinstance(logits, tuple | list) and logits:
         logits = logits[0]
     if not isinstance(logits, Tensor):
         names = sorted(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
-        raise SettingsError(f"the student returned {names} without labels: its outputs must have logits")
+        raise SettingsError(f"the student returned {names} when called without labels: its outputs must have logits")
     return logits
 
 
 def check_head(states: Tensor, logits: Tensor, head: Callable[[Tensor], Tensor]) -> None:
-    """Check that a head alone makes the model's logits of its last states."""
+    """Check that the head alone computes the model's logits from its last states."""
     with torch.no_grad():
         own = logits[:, -1].float()
         difference = (head(states[:, -1]).float() - own).abs().max()
         if difference <= _HEAD_TOLERANCE * own.abs().max():
             return
     raise SettingsError(
-        "chunked_head=True: the student's logits are not its head's of its last states (a soft cap or a scale comes "
-        "after it, or states are not the last ones): leave chunked_head out"
+        "chunked_head=True: the student's logits are not its head's output for its last states (a soft cap or scale "
+        "follows, or the states are not the last ones): omit chunked_head"
     )

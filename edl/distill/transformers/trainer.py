@@ -1,4 +1,4 @@
-"""`DistillTrainer`: Hugging Face's `Trainer` that learns from teachers' labels.
+"""`DistillTrainer`, a Hugging Face `Trainer` that learns from teachers' labels.
 
 The `Trainer` creates, shards, skips and resumes its loaders as usual. Labels are added where it takes batches from an
 epoch's iterator, so that a rank requests labels only for batches that it is about to train on.
@@ -46,7 +46,7 @@ _ANY_ARGUMENTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWOR
 
 
 class DistillTrainer(transformers.Trainer):
-    """A `Trainer` whose loss comes from teachers' labels, a part of it from the batch's own if you like.
+    """A `Trainer` whose loss uses teachers' labels and, optionally, the batch's own labels.
 
     ::
 
@@ -60,7 +60,7 @@ class DistillTrainer(transformers.Trainer):
         distill_args: The arguments, as given.
     """
 
-    loss_is_scaled_for_ga = True  # it is the sum over rows, divided by those of the whole step
+    loss_is_scaled_for_ga = True  # it is the sum over rows, divided by the rows of the whole step
 
     def __init__(
         self,
@@ -74,26 +74,26 @@ class DistillTrainer(transformers.Trainer):
         options: Options | None = None,
         **kwargs: Any,
     ) -> None:
-        """Make a trainer; no teacher is asked before it trains.
+        """Create a trainer; no teacher is asked before training starts.
 
         Args:
             *args: Positional arguments of `transformers.Trainer`.
             teachers: Teachers to ask; see `edl.distill.torch.distill`.
             discovery: URL of the registry for the service in `teachers`.
             route: Column of the dataset whose value selects the teachers of each row; see `edl.distill.torch.distill`.
-                The student does not get it.
-            distill_args: What is learned; None for forward KL with a causal language model.
+                The student does not receive it.
+            distill_args: What to learn; None for forward KL with a causal language model.
             inputs: Inputs of the teachers; see `edl.distill.torch.distill`. None for the texts of the batch
                 (`input_ids`), as `edl serve --hf` takes them.
-            columns: Columns of the dataset that functions in `inputs` or `route` read, and the student does not get.
+            columns: Dataset columns for functions in `inputs` or `route`, which the student does not receive.
             options: Deadlines, memory and hedging.
             **kwargs: Keyword arguments of `transformers.Trainer`.
 
         Raises:
-            SettingsError: An argument is invalid, or the way of training does not support labels.
+            SettingsError: An argument is invalid, or the training setup does not support labels.
         """
         if no_teachers(teachers):
-            raise SettingsError("teachers is an empty list: a training without teachers is transformers.Trainer's")
+            raise SettingsError("teachers is an empty list: use transformers.Trainer to train without teachers")
         self.distill_args = distill_args or DistillArguments()
         super().__init__(*args, **kwargs)
         self._check_settings(inputs)
@@ -103,13 +103,13 @@ class DistillTrainer(transformers.Trainer):
         self._teacher_inputs = inputs
         self._options = options
         named: list[Any] = list(inputs.values()) if isinstance(inputs, Mapping) else []
-        student = _parameters_of(getattr(self.model, "get_base_model", lambda: self.model)())  # of PEFT
+        student = _parameters_of(getattr(self.model, "get_base_model", lambda: self.model)())  # unwraps PEFT models
         if inputs is None:
-            named.append("token_type_ids")  # a student without them must not hide that the texts are pairs
+            named.append("token_type_ids")  # kept even if the student lacks them: they show that texts are pairs
         columns = (*columns, route) if isinstance(route, str) else columns
         self._teacher_columns = [str(name) for name in (*named, *columns) if isinstance(name, str)]
         self._not_for_student = {*self._teacher_columns} - {*student, "labels"}
-        if all(parameter.kind in _ANY_ARGUMENTS for parameter in student.values()):  # it says nothing of what it takes
+        if all(parameter.kind in _ANY_ARGUMENTS for parameter in student.values()):  # its signature names no inputs
             self._not_for_student = set(columns)
         self._labelled: TorchLoader[Any] | None = None
         self._epoch: Iterator[Any] | None = None
@@ -117,7 +117,7 @@ class DistillTrainer(transformers.Trainer):
         self._head_is_checked = self._ends_are_checked = False
 
     def label_stats(self) -> ReaderStats | None:
-        """Return the counters of the labels of this training, None while there is none."""
+        """Return this training's label counters, None while no training runs."""
         return self._labelled.stats() if self._labelled is not None else None
 
     @override
@@ -154,11 +154,11 @@ class DistillTrainer(transformers.Trainer):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        # With teachers' labels it needs none of its own for a loss.
+        # With teachers' labels, a batch needs no labels of its own for a loss.
         usual = self.label_names, self.can_return_loss
         if _LABELS not in inputs or (usual[0] and all(inputs.get(name) is not None for name in usual[0])):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self.label_names, self.can_return_loss = [], True  # so that it asks `compute_loss`
+        self.label_names, self.can_return_loss = [], True  # so that it calls `compute_loss`
         try:
             return *super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)[:2], None
         finally:
@@ -168,7 +168,7 @@ class DistillTrainer(transformers.Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        # With teachers' labels; of a batch without them, as in evaluations, the Trainer's own loss.
+        # Uses teachers' labels; for batches without them, as in evaluations, the Trainer's own loss.
         if _LABELS not in inputs:
             if isinstance(num_items_in_batch, torch.Tensor) and num_items_in_batch.ndim:
                 num_items_in_batch = num_items_in_batch[-1]
@@ -187,14 +187,14 @@ class DistillTrainer(transformers.Trainer):
         labels = labels if isinstance(labels, TopK) else all_classes(labels, arguments.temperature)
         count = self._count_rows([batch]) if num_items_in_batch is None else num_items_in_batch
         loss = student_loss(arguments, batch, labels, count, logits, head)
-        if self.args.average_tokens_across_devices:  # the count is that of all processes, over which DDP averages
+        if self.args.average_tokens_across_devices:  # the count covers all processes, over which DDP averages
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())
-        loss = loss + self._router_loss(outputs, training=model.training)  # a mean of this process already
-        # Of a tuple or a tensor, `prediction_step` would leave out the first element, which is a loss elsewhere.
+        loss = loss + self._router_loss(outputs, training=model.training)  # already a mean over this process
+        # `prediction_step` drops the first element of a tuple or tensor, which is usually a loss.
         return (loss, outputs if isinstance(outputs, dict) else {"logits": logits}) if return_outputs else loss
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Count the rows of a step that are learned, over all processes."""
+        """Count the learned rows of a step over all processes."""
         if not batch_samples:
             return None
         count = self._count_rows(batch_samples).to(device)
@@ -216,14 +216,14 @@ class DistillTrainer(transformers.Trainer):
         found: dict[str, Any] = super()._prepare_inputs(
             {name: value for name, value in inputs.items() if name not in (*self._not_for_student, _LABELS)}
         )
-        if _LABELS in inputs:  # here, so that those of a whole step are not on the device together
+        if _LABELS in inputs:  # moved here, so that a whole step's labels are not on the device at once
             found[_LABELS] = inputs[_LABELS].to(self.args.device, non_blocking=True)
         return found
 
     def _set_signature_columns_if_needed(self) -> None:
         """Keep the columns that teachers need."""
         super()._set_signature_columns_if_needed()
-        columns: list[str] = self._signature_columns  # type: ignore[assignment]  # it is set by now
+        columns: list[str] = self._signature_columns  # type: ignore[assignment]  # is set by now
         columns += [name for name in self._teacher_columns if name not in columns]
 
     def _label(self, loader: Any) -> TorchLoader[Any]:
@@ -251,7 +251,7 @@ class DistillTrainer(transformers.Trainer):
         )
 
     def _merged(self, labelled: Iterator[tuple[Any, Any]]) -> Iterator[dict[str, Any]]:
-        """Put the labels of a batch into it, in the places of its rows."""
+        """Add the labels to each batch, in the places of its rows."""
         for batch, labels in labelled:
             if self.distill_args.of_tokens and "attention_mask" not in batch and "position_ids" in batch:
                 texts = find_texts(batch)
@@ -261,24 +261,24 @@ class DistillTrainer(transformers.Trainer):
             yield {**self._with_ends(batch), _LABELS: labels}
 
     def _with_ends(self, batch: Any) -> Any:
-        """Return a batch in which the ends of texts are learned even where the padding token is the end token."""
+        """Return a batch in which the ends of texts are learned even if the padding token is the end token."""
         collator, attended = self.data_collator, batch.get("attention_mask")
         if self.distill_args.task != "causal-lm" or attended is None:
             return batch
-        # Its labels are the input without each padding token; those of collators derived from it may be others.
+        # This collator's labels are the input without padding tokens; derived collators may return different ones.
         if type(collator) is transformers.DataCollatorForLanguageModeling and not collator.mlm:
             if collator.tokenizer.pad_token_id == collator.tokenizer.eos_token_id:
                 return {**batch, "labels": batch["input_ids"].masked_fill(attended == 0, NO_LABEL)}
         elif not self._ends_are_checked and batch.get("labels") is not None and not attended.all():
-            self._ends_are_checked = True  # the first batch with padding is enough, and a GPU is waited for
+            self._ends_are_checked = True  # once, since it waits for a GPU; the first batch with padding is enough
             ids, labels = batch["input_ids"], batch["labels"]
             token = ids[attended == 0][0]
             ends = (ids[:, 1:] == token) & (attended[:, 1:] != 0) & (labels[:, :-1] != NO_LABEL)
             if ends.any() and (labels[:, 1:][ends] == NO_LABEL).all():
                 logger.warning(
-                    "token %d pads texts and also ends them, and its labels are all %d: the student never learns to "
-                    "end a text. Have the collator leave out the labels where attention_mask is 0, or give the "
-                    "tokenizer a padding token of its own",
+                    "token %d both pads and ends texts, and its labels are all %d: the student never learns to "
+                    "end a text. Make the collator mask labels only where attention_mask is 0, or give the "
+                    "tokenizer a separate padding token",
                     token,
                     NO_LABEL,
                 )
@@ -299,7 +299,7 @@ class DistillTrainer(transformers.Trainer):
         return states, head
 
     def _router_loss(self, outputs: Any, *, training: bool) -> torch.Tensor | float:
-        """Return what a mixture of experts adds so that its experts are used alike."""
+        """Return the load-balancing loss of a mixture of experts."""
         loss = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
         if loss is None:
             return 0.0
@@ -309,7 +309,7 @@ class DistillTrainer(transformers.Trainer):
         return added
 
     def _tokenizer(self) -> str:
-        """Return the hash of the student's tokenizer, empty where it has none that can be compared."""
+        """Return the hash of the student's tokenizer, empty if it has none that can be compared."""
         if not getattr(self.processing_class, "is_fast", False):
             return ""
         with tempfile.TemporaryDirectory() as folder:
@@ -320,35 +320,35 @@ class DistillTrainer(transformers.Trainer):
         arguments, args = self.distill_args, self.args
         config = getattr(self.model, "config", None)
         if self.compute_loss_func is not None:
-            raise SettingsError("compute_loss_func takes the place of the distillation loss: leave it out")
+            raise SettingsError("compute_loss_func would replace the distillation loss: omit it")
         if args.label_smoothing_factor:
-            raise SettingsError("label_smoothing_factor: the teachers' labels are smooth already; leave it out")
+            raise SettingsError("label_smoothing_factor: the teachers' labels are already smooth; omit it")
         if getattr(config, "is_encoder_decoder", False):
             raise SettingsError(
-                "the student is an encoder and a decoder, whose rows are not those of its inputs: distil a causal "
+                "the student is an encoder-decoder, whose output rows do not match its inputs: distil a causal "
                 "language model, a masked one or a classifier"
             )
         if args.n_gpu > 1:
             raise SettingsError(
-                f"{args.n_gpu} GPUs in one process (DataParallel) would get labels of one another: start the script "
-                "with torchrun or edl run, a process for each GPU"
+                f"{args.n_gpu} GPUs in one process (DataParallel) would get one another's labels: start the script "
+                "with torchrun or edl run, one process per GPU"
             )
         if self.get_sp_size() > 1 or self.get_cp_size() > 1:
-            raise SettingsError("sequence and context parallelism split a text, and its labels are whole: leave it out")
+            raise SettingsError("sequence and context parallelism split texts, but labels are for whole texts: omit it")
         if arguments.of_tokens and inputs is not None and not isinstance(inputs, Mapping):
-            raise SettingsError(f"inputs={inputs!r}: of tokens, name further inputs as {{name: key or function}}")
+            raise SettingsError(f"inputs={inputs!r}: with tokens, pass further inputs as {{name: key or function}}")
         if arguments.chunked_head:
             self._check_head_settings()
 
     def _check_head_settings(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise SettingsError("chunked_head=True: FSDP and DeepSpeed have the head in shards; leave it out")
+            raise SettingsError("chunked_head=True: FSDP and DeepSpeed shard the head; omit chunked_head")
         parameters = _parameters_of(self.model)
         embeddings = getattr(self.model, "get_output_embeddings", lambda: None)()
         if "logits_to_keep" not in parameters or embeddings is None:
             raise SettingsError(
                 f"chunked_head=True: {type(self.model).__name__} has no logits_to_keep or no output embeddings, so its "
-                "logits cannot be left out; leave chunked_head out"
+                "logits cannot be skipped; omit chunked_head"
             )
 
 
@@ -357,7 +357,7 @@ def _parameters_of(model: Any) -> Mapping[str, inspect.Parameter]:
 
 
 class _TextFinder:
-    """Finds the texts of a batch once for all inputs."""
+    """Finds a batch's texts once for all inputs."""
 
     def __init__(self, *, ids_alone: bool) -> None:
         self._ids_alone = ids_alone
@@ -369,7 +369,7 @@ class _TextFinder:
         return self._find(batch).ids
 
     def mask(self, batch: Mapping[str, Any]) -> Any:
-        """Return what is a token [texts, longest]."""
+        """Return the token mask [texts, longest]."""
         return self._find(batch).mask
 
     def _find(self, batch: Mapping[str, Any]) -> Any:
@@ -382,7 +382,7 @@ class _TextFinder:
 
 
 class _EvaluationBatches:
-    """Stands for a loader whose batches have labels, in an evaluation."""
+    """Replaces an evaluation's loader with batches that have labels."""
 
     def __init__(self, loader: Any, batches: Iterator[dict[str, Any]]) -> None:
         self._loader = loader

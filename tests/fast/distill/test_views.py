@@ -106,7 +106,7 @@ def test_other_random_numbers_are_found_out() -> None:
         def __getitem__(self, index: int) -> tuple[Any, int]:
             return torch.full((2,), self.generator.random()), index
 
-    with pytest.raises(SettingsError, match="sample 4 is not the same when it is made again with the same seed"):
+    with pytest.raises(SettingsError, match="sample 4 differs when computed again with the same seed"):
         AugmentedViews(Own(), views=2)[4]
 
     class Seeded(Own):
@@ -143,7 +143,7 @@ def test_what_cannot_be_compared_is_named(caplog: pytest.LogCaptureFixture) -> N
         (lambda: view_seed(True, 0), "sample id True"),
         (lambda: view_seed(1.0, 0), "sample id 1.0"),  # type: ignore[arg-type]
         (lambda: view_id(-1, 0), "sample id -1"),
-        (lambda: view_id(1 << 47, 0), "name others by strings"),
+        (lambda: view_id(1 << 47, 0), "use strings for others"),
         (lambda: view_id(0, 65536), "view=65536"),
     ],
 )

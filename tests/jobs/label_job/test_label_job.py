@@ -161,7 +161,7 @@ def test_other_jobs_are_refused(
     assert "299 rows here, 300 in the job" in said()
     x = np.arange(600, dtype=np.float32).reshape(300, 2)
     np.savez(run.data, x=x)
-    assert "rows or their ids have another content here than in the job" in said()
+    assert "rows or their ids have different content here than in the job" in said()
     np.savez(run.data, x=x.astype(np.float64))
     assert "inputs x float64[2] here, x float32[2] in the job" in said()
     write_data(run.data, 300)
@@ -169,7 +169,7 @@ def test_other_jobs_are_refused(
         x = file["x"]
     x[151] += 1  # a row that is not looked at, in a file whose checksum says so
     np.savez(run.data, x=x)
-    assert "some rows have another content here than in the job" in said()
+    assert "some rows have different content here than in the job" in said()
     assert main(["label", *run.arguments(), "--no-data-check"]) == 0
     with sqlite3.connect(run.folder / "labels" / "labels.sqlite") as db:
         db.execute("DELETE FROM label WHERE id < 7")

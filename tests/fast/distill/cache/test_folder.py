@@ -264,7 +264,7 @@ def test_of_several_keys_one_must_be_chosen(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"several keys(.|\n)*version='1'(.|\n)*"):
         load_labels(tmp_path)
     assert load_labels(tmp_path, OTHER).ids == (2,)
-    with pytest.raises(SettingsError, match="no labels of CacheKey"):
+    with pytest.raises(SettingsError, match="no intact labels of CacheKey"):
         load_labels(tmp_path, CacheKey("resnet", "3", ("logits",)))
 
 
@@ -332,7 +332,7 @@ def test_labels_of_discarded_data_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [None, 3, "", ["a", None]])
 def test_a_path_of_labels_is_checked(path: Any) -> None:
-    with pytest.raises(SettingsError, match="names no folder of labels"):
+    with pytest.raises(SettingsError, match="does not name a folder of labels"):
         load_labels(path)
 
 

@@ -121,7 +121,7 @@ def test_rows_and_sequences_do_not_mix(tmp_path: Path) -> None:
         view.put(named(range(3), found), labels(found))
         with pytest.raises(SettingsError, match=r"are of sequences with the inputs \['ids'\], and rows are looked up"):
             view.get(range(3))
-        with pytest.raises(SettingsError, match="do not fit the cache"):
+        with pytest.raises(SettingsError, match="do not match the cache"):
             view.put(range(4), {"logprobs": top_k(np.ones((4, 8), np.float32), 4)})
         with pytest.raises(SettingsError, match=r"with the inputs \['ids'\], and .*'kind'\] are looked up"):
             view.get(SequenceIds([1], np.array([3]), np.array([1], np.uint64), ("ids", "kind")))
@@ -190,11 +190,11 @@ def test_load_labels_for_padded_batches(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="sample 1 is not the text"):
         loaded.padded(ids, mask, {"ids": batch})
     mask[0, mask[0].argmax()] = 0
-    with pytest.raises(SettingsError, match=r"sample 4 has .* tokens, and the text that was labelled"):
+    with pytest.raises(SettingsError, match=r"sample 4 has .* tokens, but the labelled text has"):
         loaded.padded(ids, mask)
-    with pytest.raises(SourceError, match="must be 1 where a token is"):
+    with pytest.raises(SourceError, match="must be 1 for tokens"):
         loaded.padded(ids, mask * 2)
-    with pytest.raises(SourceError, match=r"its mask: cannot be made an array.*detach"):
+    with pytest.raises(SourceError, match=r"its mask: cannot be converted to an array.*detach"):
         loaded.padded(ids, torch.from_numpy(mask).float().requires_grad_())
     empty: Any = loaded.padded([1], np.zeros((1, 3)))["logprobs"]
     assert empty.ids.shape == (1, 3, 4)

@@ -298,8 +298,8 @@ def version_words(compatibility: TeacherCompatibility, version: str) -> str:
 def test_only_fixed_metadata_must_agree() -> None:
     compatibility = agree(spec(-1, 997))
     assert [words(compatibility, length, 997) for length in (5, 7, 1, 5)] == [""] * 4
-    assert "rows of shape [5, 998], the teachers before it [-1, 997]" in words(compatibility, 5, 998)
-    assert "1 dimensions, the teachers before it of float32 with 2" in words(compatibility, 997)
+    assert "rows of shape [5, 998], earlier teachers' rows [-1, 997]" in words(compatibility, 5, 998)
+    assert "1 dimensions, earlier teachers' rows are float32 with 2" in words(compatibility, 997)
     assert "rows of float16 with 2" in words(compatibility, 5, 997, dtype="float16")
 
 
@@ -309,7 +309,7 @@ def test_input_shape_fixes_output_shape() -> None:
     assert words(compatibility, 5, 8, inputs=(4, 5)) == ""
     assert words(compatibility, 7, 8, inputs=(4, 7)) == ""
     assert words(compatibility, 5, 8, inputs=(9, 5)) == ""
-    assert "rows of shape [5, 9], the teachers before it [5, 8]" in words(compatibility, 5, 9, inputs=(4, 5))
+    assert "rows of shape [5, 9], earlier teachers' rows [5, 8]" in words(compatibility, 5, 9, inputs=(4, 5))
 
 
 def test_top_k_has_k_classes() -> None:
@@ -329,7 +329,7 @@ def test_other_fixed_sizes_are_not_connected() -> None:
     for shape in ((-1, 997), (5, 997)):
         assert compatibility.incompatibility(INSTANCE, spec(*shape)) == ""
     words = compatibility.incompatibility(INSTANCE, spec(-1, 10))
-    assert "'y' with rows of shape [-1, 10], the teachers before it [-1, 997]" in words
+    assert "'y' with rows of shape [-1, 10], earlier teachers [-1, 997]" in words
     assert "rows of shape [997]" in compatibility.incompatibility(INSTANCE, spec(997))
 
 
@@ -387,7 +387,7 @@ def test_another_models_name_is_refused(mixed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "words"), [(8, ""), (64, ""), (65, "top_k=65 is asked for"), (None, "whole outputs are asked for")]
+    ("k", "words"), [(8, ""), (64, ""), (65, "top_k=65 is requested"), (None, "whole outputs are requested")]
 )
 def test_top_k_is_within_the_teachers(k: int | None, words: str) -> None:
     """A teacher that sends the 64 largest log-probabilities at most is refused by name where more is asked for."""
@@ -409,9 +409,9 @@ def test_another_tokenizer_is_refused() -> None:
     student = partial(tokenizer_words, agree(None, tokenizer="aa"))
     assert not student("aa")
     assert not student("", "aa")
-    assert "has tokenizer 'bb', and the student's is 'aa'" in student("bb", "aa")
-    assert "has tokenizer 'bb', and the student's is 'aa'" in student("", "bb")
-    assert "does not say which tokenizer it has" in student()
+    assert "has tokenizer 'bb', but the student's is 'aa'" in student("bb", "aa")
+    assert "has tokenizer 'bb', but the student's is 'aa'" in student("", "bb")
+    assert "does not report its tokenizer" in student()
 
 
 def test_two_tokenizers_are_never_mixed() -> None:
@@ -424,7 +424,7 @@ def test_two_tokenizers_are_never_mixed() -> None:
         assert not tokenizer_words(compatibility)
         compatibility.spec = spec(9)
         assert not tokenizer_words(compatibility, **{told: "aa"})
-        assert "'bb', the teachers before it 'aa'" in tokenizer_words(compatibility, **{told: "bb"})
+        assert "'bb', earlier teachers 'aa'" in tokenizer_words(compatibility, **{told: "bb"})
         assert not tokenizer_words(compatibility)
 
 
@@ -433,9 +433,9 @@ def test_rows_are_tokens_of_all_or_none() -> None:
     of_tokens, of_rows = replace(spec(9), sequences="position"), spec(9)
     assert agree(of_tokens).incompatibility(INSTANCE, of_tokens) == agree(of_rows).incompatibility(INSTANCE, of_rows)
     words = agree(of_tokens).incompatibility(INSTANCE, of_rows)
-    assert "has independent rows, the teachers before it rows that belong to sequences by input 'position'" in words
+    assert "has independent rows, earlier teachers rows that belong to sequences by input 'position'" in words
     words = agree(of_rows).incompatibility(INSTANCE, of_tokens)
-    assert "by input 'position', the teachers before it independent" in words
+    assert "by input 'position', earlier teachers independent" in words
 
 
 def test_kept_labels_may_fix_the_input_shape() -> None:

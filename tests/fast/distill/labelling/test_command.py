@@ -89,7 +89,7 @@ def test_labels_of_other_data_are_refused(
     assert "If you edited others, pass --relabel" in caplog.text
     np.savez(data, x=np.concatenate([X + 1, X[:5]]))
     assert main(run) == 1
-    assert "the folder has labels of other data: rows or their ids have another content" in capsys.readouterr().err
+    assert "the folder has labels of other data: rows or their ids have different content" in capsys.readouterr().err
     assert main([*run, "--relabel"]) == 0
     np.testing.assert_array_equal(load_labels(folder).rows(range(ROWS))["y"], X + 1)
     assert main([*run, "--relabel"]) == 0
@@ -137,7 +137,7 @@ def test_any_change_of_a_file_is_noticed(tmp_path: Path, change: Any, words: str
         (["--teachers", "a:1", "--temperature", "2"], 2, "--temperature 2 requires --top-k"),
         (["--teachers", "a:1", "--output", "/proc/none"], 2, "'/proc/none'"),
         (["--teachers", "a:1", "--outputs", "y,y"], 2, "outputs ('y', 'y'): a name comes twice"),
-        (["--teachers", "a:1", "--inputs", "x,x=name"], 2, "--inputs 'x,x=name': a name comes twice"),
+        (["--teachers", "a:1", "--inputs", "x,x=name"], 2, "--inputs 'x,x=name': a name appears twice"),
     ],
 )
 def test_mistakes_end_with_one_line(
@@ -243,11 +243,11 @@ def test_data_of_the_other_kind_are_refused(
 ) -> None:
     np.savez(tmp_path / "rows.npz", input_ids=np.zeros((4, 3), np.int32), id=np.arange(4))
     assert main(of_texts(tmp_path / "rows.npz", tmp_path / "labels", teacher.endpoint)) == 2
-    assert "the data set has rows, and the teachers' model 'm' takes sequences" in capsys.readouterr().err
+    assert "the data set has rows, but the teachers' model 'm' takes sequences" in capsys.readouterr().err
     asked = of_texts(write(tmp_path / "t.jsonl"), tmp_path / "labels", serve("echo").endpoint)
     other = {"ids=input_ids": "x=input_ids", "logprobs": "y"}
     assert main([other.get(word, word) for word in asked]) == 2
-    assert "has sequences, and the teachers' model 'm' takes rows" in capsys.readouterr().err
+    assert "has sequences, but the teachers' model 'm' takes rows" in capsys.readouterr().err
     with pytest.raises(SettingsError, match="has no labels"):
         load_labels(tmp_path / "labels")
 

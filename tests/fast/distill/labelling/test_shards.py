@@ -150,7 +150,7 @@ def test_a_rewritten_file_ends_the_worker(serve: Serve, folder: Path, tmp_path: 
                 file.write(X[0].tobytes())
 
     teacher, data = serve("echo"), ArrayData({"x": np.load(path, mmap_mode="r")})
-    with pytest.raises(ConflictError, match=r"x\.npy was written at .*delete it, and run under another --job name"):
+    with pytest.raises(ConflictError, match=r"x\.npy was written at .*delete it, and run under a new --job name"):
         label(folder, teacher, source, data, tell, files)
     assert not {ROWS - 2} & {*source.done_rows}
     with pytest.raises(ConflictError, match="may have labels of both versions"):
@@ -160,7 +160,7 @@ def test_a_rewritten_file_ends_the_worker(serve: Serve, folder: Path, tmp_path: 
 def test_wrong_input_ends_the_worker(serve: Serve, folder: Path) -> None:
     """A mistake of this worker's own does not fail every shard of the job."""
     source = Shards(folder)
-    words = r"3 shards failed here one after the other.*7, perhaps others of 42 that were not tried: .*wants input 'x'"
+    words = r"3 shards failed here in a row.*7, perhaps others among 42 not tried: .*wants input 'x'"
     with pytest.raises(PermanentError, match=words):
         label(folder, serve("echo"), source, ArrayData({"image": X}))
     assert len(source.failed) == 3

@@ -70,7 +70,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         lambda: TopK.stack([top_k(ROWS, 2)[0], top_k(np.zeros((1, 3, 8), np.float32), 2)[0]]),
         r"shapes \[2\] and \[3, 2\]",
     ),
-    (lambda: TopK.stack([top_k(ROWS, 2)[0], top_k(ROWS[:, :7], 2)[0]]), "do not go together"),
+    (lambda: TopK.stack([top_k(ROWS, 2)[0], top_k(ROWS[:, :7], 2)[0]]), "cannot be combined"),
     (lambda: labels_of([[3, 1]], [[1.0, 1.0]], [0.0], None).to_dense(), "classes="),
     (lambda: labels_of([[3, 1]], [[1.0, 1.0]], [0.0], None).to_dense(3), "class 3"),
 ]

@@ -241,24 +241,27 @@ def test_nan_is_not_hidden(name: str) -> None:
 X = torch.zeros(3, 4)
 KEPT = top_k(np.zeros((3, 4), np.float32), 2)
 BAD: list[tuple[Callable[[], Any], str]] = [
-    (lambda: kl_divergence(X, torch.zeros(3, 5)), r"student are \[3, 4\], of the teacher \[3, 5\]"),
+    (lambda: kl_divergence(X, torch.zeros(3, 5)), r"student's logits are \[3, 4\], the teacher's \[3, 5\]"),
     (lambda: kl_divergence(X, X, temperature=0), "temperature=0"),
     (lambda: kl_divergence(X, X, reduction="batchmean"), "reduction='batchmean': must be 'mean', 'sum' or 'none'"),  # type: ignore[arg-type]
     (lambda: kl_divergence(X, X, teacher_is="probs"), "teacher_is='probs': must be"),  # type: ignore[arg-type]
-    (lambda: kl_divergence(X, torch.full((3, 4), 3.0), teacher_is="probabilities"), "sum to as far as 11.*'logits'"),
+    (
+        lambda: kl_divergence(X, torch.full((3, 4), 3.0), teacher_is="probabilities"),
+        "sums differ by up to 11.*'logits'",
+    ),
     (lambda: soft_cross_entropy(X, torch.tensor([[2.0, -1, 0, 0]] * 3), teacher_is="probabilities"), "down to -1"),
     (lambda: kl_divergence(X.long(), X), "torch.int64"),
     (lambda: kl_divergence(X, [[0.0] * 4] * 3), "list: expected a tensor or a numpy array"),  # type: ignore[arg-type]
-    (lambda: feature_mse(X, X[:, :3]), r"student are \[3, 4\], of the teacher \[3, 3\].*projection"),
+    (lambda: feature_mse(X, X[:, :3]), r"student's features are \[3, 4\], the teacher's \[3, 3\].*projection"),
     (lambda: mix(X.sum(), X.sum(), 1.5), "alpha=1.5"),
     (lambda: DistillLoss(alpha=np.array([0.1, 0.2])), r"alpha=array\(\[0\.1, 0\.2\]\): the share"),  # type: ignore[arg-type]
     (lambda: DistillLoss(temperature=np.array([1.0, 2.0])), r"temperature=array\(\[1\., 2\.\]\): must be a finite"),  # type: ignore[arg-type]
     (lambda: DistillLoss(soft="reverse_kl"), "soft='reverse_kl'"),  # type: ignore[arg-type]
     (lambda: DistillLoss(soft="mse", teacher_is="probabilities"), "compares logits"),
     (lambda: DistillLoss()(X, X), "labels are missing: alpha=0.9"),
-    (lambda: DistillLoss(3.0, 1.0)(X, None), "neither a teacher's labels nor hard ones"),
+    (lambda: DistillLoss(3.0, 1.0)(X, None), "the teacher's labels and hard labels are missing"),
     (lambda: DistillLoss()(X, X, torch.zeros(2, dtype=torch.int64)), r"labels are .*\[2\].*whole numbers \[3\]"),
-    (lambda: DistillLoss(4.0, 1)(X, KEPT), "made at temperature 1, the loss uses 4"),
+    (lambda: DistillLoss(4.0, 1)(X, KEPT), "have temperature 1, but the loss uses 4"),
     (lambda: DistillLoss(1.0, 1, soft="mse")(X, KEPT), "soft='kl', not 'mse'"),
     (lambda: top_k_kl(X[:, :3], KEPT), "student has 3 classes, the teacher 4"),
     (lambda: contrastive(X, X, temperature=0), "temperature=0"),

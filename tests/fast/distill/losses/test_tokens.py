@@ -387,7 +387,7 @@ X, L = torch.zeros(2, 4), top_k(np.zeros((2, 4), np.float32), 2, 2.0)
 BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: token_loss(X, L, beta=1.5), "beta=1.5: must be from 0"),
     (lambda: token_loss(X, L, floor=0), "floor=0"),
-    (lambda: token_loss(X, L, temperature=1.0), "made at temperature 2, the loss uses 1.0"),
+    (lambda: token_loss(X, L, temperature=1.0), "have temperature 2, but the loss uses 1.0"),
     (lambda: token_loss(X, X), "labels are Tensor: expected TopK"),  # type: ignore[arg-type]
     (lambda: token_loss(X, L, mask=torch.ones(2)), r"the mask is torch.float32"),
     (lambda: token_loss(X, L, mask=torch.tensor([5, -100])), r"the mask holds -100.*labels != -100"),
@@ -396,7 +396,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: token_loss(X, replace(L, ids=np.array([[0, 1], [2, 2]]))), "class 2 twice"),
     (lambda: target_labels(torch.tensor([[3, 1, 3]]), torch.full((1, 3), -2.0)), "class 3 twice"),
     (lambda: target_labels(torch.tensor([[3, 1]]), torch.full((1, 2), -0.1)), "sum to a probability of 1.8"),
-    (lambda: sampled_kl(X, X + 1), "log-probabilities of the teacher reach up to 1"),
+    (lambda: sampled_kl(X, X + 1), "the teacher's log-probabilities reach up to 1"),
     (lambda: decoupled_kl(X, X, torch.tensor([1, -100])), "labels hold -100: must be from 0 to 3"),
     (lambda: token_loss(X, L, token_count=torch.ones(2)), r"token_count is of shape \[2\]"),
     (lambda: token_loss(X, L, reduction="batchmean"), "reduction='batchmean'"),  # type: ignore[arg-type]
@@ -413,7 +413,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: target_labels(torch.tensor([[0]]), torch.zeros(1, 1, dtype=torch.bfloat16)), "be rounding error"),
     (lambda: target_labels(X, X), "expected whole numbers and floating-point"),
     (lambda: sampled_kl(X, X, estimator="k2"), "must be 'k1' or 'k3'"),  # type: ignore[arg-type]
-    (lambda: sampled_kl(X, torch.zeros(2, 5)), r"are \[2, 4\], of the teacher \[2, 5\]"),
+    (lambda: sampled_kl(X, torch.zeros(2, 5)), r"are \[2, 4\], the teacher's \[2, 5\]"),
 ]
 
 

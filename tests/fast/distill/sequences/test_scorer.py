@@ -42,8 +42,8 @@ def test_targets_are_scored_beside(model: Served, dtype: str | None) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"top_k": 9}, "top_k=9 is asked for: set top_k=8 or less"),
-        ({"tokenizer": "sha256:cd"}, "has tokenizer 'sha256:ab', and the student's is 'sha256:cd'"),
+        ({"top_k": 9}, "top_k=9 is requested: set top_k=8 or less"),
+        ({"tokenizer": "sha256:cd"}, "has tokenizer 'sha256:ab', but the student's is 'sha256:cd'"),
     ],
 )
 def test_a_teacher_that_does_not_fit(model: Served, options: dict[str, Any], words: str) -> None:

@@ -197,7 +197,7 @@ def test_own_positions_begin_at_0() -> None:
 def test_a_mask_says_yes_or_no(mask: list[float]) -> None:
     """Numbers of packed texts, or terms of attention's scores, would make other texts of the rows, in silence."""
     cutter = PaddedBatchCutter(IDS, itemgetter(1), 100, 1)
-    with pytest.raises(SourceError, match=r"batch 0: its mask has .* must be 1 where a token is .*several texts"):
+    with pytest.raises(SourceError, match=r"batch 0: its mask has .* must be 1 for tokens .*several texts"):
         cutter.put((np.arange(4)[None], np.array([mask])))
 
 

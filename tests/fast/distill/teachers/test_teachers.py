@@ -230,8 +230,8 @@ def test_who_is_at_a_lapsed_address(serve: Serve, registry: Registry, url: str, 
     ]
     instances.append(instance_of("127.0.0.1:9", "s", "dead"))
     reasons = {
-        "another": "has version '1', and version '2' registered",
-        "unnamed": "nothing tells whether this is who registered",
+        "another": "has version '1', but version '2' registered",
+        "unnamed": "without a version, it cannot be identified as the server that registered",
         "dead": "refused",
     }
     for instance in instances:

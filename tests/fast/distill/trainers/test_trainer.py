@@ -224,7 +224,7 @@ def test_ends_that_pad_are_learned(
     for sample in data:
         sample["labels"] = [-100 if derived and token == 3 else token for token in sample["input_ids"]]
     assert loss == pytest.approx(expected_loss(small_model(2), data, k=6, beta=0, hard=0).item(), abs=1e-4)
-    assert caplog.text.count("token 3 pads texts and also ends them") == derived
+    assert caplog.text.count("token 3 both pads and ends texts") == derived
 
 
 # Other rows than the tokens of a causal language model.
@@ -381,7 +381,7 @@ class Encoder(torch.nn.Module):  # type: ignore[misc, name-defined]
         ({"model": Encoder()}, "encoder and a decoder"),
         ({"inputs": "ids"}, "name further inputs"),
         ({"model": torch.nn.Linear(2, 2), "distill_args": DistillArguments(chunked_head=True)}, "no logits_to_keep"),
-        ({"teachers": []}, "an empty list: a training without teachers"),
+        ({"teachers": []}, "an empty list: use transformers.Trainer"),
     ],
     ids=["smoothing", "encoder", "inputs", "head", "teachers"],
 )
@@ -421,7 +421,7 @@ def test_pairs_of_texts_are_refused(tmp_path: Path, teacher: str) -> None:
     collator = transformers.default_data_collator
     arguments = DistillArguments(task="masked-lm", top_k=4)
     for model in (bert("BertForMaskedLM", 2), small_model(2)):
-        with pytest.raises(SettingsError, match="token_type_ids hold 1"):
+        with pytest.raises(SettingsError, match="token_type_ids contain 1"):
             first_loss(tmp_path, model, teacher, arguments, data=[pair] * 8, data_collator=collator)
 
 

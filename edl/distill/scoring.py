@@ -517,7 +517,7 @@ def on_policy(
             values = None if find is None else find(batch)
             targets = [_next_tokens(sequence) for sequence in sequences] if teacher.targets else None
             future = teacher.score(sequences, targets=targets, route=values, timeout_s=timeout_s)
-            made = ItemFingerprint(f"the sequences generated for batch {number}", (batch, sequences), {})
+            made = ItemFingerprint(f"the prompts or sequences of batch {number}", (batch, sequences), {})
             waiting.append((batch, sequences, future, made))
             while len(waiting) > ahead:
                 yield _scored(*waiting.popleft())

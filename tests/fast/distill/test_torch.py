@@ -266,11 +266,11 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (DistillReader, {**READ, "teachers": {"a": [Teachers("b")]}, "route": 0}, "an ensemble cannot be"),
     (DistillReader, {**READ, "teachers": {"a": "b"}, "route": 0, "combine": "mean"}, "leave combine out"),
     (lambda: DistillReader(**READ, teachers={"a": "b"}, route=0).set_fixed_teacher("c:1"), {}, "with route="),
-    (lambda: DistillReader(**READ).set_fixed_teacher("c:1").set_dynamic_teacher(None, "s"), {}, r"already \(c:1\)"),
+    (lambda: DistillReader(**READ).set_fixed_teacher("c:1").set_dynamic_teacher(None, "s"), {}, r"already set \(c:1\)"),
     (lambda: DistillReader(**READ).set_fixed_teacher("localhost"), {}, r"expected host:port.*Teachers\(service"),
     (distill, {**ASKED, "teachers": "http://127.0.0.1:45001"}, "a URL; did you mean '127.0.0.1:45001'"),
     (DistillReader, {**READ, "teachers": ["kubernetes://ns/x"]}, "a URL; name a service"),
-    (lambda: DistillReader(**READ).set_sample_generator(list).set_batch_generator(list), {}, "set already"),
+    (lambda: DistillReader(**READ).set_sample_generator(list).set_batch_generator(list), {}, "already set"),
     (lambda: DistillReader(**READ).set_sample_generator(iter([])), {}, "not the iterator"),  # type: ignore[arg-type]
     (lambda: DistillReader(**READ).set_sample_generator(list)(), {}, "EDL_SERVICE"),
     (lambda: DistillReader(**READ, teachers="s")(), {}, "no data source"),

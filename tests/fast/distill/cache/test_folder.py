@@ -242,7 +242,7 @@ def test_what_is_no_folder_of_labels_is_refused(tmp_path: Path) -> None:
     (old / "resnet-0123").mkdir(parents=True)
     (old / "resnet-0123" / "key.json").write_text("{}")
     for call in (lambda: SoftLabelCache(0, old), lambda: load_labels(old)):
-        with pytest.raises(SettingsError, match=r"old' has the format of another release.*another folder"):
+        with pytest.raises(SettingsError, match=r"old' has the format of another release.*different folder"):
             call()
     put(tmp_path / "files", [1])
     with contextlib.closing(sqlite3.connect(tmp_path / "files" / "labels.sqlite")) as database:
@@ -293,7 +293,7 @@ def test_several_folders_are_read_together(tmp_path: Path) -> None:
         load_labels([parts[0], tmp_path / "d"])
     with SoftLabelCache(0, parts[2]) as cache:
         cache.view(KEY).put([9], {"logits": np.zeros((1, 4), np.float32)})
-    with pytest.raises(SettingsError, match=r"c' are 'logits' float32 \[4\], those of .* 'logits' float32 \[100\]"):
+    with pytest.raises(SettingsError, match=r"c' are 'logits' float32 \[4\], but in the folders before it 'logits' float32 \[100\]"):
         load_labels(parts)
     put(tmp_path / "e", [1], OTHER)
     with pytest.raises(SettingsError, match="several keys"):
@@ -320,11 +320,11 @@ def test_labels_of_discarded_data_are_refused(tmp_path: Path) -> None:
             theirs.put([2], rows([2]))
             other.flush()
             mine.put([1, 2], rows([8, 9]))
-            with pytest.raises(TemporaryError, match="is another run's now"):
+            with pytest.raises(TemporaryError, match="now belongs to another run"):
                 late.flush()
-            with pytest.raises(ConflictError, match="is another run's now"):
+            with pytest.raises(ConflictError, match="now belongs to another run"):
                 my_folder.check_data_set(mine.space)
-            with pytest.raises(ConflictError, match="is another run's now"):
+            with pytest.raises(ConflictError, match="now belongs to another run"):
                 my_folder.note_data_set(mine.space, "d")
             their_folder.check_data_set(theirs.space)
             assert found(tmp_path, [1, 2]) == [False, True]

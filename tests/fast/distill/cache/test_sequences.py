@@ -69,7 +69,7 @@ def test_other_text_under_an_id_is_missing(put_and_get: Any, caplog: pytest.LogC
     check(got.outputs["logprobs"], [found[at] for at in (0, 5, 4)])
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1, "one line, not one for each text"
-    assert "sample 3 is another text" in warnings[0].getMessage()
+    assert "sample 3 differs from the text" in warnings[0].getMessage()
     whole = got.filled(labels([now[3], now[1], now[2]]))
     check(whole["logprobs"], [now[at] for at in order])
 
@@ -119,16 +119,16 @@ def test_rows_and_sequences_do_not_mix(tmp_path: Path) -> None:
     with SoftLabelCache(0, tmp_path) as cache:
         view = cache.view(KEY)
         view.put(named(range(3), found), labels(found))
-        with pytest.raises(SettingsError, match=r"are of sequences with the inputs \['ids'\], and rows are looked up"):
+        with pytest.raises(SettingsError, match=r"are of sequences with the inputs \['ids'\], but rows are looked up"):
             view.get(range(3))
         with pytest.raises(SettingsError, match="do not match the cache"):
             view.put(range(4), {"logprobs": top_k(np.ones((4, 8), np.float32), 4)})
-        with pytest.raises(SettingsError, match=r"with the inputs \['ids'\], and .*'kind'\] are looked up"):
+        with pytest.raises(SettingsError, match=r"with the inputs \['ids'\], but .*'kind'\] are looked up"):
             view.get(SequenceIds([1], np.array([3]), np.array([1], np.uint64), ("ids", "kind")))
     with SoftLabelCache(0, tmp_path / "rows") as cache:
         view = cache.view(KEY)
         view.put(range(4), {"logprobs": top_k(np.ones((4, 8), np.float32), 4)})
-        with pytest.raises(SettingsError, match=r"are of rows, and sequences with .* are looked up"):
+        with pytest.raises(SettingsError, match=r"are of rows, but sequences with .* are looked up"):
             view.get(named(range(3), found))
     with pytest.raises(SettingsError, match="labels of rows"):
         load_labels(tmp_path / "rows").of_sequences([1])

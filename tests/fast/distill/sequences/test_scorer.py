@@ -113,7 +113,7 @@ def test_the_loop_is_so_far_ahead(model: Served, ahead: int) -> None:
             next(loop)
         prompts = [[0]]
         loop = on_policy((prompts.__setitem__(0, [at]) or prompts for at in (1, 2)), list, scorer)
-        with pytest.raises(SourceError, match="generated of batch 0 changed"):
+        with pytest.raises(SourceError, match="sequences of batch 0 changed"):
             next(loop)
 
 

@@ -74,7 +74,7 @@ def test_requests_fit_teachers_by_default(cutter: Cutter, max_rows: int, sizes: 
         (
             BatchCutter(input_getters(["x", None, None]), 2, 1),
             (np.zeros(2), 0),
-            "has 2 of the 3 fields",
+            "has 2 of the 3 named fields",
         ),
         (BatchCutter(X, 2, 1), ([object()],), "Python objects"),
         (BatchCutter(X, 2, 1), (np.array(["a"] * 70 + [None], object),), r"input 'x'.*element 70 is NoneType"),
@@ -197,7 +197,7 @@ def test_own_positions_begin_at_0() -> None:
 def test_a_mask_says_yes_or_no(mask: list[float]) -> None:
     """Numbers of packed texts, or terms of attention's scores, would make other texts of the rows, in silence."""
     cutter = PaddedBatchCutter(IDS, itemgetter(1), 100, 1)
-    with pytest.raises(SourceError, match=r"batch 0: its mask has .* must be 1 for tokens .*several texts"):
+    with pytest.raises(SourceError, match=r"batch 0: its mask contains .* must be 1 for tokens .*several texts"):
         cutter.put((np.arange(4)[None], np.array([mask])))
 
 

@@ -378,8 +378,8 @@ class Encoder(torch.nn.Module):  # type: ignore[misc, name-defined]
     ("settings", "words"),
     [
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        ({"model": Encoder()}, "encoder and a decoder"),
-        ({"inputs": "ids"}, "name further inputs"),
+        ({"model": Encoder()}, "is an encoder-decoder"),
+        ({"inputs": "ids"}, "pass further inputs"),
         ({"model": torch.nn.Linear(2, 2), "distill_args": DistillArguments(chunked_head=True)}, "no logits_to_keep"),
         ({"teachers": []}, "an empty list: use transformers.Trainer"),
     ],
